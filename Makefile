@@ -1,0 +1,33 @@
+# Two commands: `make train` shows the main job, `make test` proves it. Both set everything up.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: train test lint bench clean
+
+train: $(READY)
+	$(RUN) scripts/train.py
+
+test: $(READY)
+	$(RUN) -m ruff check src tests scripts benchmarks
+	$(RUN) -m ruff format --check src tests scripts benchmarks
+	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
+
+lint: $(READY)
+	$(RUN) -m ruff check --fix src tests scripts benchmarks
+	$(RUN) -m ruff format src tests scripts benchmarks
+	$(RUN) -m mypy
+
+bench: $(READY)
+	JAX_PLATFORMS=cpu $(RUN) benchmarks/compile_time.py
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11'; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) out

@@ -1,0 +1,35 @@
+"""Online learning for recurrent and spiking networks: eligibility traces, compiled from plain models."""
+
+from . import nn
+from .analysis.diagnostics import CompilationRecord, CompilationReport, DiagnosticKind, DiagnosticLevel
+from .analysis.families import register_primitive
+from .analysis.graph import (
+    ETraceGraph,
+    add_hidden_perturbation_from_minfo,
+    add_hidden_perturbation_in_jaxpr,
+    add_hidden_perturbation_in_module,
+    compile_etrace_graph,
+    find_hidden_groups_from_jaxpr,
+    find_hidden_groups_from_minfo,
+    find_hidden_groups_from_module,
+    find_hidden_param_op_relations_from_minfo,
+    find_hidden_param_op_relations_from_module,
+)
+from .analysis.groups import HiddenGroup, group_merging, jacrev_last_dim
+from .analysis.perturbation import HiddenPerturbation
+from .analysis.sites import HiddenParamOpRelation
+from .engine.executor import ETraceGraphExecutor, SiteJacobian
+from .errors import CompilationError, NotSupportedError
+from .frontends.brainstate import ModuleInfo, extract_module_info
+from .ops import (
+    conv,
+    einsum,
+    element_wise,
+    embedding,
+    grouped_matmul,
+    lora_matmul,
+    matmul,
+    sparse_matmul,
+)
+
+__version__ = '0.1.0'

@@ -1,0 +1,1 @@
+"""Positions, hidden groups, sites, perturbation, the graph and its diagnostics."""

@@ -1,0 +1,230 @@
+"""Credit classes: what kind of gradient each parameter will get, and why.
+
+exact          no temporal path is cut: equal to BPTT
+local          temporal credit through its own position, something else is cut
+instantaneous  the one-step gradient only
+none           no gradient at all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..compat import Atom, source_line, structure
+from ..program import Hidden, Parameter, Path
+from ..program.step import path_name
+from .dependence import of
+from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .facts import Facts
+from .groups import HiddenGroup
+from .positions import Cut, Positions
+from .sites import HiddenParamOpRelation
+
+
+@dataclass(frozen=True)
+class CreditAnalysis:
+    """Everything needed to judge the parameters of one program."""
+
+    facts: Facts
+    members: Sequence[tuple[Hidden, ...]]
+    groups: Sequence[HiddenGroup]
+    positions: Sequence[Positions]
+    sites: Sequence[HiddenParamOpRelation]
+
+    def _grads(self, atoms: Sequence[Atom | None]) -> int:
+        bits = 0
+        for atom in atoms:
+            bits |= of(self.facts.total, atom).grads if atom is not None else 0
+        return bits
+
+    @cached_property
+    def _all_results(self) -> int:
+        """Bits of everything that some result of the step depends on."""
+        p = self.facts.program
+        return self._grads([*p.outputs, *(h.outvar for h in p.hidden), *(o.outvar for o in p.others)])
+
+    def _new(self, g: int) -> int:
+        return self._grads([h.outvar for h in self.members[g]])
+
+    @cached_property
+    def _live_groups(self) -> list[bool]:
+        """Groups whose old value influences anything."""
+        return [bool(self._all_results & self.facts.old(m)) for m in self.members]
+
+    @cached_property
+    def _live_others(self) -> list:
+        """Other states that carry differentiable information from step to step."""
+        return [
+            o
+            for o in self.facts.program.others
+            if o.outvar is not None and self._all_results & self.facts.bit[o.invar] and self._grads([o.outvar])
+        ]
+
+    @cached_property
+    def _remembers(self) -> list[bool]:
+        """Groups whose trace lives on: the old value reaches the new one, or an output directly."""
+        outputs = 0
+        for atom in self.facts.program.outputs:
+            outputs |= of(self.facts.direct, atom).grads
+        return [
+            any(h.invar in found.labels for h in m) or bool(outputs & self.facts.old(m))
+            for m, found in zip(self.members, self.positions, strict=True)
+        ]
+
+    def _cuts(self, g: int, bits: int) -> list[Cut]:
+        return [c for c in self.positions[g].found if c.bits.grads & bits]
+
+    def _leaks(self, g: int) -> str | None:
+        """Why credit that reached group g is not all carried on; None if it is."""
+        old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
+        name = _names(self.groups[g].hidden_paths)
+        if cuts := self._cuts(g, old):
+            return f'{name} feeds itself across positions, cut at {_where(cuts[0])}'
+        for other, live in enumerate(self._live_groups):
+            if other != g and live and self._new(other) & (old | new):
+                return f'{name} feeds {_names(self.groups[other].hidden_paths)}, another group'
+        for state in self._live_others:
+            if self._grads([state.outvar]) & (old | new):
+                return f'{name} feeds {path_name(state.path)}, which is not a hidden state'
+        return None
+
+    def judge(self, parameter: Parameter) -> tuple[str, str]:
+        """Credit class of one parameter array, and the reason."""
+        bit = self.facts.bit[parameter.invar]
+        if not self._all_results & bit:
+            return 'none', 'no differentiable path to a state or an output'
+        reached = [g for g in range(len(self.groups)) if self._live_groups[g] and self._new(g) & bit]
+        others = [o for o in self._live_others if self._grads([o.outvar]) & bit]
+        if not reached and not others:
+            return 'exact', 'acts on outputs of its own step only'
+        lost = [f'cut at {_where(c)}: {c.reason}' for g in reached for c in self._cuts(g, bit)]
+        lost += [leak for g in reached if (leak := self._leaks(g))]
+        lost += [f'feeds {path_name(o.path)}, which is not a hidden state' for o in others]
+        sites = [s for s in self.sites if parameter in s.parameters]
+        carried = [g for s in sites for g in s.hidden_groups if self._remembers[g.index]]
+        if not carried:
+            why = lost[0] if lost else 'no state keeps its value position by position'
+            return 'instantaneous', why
+        if lost:
+            return 'local', lost[0]
+        return 'exact', f'every path into {_names(carried[0].hidden_paths)} keeps its position'
+
+    # ------------------------------------------------------------ records
+
+    def records(self) -> Iterator[CompilationRecord]:
+        """All findings, in program order within each kind."""
+        yield from self._cut_records()
+        yield from self._gap_records()
+        yield from self._other_records()
+        for path in self.facts.program.untouched_hidden:
+            yield CompilationRecord(
+                DiagnosticKind.UNUSED_STATE,
+                DiagnosticLevel.NOTICE,
+                f'{path_name(path)} is neither read nor written by the step',
+            )
+        yield from self._credit_records()
+
+    def _cut_records(self) -> Iterator[CompilationRecord]:
+        seen = set()
+        for g, found in enumerate(self.positions):
+            hidden = self.groups[g].hidden_paths
+            old = self.facts.old(self.members[g])
+            for cut in reversed(found.found):
+                paths: list[Path | None] = [None] if cut.bits.grads & old else []
+                paths += dict.fromkeys(
+                    p.path for p in self.facts.program.parameters if cut.bits.grads & self.facts.bit[p.invar]
+                )
+                for path in paths:
+                    what = _names(hidden) if path is None else path_name(path)
+                    message = f'{what} → {_names(hidden)} cut at {_where(cut)}: {cut.reason}'
+                    if (message, path) in seen:
+                        continue
+                    seen.add((message, path))
+                    yield CompilationRecord(
+                        DiagnosticKind.CUT,
+                        DiagnosticLevel.NOTICE,
+                        message,
+                        cut.eqn.primitive.name,
+                        path,
+                        hidden,
+                        {'source': source_line(cut.eqn), 'operand': cut.operand, 'elements': cut.elements},
+                    )
+
+    def _gap_records(self) -> Iterator[CompilationRecord]:
+        reported = set()
+        for g, found in enumerate(self.positions):
+            for eqn, kind in found.gaps:
+                name, line = eqn.primitive.name, source_line(eqn)
+                if (name, line) in reported:
+                    continue
+                reported.add((name, line))
+                probed = kind == 'elementwise'
+                told = (
+                    'a numerical probe found it element-wise'
+                    if probed
+                    else 'it is taken to mix positions and its operands are cut'
+                )
+                yield CompilationRecord(
+                    DiagnosticKind.PROBED if probed else DiagnosticKind.MISSING_RULE,
+                    DiagnosticLevel.NOTICE if probed else DiagnosticLevel.WARNING,
+                    f'primitive {name!r} at {line} has no rule: {told}; '
+                    f'say how it treats positions with braintrace.register_primitive({name!r}, ...)',
+                    name,
+                    None,
+                    self.groups[g].hidden_paths,
+                    {'source': line},
+                )
+        for eqn in self.facts.program.equations:
+            operands = [of(self.facts.total, v).grads for v in eqn.invars]
+            if structure(eqn) == 'while' and any(operands):
+                line = source_line(eqn)
+                yield CompilationRecord(
+                    DiagnosticKind.NOT_DIFFERENTIABLE,
+                    DiagnosticLevel.WARNING,
+                    f'while loop at {line} has no reverse derivative: no credit passes it; '
+                    'write a loop of fixed length (lax.scan, or fori_loop with static bounds)',
+                    eqn.primitive.name,
+                    context={'source': line},
+                )
+
+    def _other_records(self) -> Iterator[CompilationRecord]:
+        for state in self._live_others:
+            bits = self._grads([state.outvar])
+            hidden = tuple(h.path for h in self.facts.program.hidden if bits & self.facts.new_bit[h.outvar])
+            yield CompilationRecord(
+                DiagnosticKind.OTHER_STATE,
+                DiagnosticLevel.NOTICE,
+                f'{path_name(state.path)} carries differentiable information from step to step but is not a '
+                'hidden state: credit through it ends with the step',
+                hidden_paths=hidden,
+                context={'state': state.path},
+            )
+
+    def _credit_records(self) -> Iterator[CompilationRecord]:
+        for parameter in self.facts.program.parameters:
+            credit, reason = self.judge(parameter)
+            yield _credit_record(parameter.path, parameter.name, credit, reason, self._hidden_of(parameter))
+        for path in self.facts.program.untouched_parameters:
+            yield _credit_record(path, path_name(path), 'none', 'the step never reads it', ())
+
+    def _hidden_of(self, parameter: Parameter) -> tuple[Path, ...]:
+        paths = (p for s in self.sites if parameter in s.parameters for p in s.connected_hidden_paths)
+        return tuple(dict.fromkeys(paths))
+
+
+def _credit_record(path: Path, name: str, credit: str, reason: str, hidden: tuple[Path, ...]) -> CompilationRecord:
+    level = {'none': DiagnosticLevel.WARNING, 'instantaneous': DiagnosticLevel.NOTICE}.get(credit, DiagnosticLevel.INFO)
+    context = {'name': name, 'credit': credit, 'reason': reason}
+    return CompilationRecord(
+        DiagnosticKind.CREDIT, level, f'{name}: {credit} ({reason})', None, path, hidden, context
+    )
+
+
+def _where(cut: Cut) -> str:
+    return f'{cut.eqn.primitive.name} ({source_line(cut.eqn)})'
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ', '.join(map(path_name, paths))

@@ -1,0 +1,131 @@
+"""What every value depends on: forward sets of sources, as bits.
+
+``reads`` counts any dependence, ``grads`` only differentiable paths. Sub-programs are entered;
+loops iterate to a fixpoint. A custom-derivative call differentiates whatever its body reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..compat import (
+    Atom,
+    Equation,
+    Jaxpr,
+    Var,
+    is_differentiable,
+    is_var,
+    open_jaxpr,
+    read_branches,
+    read_scan,
+    read_while,
+    structure,
+    sub_programs,
+)
+from .families import TABLE
+
+
+class Bits(NamedTuple):
+    """Sources of a value: in any way, and along differentiable paths."""
+
+    reads: int = 0
+    grads: int = 0
+
+    def __or__(self, other: Bits) -> Bits:  # type: ignore[override]
+        return Bits(self.reads | other.reads, self.grads | other.grads)
+
+
+def union(bits: Iterable[Bits]) -> Bits:
+    """Everything any of them depends on."""
+    total = Bits()
+    for b in bits:
+        total = total | b
+    return total
+
+
+def flow(
+    jaxpr: Jaxpr, inputs: Sequence[Bits], marks: Mapping[Var, Bits] | None = None, barrier: bool = False
+) -> dict[Var, Bits]:
+    """Sources of every variable of a program.
+
+    ``marks`` adds bits to the given variables; with ``barrier`` they replace what was there, so
+    that paths through those variables do not count.
+    """
+    env: dict[Var, Bits] = dict.fromkeys(jaxpr.constvars, Bits())
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [env.get(v, Bits()) if is_var(v) else Bits() for v in eqn.invars]
+        for var, bits in zip(eqn.outvars, _results(eqn, operands), strict=True):
+            grads = bits.grads if is_differentiable(var) else 0
+            if marks and var in marks:
+                mark = marks[var]
+                bits, grads = (mark, mark.grads) if barrier else (bits | mark, grads | mark.grads)
+            env[var] = Bits(bits.reads, grads)
+    return env
+
+
+def of(env: Mapping[Var, Bits], atom: Atom) -> Bits:
+    """Sources of an atom."""
+    return env.get(atom, Bits()) if is_var(atom) else Bits()
+
+
+def _outputs(body: Any, inputs: Sequence[Bits]) -> list[Bits]:
+    jaxpr = open_jaxpr(body)
+    env = flow(jaxpr, inputs)
+    return [of(env, v) for v in jaxpr.outvars]
+
+
+def _results(eqn: Equation, operands: list[Bits]) -> list[Bits]:
+    kind = structure(eqn)
+    if kind == 'scan':
+        return _scan(eqn, operands)
+    if kind == 'while':
+        return _while(eqn, operands)
+    if kind == 'cond':
+        branches = [_outputs(b, operands[1:]) for b in read_branches(eqn)]
+        chosen = Bits(operands[0].reads, 0)
+        return [union(outs) | chosen for outs in zip(*branches, strict=True)]
+    if kind in ('custom', 'call'):
+        return _custom(eqn, operands)
+    entry = TABLE.get(eqn.primitive.name)
+    grads = union(b for k, b in enumerate(operands) if entry is None or entry.differentiates(k)).grads
+    return [Bits(union(operands).reads, grads)] * len(eqn.outvars)
+
+
+def _custom(eqn: Equation, operands: list[Bits]) -> list[Bits]:
+    """Results of a call whose derivative follows whatever its body reads."""
+    (sub,) = sub_programs(eqn)
+    tags = [Bits(1 << k, 0) for k in range(len(operands))]
+    result = []
+    for bits in _outputs(sub.jaxpr, tags):
+        read = [b for k, b in enumerate(operands) if bits.reads >> k & 1]
+        result.append(union(read))
+    return result
+
+
+def carry_fixpoint(body: Any, consts: list[Bits], carry: list[Bits], xs: list[Bits]) -> tuple[list[Bits], list[Bits]]:
+    """Sources of a loop's carry and of its stacked results, after any number of rounds."""
+    while True:
+        outs = _outputs(body, [*consts, *carry, *xs])
+        new = [c | o for c, o in zip(carry, outs, strict=False)]
+        if new == carry:
+            return carry, outs[len(carry) :]
+        carry = new
+
+
+def _scan(eqn: Equation, operands: list[Bits]) -> list[Bits]:
+    scan = read_scan(eqn)
+    a, b = scan.num_consts, scan.num_consts + scan.num_carry
+    carry, ys = carry_fixpoint(scan.body, operands[:a], operands[a:b], operands[b:])
+    return [*carry, *ys]
+
+
+def _while(eqn: Equation, operands: list[Bits]) -> list[Bits]:
+    """A while loop has no reverse derivative: its results read everything and carry no gradient."""
+    loop = read_while(eqn)
+    a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
+    condition = Bits(union(operands[:a]).reads, 0)
+    carry, _ = carry_fixpoint(loop.body, operands[a:b], operands[b:], [])
+    every = union(carry) | condition
+    return [Bits(every.reads, 0)] * len(eqn.outvars)

@@ -1,0 +1,428 @@
+"""What each primitive does to positions, a line a family.
+
+A rule is called as ``rule(eqn, outs, const)``: the labels of the results (None = all NONE) and a
+function that gives the value of an operand that is constant, or None. It returns the labels of
+the operands. Rules know nothing of hidden states; the pass over the program is in positions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..compat import Equation, Primitive
+from .labels import NONE, Labels, gather_back, join, project
+
+AxisMap = Sequence[int | None]
+Const = Callable[[Any], np.ndarray | None]
+
+
+class Rule(Protocol):
+    """Labels of an equation's operands from those of its results.
+
+    Sound if no element of an operand reaches a result element whose label differs from its own.
+    """
+
+    def __call__(self, eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]: ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a primitive treats positions and which operands it differentiates."""
+
+    kind: str
+    rule: Rule
+    constant_operands: tuple[int, ...] | None = ()
+    """Operands without a derivative; None: all of them."""
+
+    def differentiates(self, operand: int) -> bool:
+        return self.constant_operands is not None and operand not in self.constant_operands
+
+
+TABLE: dict[str, Family] = {}
+
+
+def family(kind: str, rule: Rule, names: str, constant_operands: tuple[int, ...] | None = ()) -> None:
+    """Enter primitives, by name, into the table."""
+    for name in names.split():
+        TABLE[name] = Family(kind, rule, constant_operands)
+
+
+def register_primitive(
+    primitive: Primitive | str, kind: str | Rule, *, constant_operands: tuple[int, ...] = ()
+) -> None:
+    """Tell the compiler how a primitive of your own treats positions.
+
+    ``kind`` is ``'elementwise'`` (element e of every operand reaches element e of the result),
+    ``'mixing'`` (any element may reach any other, as in a matrix product) or a :class:`Rule`.
+    ``constant_operands`` are those without a derivative.
+    """
+    rules: dict[str, Rule] = {'elementwise': elementwise, 'mixing': mixing}
+    if isinstance(kind, str) and kind not in rules:
+        raise ValueError(
+            f"register_primitive(..., {kind!r})\n  why it cannot work: no family has that name\n"
+            f"  what to write instead: 'elementwise', 'mixing' or a function rule(eqn, outs, const)"
+        )
+    name = primitive if isinstance(primitive, str) else primitive.name
+    rule = rules[kind] if isinstance(kind, str) else kind
+    TABLE[name] = Family(kind if isinstance(kind, str) else 'registered', rule, constant_operands)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, 'shape', ()))
+
+
+def _merge(eqn: Equation, outs: list[Labels], axis_map: Callable[[Equation, int], AxisMap]) -> list[Labels]:
+    """Project the labels of every result onto every operand."""
+    result: list[Labels] = []
+    for k, operand in enumerate(eqn.invars):
+        labels: Labels = None
+        for out in outs:
+            labels = join(labels, project(out, axis_map(eqn, k), _shape(operand)))
+        result.append(labels)
+    return result
+
+
+def axes(axis_map: Callable[[Equation, int], AxisMap]) -> Rule:
+    """A rule told by the result axis along which each operand axis runs."""
+    return lambda eqn, outs, const: _merge(eqn, outs, axis_map)
+
+
+# ---------------------------------------------------------------- element-wise
+
+
+def _aligned(eqn: Equation, k: int) -> AxisMap:
+    shape, out = _shape(eqn.invars[k]), _shape(eqn.outvars[0])
+    return [d if n == out[d] else None for d, n in enumerate(shape)]
+
+
+elementwise = axes(_aligned)
+family(
+    'elementwise',
+    elementwise,
+    'abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt clamp '
+    'clz complex conj convert_element_type copy copy_p cos cosh cut device_put digamma div eq erf erf_inv erfc exp exp2 '
+    'expm1 ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul '
+    'name ne neg not or polygamma population_count pow random_gamma_grad real reduce_precision '
+    'regularized_incomplete_beta rem rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sin sinh sqrt '
+    'square sub tan tanh xor zeta',
+)
+family('elementwise', elementwise, 'sign floor ceil round nextafter stop_gradient', constant_operands=None)
+# Element-wise primitives of the ecosystem: surrogate spikes (braintools), exprel (brainunit).
+family('elementwise', elementwise, 'heaviside_surrogate_gradient', constant_operands=(1,))
+family('elementwise', elementwise, 'exprel')
+
+
+def _barrier(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    return outs
+
+
+family('elementwise', _barrier, 'optimization_barrier')
+
+# ---------------------------------------------------------------- data movement
+
+
+def _reshape(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    labels = None if outs[0] is None else outs[0].reshape(_shape(eqn.invars[0]))
+    return [labels] + [None] * (len(eqn.invars) - 1)
+
+
+family('movement', _reshape, 'reshape squeeze expand_dims')
+family('movement', axes(lambda e, k: np.argsort(e.params['permutation']).tolist()), 'transpose')
+
+
+def _broadcast(eqn: Equation, k: int) -> AxisMap:
+    out = eqn.params['shape']
+    return [
+        d if n == out[d] else None
+        for d, n in zip(eqn.params['broadcast_dimensions'], _shape(eqn.invars[k]), strict=True)
+    ]
+
+
+def _broadcast_rule(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    first = project(outs[0], _broadcast(eqn, 0), _shape(eqn.invars[0]))
+    return [first] + [None] * (len(eqn.invars) - 1)
+
+
+family('movement', _broadcast_rule, 'broadcast_in_dim')
+family('movement', lambda e, outs, const: [np.flip(outs[0], e.params['dimensions'])], 'rev')
+
+
+def _slice(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    p = eqn.params
+    labels = np.full(_shape(eqn.invars[0]), NONE, np.int32)
+    strides = p['strides'] or (1,) * labels.ndim
+    index = tuple(slice(*s) for s in zip(p['start_indices'], p['limit_indices'], strides, strict=True))
+    labels[index] = outs[0]
+    return [labels]
+
+
+def _split(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    parts = [np.full(_shape(v), NONE, np.int32) if o is None else o for v, o in zip(eqn.outvars, outs, strict=True)]
+    return [np.concatenate(parts, eqn.params['axis'])]
+
+
+def _concatenate(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    axis = eqn.params['dimension']
+    ends = np.cumsum([_shape(v)[axis] for v in eqn.invars])[:-1]
+    return list(np.split(outs[0], ends, axis))
+
+
+def _pad(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    out, shape = outs[0], _shape(eqn.invars[0])
+    labels = np.full(shape, NONE, np.int32)
+    inside, taken = [], []
+    for n, total, (low, _, interior) in zip(shape, out.shape, eqn.params['padding_config'], strict=True):
+        at = low + np.arange(n) * (interior + 1)
+        ok = (at >= 0) & (at < total)
+        inside.append(np.flatnonzero(ok))
+        taken.append(at[ok])
+    labels[np.ix_(*inside)] = out[np.ix_(*taken)]
+    rest = out.copy()
+    rest[np.ix_(*taken)] = NONE
+    return [labels, project(rest, [], ())]
+
+
+family('movement', _slice, 'slice')
+family('movement', _split, 'split')
+family('movement', _concatenate, 'concatenate')
+family('movement', _pad, 'pad')
+
+
+def _same_size(small: Sequence[int], large: Sequence[int]) -> AxisMap:
+    return [d if n == m else None for d, (n, m) in enumerate(zip(small, large, strict=True))]
+
+
+def _starts(eqn: Equation, first: int, sizes: Sequence[int], limits: Sequence[int], const: Const) -> tuple | None:
+    """The slices a dynamic slice takes, where its start is constant."""
+    values = [const(v) for v in eqn.invars[first:]]
+    if any(v is None for v in values):
+        return None
+    at = [int(np.clip(v, 0, n - s)) for v, s, n in zip(values, sizes, limits, strict=True)]
+    return tuple(slice(a, a + s) for a, s in zip(at, sizes, strict=True))
+
+
+def _dynamic_slice(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    shape, sizes = _shape(eqn.invars[0]), eqn.params['slice_sizes']
+    indices: list[Labels] = [None] * (len(eqn.invars) - 1)
+    at = _starts(eqn, 1, sizes, shape, const)
+    if at is None:
+        return [project(outs[0], _same_size(sizes, shape), shape), *indices]
+    labels = np.full(shape, NONE, np.int32)
+    labels[at] = outs[0]
+    return [labels, *indices]
+
+
+def _dynamic_update_slice(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    shape, sizes = _shape(eqn.invars[0]), _shape(eqn.invars[1])
+    indices: list[Labels] = [None] * (len(eqn.invars) - 2)
+    at = _starts(eqn, 2, sizes, shape, const)
+    if at is None:
+        return [outs[0], project(outs[0], _same_size(sizes, shape), sizes), *indices]
+    kept = outs[0].copy()
+    kept[at] = NONE
+    return [kept, outs[0][at], *indices]
+
+
+family('movement', _dynamic_slice, 'dynamic_slice')
+family('movement', _dynamic_update_slice, 'dynamic_update_slice')
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Dimension numbers shared by gather (result side) and scatter (update side)."""
+
+    window_dims: tuple[int, ...]
+    dropped: tuple[int, ...]
+    index_map: tuple[int, ...]
+    batching: tuple[int, ...]
+    index_batching: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def axis_map(self, operand: tuple[int, ...], windowed_rank: int) -> list[int | None]:
+        """For every operand axis, the axis of the windowed array that surely runs along it."""
+        batch_axes = [a for a in range(windowed_rank) if a not in self.window_dims]
+        windows = iter(self.window_dims)
+        result: list[int | None] = []
+        for d, n in enumerate(operand):
+            if d in self.batching:
+                result.append(batch_axes[self.index_batching[self.batching.index(d)]])
+            elif d in self.dropped:
+                result.append(None)
+            else:
+                axis = next(windows)
+                result.append(axis if self.sizes[d] == n else None)
+        return result
+
+    def locations(self, operand: tuple[int, ...], indices: np.ndarray, mode: Any) -> np.ndarray:
+        """Flat operand index behind every element of the windowed array; -1 outside."""
+        numbers = jax.lax.GatherDimensionNumbers(
+            self.window_dims, self.dropped, self.index_map, self.batching, self.index_batching
+        )
+        with jax.ensure_compile_time_eval():
+            table = jnp.arange(int(np.prod(operand)), dtype=jnp.int32).reshape(operand)
+            taken = jax.lax.gather(table, jnp.asarray(indices), numbers, self.sizes, mode=mode, fill_value=-1)
+        return np.asarray(taken)
+
+
+def _gather(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    p, shape = eqn.params, _shape(eqn.invars[0])
+    d = p['dimension_numbers']
+    window = _Window(
+        d.offset_dims, d.collapsed_slice_dims, d.start_index_map,
+        d.operand_batching_dims, d.start_indices_batching_dims, tuple(p['slice_sizes']),
+    )  # fmt: skip
+    indices = const(eqn.invars[1])
+    if indices is None:
+        return [project(outs[0], window.axis_map(shape, outs[0].ndim), shape), None]
+    return [gather_back(outs[0], window.locations(shape, indices, p['mode']), shape), None]
+
+
+def _scatter(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    p, out = eqn.params, outs[0]
+    shape, updates = _shape(eqn.invars[0]), _shape(eqn.invars[2])
+    d = p['dimension_numbers']
+    windows = iter(d.update_window_dims)
+    gone = (*d.inserted_window_dims, *d.operand_batching_dims)
+    sizes = tuple(1 if a in gone else updates[next(windows)] for a in range(len(shape)))
+    window = _Window(
+        d.update_window_dims, d.inserted_window_dims, d.scatter_dims_to_operand_dims,
+        d.operand_batching_dims, d.scatter_indices_batching_dims, sizes,
+    )  # fmt: skip
+    indices = const(eqn.invars[1])
+    if indices is None:
+        back: list[int | None] = [None] * len(updates)
+        for operand_axis, axis in enumerate(window.axis_map(shape, len(updates))):
+            if axis is not None:
+                back[axis] = operand_axis
+        return [out, None, project(out, back, updates)]
+    at = window.locations(shape, indices, p['mode'])
+    flat = np.append(out.reshape(-1), NONE).astype(np.int32)
+    kept = out.copy()
+    if eqn.primitive.name == 'scatter':
+        kept.reshape(-1)[at[at >= 0]] = NONE
+    return [kept, None, flat[at]]
+
+
+family('movement', _gather, 'gather')
+family('movement', _scatter, 'scatter scatter-add scatter_add scatter-mul scatter_mul scatter-sub scatter_sub')
+family('movement', _scatter, 'scatter-min scatter_min scatter-max scatter_max')
+
+# ---------------------------------------------------------------- reductions
+
+
+def _reduced(eqn: Equation, k: int) -> AxisMap:
+    gone = eqn.params['axes'] if 'axes' in eqn.params else eqn.params['dimensions']
+    left = iter(range(len(_shape(eqn.outvars[0]))))
+    return [None if d in gone else next(left) for d in range(len(_shape(eqn.invars[k])))]
+
+
+def _reduce_generic(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    half = len(eqn.invars) // 2
+    return _merge(eqn, outs, lambda e, k: _reduced(e, k) if k < half else [])
+
+
+family('reduction', axes(_reduced), 'reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor')
+family('reduction', axes(_reduced), 'argmax argmin')
+family('reduction', _reduce_generic, 'reduce')
+
+# ---------------------------------------------------------------- along whole axes
+
+
+def _all_but(*gone: int, rank: int) -> AxisMap:
+    blocked = {a % rank for a in gone} if rank else set()
+    return [None if d in blocked else d for d in range(rank)]
+
+
+def _along(name: str) -> Callable[[Equation, int], AxisMap]:
+    return lambda e, k: _all_but(e.params[name], rank=len(_shape(e.invars[k])))
+
+
+def _last(count: int) -> Callable[[Equation, int], AxisMap]:
+    return lambda e, k: _all_but(*range(-count, 0), rank=len(_shape(e.invars[k])))
+
+
+family('along', axes(_along('axis')), 'cumsum cumprod cummax cummin cumlogsumexp')
+family('along', axes(_along('dimension')), 'sort')
+family('along', axes(_last(1)), 'top_k approx_top_k')
+family(
+    'along',
+    axes(lambda e, k: _all_but(*range(-len(e.params['fft_lengths']), 0), rank=len(_shape(e.invars[k])))),
+    'fft',
+)
+
+
+def _windowed(eqn: Equation, k: int) -> AxisMap:
+    shape = _shape(eqn.invars[k])
+    if shape == ():
+        return []
+    sizes = eqn.params['window_dimensions']
+    out = _shape(eqn.outvars[0])
+    return [d if n == 1 and shape[d] == out[d] else None for d, n in enumerate(sizes)]
+
+
+family('along', axes(_windowed), 'reduce_window_sum reduce_window_max reduce_window_min reduce_window')
+
+# ---------------------------------------------------------------- products
+
+
+def _dot(eqn: Equation, k: int) -> AxisMap:
+    (contract_l, contract_r), (batch_l, batch_r) = eqn.params['dimension_numbers']
+    rank_l = len(_shape(eqn.invars[0]))
+    free_l = [d for d in range(rank_l) if d not in contract_l and d not in batch_l]
+    batch, contract = (batch_l, contract_l) if k == 0 else (batch_r, contract_r)
+    start = len(batch_l) + (0 if k == 0 else len(free_l))
+    free = [d for d in range(len(_shape(eqn.invars[k]))) if d not in contract and d not in batch]
+    place = {d: i for i, d in enumerate(batch)} | {d: start + i for i, d in enumerate(free)}
+    return [place.get(d) for d in range(len(_shape(eqn.invars[k])))]
+
+
+def _conv(eqn: Equation, k: int) -> AxisMap:
+    """Image: batch axis, and space where the kernel is one pixel. Kernel: its output features."""
+    p = eqn.params
+    d, rank = p['dimension_numbers'], len(_shape(eqn.invars[k]))
+    result: list[int | None] = [None] * rank
+    if k == 0:
+        if p['batch_group_count'] == 1:
+            result[d.lhs_spec[0]] = d.out_spec[0]
+        out, image = _shape(eqn.outvars[0]), _shape(eqn.invars[0])
+        kernel = _shape(eqn.invars[1])
+        plain = {*p['window_strides'], *p['lhs_dilation']} <= {1} and not np.any(p['padding'])
+        for i, o, r in zip(d.lhs_spec[2:], d.out_spec[2:], d.rhs_spec[2:], strict=True):
+            if kernel[r] == 1 and image[i] == out[o] and plain:
+                result[i] = o
+    else:
+        result[d.rhs_spec[0]] = d.out_spec[1]
+    return result
+
+
+def mixing(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    """Any element of any operand may reach any element of any result."""
+    return _merge(eqn, outs, lambda e, k: [None] * len(_shape(e.invars[k])))
+
+
+family('product', axes(_dot), 'dot_general')
+family('product', axes(_conv), 'conv_general_dilated')
+# Sparse and event-driven products of brainevent: the operator is hidden in indices.
+family(
+    'product',
+    mixing,
+    'csrmv csrmm binary_csrmv binary_csrmm binary_csrmv_indexed binary_csrmm_indexed coomv coomm binary_coomv '
+    'binary_coomm binary_densemv binary_densemm fcnmv fcnmm binary_fcnmv binary_fcnmm bitpack_binary_fcnmv '
+    'bitpack_binary_fcnmm compact_binary_fcnmv compact_binary_fcnmm jitsmv jitsmm binary_jitsmv binary_jitsmm '
+    'jitnmv jitnmm binary_jitnmv binary_jitnmm jitumv jitumm binary_jitumv binary_jitumm csrmv_dt2t csrmm_dt2t',
+)
+# Known to mix along unknown patterns: cut, with no missing-rule diagnostic.
+family(
+    'mixing',
+    mixing,
+    'cholesky triangular_solve lu qr svd eigh eig custom_linear_solve tridiagonal_solve select_and_scatter_add '
+    'select_and_gather_add conv_general_dilated_patches householder_product',
+)
+family('none', mixing, 'iota rng_uniform rng_bit_generator threefry2x32 random_bits random_seed random_wrap', None)
+family('none', mixing, 'random_unwrap random_fold_in random_split random_clone', None)

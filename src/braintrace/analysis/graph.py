@@ -1,0 +1,266 @@
+"""The graph: groups, sites, perturbation and diagnostics of one model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..compat import ClosedJaxpr, Var
+from ..errors import CompilationError, three_parts
+from ..frontends import extract
+from ..program import Hidden, Parameter, Path, StepProgram, normal_form
+from ..program.step import distinct_outputs
+from .credit import CreditAnalysis
+from .diagnostics import CompilationRecord, CompilationReport, DiagnosticKind
+from .facts import Facts
+from .groups import HiddenGroup, group_hidden, make_group
+from .perturbation import HiddenPerturbation, add_perturbation
+from .positions import Positions
+from .sites import HiddenParamOpRelation, find_sites
+
+GroupsByPath = dict[Path, HiddenGroup]
+
+
+class ETraceGraph(NamedTuple):
+    """A compiled model: who remembers, who feeds whom, and what was given up on the way."""
+
+    module_info: Any
+    hidden_groups: tuple[HiddenGroup, ...]
+    hid_path_to_group: GroupsByPath
+    hidden_param_op_relations: tuple[HiddenParamOpRelation, ...]
+    hidden_perturb: HiddenPerturbation | None
+    diagnostics: tuple[CompilationRecord, ...]
+
+    def explain(
+        self, *, weight_path: Path | None = None, hidden_path: Path | None = None, kind: DiagnosticKind | str | None = None
+    ) -> list[CompilationRecord]:
+        """Records in the order they were found; filters combine."""
+        kind = None if kind is None else DiagnosticKind(kind)
+        return [
+            r
+            for r in self.diagnostics
+            if (weight_path is None or r.weight_path == tuple(weight_path))
+            and (hidden_path is None or tuple(hidden_path) in r.hidden_paths)
+            and (kind is None or r.kind is kind)
+        ]
+
+    @property
+    def report(self) -> CompilationReport:
+        """The findings, to be read by a person."""
+        credits = self.explain(kind=DiagnosticKind.CREDIT)
+        traced = {r.weight_path for r in credits if r.hidden_paths}
+        return CompilationReport(
+            hidden_groups=self.hidden_groups,
+            etrace_weights={r.weight_path: r.context['credit'] for r in reversed(credits) if r.weight_path in traced},
+            excluded_weights={
+                r.weight_path: r.context['reason'] for r in credits if r.weight_path not in traced
+            },
+            dynamic_states=tuple(
+                dict.fromkeys(o.path for o in self.module_info.program.others if o.outvar is not None)
+            ),
+            diagnostics=self.diagnostics,
+        )
+
+    def call_hidden_perturb(
+        self, args: Sequence[Any], perturb_data: Sequence[Any], old_state_vals: Sequence[Any] | None = None
+    ) -> Any:
+        """The model's outputs with perturbed new hidden states; no state is written."""
+        if self.hidden_perturb is None:
+            raise ValueError(
+                three_parts(
+                    'call_hidden_perturb on a graph without a perturbed program',
+                    'it was compiled with include_hidden_perturb=False',
+                    'compile_etrace_graph(model, *args)',
+                )
+            )
+        flat = self.module_info.flat_inputs(args, old_state_vals, {})
+        results = self.hidden_perturb.eval_jaxpr(flat, perturb_data)
+        return self.module_info.outputs(results)
+
+    def dict(self) -> dict[str, Any]:
+        """The record as a dictionary."""
+        return self._asdict()
+
+    def __repr__(self) -> str:
+        lines = [f'ETraceGraph of {self.module_info!r}']
+        lines += [f'  {g!r}' for g in self.hidden_groups] + [f'  {s!r}' for s in self.hidden_param_op_relations]
+        return '\n'.join(lines)
+
+
+class _Analysed(NamedTuple):
+    facts: Facts
+    members: list[tuple[Hidden, ...]]
+    groups: tuple[HiddenGroup, ...]
+    positions: list[Positions]
+
+    @property
+    def by_path(self) -> GroupsByPath:
+        return {path: group for group in self.groups for path in group.hidden_paths}
+
+
+def _analyse(program: StepProgram) -> _Analysed:
+    facts = Facts(program)
+    members = group_hidden(facts)
+    positions = []
+    for group in members:
+        stop = {h.outvar: facts.new_bit[h.outvar] for h in program.hidden if h not in group}
+        positions.append(facts.positions(group, group, stop))
+    pairs = enumerate(zip(members, positions, strict=True))
+    groups = tuple(make_group(i, group, facts, found) for i, (group, found) in pairs)
+    return _Analysed(facts, members, groups, positions)
+
+
+# ---------------------------------------------------------------- entry points
+
+_busy = threading.local()
+
+
+def compile_etrace_graph(model: Any, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any) -> ETraceGraph:
+    """Compile one step of a model into its eligibility-trace graph.
+
+    ``model`` is a ``brainstate.nn.Module`` called with ``args``, or a plain function
+    ``step(params, state, *inputs) -> (state, out)`` with examples of its arguments.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp
+    >>> gru = brainstate.nn.GRUCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(gru)
+    >>> compile_etrace_graph(gru, jnp.ones(3)).hidden_groups
+    (HiddenGroup(0: h; positions (4,), 1 state(s) each),)
+    """
+    if getattr(_busy, 'compiling', False):
+        raise NotImplementedError(
+            three_parts(
+                'compile_etrace_graph called while a model is being compiled',
+                'the step of a model cannot itself compile a model',
+                'compile before the step, and call the compiled graph in it',
+            )
+        )
+    _busy.compiling = True
+    try:
+        return _compile(extract(model, *args, **kwargs), include_hidden_perturb)
+    finally:
+        _busy.compiling = False
+
+
+def _compile(info: Any, include_hidden_perturb: bool) -> ETraceGraph:
+    program: StepProgram = info.program
+    _check_trainable(program)
+    analysed = _analyse(program)
+    sites = find_sites(analysed.facts, analysed.groups, analysed.positions)
+    credit = CreditAnalysis(analysed.facts, analysed.members, analysed.groups, analysed.positions, sites)
+    return ETraceGraph(
+        module_info=info.add_jaxpr_outs(_extra_outputs(program, analysed.groups, sites)),
+        hidden_groups=analysed.groups,
+        hid_path_to_group=analysed.by_path,
+        hidden_param_op_relations=sites,
+        hidden_perturb=add_perturbation(program) if include_hidden_perturb else None,
+        diagnostics=tuple(credit.records()),
+    )
+
+
+def _extra_outputs(
+    program: StepProgram, groups: Sequence[HiddenGroup], sites: Sequence[HiddenParamOpRelation]
+) -> list[Var]:
+    """Every site's x, the inputs of every y→hidden program and of every transition; no duplicates."""
+    wanted = [s.x_var for s in sites if s.x_var is not None]
+    wanted += [v for s in sites for program_ in s.y_to_hidden_group_jaxprs for v in program_.constvars]
+    wanted += [v for group in groups for v in group.transition_jaxpr_constvars]
+    returned = {v for v in program.closed.jaxpr.outvars if isinstance(v, Var)}
+    return [v for v in dict.fromkeys(wanted) if v not in returned]
+
+
+def _check_trainable(program: StepProgram) -> None:
+    if not program.hidden:
+        raise CompilationError(
+            three_parts(
+                'a model whose step writes no hidden state',
+                'eligibility traces live in states that depend on their own past; there are none',
+                'keep what the model remembers in a brainstate.HiddenState; train a memoryless model by plain grad',
+            )
+        )
+    if not program.parameters:
+        raise CompilationError(
+            three_parts(
+                'a model whose step reads no parameter',
+                'there is nothing to train',
+                'keep trainable values in a brainstate.ParamState that update reads',
+            )
+        )
+
+
+def find_hidden_groups_from_minfo(minfo: Any) -> tuple[tuple[HiddenGroup, ...], GroupsByPath]:
+    """Hidden groups of a traced module, and the group of each path."""
+    analysed = _analyse(minfo.program)
+    return analysed.groups, analysed.by_path
+
+
+def find_hidden_groups_from_module(model: Any, *args: Any, **kwargs: Any) -> tuple[tuple[HiddenGroup, ...], GroupsByPath]:
+    """Hidden groups of a module, and the group of each path."""
+    return find_hidden_groups_from_minfo(extract(model, *args, **kwargs))
+
+
+def _program_from_jaxpr(
+    closed_jaxpr: ClosedJaxpr, hidden: dict[Path, tuple[int, int, Any]], weights: dict[Path, int]
+) -> StepProgram:
+    closed = distinct_outputs(normal_form(closed_jaxpr), [out for _, out, _ in hidden.values()])
+    jaxpr = closed.jaxpr
+    taken = {i for i, _, _ in hidden.values()} | set(weights.values())
+    return StepProgram(
+        closed,
+        inputs=tuple(v for i, v in enumerate(jaxpr.invars) if i not in taken),
+        parameters=tuple(Parameter(path, (), jaxpr.invars[i]) for path, i in weights.items()),
+        hidden=tuple(
+            Hidden(path, jaxpr.invars[i], jaxpr.outvars[o], state, tuple(state.varshape), state.num_state)
+            for path, (i, o, state) in hidden.items()
+        ),
+        others=(),
+        outputs=tuple(jaxpr.outvars),
+    )
+
+
+def find_hidden_groups_from_jaxpr(
+    closed_jaxpr: ClosedJaxpr, hidden: dict[Path, tuple[int, int, Any]], weights: dict[Path, int]
+) -> tuple[tuple[HiddenGroup, ...], GroupsByPath]:
+    """Hidden groups of a bare program.
+
+    ``hidden`` maps a path to (index of its input, index of its output, state object with
+    ``varshape`` and ``num_state``); ``weights`` maps a path to the index of its input.
+    """
+    analysed = _analyse(_program_from_jaxpr(closed_jaxpr, hidden, weights))
+    return analysed.groups, analysed.by_path
+
+
+def find_hidden_param_op_relations_from_minfo(
+    minfo: Any, hid_path_to_group: GroupsByPath | None = None
+) -> tuple[HiddenParamOpRelation, ...]:
+    """Sites of a traced module; with ``hid_path_to_group`` only those into these groups."""
+    analysed = _analyse(minfo.program)
+    sites = find_sites(analysed.facts, analysed.groups, analysed.positions)
+    if hid_path_to_group is None:
+        return sites
+    return tuple(s for s in sites if any(p in hid_path_to_group for p in s.connected_hidden_paths))
+
+
+def find_hidden_param_op_relations_from_module(
+    model: Any, *args: Any, **kwargs: Any
+) -> tuple[HiddenParamOpRelation, ...]:
+    """Sites of a module."""
+    return find_hidden_param_op_relations_from_minfo(extract(model, *args, **kwargs))
+
+
+def add_hidden_perturbation_from_minfo(minfo: Any) -> HiddenPerturbation:
+    """The perturbed program of a traced module."""
+    return add_perturbation(minfo.program)
+
+
+def add_hidden_perturbation_in_module(model: Any, *args: Any, **kwargs: Any) -> HiddenPerturbation:
+    """The perturbed program of a module."""
+    return add_perturbation(extract(model, *args, **kwargs).program)
+
+
+def add_hidden_perturbation_in_jaxpr(
+    closed_jaxpr: ClosedJaxpr, hidden: dict[Path, tuple[int, int, Any]]
+) -> HiddenPerturbation:
+    """The perturbed form of a bare program; ``hidden`` as in :func:`find_hidden_groups_from_jaxpr`."""
+    return add_perturbation(_program_from_jaxpr(closed_jaxpr, hidden, {}))

@@ -1,0 +1,78 @@
+"""Perturbation: every new hidden value h = f(..) becomes h = f(..) + δ, so ∂ℓ/∂δ = ∂ℓ/∂h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..compat import ClosedJaxpr, Var, add_equation, close, evaluate, make_jaxpr, new_var
+from ..program import Path, StepProgram
+from ..program.step import path_name
+from .groups import HiddenGroup
+
+
+class HiddenPerturbation(NamedTuple):
+    """The step program with a perturbation added to every new hidden state.
+
+    Everything later in the step that reads a new state reads the perturbed one. The perturbations
+    are the last inputs of ``perturb_jaxpr``, in the order of ``perturb_vars``.
+    """
+
+    perturb_vars: tuple[Var, ...]
+    perturb_hidden_paths: tuple[Path, ...]
+    perturb_hidden_states: tuple[Any, ...]
+    perturb_jaxpr: ClosedJaxpr
+
+    def eval_jaxpr(self, inputs: Sequence[Any], perturb_data: Sequence[Any]) -> list[jax.Array]:
+        """Results of the step for flat inputs and one perturbation for each hidden state."""
+        self._check(perturb_data)
+        return evaluate(self.perturb_jaxpr.jaxpr, self.perturb_jaxpr.consts, *inputs, *perturb_data)
+
+    def init_perturb_data(self) -> list[jax.Array]:
+        """Perturbations of zero."""
+        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.perturb_vars]
+
+    def perturb_data_to_hidden_group_data(
+        self, perturb_data: Sequence[Any], hidden_groups: Sequence[HiddenGroup]
+    ) -> list[jax.Array]:
+        """One array for each group, its states along the last axis, without units."""
+        self._check(perturb_data)
+        by_path = dict(zip(self.perturb_hidden_paths, perturb_data, strict=True))
+        return [group.concat_hidden([by_path[p] for p in group.hidden_paths]) for group in hidden_groups]
+
+    def _check(self, perturb_data: Sequence[Any]) -> None:
+        if len(perturb_data) != len(self.perturb_vars):
+            raise ValueError(
+                f'{len(perturb_data)} perturbation(s) given\n  why it cannot work: the program has '
+                f'{len(self.perturb_vars)} hidden state(s): {", ".join(map(path_name, self.perturb_hidden_paths))}\n'
+                f'  what to write instead: one array for each, as init_perturb_data() gives'
+            )
+
+    def dict(self) -> dict[str, Any]:
+        """The record as a dictionary."""
+        return self._asdict()
+
+    def __repr__(self) -> str:
+        return f'HiddenPerturbation({", ".join(map(path_name, self.perturb_hidden_paths))})'
+
+
+def add_perturbation(program: StepProgram) -> HiddenPerturbation:
+    """Perturb every new hidden state of a step program."""
+    jaxpr = program.closed.jaxpr
+    deltas = {h.outvar: new_var(h.outvar.aval) for h in program.hidden}
+    equations = []
+    for eqn in jaxpr.eqns:
+        raw = {v: new_var(v.aval) for v in eqn.outvars if v in deltas}
+        equations.append(eqn.replace(outvars=[raw.get(v, v) for v in eqn.outvars]))
+        equations += [add_equation(r, deltas[v], v) for v, r in raw.items()]
+    invars = [*jaxpr.invars, *deltas.values()]
+    perturbed = make_jaxpr(jaxpr.constvars, invars, jaxpr.outvars, equations)
+    return HiddenPerturbation(
+        tuple(deltas.values()),
+        tuple(h.path for h in program.hidden),
+        tuple(h.state for h in program.hidden),
+        close(perturbed, program.closed.consts),
+    )

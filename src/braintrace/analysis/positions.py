@@ -1,0 +1,308 @@
+"""Position analysis: run the program backward on its own index map.
+
+Every new hidden state of a group starts with its own position numbers; the pass hands labels back
+through the families' rules. Where one element would reach two positions the edge is cut, masked
+element by element. Old states of the group keep only edges that lead to their own position, and
+so D_t is block-diagonal by construction: along edges that remain, the label never changes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..compat import (
+    Atom,
+    Equation,
+    Jaxpr,
+    Var,
+    is_var,
+    open_jaxpr,
+    read_branches,
+    read_scan,
+    structure,
+    sub_programs,
+)
+from ..program.slicing import Cuts
+from .dependence import Bits, carry_fixpoint, flow, of
+from .families import TABLE, Const, Rule, elementwise, mixing
+from .labels import CONFLICT, NONE, Labels, join, join_over
+from .probe import is_elementwise
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One place where the local step stops gradient, for the report."""
+
+    eqn: Equation
+    operand: int
+    reason: str
+    bits: Bits
+    elements: int
+
+
+@dataclass
+class Positions:
+    """What a pass found: labels, the edges that carry credit, cuts and gaps."""
+
+    labels: dict[Var, np.ndarray] = field(default_factory=dict)
+    edges: set[tuple[int, int]] = field(default_factory=set)
+    cuts: Cuts = field(default_factory=Cuts)
+    found: list[Cut] = field(default_factory=list)
+    gaps: list[tuple[Equation, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Which values matter to one group: those with a gradient from these sources, met with data."""
+
+    sources: int
+    data: int
+
+    def __call__(self, bits: Bits) -> bool:
+        return bool(bits.grads & self.sources) and bool(bits.reads & self.data)
+
+
+FAN_OUT = 'one element reaches several positions'
+PARTED = 'its uses reach different positions'
+MOVED = 'a position reaches another position'
+
+
+class _Pass:
+    """One backward pass over a program (or a body inside it)."""
+
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        env: Mapping[Var, Bits],
+        credit: Credit,
+        size: int,
+        const: Const,
+        out: Positions,
+        opaque: bool = False,
+    ):
+        self.jaxpr, self.env, self.credit, self.size, self.const = jaxpr, env, credit, size, const
+        self.out, self.opaque = out, opaque
+        self.uses: dict[Var, list[tuple[int, int, np.ndarray]]] = defaultdict(list)
+        self.reading: dict[Var, list[tuple[int, int]]] = defaultdict(list)
+        self.starts: dict[Var, np.ndarray] = {}
+        self.keep: Mapping[Var, np.ndarray] = {}
+
+    def run(
+        self, starts: Sequence[tuple[Atom, Labels]], keep: Mapping[Var, np.ndarray] = {}, stop: Collection[Var] = ()
+    ) -> None:
+        self.keep = keep
+        for atom, labels in starts:
+            if is_var(atom) and labels is not None:
+                self.starts[atom] = join(self.starts.get(atom), labels)  # type: ignore[assignment]
+        for i in reversed(range(len(self.jaxpr.eqns))):
+            eqn = self.jaxpr.eqns[i]
+            outs = [None if v in stop else self.resolve(v) for v in eqn.outvars]
+            if all(o is None for o in outs):
+                continue
+            for v, o in zip(eqn.outvars, outs, strict=True):
+                if o is not None:
+                    self.out.labels[v] = o
+            for k, edge in enumerate(self.operands(i, eqn, outs)):
+                self.use(i, k, eqn, edge)
+        for v in (*self.jaxpr.invars, *self.jaxpr.constvars):
+            labels = self.resolve(v)
+            if labels is not None:
+                self.out.labels[v] = labels
+
+    def matters(self, atom: Atom) -> bool:
+        return is_var(atom) and (self.opaque or self.credit(of(self.env, atom)))
+
+    def cut(self, i: int, k: int, mask: np.ndarray, reason: str) -> None:
+        self.out.cuts.add(i, k, mask)
+        eqn = self.jaxpr.eqns[i]
+        bits = of(self.env, eqn.invars[k])
+        self.out.found.append(Cut(eqn, k, reason, bits, int(mask.sum())))
+
+    def use(self, i: int, k: int, eqn: Equation, edge: Labels) -> None:
+        """Note what one operand reaches; elements that reach several positions are cut."""
+        if edge is None or not self.matters(eqn.invars[k]):
+            return
+        family = TABLE.get(eqn.primitive.name)
+        if not self.opaque and family is not None and not family.differentiates(k):
+            return
+        if not self.opaque and (conflict := edge == CONFLICT).any():
+            self.cut(i, k, conflict, FAN_OUT)
+            edge = np.where(conflict, NONE, edge).astype(np.int32)
+        if (edge != NONE).any():
+            self.uses[eqn.invars[k]].append((i, k, edge))
+
+    def resolve(self, v: Var) -> Labels:
+        """The label of a variable from all its uses; uses that disagree with it are cut."""
+        uses = self.uses.pop(v, [])
+        start = self.starts.get(v)
+        labels = start
+        for _, _, edge in uses:
+            labels = join(labels, edge)
+        if self.opaque or labels is None:
+            return labels
+        wanted = self.wanted(v, labels, start)
+        for i, k, edge in uses:
+            wrong = (edge >= 0) & (edge != wanted) & (wanted != CONFLICT)
+            if wrong.any():
+                self.cut(i, k, wrong, MOVED if v in self.keep else PARTED)
+            if ((edge >= 0) & ~wrong).any():
+                self.out.edges.add((i, k))
+                self.reading[v].append((i, k))
+        return self.settle(labels, wanted, start, uses)
+
+    def wanted(self, v: Var, labels: np.ndarray, start: Labels) -> np.ndarray:
+        """The position each element should keep; CONFLICT where any will do."""
+        wanted = np.full(labels.shape, CONFLICT, np.int32)
+        parted = labels == CONFLICT
+        if parted.any():
+            own = np.arange(labels.size, dtype=np.int32).reshape(labels.shape) if labels.size == self.size else NONE
+            wanted = np.where(parted, own, wanted).astype(np.int32)
+        if start is not None:
+            wanted = np.where(start >= 0, start, wanted).astype(np.int32)
+        if v in self.keep:
+            wanted = np.where(self.keep[v] >= 0, self.keep[v], wanted).astype(np.int32)
+        return wanted
+
+    def settle(self, labels: np.ndarray, wanted: np.ndarray, start: Labels, uses: Sequence) -> Labels:
+        reached = np.zeros(labels.shape, bool) if start is None else start >= 0
+        for _, _, edge in uses:
+            reached = reached | (edge == wanted)
+        fixed = np.where(reached, wanted, NONE)
+        labels = np.where(wanted == CONFLICT, labels, fixed).astype(np.int32)
+        return labels if (labels != NONE).any() else None
+
+    # ------------------------------------------------------------ one equation
+
+    def operands(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
+        kind = structure(eqn)
+        if kind in ('custom', 'call'):
+            return self.custom(eqn, outs)
+        if kind == 'cond':
+            return self.cond(i, eqn, outs)
+        if kind == 'scan':
+            return self.scan(i, eqn, outs)
+        family = TABLE.get(eqn.primitive.name)
+        rule = family.rule if family is not None else self.missing(eqn)
+        return rule(eqn, outs, self.const)
+
+    def missing(self, eqn: Equation) -> Rule:
+        """A primitive without a family: element-wise if a numerical probe says so, else mixing."""
+        if structure(eqn) == 'while':
+            return mixing
+        kind = 'elementwise' if is_elementwise(eqn) else 'mixing'
+        if all(eqn is not other for other, _ in self.out.gaps):
+            self.out.gaps.append((eqn, kind))
+        return elementwise if kind == 'elementwise' else mixing
+
+    def bits(self, atoms: Sequence[Atom]) -> list[Bits]:
+        return [of(self.env, v) for v in atoms]
+
+    def body(self, jaxpr: Any, inputs: Sequence[Bits], opaque: bool, out: Positions | None = None) -> _Pass:
+        body = open_jaxpr(jaxpr)
+        return _Pass(body, flow(body, inputs), self.credit, self.size, lambda v: None, out or Positions(), opaque)
+
+    def custom(self, eqn: Equation, outs: list[Labels]) -> list[Labels]:
+        """A call with its own derivative cannot be cut inside: conflicts come out to the operands."""
+        (sub,) = sub_programs(eqn)
+        inner = self.body(sub.jaxpr, self.bits(eqn.invars), opaque=True)
+        inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)))
+        return [inner.out.labels.get(v) for v in inner.jaxpr.invars]
+
+    def enter(self, i: int, key: tuple, inner: _Pass) -> None:
+        if not self.opaque:
+            self.out.cuts.bodies[i, key] = inner.out.cuts
+            self.out.found += inner.out.found
+            self.out.gaps += inner.out.gaps
+
+    def cond(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
+        result: list[Labels] = [None] * len(eqn.invars)
+        for b, branch in enumerate(read_branches(eqn)):
+            inner = self.body(branch, self.bits(eqn.invars[1:]), self.opaque)
+            inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)))
+            self.enter(i, ('branches', b), inner)
+            for k, v in enumerate(inner.jaxpr.invars):
+                result[k + 1] = join(result[k + 1], inner.out.labels.get(v))
+        if self.opaque:
+            joined: Labels = None
+            for out in outs:
+                joined = join(joined, None if out is None else join_over(out.reshape(-1), [0]))
+            result[0] = joined
+        return result
+
+    def scan(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
+        """Labels of the carry grow to a fixpoint; in the body a carry keeps the position it ends at."""
+        scan = read_scan(eqn)
+        a, b = scan.num_consts, scan.num_consts + scan.num_carry
+        bits = self.bits(eqn.invars)
+        carry_bits, _ = carry_fixpoint(scan.body, bits[:a], bits[a:b], bits[b:])
+        carry = list(outs[: scan.num_carry])
+        results = list(zip(eqn.outvars, outs, strict=True))[scan.num_carry :]
+        stacked = [self.over_rounds(i, v, labels) for v, labels in results]
+        while True:
+            inner = self.body(scan.body, [*bits[:a], *carry_bits, *bits[b:]], self.opaque)
+            invars = inner.jaxpr.invars
+            ends = {v: c for v, c in zip(invars[a:b], carry, strict=True) if c is not None}
+            inner.run(list(zip(inner.jaxpr.outvars, [*carry, *stacked], strict=True)), {} if self.opaque else ends)
+            entering = [inner.out.labels.get(v) for v in invars[a:b]]
+            grown = [_grow(c, e, self.opaque) for c, e in zip(carry, entering, strict=True)]
+            if all(_same(c, g) for c, g in zip(carry, grown, strict=True)):
+                break
+            carry = grown
+        self.enter(i, ('jaxpr', None), inner)
+        labels = [inner.out.labels.get(v) for v in invars]
+        for k in range(b, len(invars)):
+            if labels[k] is not None:
+                labels[k] = np.broadcast_to(labels[k], eqn.invars[k].aval.shape)
+        return labels
+
+
+    def over_rounds(self, i: int, v: Var, labels: Labels) -> Labels:
+        """One label for all rounds of a loop; elements that reach another position each round are cut."""
+        if labels is None or labels.ndim == 0:
+            return labels
+        joined = join_over(labels, [0])
+        parted = joined == CONFLICT
+        if self.opaque or not parted.any():
+            return joined
+        mask = np.broadcast_to(parted, labels.shape)
+        for j, k in self.reading[v]:
+            self.cut(j, k, mask, PARTED)
+        if v in self.starts:
+            bits = of(self.env, v)
+            self.out.found.append(Cut(self.jaxpr.eqns[i], 0, PARTED, bits, int(mask.sum())))
+        return np.where(parted, NONE, joined).astype(np.int32)
+
+
+def _grow(carry: Labels, entering: Labels, opaque: bool) -> Labels:
+    if opaque or carry is None or entering is None:
+        return join(carry, entering)
+    return np.where(carry == NONE, entering, carry).astype(np.int32)
+
+
+def _same(a: Labels, b: Labels) -> bool:
+    return (a is None and b is None) or (a is not None and b is not None and np.array_equal(a, b))
+
+
+def find_positions(
+    jaxpr: Jaxpr,
+    env: Mapping[Var, Bits],
+    credit: Credit,
+    starts: Sequence[tuple[Atom, np.ndarray]],
+    keep: Mapping[Var, np.ndarray],
+    stop: Collection[Var],
+    size: int,
+    const: Callable[[Any], np.ndarray | None],
+) -> Positions:
+    """Labels of every value that carries credit into one group, and the cuts that make it local.
+
+    ``starts``: new states of the group with their positions. ``keep``: old states of the group
+    with theirs. ``stop``: values through which no path is followed (new states of other groups).
+    """
+    out = Positions()
+    _Pass(jaxpr, env, credit, size, const, out).run(starts, keep, stop)
+    return out

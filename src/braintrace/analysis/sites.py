@@ -1,0 +1,121 @@
+"""Sites: each use of a parameter, ``y = op(x, p(θ))``, and the way from y to hidden groups.
+
+An equation is a site when one operand is computed from parameters and constants only, its result
+depends on data too, and elements of the result reach positions of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..compat import Equation, Jaxpr, Primitive, Var, is_var, scope
+from ..program import Parameter, Path, slice_back, slice_between
+from ..program.step import path_name
+from .dependence import of
+from .facts import Facts
+from .families import TABLE
+from .groups import HiddenGroup
+from .positions import Positions
+
+MARK = 'etrace:'
+"""Scope names that start so mark an operation as one whose parameters are to be traced."""
+
+
+class HiddenParamOpRelation(NamedTuple):
+    """One site: parameter → operation → hidden groups.
+
+    ``weight_jaxpr`` computes the operand ``weight_var`` from the arrays of ``parameters``.
+    ``y_to_hidden_group_jaxprs[g]`` leads from y to the new states of ``hidden_groups[g]``, and
+    ``y_positions[g]`` gives the position that each element of y reaches there, -1 for none.
+    """
+
+    primitive: Primitive
+    x_var: Var | None
+    y_var: Var
+    hidden_groups: tuple[HiddenGroup, ...]
+    y_to_hidden_group_jaxprs: tuple[Jaxpr, ...]
+    connected_hidden_paths: tuple[Path, ...]
+    path: Path
+    trainable_paths: tuple[Path, ...]
+    parameters: tuple[Parameter, ...]
+    equation: Equation
+    operand: int
+    weight_var: Var
+    weight_jaxpr: Jaxpr
+    y_positions: tuple[np.ndarray, ...]
+    marked: bool
+
+    def dict(self) -> dict[str, Any]:
+        """The record as a dictionary."""
+        return self._asdict()
+
+    def __repr__(self) -> str:
+        names = ', '.join(p.name for p in self.parameters)
+        hidden = ', '.join(map(path_name, self.connected_hidden_paths))
+        shape = self.y_var.aval.shape
+        return f'HiddenParamOpRelation({names} → {self.primitive.name} → y{list(shape)} → {hidden})'
+
+
+def find_sites(
+    facts: Facts, groups: Sequence[HiddenGroup], positions: Sequence[Positions]
+) -> tuple[HiddenParamOpRelation, ...]:
+    """All sites of a program, in program order."""
+    result = []
+    for i, eqn in enumerate(facts.program.equations):
+        reached = {
+            v: [g for g, found in enumerate(positions) if v in found.labels] for v in eqn.outvars if is_var(v)
+        }
+        if not any(reached.values()):
+            continue
+        for k in _weight_operands(facts, eqn):
+            for y, into in reached.items():
+                if into and of(facts.total, y).grads & of(facts.total, eqn.invars[k]).grads & facts.parameters:
+                    result.append(_site(facts, eqn, k, y, [(groups[g], positions[g]) for g in into]))
+    return tuple(result)
+
+
+def _weight_operands(facts: Facts, eqn: Equation) -> list[int]:
+    family = TABLE.get(eqn.primitive.name)
+    bits = [of(facts.total, v) for v in eqn.invars]
+    if all(facts.is_weight(b) or not b.reads for b in bits):
+        return []
+    return [k for k, b in enumerate(bits) if facts.is_weight(b) and (family is None or family.differentiates(k))]
+
+
+def _site(
+    facts: Facts, eqn: Equation, k: int, y: Var, into: Sequence[tuple[HiddenGroup, Positions]]
+) -> HiddenParamOpRelation:
+    equations = facts.program.equations
+    weight = eqn.invars[k]
+    grads = of(facts.total, weight).grads
+    parameters = tuple(p for p in facts.program.parameters if grads & facts.bit[p.invar])
+    programs = tuple(
+        slice_between(equations, [y], group.hidden_outvars, found.cuts, found.edges) for group, found in into
+    )
+    connected = [
+        path
+        for (group, _), program in zip(into, programs, strict=True)
+        for path, out in zip(group.hidden_paths, group.hidden_outvars, strict=True)
+        if out is y or any(out in e.outvars for e in program.eqns)
+    ]
+    data = [v for v in eqn.invars if is_var(v) and of(facts.total, v).reads & facts.data]
+    return HiddenParamOpRelation(
+        primitive=eqn.primitive,
+        x_var=data[0] if data else None,
+        y_var=y,
+        hidden_groups=tuple(group for group, _ in into),
+        y_to_hidden_group_jaxprs=programs,
+        connected_hidden_paths=tuple(connected),
+        path=parameters[0].path,
+        trainable_paths=tuple(dict.fromkeys(p.path for p in parameters)),
+        parameters=parameters,
+        equation=eqn,
+        operand=k,
+        weight_var=weight,
+        weight_jaxpr=slice_back(equations, facts.producer, [p.invar for p in parameters], weight),
+        y_positions=tuple(found.labels[y] for _, found in into),
+        marked=MARK in scope(eqn),
+    )

@@ -1,0 +1,296 @@
+"""Every access to jaxpr internals that may change from one JAX release to the next.
+
+No other file imports ``jax.extend`` or reads the parameters of call-like equations by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir
+
+Var = jex.Var
+Literal = jex.Literal
+Jaxpr = jex.Jaxpr
+ClosedJaxpr = jex.ClosedJaxpr
+Equation = jex.JaxprEqn
+Primitive = jex.Primitive
+Atom = Var | Literal
+
+
+# ---------------------------------------------------------------- variables and programs
+
+
+def new_var(aval: Any) -> Var:
+    """A fresh variable."""
+    return Var(aval)
+
+
+def is_var(atom: Atom) -> bool:
+    """True unless the atom is a literal constant."""
+    return not isinstance(atom, Literal)
+
+
+def is_differentiable(atom: Atom) -> bool:
+    """True for values that can carry a derivative: floating point or complex."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """The open program inside a closed one; an open one as it is."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def consts_of(jaxpr: Any) -> Sequence[Any]:
+    """The constants of a closed program; none for an open one."""
+    return jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
+
+
+def _debug_info(inputs: int, outputs: int) -> Any:
+    return jex.DebugInfo('braintrace', 'braintrace', ('',) * inputs, ('',) * outputs)
+
+
+def make_jaxpr(
+    constvars: Sequence[Var],
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    equations: Sequence[Equation],
+    like: Jaxpr | None = None,
+) -> Jaxpr:
+    """Assemble a program from its parts; ``like`` is one of the same inputs and outputs, for its names."""
+    effects = frozenset().union(*(eqn.effects for eqn in equations))
+    info = like.debug_info if like is not None else _debug_info(len(invars), len(outvars))
+    return Jaxpr(list(constvars), list(invars), list(outvars), list(equations), effects, info)
+
+
+def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
+    """Attach constants to a program."""
+    return ClosedJaxpr(jaxpr, list(consts))
+
+
+def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Run a program."""
+    return jax.core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def evaluate_equation(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
+    """Run one equation on the values of its operands."""
+    functions, params = eqn.primitive.get_bind_params(eqn.params)
+    result = eqn.primitive.bind(*functions, *operands, **params)
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+# ---------------------------------------------------------------- sub-programs
+
+
+class SubProgram(NamedTuple):
+    """A program found by type among the parameters of an equation."""
+
+    key: tuple[str, int | None]
+    jaxpr: Any
+
+
+def sub_programs(eqn: Equation) -> Iterator[SubProgram]:
+    """All sub-programs of an equation, in a fixed order."""
+    for name, value in eqn.params.items():
+        if isinstance(value, (Jaxpr, ClosedJaxpr)):
+            yield SubProgram((name, None), value)
+        elif isinstance(value, (tuple, list)):
+            for i, item in enumerate(value):
+                if isinstance(item, (Jaxpr, ClosedJaxpr)):
+                    yield SubProgram((name, i), item)
+
+
+def replace_sub_programs(eqn: Equation, new: dict[tuple[str, int | None], Any]) -> Equation:
+    """The equation with some of its sub-programs exchanged."""
+    params = dict(eqn.params)
+    for (name, i), jaxpr in new.items():
+        if i is None:
+            params[name] = jaxpr
+        else:
+            items = list(params[name])
+            items[i] = jaxpr
+            params[name] = type(params[name])(items)
+    return eqn.replace(params=params)
+
+
+_CONTROL = {'scan': 'scan', 'while': 'while', 'cond': 'cond'}
+_CUSTOM = ('custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr')
+
+
+def structure(eqn: Equation) -> str:
+    """How an equation uses its sub-programs: 'scan', 'while', 'cond', 'custom', 'call' or 'none'.
+
+    A plain call is recognised by type alone: one sub-program that takes the equation's operands
+    and gives its results.
+    """
+    name = eqn.primitive.name
+    if name in _CONTROL:
+        return _CONTROL[name]
+    bodies = list(sub_programs(eqn))
+    if len(bodies) != 1:
+        return 'none'
+    body = open_jaxpr(bodies[0].jaxpr)
+    if len(body.invars) != len(eqn.invars) or len(body.outvars) != len(eqn.outvars):
+        return 'none'
+    if any(a.aval.shape != b.aval.shape for a, b in zip(body.invars, eqn.invars, strict=True) if hasattr(a.aval, 'shape')):
+        return 'none'
+    return 'custom' if name in _CUSTOM else 'call'
+
+
+class Scan(NamedTuple):
+    """A scan equation: operands are consts, carry, xs; results are carry, ys."""
+
+    body: ClosedJaxpr
+    num_consts: int
+    num_carry: int
+    length: int
+
+
+def read_scan(eqn: Equation) -> Scan:
+    """The parts of a scan equation."""
+    p = eqn.params
+    return Scan(p['jaxpr'], p['num_consts'], p['num_carry'], p['length'])
+
+
+class While(NamedTuple):
+    """A while equation: operands are condition consts, body consts, carry."""
+
+    body: ClosedJaxpr
+    cond_consts: int
+    body_consts: int
+
+
+def read_while(eqn: Equation) -> While:
+    """The parts of a while equation."""
+    p = eqn.params
+    return While(p['body_jaxpr'], p['cond_nconsts'], p['body_nconsts'])
+
+
+def read_branches(eqn: Equation) -> Sequence[ClosedJaxpr]:
+    """The branches of a cond equation; its first operand chooses."""
+    return eqn.params['branches']
+
+
+# ---------------------------------------------------------------- the cut
+
+
+class Mask:
+    """A hashable boolean array: which elements of an operand are cut."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = np.asarray(array, bool)
+        self._key = (self.array.shape, self.array.tobytes())
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and self._key == other._key
+
+    def __repr__(self) -> str:
+        return f'{int(self.array.sum())}/{self.array.size}'
+
+
+cut_p = Primitive('cut')
+"""The identity whose derivative is zero where its mask is true (everywhere without a mask)."""
+
+
+@cut_p.def_impl
+def _cut_impl(x: Any, *, mask: Mask | None) -> Any:
+    return x
+
+
+@cut_p.def_abstract_eval
+def _cut_abstract(x: Any, *, mask: Mask | None) -> Any:
+    return x
+
+
+def _cut_jvp(primals: Any, tangents: Any, *, mask: Mask | None) -> Any:
+    (x,), (dx,) = primals, tangents
+    if mask is None or isinstance(dx, ad.Zero):
+        return cut_p.bind(x, mask=mask), ad.Zero.from_primal_value(x)
+    return cut_p.bind(x, mask=mask), jnp.where(mask.array, jnp.zeros_like(dx), dx)
+
+
+def _cut_batch(args: Any, dims: Any, *, mask: Mask | None) -> Any:
+    return cut_p.bind(jnp.moveaxis(args[0], dims[0], 0), mask=mask), 0
+
+
+ad.primitive_jvps[cut_p] = _cut_jvp
+batching.primitive_batchers[cut_p] = _cut_batch
+mlir.register_lowering(cut_p, mlir.lower_fun(lambda x, *, mask: x, multiple_results=False))
+
+
+def cut_equation(operand: Var, mask: np.ndarray | None) -> Equation:
+    """An equation that gives the operand with its derivative cut."""
+    params = {'mask': None if mask is None or mask.all() else Mask(mask)}
+    return jex.new_jaxpr_eqn([operand], [new_var(operand.aval)], cut_p, params, frozenset())
+
+
+def add_equation(a: Atom, b: Atom, out: Var) -> Equation:
+    """An equation ``out = a + b``."""
+    return jex.new_jaxpr_eqn([a, b], [out], jax.lax.add_p, {}, frozenset())
+
+
+def copy_equation(a: Atom, out: Var) -> Equation:
+    """An equation ``out = a``."""
+    return jex.new_jaxpr_eqn([a], [out], jex.primitives.copy_p, {}, frozenset())
+
+
+# ---------------------------------------------------------------- where an equation was written
+
+_TOOLS = ('jax', 'jaxlib', 'numpy', 'saiunit', 'brainunit', 'brainevent')
+_MODELS = ('brainstate', 'brainpy', 'brainpy_state', 'braintools', 'flax', 'equinox', 'optax')
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STDLIB = os.path.dirname(functools.__file__) + os.sep
+
+
+def _is_tool(file: str) -> bool:
+    """True for files of the standard library and of packages that no model is written in."""
+    return file.startswith('<') or _is_of(file, _TOOLS) or (file.startswith(_STDLIB) and '-packages' not in file)
+
+
+def _is_of(file: str, packages: Sequence[str]) -> bool:
+    return '-packages' in file and any(f'{os.sep}{name}{os.sep}' in file for name in packages)
+
+
+def source_line(eqn: Equation) -> str:
+    """``file:line`` of the user's own code that made this equation.
+
+    Where no frame is the user's, the innermost frame of the library the model comes from.
+    """
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else [(f.file_name, f.line_num) for f in traceback.frames]
+    outside = next((i for i, (file, _) in enumerate(frames) if file.startswith(_HERE + 'frontends')), len(frames))
+    frames = [f for f in frames[:outside] if not _is_tool(f[0])]
+    models = [f for f in frames if _is_of(f[0], _MODELS) or f[0].startswith(_HERE)]
+    own = [f for f in frames if f not in models]
+    return next((f'{file}:{line}' for file, line in own + models), 'unknown source')
+
+
+def inlined(eqn: Equation, caller: Equation, body: Any, **changes: Any) -> Equation:
+    """An equation of a called program as it stands in the calling one.
+
+    Programs of library functions are cached by JAX and remember their first caller, so there the
+    line of this call counts. Names of scopes add up.
+    """
+    info = eqn.source_info
+    defined = getattr(open_jaxpr(body).debug_info, 'func_src_info', '') or ''
+    file = defined.partition(' at ')[2]
+    if _is_tool(file) or _is_of(file, _MODELS) or file.startswith(_HERE):
+        info = info.replace(traceback=caller.source_info.traceback)
+    info = info.replace(name_stack=caller.source_info.name_stack + info.name_stack)
+    return eqn.replace(source_info=info, **changes)
+
+
+def scope(eqn: Equation) -> str:
+    """Names of the scopes in which an equation was traced."""
+    return str(eqn.source_info.name_stack)

@@ -1,0 +1,1 @@
+"""Running a compiled graph: signals, Jacobians and the executor."""

@@ -1,0 +1,172 @@
+"""The executor: compiles a module's graph and runs its derivative programs for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..analysis.graph import ETraceGraph, compile_etrace_graph
+from ..analysis.groups import HiddenGroup
+from ..analysis.sites import HiddenParamOpRelation
+from ..compat import Jaxpr, Var, evaluate, is_var
+from ..errors import three_parts
+from ..frontends.brainstate import is_module
+from ..program import Path
+from ..program.step import path_name
+from .signal import joint_outputs
+
+
+class SiteJacobian(NamedTuple):
+    """∂h/∂θ of one site in parts: its input x, its weight operand, and ∂h/∂y for each group.
+
+    ``hidden_to_y[g]`` has shape ``(*y.shape, num_state)``: element e of y reaches one position of
+    the group, and the last axis holds the derivative of each state there.
+    """
+
+    x: jax.Array | None
+    weight: jax.Array
+    hidden_to_y: dict[int, jax.Array]
+
+
+def state_jacobian(group: HiddenGroup, program: Jaxpr, y: jax.Array, constants: Sequence[Any]) -> jax.Array:
+    """∂h/∂y, ``(*y.shape, num_state)``, of a y→hidden program: one reverse pass for each state."""
+    new, pull = jax.vjp(lambda y: group.concat_hidden(evaluate(program, constants, y)), y)
+    columns = [pull(jnp.zeros_like(new).at[..., s].set(1))[0] for s in range(new.shape[-1])]
+    return jnp.stack(columns, axis=-1)
+
+
+class ETraceGraphExecutor:
+    """Compiles a module once and solves the Jacobians of its steps.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp
+    >>> gru = brainstate.nn.GRUCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(gru)
+    >>> executor = ETraceGraphExecutor(gru)
+    >>> executor.compile_graph(jnp.ones(3))
+    >>> out, hidden, others, h2w, h2h = executor.solve_h2w_h2h_jacobian(jnp.ones(3))
+    >>> h2h[0].shape
+    (4, 1, 1)
+    """
+
+    def __init__(self, model: Any):
+        if not is_module(model):
+            raise TypeError(
+                three_parts(
+                    f'ETraceGraphExecutor({type(model).__name__})',
+                    'the executor reads and writes the states of a brainstate module',
+                    'a brainstate.nn.Module; compile_etrace_graph takes plain functions',
+                )
+            )
+        self.model = model
+        self._graph: ETraceGraph | None = None
+
+    def compile_graph(self, *args: Any, **kwargs: Any) -> None:
+        """Trace and analyse one step on example inputs."""
+        self._graph = compile_etrace_graph(self.model, *args, **kwargs)
+
+    @property
+    def graph(self) -> ETraceGraph:
+        """The compiled graph."""
+        if self._graph is None:
+            raise ValueError(
+                three_parts(
+                    'executor.graph before compiling',
+                    'the graph is made from a traced step, and none was traced yet',
+                    'executor.compile_graph(*example_inputs) first',
+                )
+            )
+        return self._graph
+
+    @property
+    def path_to_states(self) -> dict[Path, Any]:
+        """All states of the model by path."""
+        return dict(self.model.states())
+
+    states = path_to_states
+
+    @property
+    def state_id_to_path(self) -> dict[int, Path]:
+        """Path of each state by the identity of its object."""
+        return {id(state): path for path, state in self.path_to_states.items()}
+
+    def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
+        """Groups, dynamic other states, parameters tied to groups and the others."""
+        graph = self.graph
+        report = graph.report
+        lines = ['Hidden groups:', *(f'  {group!r}' for group in graph.hidden_groups)]
+        lines += ['Dynamic states that are not hidden:', *(f'  {path_name(p)}' for p in report.dynamic_states)]
+        lines.append('Parameters tied to groups:')
+        for path, credit in report.etrace_weights.items():
+            sites = [s for s in graph.hidden_param_op_relations if path in s.trainable_paths]
+            into = sorted({g.index for s in sites for g in s.hidden_groups})
+            lines.append(f'  {path_name(path)} → group {", ".join(map(str, into))} ({credit})')
+        lines += ['Other parameters:', *(f'  {path_name(p)}: {why}' for p, why in report.excluded_weights.items())]
+        message = '\n'.join(lines)
+        if verbose:
+            print(message)
+        return message if return_msg else None
+
+    # ------------------------------------------------------------ Jacobians
+
+    def _run(self, args: Sequence[Any]) -> tuple[tuple, dict[Var, Any], list[Any]]:
+        """Results of the step, the value of every variable it gives, and its flat inputs."""
+        info = self.graph.module_info
+        flat = info.flat_inputs(args, None, {})
+        results = evaluate(info.jaxpr, info.closed_jaxpr.consts, *flat)
+        env = dict(zip(info.jaxpr.constvars, info.closed_jaxpr.consts, strict=True))
+        env.update(zip(info.jaxpr.invars, flat, strict=True))
+        env.update((v, x) for v, x in zip(info.jaxpr.outvars, results, strict=True) if is_var(v))
+        out, hidden, others, _ = info.arrange(results)
+        return (out, hidden, others), env, flat
+
+    def _site_jacobian(self, site: HiddenParamOpRelation, env: dict[Var, Any]) -> SiteJacobian:
+        program = site.weight_jaxpr
+        constants = [env[v] for v in program.constvars]
+        (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
+        y = jnp.zeros(site.y_var.aval.shape, site.y_var.aval.dtype) if site.y_var not in env else env[site.y_var]
+        jacobians = {
+            group.index: state_jacobian(group, to_hidden, y, [env[v] for v in to_hidden.constvars])
+            for group, to_hidden in zip(site.hidden_groups, site.y_to_hidden_group_jaxprs, strict=True)
+        }
+        return SiteJacobian(None if site.x_var is None else env[site.x_var], weight, jacobians)
+
+    def solve_h2w_h2h_jacobian(self, *args: Any) -> tuple:
+        """One step: outputs, new hidden values, other states, ∂h/∂θ of every site, D_t of every group.
+
+        Starts from the current states and writes none of them.
+        """
+        results, env, _ = self._run(args)
+        return (*results, *self._jacobians(env))
+
+    def _jacobians(self, env: dict[Var, Any]) -> tuple[list[SiteJacobian], list[jax.Array]]:
+        graph = self.graph
+        h2w = [self._site_jacobian(site, env) for site in graph.hidden_param_op_relations]
+        h2h = [
+            group.diagonal_jacobian(
+                [env[v] for v in group.hidden_invars], [env[v] for v in group.transition_jaxpr_constvars]
+            )
+            for group in graph.hidden_groups
+        ]
+        return h2w, h2h
+
+    def solve_h2w_h2h_l2h_jacobian(self, *args: Any) -> tuple:
+        """The same and the loss-to-hidden residuals.
+
+        The residuals are a function: cotangents of the outputs in, the signal of every group out,
+        each ``(*varshape, num_state)``.
+        """
+        results, env, flat = self._run(args)
+        graph, program = self.graph, self.graph.module_info.program
+
+        def perturbed(deltas: list[jax.Array]) -> Any:
+            split = [group.split_hidden(d) for group, d in zip(graph.hidden_groups, deltas, strict=True)]
+            return graph.module_info.outputs(joint_outputs(program, graph.hidden_groups, flat, split))
+
+        zeros = [
+            jnp.zeros_like(group.concat_hidden([env[v] for v in group.hidden_invars])) for group in graph.hidden_groups
+        ]
+        _, pull = jax.vjp(perturbed, zeros)
+        return (*results, *self._jacobians(env), lambda cotangents: pull(cotangents)[0])

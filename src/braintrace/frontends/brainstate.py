@@ -1,0 +1,333 @@
+"""brainstate modules: the first-class front end.
+
+Tracing leaves the module's states as they were, whatever happens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import brainstate
+import brainunit as u
+import jax
+
+from ..compat import Atom, ClosedJaxpr, Jaxpr, Var, close, evaluate, is_differentiable, is_var, make_jaxpr
+from ..errors import CompilationError, three_parts
+from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
+from ..program.step import distinct_outputs, path_name
+
+
+class ModuleInfo(NamedTuple):
+    """One traced step of a module: its program, its states and which variable is which."""
+
+    stateful_model: brainstate.transform.StatefulFunction
+    closed_jaxpr: ClosedJaxpr
+    retrieved_model_states: dict[Path, brainstate.State]
+    compiled_model_states: tuple[brainstate.State, ...]
+    state_id_to_path: dict[int, Path]
+    state_tree_invars: tuple[Any, ...]
+    state_tree_outvars: tuple[Any, ...]
+    hidden_path_to_invar: dict[Path, Var]
+    hidden_path_to_outvar: dict[Path, Var]
+    invar_to_hidden_path: dict[Var, Path]
+    outvar_to_hidden_path: dict[Var, Path]
+    hidden_outvar_to_invar: dict[Var, Var]
+    weight_invars: tuple[Var, ...]
+    weight_path_to_invars: dict[Path, Any]
+    invar_to_weight_path: dict[Var, Path]
+    num_var_out: int
+    num_var_state: int
+    out_tree: Any
+    program: StepProgram
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The step without its constants."""
+        return self.closed_jaxpr.jaxpr
+
+    def add_jaxpr_outs(self, vars: Sequence[Var]) -> ModuleInfo:
+        """The same record with a jaxpr that also returns the given variables."""
+        jaxpr = self.jaxpr
+        more = make_jaxpr(jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *vars], jaxpr.eqns)
+        return self._replace(closed_jaxpr=close(more, self.closed_jaxpr.consts))
+
+    def split_state_outvars(self) -> tuple[dict[Path, Any], dict[Path, Any], dict[Path, Any]]:
+        """New state variables by path: parameters, hidden states, other states."""
+        parts: tuple[dict, dict, dict] = ({}, {}, {})
+        for state, outvars in zip(self.compiled_model_states, self.state_tree_outvars, strict=True):
+            path = self.state_id_to_path[id(state)]
+            parts[_role(path, state, self.hidden_path_to_invar)][path] = outvars
+        return parts
+
+    def read_states(self) -> list[Any]:
+        """Current values of the compiled states."""
+        return [state.value for state in self.compiled_model_states]
+
+    def flat_inputs(self, args: Sequence[Any], old_state_vals: Sequence[Any] | None, kwargs: dict) -> list[jax.Array]:
+        """Arguments and state values in the order of the jaxpr's inputs, checked against it."""
+        values = self.read_states() if old_state_vals is None else old_state_vals
+        flat = jax.tree.leaves((tuple(args), kwargs, list(values)))
+        shapes = [v.aval.shape for v in self.jaxpr.invars]
+        got = [tuple(jax.numpy.shape(x)) for x in flat]
+        if got != shapes:
+            raise ValueError(
+                three_parts(
+                    f'a call with arrays of shapes {got}',
+                    f'the step was compiled for {shapes}',
+                    'inputs and states of the compiled shapes, or compile again with the new ones',
+                )
+            )
+        return flat
+
+    def jaxpr_call(self, *args: Any, old_state_vals: Sequence[Any] | None = None, **kwargs: Any) -> tuple:
+        """Run the step: outputs, new hidden values, new values of the other states, extra outputs.
+
+        States are dictionaries by path, extra outputs one by variable. No state is written.
+        """
+        flat = self.flat_inputs(args, old_state_vals, kwargs)
+        return self.arrange(evaluate(self.jaxpr, self.closed_jaxpr.consts, *flat))
+
+    def outputs(self, results: Sequence[Any]) -> Any:
+        """The model's outputs from the results of the jaxpr."""
+        return jax.tree.unflatten(self.out_tree, results[: self.num_var_out])
+
+    def arrange(self, results: Sequence[Any]) -> tuple:
+        """Sort the results of the jaxpr as :meth:`jaxpr_call` returns them."""
+        a, b = self.num_var_out, self.num_var_out + self.num_var_state
+        leaves = iter(results[a:b])
+        hidden, others = {}, {}
+        for state, tree in zip(self.compiled_model_states, self.state_tree_outvars, strict=True):
+            path = self.state_id_to_path[id(state)]
+            value = jax.tree.map(lambda _: next(leaves), tree, is_leaf=lambda v: not is_var(v))
+            (hidden if path in self.hidden_path_to_invar else others)[path] = value
+        extra = self.jaxpr.outvars[b:]
+        return self.outputs(results), hidden, others, dict(zip(extra, results[b:], strict=True))
+
+    def dict(self) -> dict[str, Any]:
+        """The record as a dictionary."""
+        return self._asdict()
+
+    def __repr__(self) -> str:
+        hidden = ', '.join(map(path_name, self.hidden_path_to_invar))
+        weights = ', '.join(map(path_name, self.weight_path_to_invars))
+        return f'ModuleInfo({len(self.jaxpr.eqns)} equations; hidden: {hidden}; parameters: {weights})'
+
+
+def _role(path: Path, state: brainstate.State, hidden: dict[Path, Var]) -> int:
+    if isinstance(state, brainstate.ParamState):
+        return 0
+    return 1 if path in hidden else 2
+
+
+def is_module(model: Any) -> bool:
+    """True for a brainstate module."""
+    return isinstance(model, brainstate.nn.Module)
+
+
+@contextmanager
+def _states_kept(states: dict[Path, brainstate.State]) -> Iterator[None]:
+    """Put the values of all states back if tracing fails."""
+    before = {path: state.value for path, state in states.items()}
+    try:
+        yield
+    except BaseException:
+        for path, state in states.items():
+            state.value = before[path]
+        raise
+
+
+def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> ModuleInfo:
+    """Trace one step ``model(*args, **kwargs)`` and sort its variables by role."""
+    if not is_module(model):
+        raise TypeError(
+            three_parts(
+                f'a model of type {type(model).__name__}',
+                'this front end reads brainstate modules only',
+                'a brainstate.nn.Module, or compile_etrace_graph for other kinds of models',
+            )
+        )
+    _check_arguments(model, args, kwargs)
+    found = dict(model.states())
+    function = brainstate.transform.StatefulFunction(
+        lambda *a, **k: model(*a, **k), return_only_write=False, name=type(model).__name__
+    )
+    with _states_kept(found):
+        try:
+            traced = function.get_jaxpr(*args, **kwargs)
+        except Exception as error:
+            raise _explain(model, args, error) from error
+    states = function.get_states(*args, **kwargs)
+    written = {id(s) for s in function.get_write_states(*args, **kwargs)}
+    out_shapes, new_shapes = function.get_out_shapes(*args, **kwargs)
+    return _sort(function, traced, found, states, written, out_shapes, new_shapes)
+
+
+def _sort(
+    function: Any, traced: Any, found: dict, states: Sequence, written: set[int], out_shapes: Any, new_shapes: Any
+) -> ModuleInfo:
+    paths = {id(state): path for path, state in found.items()}
+    for i, state in enumerate(states):
+        paths.setdefault(id(state), ('<outside>', type(state).__name__, i))
+
+    values = [state.value for state in states]
+    counts = [len(jax.tree.leaves(v)) for v in values]
+    num_out = len(jax.tree.leaves(out_shapes))
+    num_in = len(traced.jaxpr.invars) - sum(counts)
+    for state, old, new in zip(states, values, new_shapes, strict=True):
+        _check_new_value(paths[id(state)], old, new)
+        if id(state) in written and isinstance(state, brainstate.ParamState):
+            raise _parameter_written(paths[id(state)])
+
+    hidden_places, start = [], num_out
+    for state, n in zip(states, counts, strict=True):
+        if _is_hidden(state):
+            if id(state) not in written:
+                raise _never_written(paths[id(state)])
+            hidden_places.append(start)
+        start += n
+    closed = distinct_outputs(normal_form(traced), hidden_places)
+
+    jaxpr = closed.jaxpr
+    invars, outvars = iter(jaxpr.invars[num_in:]), iter(jaxpr.outvars[num_out:])
+    in_trees, out_trees = [], []
+    parameters: list[Parameter] = []
+    hidden: list[Hidden] = []
+    others: list[OtherState] = []
+    for state, value in zip(states, values, strict=True):
+        path = paths[id(state)]
+        leaves, tree = jax.tree.flatten(value)
+        ins, outs = [next(invars) for _ in leaves], [next(outvars) for _ in leaves]
+        in_trees.append(jax.tree.unflatten(tree, ins))
+        out_trees.append(jax.tree.unflatten(tree, outs))
+        if isinstance(state, brainstate.ParamState):
+            parameters += [Parameter(path, key, v) for key, v in zip(_keys(value), ins, strict=True)]
+        elif _is_hidden(state):
+            hidden.append(Hidden(path, ins[0], outs[0], state, tuple(state.varshape), state.num_state))
+        else:
+            new = [v if id(state) in written else None for v in outs]
+            others += [OtherState(path, key, v, o) for key, v, o in zip(_keys(value), ins, new, strict=True)]
+
+    touched = {id(s) for s in states}
+    untouched = {p: s for p, s in found.items() if id(s) not in touched}
+    program = StepProgram(
+        closed,
+        inputs=tuple(jaxpr.invars[:num_in]),
+        parameters=tuple(parameters),
+        hidden=tuple(hidden),
+        others=tuple(others),
+        outputs=tuple(jaxpr.outvars[:num_out]),
+        untouched_hidden=tuple(p for p, s in untouched.items() if isinstance(s, brainstate.HiddenState)),
+        untouched_parameters=tuple(p for p, s in untouched.items() if isinstance(s, brainstate.ParamState)),
+    )
+    weight_trees = {
+        paths[id(s)]: tree for s, tree in zip(states, in_trees, strict=True) if isinstance(s, brainstate.ParamState)
+    }
+    return ModuleInfo(
+        stateful_model=function,
+        closed_jaxpr=closed,
+        retrieved_model_states=found,
+        compiled_model_states=tuple(states),
+        state_id_to_path=paths,
+        state_tree_invars=tuple(in_trees),
+        state_tree_outvars=tuple(out_trees),
+        hidden_path_to_invar={h.path: h.invar for h in hidden},
+        hidden_path_to_outvar={h.path: h.outvar for h in hidden},
+        invar_to_hidden_path={h.invar: h.path for h in hidden},
+        outvar_to_hidden_path={h.outvar: h.path for h in hidden},
+        hidden_outvar_to_invar={h.outvar: h.invar for h in hidden},
+        weight_invars=tuple(p.invar for p in parameters),
+        weight_path_to_invars=weight_trees,
+        invar_to_weight_path={p.invar: p.path for p in parameters},
+        num_var_out=num_out,
+        num_var_state=sum(counts),
+        out_tree=jax.tree.structure(out_shapes),
+        program=program,
+    )
+
+
+def _is_hidden(state: brainstate.State) -> bool:
+    if not isinstance(state, brainstate.HiddenState):
+        return False
+    (leaf,) = jax.tree.leaves(state.value)
+    return jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+
+
+def _keys(value: Any) -> list[tuple]:
+    """The keys of every array in a state's value; a quantity counts as one array."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: isinstance(x, u.Quantity))
+    name = lambda k: getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', k)))  # noqa: E731
+    return [tuple(name(k) for k in keys) for keys, _ in flat]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def _check_arguments(model: Any, args: tuple, kwargs: dict) -> None:
+    signature = inspect.signature(model.update)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CompilationError(
+            three_parts(
+                f'{type(model).__name__} called with {len(args)} argument(s) and keywords {sorted(kwargs)}',
+                f'its step is update{signature}: {error}',
+                'one example for each argument of update, as in a call of the model',
+            )
+        ) from error
+
+
+def _explain(model: Any, args: tuple, error: Exception) -> CompilationError:
+    name = type(model).__name__
+    if isinstance(error, AttributeError) and is_module(getattr(error, 'obj', None)):
+        owner = type(error.obj).__name__
+        return CompilationError(
+            three_parts(
+                f'a step of {name} whose states are not initialised',
+                f'{owner} has no attribute {error.name!r}; modules create their states in init_state',
+                'brainstate.nn.init_all_states(model) (or batch_size=...) before compiling',
+            )
+        )
+    shapes = jax.tree.map(lambda x: tuple(jax.numpy.shape(x)), args)
+    return CompilationError(
+        three_parts(
+            f'a step of {name} on inputs of shapes {shapes}',
+            f'the step itself fails with {type(error).__name__}: {error}',
+            'inputs for which model(*inputs) runs: check their shapes, their batch axis and that of the states',
+        )
+    )
+
+
+def _check_new_value(path: Path, old: Any, new: Any) -> None:
+    old_shapes = [(x.shape, str(x.dtype)) for x in map(jax.numpy.asarray, jax.tree.leaves(old))]
+    new_shapes = [(tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(new)]
+    if old_shapes != new_shapes:
+        raise CompilationError(
+            three_parts(
+                f'a step that turns state {path_name(path)} from {old_shapes} into {new_shapes}',
+                'a step is repeated, so every state must keep its shape and type',
+                'states initialised with the shape (batch axis included) and dtype that the step gives them',
+            )
+        )
+
+
+def _parameter_written(path: Path) -> CompilationError:
+    return CompilationError(
+        three_parts(
+            f'a step that writes parameter {path_name(path)}',
+            'gradients are taken with respect to parameters that stay fixed within a step',
+            'a ShortTermState (or HiddenState) for a value that changes in time; let the optimiser write parameters',
+        )
+    )
+
+
+def _never_written(path: Path) -> CompilationError:
+    return CompilationError(
+        three_parts(
+            f'a step that reads hidden state {path_name(path)} and never writes it',
+            'a hidden state carries credit from one step to the next; this one never changes',
+            'self.<state>.value = ... in update, or a ShortTermState (a constant) in place of the HiddenState',
+        )
+    )

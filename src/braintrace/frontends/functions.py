@@ -1,0 +1,120 @@
+"""Plain functions ``step(params, state, *inputs) -> (state, out)``; every float state is hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, make_jaxpr
+from ..errors import CompilationError, three_parts
+from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
+from ..program.step import distinct_outputs, path_name
+
+
+@dataclass(frozen=True)
+class ArrayState:
+    """One array of the state that a plain step function carries."""
+
+    path: Path
+    varshape: tuple[int, ...]
+    num_state: int = 1
+
+
+class FunctionInfo(NamedTuple):
+    """One traced step of a plain function."""
+
+    step: Callable[..., Any]
+    closed_jaxpr: ClosedJaxpr
+    program: StepProgram
+    out_tree: Any
+    state_tree: Any
+    num_var_out: int
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The step without its constants."""
+        return self.closed_jaxpr.jaxpr
+
+    def add_jaxpr_outs(self, vars: Sequence[Var]) -> FunctionInfo:
+        """The same record with a jaxpr that also returns the given variables."""
+        jaxpr = self.jaxpr
+        more = make_jaxpr(jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *vars], jaxpr.eqns)
+        return self._replace(closed_jaxpr=close(more, self.closed_jaxpr.consts))
+
+    def flat_inputs(self, args: Sequence[Any], old_state_vals: Any, kwargs: dict) -> list[jax.Array]:
+        """``(params, state, *inputs)`` in the order of the jaxpr's inputs."""
+        params, state, *inputs = args
+        return jax.tree.leaves((params, state if old_state_vals is None else old_state_vals, inputs, kwargs))
+
+    def outputs(self, results: Sequence[Any]) -> Any:
+        """The function's output from the results of the jaxpr."""
+        return jax.tree.unflatten(self.out_tree, results[: self.num_var_out])
+
+    def jaxpr_call(self, params: Any, state: Any, *inputs: Any) -> tuple:
+        """Run the step: output, new state, extra outputs by variable."""
+        flat = self.flat_inputs((params, state, *inputs), None, {})
+        results = evaluate(self.jaxpr, self.closed_jaxpr.consts, *flat)
+        a, b = self.num_var_out, self.num_var_out + self.state_tree.num_leaves
+        new = jax.tree.unflatten(self.state_tree, results[a:b])
+        return self.outputs(results), new, dict(zip(self.jaxpr.outvars[b:], results[b:], strict=True))
+
+    def __repr__(self) -> str:
+        hidden = ', '.join(path_name(h.path) for h in self.program.hidden)
+        weights = ', '.join(p.name for p in self.program.parameters)
+        return f'FunctionInfo({len(self.jaxpr.eqns)} equations; hidden: {hidden}; parameters: {weights})'
+
+
+def _paths(tree: Any) -> list[Path]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    name = lambda k: getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', k)))  # noqa: E731
+    return [tuple(name(k) for k in keys) for keys, _ in flat]
+
+
+def extract_function_info(step: Callable[..., Any], params: Any, state: Any, *inputs: Any) -> FunctionInfo:
+    """Trace ``step(params, state, *inputs)`` and sort its variables by role."""
+
+    def ordered(params: Any, state: Any, inputs: Any) -> tuple:
+        result = step(params, state, *inputs)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(f'it returns {type(result).__name__}, not a pair (state, out)')
+        return result[1], result[0]
+
+    try:
+        traced, (out, new) = jax.make_jaxpr(ordered, return_shape=True)(params, state, inputs)
+        _check_state(state, new)
+    except Exception as error:
+        raise CompilationError(
+            three_parts(
+                f'{getattr(step, "__name__", step)!s} as a step function',
+                f'step(params, state, *inputs) fails with {type(error).__name__}: {error}',
+                'a function step(params, state, *inputs) -> (state, out) that runs on the given examples',
+            )
+        ) from error
+    leaves = jax.tree.leaves(state)
+    num_params, num_out = len(jax.tree.leaves(params)), len(jax.tree.leaves(out))
+    is_hidden = [jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) for x in leaves]
+    closed = distinct_outputs(normal_form(traced), [num_out + i for i, h in enumerate(is_hidden) if h])
+    jaxpr = closed.jaxpr
+    old, new_vars = jaxpr.invars[num_params : num_params + len(leaves)], jaxpr.outvars[num_out:]
+    states = list(zip(_paths(state), is_hidden, old, new_vars, strict=True))
+    program = StepProgram(
+        closed,
+        inputs=tuple(jaxpr.invars[num_params + len(leaves) :]),
+        parameters=tuple(Parameter(p, (), v) for p, v in zip(_paths(params), jaxpr.invars, strict=False)),
+        hidden=tuple(
+            Hidden(p, a, b, ArrayState(p, a.aval.shape), a.aval.shape, 1) for p, hidden, a, b in states if hidden
+        ),
+        others=tuple(OtherState(p, (), a, b) for p, hidden, a, b in states if not hidden),
+        outputs=tuple(jaxpr.outvars[:num_out]),
+    )
+    return FunctionInfo(step, closed, program, jax.tree.structure(out), jax.tree.structure(state), num_out)
+
+
+def _check_state(old: Any, new: Any) -> None:
+    shapes = [jax.tree.map(lambda x: (jnp.shape(x), str(jnp.result_type(x))), s) for s in (old, new)]
+    if jax.tree.structure(old) != jax.tree.structure(new) or shapes[0] != shapes[1]:
+        raise TypeError(f'it turns a state of {shapes[0]} into {shapes[1]}')

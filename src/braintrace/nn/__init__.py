@@ -1,0 +1,65 @@
+"""Layers whose weights are used through the marked ops of `braintrace.ops`.
+
+Every other public name of `brainstate.nn` is found here as well, unchanged: an unmodified layer
+is traced just as well, it only carries no mark for ``trace='marked'`` to find.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+
+from .conv import Conv1d, Conv2d, Conv3d
+from .embedding import Embedding
+from .linear import GroupedLinear, Linear, LoRA, ScaledWSLinear, SignedWLinear, SparseLinear
+from .readout import LeakyRateReadout
+from .recurrent import (
+    CFNCell,
+    GRUCell,
+    LRUCell,
+    LSTMCell,
+    MGUCell,
+    MiniGRU,
+    MiniLSTM,
+    MinimalRNNCell,
+    URLSTMCell,
+    ValinaRNNCell,
+)
+
+__all__ = [
+    'CFNCell',
+    'Conv1d',
+    'Conv2d',
+    'Conv3d',
+    'Embedding',
+    'GRUCell',
+    'GroupedLinear',
+    'LRUCell',
+    'LSTMCell',
+    'LeakyRateReadout',
+    'Linear',
+    'LoRA',
+    'MGUCell',
+    'MiniGRU',
+    'MiniLSTM',
+    'MinimalRNNCell',
+    'ScaledWSLinear',
+    'SignedWLinear',
+    'SparseLinear',
+    'URLSTMCell',
+    'ValinaRNNCell',
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith('_'):
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    try:
+        return getattr(brainstate.nn, name)
+    except AttributeError:
+        raise AttributeError(f'neither {__name__!r} nor brainstate.nn has an attribute {name!r}') from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *brainstate.nn.__all__})

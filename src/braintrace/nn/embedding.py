@@ -1,0 +1,30 @@
+"""Rows of a learned table."""
+
+from __future__ import annotations
+
+import brainstate
+import brainunit as u
+import jax
+import jax.numpy as jnp
+from brainstate.typing import ArrayLike
+
+from .. import ops
+
+
+class Embedding(brainstate.nn.Embedding):
+    """Integer indices to rows of `weight`, through `ops.embedding`.
+
+    The row of `padding_idx` gets no gradient. With `max_norm` or `scale_grad_by_freq` the lookup
+    of brainstate, which has its own gradient, runs under the same mark.
+    """
+
+    def update(self, indices: ArrayLike) -> jax.Array:
+        if self.max_norm is not None or self.scale_grad_by_freq:
+            with ops.mark('embedding'):
+                return super().update(indices)
+        weight = self.weight.value
+        rows = ops.embedding(indices, jax.lax.stop_gradient(weight) if self.freeze else weight)
+        if self.padding_idx is None:
+            return rows
+        padding = jnp.expand_dims(jnp.asarray(indices) == self.padding_idx, range(-len(self.embedding_size), 0))
+        return u.math.where(padding, jax.lax.stop_gradient(rows), rows)

@@ -1,0 +1,108 @@
+"""Dense, grouped, signed, standardised, sparse and low-rank linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import brainstate
+import brainunit as u
+import jax
+from brainstate.nn import init
+from brainstate.typing import ArrayLike, Size
+
+from .. import ops
+from ..errors import three_parts
+
+
+class Linear(brainstate.nn.Linear):
+    """``y = x @ (weight * w_mask) + bias`` on the last axis, through `ops.matmul`."""
+
+    def update(self, x: ArrayLike) -> jax.Array:
+        params = self.weight.value
+        return ops.matmul(x, params['weight'], params.get('bias'), weight_fn=times(self.w_mask))
+
+
+class GroupedLinear(brainstate.nn.Module):
+    """One linear map per group, through `ops.grouped_matmul`.
+
+    `in_size` is (groups, inputs) and `out_size` (groups, outputs); inputs come as
+    (..., groups, inputs). `w_init` is called once per group, or is the whole (groups, inputs, outputs).
+    """
+
+    def __init__(
+        self,
+        in_size: Size,
+        out_size: Size,
+        w_init: Callable | ArrayLike = init.KaimingNormal(),
+        b_init: Callable | ArrayLike | None = init.ZeroInit(),
+        name: str | None = None,
+        param_type: type = brainstate.ParamState,
+    ):
+        super().__init__(name=name)
+        self.in_size, self.out_size = in_size, out_size
+        if len(self.in_size) != 2 or len(self.out_size) != 2 or self.in_size[0] != self.out_size[0]:
+            raise ValueError(
+                three_parts(
+                    f'GroupedLinear(in_size={in_size}, out_size={out_size})',
+                    'both sizes are (groups, features), with the same number of groups',
+                    'sizes such as GroupedLinear((4, 16), (4, 8))',
+                )
+            )
+        groups, inputs, outputs = *self.in_size, self.out_size[1]
+        if callable(w_init):
+            weight = u.math.stack([w_init((inputs, outputs)) for _ in range(groups)])
+        else:
+            weight = init.param(w_init, (groups, inputs, outputs), allow_none=False)
+        params = {'weight': weight}
+        if b_init is not None:
+            params['bias'] = init.param(b_init, (groups, outputs), allow_none=False)
+        self.weight = param_type(params)
+
+    def update(self, x: ArrayLike) -> jax.Array:
+        params = self.weight.value
+        return ops.grouped_matmul(x, params['weight'], params.get('bias'))
+
+
+class SignedWLinear(brainstate.nn.SignedWLinear):
+    """``y = x @ (|weight| * w_sign)``: the signs of the connections are fixed."""
+
+    def update(self, x: ArrayLike) -> jax.Array:
+        return ops.matmul(x, self.weight.value, weight_fn=lambda w: times(self.w_sign)(abs(w)))
+
+
+class ScaledWSLinear(brainstate.nn.ScaledWSLinear):
+    """A linear layer whose weight is standardised over its inputs, with a learned gain."""
+
+    def update(self, x: ArrayLike) -> jax.Array:
+        params = self.weight.value
+
+        def standardised(weight: Any) -> Any:
+            weight = brainstate.nn.weight_standardization(weight, self.eps, params.get('gain'))
+            return times(self.w_mask)(weight)
+
+        return ops.matmul(x, params['weight'], params.get('bias'), weight_fn=standardised)
+
+
+class SparseLinear(brainstate.nn.SparseLinear):
+    """``y = x @ sparse matrix + bias``; only the stored entries are parameters."""
+
+    def update(self, x: ArrayLike) -> jax.Array:
+        params = self.weight.value
+        return ops.sparse_matmul(x, params['weight'], sparse_mat=self.spar_mat, bias=params.get('bias'))
+
+
+class LoRA(brainstate.nn.LoRA):
+    """A low-rank map ``x @ (lora_a @ lora_b)``, added to `base_module(x)` where one is given."""
+
+    def __call__(self, x: ArrayLike) -> jax.Array:
+        params = self.weight.value
+        y = ops.lora_matmul(x, params['lora_a'], params['lora_b'])
+        return y if self.base_module is None else y + self.base_module(x)
+
+    update = __call__
+
+
+def times(factor: Any) -> Callable[[Any], Any]:
+    """Multiplication by a constant, or nothing at all when it is None."""
+    return lambda value: value if factor is None else value * factor

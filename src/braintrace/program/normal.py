@@ -1,0 +1,88 @@
+"""Normal form: calls inlined everywhere, dead equations dropped.
+
+``jit``, ``remat`` and every other plain call disappear; ``scan``, ``while``, ``cond`` and the
+custom-derivative calls stay, with bodies in normal form. Derivatives and values do not change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..compat import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Var,
+    close,
+    consts_of,
+    inlined,
+    is_var,
+    make_jaxpr,
+    new_var,
+    open_jaxpr,
+    replace_sub_programs,
+    structure,
+    sub_programs,
+)
+
+
+def normal_form(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with calls inlined and dead equations dropped."""
+    jaxpr = open_jaxpr(closed)
+    consts: dict[Var, Any] = {}
+    names: dict[Var, Atom] = {}
+    for var, value in zip(jaxpr.constvars, consts_of(closed), strict=True):
+        consts[var] = value
+    equations: list[Equation] = []
+    for eqn in jaxpr.eqns:
+        _emit(eqn, names, consts, equations)
+    outvars = [_read(names, v) for v in jaxpr.outvars]
+    equations = drop_dead(equations, outvars)
+    used = {v for eqn in equations for v in eqn.invars if is_var(v)} | {v for v in outvars if is_var(v)}
+    consts = {v: c for v, c in consts.items() if v in used}
+    return close(make_jaxpr(list(consts), jaxpr.invars, outvars, equations, like=jaxpr), list(consts.values()))
+
+
+def drop_dead(equations: list[Equation], outvars: list[Atom]) -> list[Equation]:
+    """Equations that the outputs need, and those with effects."""
+    needed = {v for v in outvars if is_var(v)}
+    kept = []
+    for eqn in reversed(equations):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            needed.update(v for v in eqn.invars if is_var(v))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def _read(names: dict[Var, Atom], atom: Atom) -> Atom:
+    return names.get(atom, atom) if is_var(atom) else atom
+
+
+def _emit(eqn: Equation, names: dict[Var, Atom], consts: dict[Var, Any], out: list[Equation]) -> None:
+    """Append an equation, its operands renamed; a call becomes the equations of its body."""
+    operands = [_read(names, v) for v in eqn.invars]
+    if structure(eqn) != 'call':
+        bodies = {sub.key: _normal_body(sub.jaxpr) for sub in sub_programs(eqn)}
+        eqn = replace_sub_programs(eqn, bodies) if bodies else eqn
+        out.append(eqn.replace(invars=operands))
+        return
+    (sub,) = sub_programs(eqn)
+    body = open_jaxpr(sub.jaxpr)
+    local: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
+    for var, value in zip(body.constvars, consts_of(sub.jaxpr), strict=True):
+        local[var] = new_var(var.aval)
+        consts[local[var]] = value
+    for inner in body.eqns:
+        fresh = [new_var(v.aval) for v in inner.outvars]
+        moved = inlined(inner, eqn, sub.jaxpr, invars=[_read(local, v) for v in inner.invars], outvars=fresh)
+        local.update(zip(inner.outvars, fresh, strict=True))
+        _emit(moved, names, consts, out)
+    for var, result in zip(eqn.outvars, body.outvars, strict=True):
+        names[var] = _read(names, _read(local, result))
+
+
+def _normal_body(jaxpr: Any) -> Any:
+    if isinstance(jaxpr, ClosedJaxpr):
+        return normal_form(jaxpr)
+    closed = normal_form(close(jaxpr))
+    return closed.jaxpr if not closed.consts else closed

@@ -1,0 +1,109 @@
+"""The step program: jaxpr plus the role of every input and output.
+
+The front ends make it, the analysis reads it. Nothing here knows a framework: a state object is
+opaque and kept only so that records can hand it back to the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..compat import Atom, ClosedJaxpr, Var, close, copy_equation, is_var, make_jaxpr, new_var
+
+Path = tuple[Any, ...]
+"""Keys that lead to a state in its model, e.g. ``('layers', 0, 'neuron', 'V')``."""
+Leaf = tuple[Any, ...]
+"""Keys that lead to one array inside the value of a state; empty for a plain array."""
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A hidden state: its value at t depends on its value at t-1 and carries credit."""
+
+    path: Path
+    invar: Var
+    outvar: Atom
+    state: Any
+    varshape: tuple[int, ...]
+    num_state: int
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Position of every element: states kept on a trailing axis share theirs."""
+        numbers = np.arange(int(np.prod(self.varshape)), dtype=np.int32).reshape(self.varshape)
+        if self.invar.aval.shape == self.varshape:
+            return numbers
+        return np.broadcast_to(numbers[..., None], self.invar.aval.shape)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One array of a trainable parameter."""
+
+    path: Path
+    leaf: Leaf
+    invar: Var
+
+    @property
+    def name(self) -> str:
+        """Path and leaf in one word."""
+        return path_name(self.path + self.leaf)
+
+
+@dataclass(frozen=True)
+class OtherState:
+    """One array of a state that is neither hidden nor a parameter; ``outvar`` is None if only read."""
+
+    path: Path
+    leaf: Leaf
+    invar: Var
+    outvar: Atom | None
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """One time step in normal form, with the role of every variable."""
+
+    closed: ClosedJaxpr
+    inputs: tuple[Var, ...]
+    parameters: tuple[Parameter, ...]
+    hidden: tuple[Hidden, ...]
+    others: tuple[OtherState, ...]
+    outputs: tuple[Atom, ...]
+    untouched_hidden: tuple[Path, ...] = ()
+    """Hidden states of the model that the step neither reads nor writes."""
+    untouched_parameters: tuple[Path, ...] = ()
+    """Parameters of the model that the step never reads."""
+
+    @property
+    def equations(self) -> Sequence[Any]:
+        """Equations in program order."""
+        return self.closed.jaxpr.eqns
+
+
+def path_name(path: Path) -> str:
+    """A path as one readable word: ``layers.0.weight``."""
+    return '.'.join(str(key) for key in path) or '<value>'
+
+
+def distinct_outputs(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxpr:
+    """Give each of these outputs a variable of its own that an equation defines.
+
+    A state passed through unchanged, set to a constant, or set to the same value as another state
+    becomes a copy, so that a variable stands for one new state only.
+    """
+    jaxpr = closed.jaxpr
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    outvars, copies = list(jaxpr.outvars), []
+    taken: set[Var] = set()
+    for i in places:
+        out = outvars[i]
+        if not is_var(out) or out not in made or out in taken:
+            outvars[i] = new_var(out.aval)
+            copies.append(copy_equation(out, outvars[i]))
+        taken.add(outvars[i])
+    return close(make_jaxpr(jaxpr.constvars, jaxpr.invars, outvars, [*jaxpr.eqns, *copies]), closed.consts)

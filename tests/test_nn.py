@@ -1,0 +1,339 @@
+"""The layers: equal to `brainstate.nn` or to the formula they state, and marked."""
+
+import inspect
+
+import brainevent
+import brainstate
+import brainunit as u
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace.nn
+from braintrace import nn, ops
+
+DENSE = np.array([[1.0, 0, 2, 0], [0, 3, 0, 0], [4, 0, 0, 5]], np.float32)
+SPARSE = brainevent.CSR.fromdense(jnp.asarray(DENSE))
+MASK = jnp.asarray(DENSE != 0, jnp.float32)
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def drawn(shape):
+    """An initialiser that compiles nothing."""
+    return normal(sum(shape) if isinstance(shape, tuple) else shape, *np.atleast_1d(shape))
+
+
+def close(got, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+
+
+def parameters(module):
+    return {path: state.value for path, state in module.states(brainstate.ParamState).items()}
+
+
+def hidden(module):
+    return {path: state.value for path, state in module.states(brainstate.HiddenState).items()}
+
+
+def copy_parameters(source, target):
+    values, states = parameters(source), target.states(brainstate.ParamState)
+    assert values.keys() == states.keys()
+    for path, state in states.items():
+        assert jax.tree.map(jnp.shape, state.value) == jax.tree.map(jnp.shape, values[path])
+        state.value = values[path]
+
+
+def run(*pairs):
+    """For each (module, inputs by step): parameter gradients of one scalar of all outputs, and the outputs.
+
+    One program for all pairs, compiled without optimisation: the tests spend their time there.
+    """
+
+    def solve():
+        return [gradient(module, xs) for module, xs in pairs]
+
+    def gradient(module, xs):
+        def loss():
+            outputs = brainstate.transform.for_loop(module, xs)
+            return jnp.sum(jnp.sin(outputs)), outputs
+
+        return brainstate.transform.grad(loss, module.states(brainstate.ParamState), has_aux=True)()
+
+    return brainstate.transform.jit(solve, compiler_options={'xla_backend_optimization_level': 0})()
+
+
+def marks(module, x):
+    """Marks in the name stacks of one traced call, by op name."""
+    jaxpr, _ = brainstate.transform.make_jaxpr(lambda value: module(value))(x)
+    stacks = {str(eqn.source_info.name_stack) for eqn in jaxpr.eqns}
+    return {part[len(ops.MARK) :] for s in stacks for part in s.split('/') if part.startswith(ops.MARK)}
+
+
+# ---------------------------------------------------------------- layers
+
+W = {'w_init': drawn}
+WB = {'w_init': drawn, 'b_init': drawn}
+
+# id: (name, positional arguments, keywords, shape of one input, mark)
+LAYERS = {
+    'Linear': ('Linear', (3, 4), WB, (3,), 'matmul'),
+    'Linear masked': ('Linear', (3, 4), {'w_init': drawn, 'w_mask': MASK, 'b_init': None}, (3,), 'matmul'),
+    'Linear 2d': ('Linear', ((2, 3), (2, 4)), WB, (2, 3), 'matmul'),
+    'SignedWLinear': ('SignedWLinear', (3, 4), W, (3,), 'matmul'),
+    'SignedWLinear signs': ('SignedWLinear', (3, 4), {**W, 'w_sign': 1 - 2 * MASK}, (3,), 'matmul'),
+    'ScaledWSLinear': ('ScaledWSLinear', (3, 4), WB, (3,), 'matmul'),
+    'ScaledWSLinear bare': ('ScaledWSLinear', (3, 4), {**W, 'b_init': None, 'ws_gain': False}, (3,), 'matmul'),
+    'SparseLinear': ('SparseLinear', (SPARSE,), {'b_init': drawn}, (3,), 'sparse_matmul'),
+    'LoRA': ('LoRA', (3, 2, 4), {'kernel_init': drawn}, (3,), 'lora_matmul'),
+    'Conv1d': ('Conv1d', ((6, 3), 4, 3), {**WB, 'stride': 2}, (6, 3), 'conv'),
+    'Conv1d masked': ('Conv1d', ((6, 3), 4, 3), {**W, 'w_mask': drawn}, (6, 3), 'conv'),
+    'Conv2d': ('Conv2d', ((4, 4, 2), 4, (3, 2)), {**W, 'padding': 'VALID', 'groups': 2}, (4, 4, 2), 'conv'),
+    'Conv2d first': ('Conv2d', ((2, 4, 4), 3, 3), {**WB, 'channel_first': True}, (2, 4, 4), 'conv'),
+    'Conv3d': ('Conv3d', ((3, 3, 3, 2), 2, 2), {**W, 'padding': 1}, (3, 3, 3, 2), 'conv'),
+}
+
+
+@pytest.mark.parametrize('case', LAYERS)
+def test_layer_equals_the_one_of_brainstate(case):
+    name, args, kwargs, shape, mark = LAYERS[case]
+    ours, theirs = getattr(nn, name)(*args, **kwargs), getattr(brainstate.nn, name)(*args, **kwargs)
+    assert isinstance(ours, type(theirs))
+    copy_parameters(ours, theirs)
+    x = normal(0, 2, *shape)
+    got, expected, (_, unbatched) = run((ours, x[None]), (theirs, x[None]), (ours, x))
+    close(got, expected)
+    close(unbatched, got[1][0])
+    assert unbatched.shape[1:] == ours.out_size
+    assert marks(ours, x) == {mark}
+
+
+def test_grouped_linear():
+    layer = nn.GroupedLinear((2, 3), (2, 4), **WB)
+    params, x = layer.weight.value, normal(0, 5, 2, 3)
+    expected = np.stack([np.asarray(x)[:, g] @ params['weight'][g] for g in range(2)], 1) + params['bias']
+    close(layer(x), expected)
+    close(layer(x[0]), expected[0])
+    assert marks(layer, x) == {'grouped_matmul'}
+    assert nn.GroupedLinear((2, 3), (2, 4), w_init=jnp.ones((2, 3, 4)), b_init=None)(x[0]).shape == (2, 4)
+    with pytest.raises(ValueError, match='what to write instead'):
+        nn.GroupedLinear((2, 3), (3, 4))
+
+
+def test_lora_adds_to_its_base_module():
+    base = nn.Linear(3, 4, **WB)
+    layer, x = nn.LoRA(3, 2, 4, base_module=base, kernel_init=drawn), normal(0, 3)
+    close(layer(x), nn.LoRA.update(layer, x))
+    layer.base_module = None
+    alone = layer(x)
+    layer.base_module = base
+    close(layer(x), alone + base(x))
+    assert marks(layer, x) == {'lora_matmul', 'matmul'}
+
+
+EMBEDDINGS = [(4, {}), ((2, 3), {'padding_idx': 1}), (4, {'freeze': True})]
+EMBEDDINGS += [(4, {'scale_grad_by_freq': True}), ((2, 3), {'max_norm': 0.5})]
+
+
+@pytest.mark.parametrize('size, kwargs', EMBEDDINGS, ids=str)
+def test_embedding_equals_the_one_of_brainstate(size, kwargs):
+    ours, theirs = (m.Embedding(5, size, embedding_init=drawn, **kwargs) for m in (nn, brainstate.nn))
+    copy_parameters(ours, theirs)
+    indices = jnp.array([[0, 1, 1], [4, 1, 2]])
+    close(*run((ours, indices), (theirs, indices)))
+    assert marks(ours, indices) == {'embedding'}
+    assert ours(2).shape == ours.out_size
+
+
+def test_units_pass_through_a_layer():
+    layer = nn.Linear(3, 4, w_init=jnp.ones((3, 4)) * u.mS, b_init=jnp.ones(4) * u.uA)
+    y = layer(jnp.ones((2, 3)) * u.mV)
+    np.testing.assert_allclose(y.to_decimal(u.uA), 4.0 * np.ones((2, 4)), rtol=1e-6)
+
+
+# ---------------------------------------------------------------- cells
+
+BOTH = ['ValinaRNNCell', 'GRUCell', 'MGUCell', 'LSTMCell', 'URLSTMCell']
+CELLS = [*BOTH, 'MinimalRNNCell', 'MiniGRU', 'MiniLSTM', 'CFNCell', 'LRUCell']
+every_batch = pytest.mark.parametrize('batch', [None, 2], ids=['unbatched', 'batched'])
+
+
+def cell_pair(name, batch, **kwargs):
+    cells = getattr(nn, name)(3, 4, **kwargs), getattr(brainstate.nn, name)(3, 4, **kwargs)
+    copy_parameters(*cells)
+    for cell in cells:
+        brainstate.nn.init_all_states(cell, batch)
+    return cells
+
+
+def steps(batch, size=3):
+    lead = () if batch is None else (batch,)
+    return normal(0, 3, *lead, size)
+
+
+@pytest.mark.parametrize('name', BOTH)
+@every_batch
+def test_cell_equals_the_one_of_brainstate_over_three_steps(name, batch):
+    kwargs = W if name == 'URLSTMCell' else WB
+    ours, theirs = cell_pair(name, batch, state_init=drawn, **kwargs)
+    assert hidden(ours).keys() == hidden(theirs).keys()
+    close(*run((ours, steps(batch)), (theirs, steps(batch))))
+    close(hidden(ours), hidden(theirs))
+
+
+@pytest.mark.parametrize('name', BOTH)
+def test_constructor_takes_the_arguments_of_brainstate_in_their_order(name):
+    ours, theirs = (inspect.signature(getattr(module, name).__init__).parameters for module in (nn, brainstate.nn))
+    assert list(ours) == list(theirs)
+    assert type(getattr(nn, name).usual_w_init) is type(theirs['w_init'].default)
+    assert getattr(nn, name).usual_activation == theirs['activation'].default
+
+
+@pytest.mark.parametrize('name', CELLS)
+@every_batch
+def test_states_and_marks_of_a_cell(name, batch):
+    cell = getattr(nn, name)(3, 4, **({} if name == 'LRUCell' else W))
+    brainstate.nn.init_all_states(cell, batch)
+    expected = {'LSTMCell': {'c', 'h'}, 'URLSTMCell': {'c', 'h'}, 'LRUCell': {'re', 'im'}}.get(name, {'h'})
+    assert {path[-1] for path in hidden(cell)} == expected
+    shape = (4,) if batch is None else (batch, 4)
+    assert all(value.shape == shape for value in hidden(cell).values())
+    assert cell.in_size == (3,) and cell.out_size == (4,)
+    start, x = hidden(cell), steps(batch)[0]
+    assert cell(x).shape == shape
+    element_wise = {'element_wise'} if name in ('URLSTMCell', 'LRUCell') else set()
+    assert marks(cell, x) == {'matmul'} | element_wise
+    assert any(not np.allclose(start[path], value) for path, value in hidden(cell).items())
+    cell.reset_state(batch)
+    close(hidden(cell), start)
+    cell.reset_state(7)
+    assert all(value.shape == (7, 4) for value in hidden(cell).values())
+
+
+def linear(layer, x):
+    params = layer.weight.value
+    return x @ np.asarray(params['weight']) + np.asarray(params['bias'])
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def minimal_rnn(cell, x, h):
+    z = np.tanh(linear(cell.Wx, x))
+    gate = sigmoid(linear(cell.Wu, np.concatenate([h, z], -1)))
+    return gate * h + (1 - gate) * z
+
+
+def mini_gru(cell, x, h):
+    z = sigmoid(linear(cell.Wz, x))
+    return (1 - z) * h + z * linear(cell.Wh, x)
+
+
+def mini_lstm(cell, x, h):
+    f, i = sigmoid(linear(cell.Wf, x)), sigmoid(linear(cell.Wi, x))
+    return f / (f + i) * h + i / (f + i) * linear(cell.Wh, x)
+
+
+def chaos_free(cell, x, h):
+    xh = np.concatenate([x, h], -1)
+    theta, eta = sigmoid(linear(cell.Wf, xh)), sigmoid(linear(cell.Wi, xh))
+    return theta * np.tanh(h) + eta * np.tanh(linear(cell.Wh, x))
+
+
+FORMULAS = {'MinimalRNNCell': minimal_rnn, 'MiniGRU': mini_gru, 'MiniLSTM': mini_lstm, 'CFNCell': chaos_free}
+
+
+@pytest.mark.parametrize('name', FORMULAS)
+@every_batch
+def test_cell_equals_its_published_formula_over_three_steps(name, batch):
+    cell = getattr(nn, name)(3, 4, **WB, state_init=drawn)
+    cell.init_state(batch)
+    h = np.asarray(cell.h.value)
+    for x in steps(batch):
+        h = FORMULAS[name](cell, np.asarray(x), h)
+        close(cell(x), h)
+
+
+def test_mini_lstm_stays_finite_when_both_gates_are_shut():
+    cell = nn.MiniLSTM(3, 4, w_init=drawn, b_init=lambda shape: jnp.full(shape, -1e4))
+    cell.init_state()
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(run((cell, steps(None)))))
+
+
+@every_batch
+def test_lru_equals_a_complex_recurrence(batch):
+    cell = nn.LRUCell(3, 2, num_hidden=5, r_min=0.4, r_max=0.9, max_phase=1.0)
+    cell.init_state(batch)
+    p = {path[0]: np.asarray(value) for path, value in parameters(cell).items()}
+    lam = np.exp(-np.exp(p['nu_log']) + 1j * np.exp(p['theta_log']))
+    assert np.all((np.abs(lam) > 0.4) & (np.abs(lam) < 0.9) & (np.angle(lam) > 0) & (np.angle(lam) < 1))
+    close(np.exp(p['gamma_log']), np.sqrt(1 - np.abs(lam) ** 2))
+    state = np.zeros(5)
+    for x in map(np.asarray, steps(batch)):
+        state = lam * state + np.exp(p['gamma_log']) * (x @ (p['B_re'] + 1j * p['B_im']))
+        close(cell(x), np.real(state @ (p['C_re'] + 1j * p['C_im'])) + x @ p['D'])
+    close((cell.re.value, cell.im.value), (np.real(state), np.imag(state)))
+
+
+def test_activation_by_name_or_function():
+    for activation in ('sigmoid', jax.nn.sigmoid):
+        cell = nn.ValinaRNNCell(3, 4, **W, activation=activation)
+        cell.init_state()
+        x = normal(0, 3)
+        close(cell(x), jax.nn.sigmoid(x @ cell.W.weight.value['weight'][:3]))
+    for activation in ('no_such_function', 3):
+        with pytest.raises(ValueError, match='what to write instead'):
+            nn.GRUCell(3, 4, activation=activation)
+
+
+# ---------------------------------------------------------------- read-out
+
+
+@every_batch
+def test_leaky_rate_readout(batch):
+    with brainstate.environ.context(dt=0.5 * u.ms):
+        layer = nn.LeakyRateReadout(3, 4, 2.0 * u.ms, drawn)
+        layer.init_state(batch)
+        assert isinstance(layer.r, brainstate.HiddenState)
+        r = layer.r.value
+        for x in steps(batch):
+            r = np.exp(-0.25) * r + x @ layer.weight.value
+            close(layer(x), r)
+        assert marks(layer, steps(batch)[0]) == {'matmul'}
+        layer.reset_state(batch)
+        assert not np.any(layer.r.value)
+
+
+def test_leaky_rate_readout_wants_one_unit_of_time():
+    layer = nn.LeakyRateReadout(3, 4, 2.0, drawn)
+    layer.init_state()
+    with brainstate.environ.context(dt=0.5):
+        assert layer(jnp.ones(3)).shape == (4,)
+    with brainstate.environ.context(dt=0.5 * u.ms), pytest.raises(ValueError, match='what to write instead'):
+        layer(jnp.ones(3))
+
+
+# ---------------------------------------------------------------- the namespace and refusals
+
+
+def test_other_names_of_brainstate_pass_through():
+    assert braintrace.nn.ReLU is brainstate.nn.ReLU
+    assert set(brainstate.nn.__all__) | set(nn.__all__) <= set(dir(nn))
+    for name in brainstate.nn.__all__:
+        assert getattr(nn, name) is not None
+        assert (getattr(nn, name) is getattr(brainstate.nn, name)) == (name not in nn.__all__)
+    for name in ('NoSuchLayer', '_linear'):
+        with pytest.raises(AttributeError, match=name):
+            getattr(nn, name)
+
+
+def test_an_input_of_the_wrong_shape_is_refused():
+    cell = nn.GRUCell(3, 4, **W)
+    cell.init_state()
+    for layer, shape in ((nn.Linear(3, 4, **W), (2,)), (cell, (5,)), (nn.Conv1d((6, 3), 4, 3, **W), (5, 3))):
+        with pytest.raises(ValueError, match='what to write instead'):
+            layer(jnp.ones(shape))
