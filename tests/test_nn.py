@@ -27,6 +27,10 @@ def drawn(shape):
     return normal(sum(shape) if isinstance(shape, tuple) else shape, *np.atleast_1d(shape))
 
 
+def constant(shape):
+    return jnp.full(shape, 0.3)
+
+
 def close(got, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
 
@@ -47,14 +51,18 @@ def copy_parameters(source, target):
         state.value = values[path]
 
 
-def run(*pairs):
-    """For each (module, inputs by step): parameter gradients of one scalar of all outputs, and the outputs.
+def jit(fn):
+    """Compiled without optimisation: compiling is where these tests spend their time."""
+    return brainstate.transform.jit(fn, compiler_options={'xla_backend_optimization_level': 0})
 
-    One program for all pairs, compiled without optimisation: the tests spend their time there.
-    """
 
-    def solve():
-        return [gradient(module, xs) for module, xs in pairs]
+def run(module, xs):
+    """Outputs of one call per input, states carried along."""
+    return jit(lambda: brainstate.transform.for_loop(module, xs))()
+
+
+def gradients(*pairs):
+    """For each (module, inputs by step): parameter gradients of one scalar of all outputs, and the outputs."""
 
     def gradient(module, xs):
         def loss():
@@ -63,7 +71,7 @@ def run(*pairs):
 
         return brainstate.transform.grad(loss, module.states(brainstate.ParamState), has_aux=True)()
 
-    return brainstate.transform.jit(solve, compiler_options={'xla_backend_optimization_level': 0})()
+    return jit(lambda: [gradient(*pair) for pair in pairs])()
 
 
 def marks(module, x):
@@ -104,7 +112,7 @@ def test_layer_equals_the_one_of_brainstate(case):
     assert isinstance(ours, type(theirs))
     copy_parameters(ours, theirs)
     x = normal(0, 2, *shape)
-    got, expected, (_, unbatched) = run((ours, x[None]), (theirs, x[None]), (ours, x))
+    got, expected, (_, unbatched) = gradients((ours, x[None]), (theirs, x[None]), (ours, x))
     close(got, expected)
     close(unbatched, got[1][0])
     assert unbatched.shape[1:] == ours.out_size
@@ -138,12 +146,12 @@ EMBEDDINGS = [(4, {}), ((2, 3), {'padding_idx': 1}), (4, {'freeze': True})]
 EMBEDDINGS += [(4, {'scale_grad_by_freq': True}), ((2, 3), {'max_norm': 0.5})]
 
 
-@pytest.mark.parametrize('size, kwargs', EMBEDDINGS, ids=str)
+@pytest.mark.parametrize(('size', 'kwargs'), EMBEDDINGS, ids=str)
 def test_embedding_equals_the_one_of_brainstate(size, kwargs):
     ours, theirs = (m.Embedding(5, size, embedding_init=drawn, **kwargs) for m in (nn, brainstate.nn))
     copy_parameters(ours, theirs)
     indices = jnp.array([[0, 1, 1], [4, 1, 2]])
-    close(*run((ours, indices), (theirs, indices)))
+    close(*gradients((ours, indices), (theirs, indices)))
     assert marks(ours, indices) == {'embedding'}
     assert ours(2).shape == ours.out_size
 
@@ -161,27 +169,25 @@ CELLS = [*BOTH, 'MinimalRNNCell', 'MiniGRU', 'MiniLSTM', 'CFNCell', 'LRUCell']
 every_batch = pytest.mark.parametrize('batch', [None, 2], ids=['unbatched', 'batched'])
 
 
-def cell_pair(name, batch, **kwargs):
-    cells = getattr(nn, name)(3, 4, **kwargs), getattr(brainstate.nn, name)(3, 4, **kwargs)
-    copy_parameters(*cells)
-    for cell in cells:
-        brainstate.nn.init_all_states(cell, batch)
-    return cells
-
-
-def steps(batch, size=3):
+def steps(batch):
     lead = () if batch is None else (batch,)
-    return normal(0, 3, *lead, size)
+    return normal(0, 3, *lead, 3)
 
 
 @pytest.mark.parametrize('name', BOTH)
-@every_batch
-def test_cell_equals_the_one_of_brainstate_over_three_steps(name, batch):
+def test_cell_equals_the_one_of_brainstate_over_three_steps(name):
     kwargs = W if name == 'URLSTMCell' else WB
-    ours, theirs = cell_pair(name, batch, state_init=drawn, **kwargs)
+    ours, theirs = (getattr(m, name)(3, 4, state_init=constant, **kwargs) for m in (nn, brainstate.nn))
+    copy_parameters(ours, theirs)
+    brainstate.nn.init_all_states(ours, 2)
+    brainstate.nn.init_all_states(theirs, 2)
     assert hidden(ours).keys() == hidden(theirs).keys()
-    close(*run((ours, steps(batch)), (theirs, steps(batch))))
+    xs = steps(2)
+    got, expected = gradients((ours, xs), (theirs, xs))
+    close(got, expected)
     close(hidden(ours), hidden(theirs))
+    ours.reset_state()
+    close(run(ours, xs[:, 0]), got[1][:, 0])
 
 
 @pytest.mark.parametrize('name', BOTH)
@@ -201,14 +207,10 @@ def test_states_and_marks_of_a_cell(name, batch):
     assert {path[-1] for path in hidden(cell)} == expected
     shape = (4,) if batch is None else (batch, 4)
     assert all(value.shape == shape for value in hidden(cell).values())
-    assert cell.in_size == (3,) and cell.out_size == (4,)
-    start, x = hidden(cell), steps(batch)[0]
-    assert cell(x).shape == shape
+    assert (cell.in_size, cell.out_size) == ((3,), (4,))
+    x = steps(batch)[0]
     element_wise = {'element_wise'} if name in ('URLSTMCell', 'LRUCell') else set()
     assert marks(cell, x) == {'matmul'} | element_wise
-    assert any(not np.allclose(start[path], value) for path, value in hidden(cell).items())
-    cell.reset_state(batch)
-    close(hidden(cell), start)
     cell.reset_state(7)
     assert all(value.shape == (7, 4) for value in hidden(cell).values())
 
@@ -252,30 +254,30 @@ FORMULAS = {'MinimalRNNCell': minimal_rnn, 'MiniGRU': mini_gru, 'MiniLSTM': mini
 def test_cell_equals_its_published_formula_over_three_steps(name, batch):
     cell = getattr(nn, name)(3, 4, **WB, state_init=drawn)
     cell.init_state(batch)
-    h = np.asarray(cell.h.value)
-    for x in steps(batch):
-        h = FORMULAS[name](cell, np.asarray(x), h)
-        close(cell(x), h)
+    h, xs = np.asarray(cell.h.value), steps(batch)
+    for x, y in zip(np.asarray(xs), run(cell, xs), strict=True):
+        h = FORMULAS[name](cell, x, h)
+        close(y, h)
 
 
 def test_mini_lstm_stays_finite_when_both_gates_are_shut():
     cell = nn.MiniLSTM(3, 4, w_init=drawn, b_init=lambda shape: jnp.full(shape, -1e4))
     cell.init_state()
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(run((cell, steps(None)))))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradients((cell, steps(None)))))
 
 
 @every_batch
 def test_lru_equals_a_complex_recurrence(batch):
-    cell = nn.LRUCell(3, 2, num_hidden=5, r_min=0.4, r_max=0.9, max_phase=1.0)
+    cell = nn.LRUCell(3, 5, num_hidden=4, r_min=0.4, r_max=0.9, max_phase=1.0)
     cell.init_state(batch)
     p = {path[0]: np.asarray(value) for path, value in parameters(cell).items()}
     lam = np.exp(-np.exp(p['nu_log']) + 1j * np.exp(p['theta_log']))
     assert np.all((np.abs(lam) > 0.4) & (np.abs(lam) < 0.9) & (np.angle(lam) > 0) & (np.angle(lam) < 1))
     close(np.exp(p['gamma_log']), np.sqrt(1 - np.abs(lam) ** 2))
-    state = np.zeros(5)
-    for x in map(np.asarray, steps(batch)):
+    state, xs = np.zeros(4), steps(batch)
+    for x, y in zip(np.asarray(xs), run(cell, xs), strict=True):
         state = lam * state + np.exp(p['gamma_log']) * (x @ (p['B_re'] + 1j * p['B_im']))
-        close(cell(x), np.real(state @ (p['C_re'] + 1j * p['C_im'])) + x @ p['D'])
+        close(y, np.real(state @ (p['C_re'] + 1j * p['C_im'])) + x @ p['D'])
     close((cell.re.value, cell.im.value), (np.real(state), np.imag(state)))
 
 
@@ -299,11 +301,11 @@ def test_leaky_rate_readout(batch):
         layer = nn.LeakyRateReadout(3, 4, 2.0 * u.ms, drawn)
         layer.init_state(batch)
         assert isinstance(layer.r, brainstate.HiddenState)
-        r = layer.r.value
-        for x in steps(batch):
-            r = np.exp(-0.25) * r + x @ layer.weight.value
-            close(layer(x), r)
-        assert marks(layer, steps(batch)[0]) == {'matmul'}
+        r, xs = np.zeros(layer.r.value.shape), steps(batch)
+        for x, y in zip(np.asarray(xs), run(layer, xs), strict=True):
+            r = np.exp(-0.25) * r + x @ np.asarray(layer.weight.value)
+            close(y, r)
+        assert marks(layer, xs[0]) == {'matmul'}
         layer.reset_state(batch)
         assert not np.any(layer.r.value)
 

@@ -84,7 +84,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(name):
     def both(*args):
         return [(f(*args), jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), over)(*args)) for f in (op, plain)]
 
-    got, expected = jax.jit(both)(x, *weights)
+    got, expected = jax.jit(both, compiler_options={'xla_backend_optimization_level': 0})(x, *weights)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
 
 
@@ -105,6 +105,10 @@ def marked_primitives(fn, *args, name):
 
     walk(jax.make_jaxpr(fn)(*args).jaxpr, False)
     return found
+
+
+def scanned(op):
+    return lambda x, *weights: jax.lax.scan(lambda carry, _: (carry, op(carry, *weights)), x, None, length=2)
 
 
 PRIMITIVE = {
@@ -128,14 +132,16 @@ def test_the_mark_survives_transformations(name, transform):
     elif transform == 'grad':
         fn = jax.grad(lambda *a: jnp.sum(op(*a) ** 2), 1)
     elif transform == 'scan':
-        fn = lambda x, *w: jax.lax.scan(lambda c, _: (c, op(c, *w)), x, None, length=2)
+        fn = scanned(op)
     else:
         fn = jax.checkpoint(op)
     assert PRIMITIVE.get(name, 'dot_general') in marked_primitives(fn, x, *weights, name=name)
 
 
 def test_unmarked_code_around_an_op_stays_unmarked():
-    fn = lambda x, w: jnp.tanh(ops.matmul(jnp.sin(x), w))
+    def fn(x, w):
+        return jnp.tanh(ops.matmul(jnp.sin(x), w))
+
     assert marked_primitives(fn, normal(0, 3), normal(1, 3, 4), name='matmul') == ['dot_general']
 
 
@@ -175,7 +181,7 @@ def test_units_multiply(name):
 
 @pytest.mark.parametrize('name', [name for name in UNIT_CASES if name != 'einsum'])
 def test_a_bias_of_another_dimension_is_refused(name):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match='why it cannot work') as error:
         UNIT_CASES[name](normal(0, 3) * u.mV, DENSE * u.mS, normal(1, 4) * u.mV)
     assert_three_parts(error, 'mV', 'uA')
 
@@ -236,7 +242,7 @@ def test_conv_options_and_missing_batch():
 
 def assert_three_parts(error, *mentions):
     text = str(error.value)
-    for part in ('why it cannot work', 'what to write instead', *mentions):
+    for part in ('what to write instead', *mentions):
         assert part in text
 
 
@@ -263,6 +269,6 @@ BAD = {
 @pytest.mark.parametrize('name', BAD)
 def test_bad_arguments_are_refused_in_three_parts(name):
     call, *mentions = BAD[name]
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match='why it cannot work') as error:
         call()
     assert_three_parts(error, *mentions)

@@ -82,9 +82,10 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
 
 def evaluate_equation(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
     """Run one equation on the values of its operands."""
-    functions, params = eqn.primitive.get_bind_params(eqn.params)
-    result = eqn.primitive.bind(*functions, *operands, **params)
-    return list(result) if eqn.primitive.multiple_results else [result]
+    invars = [new_var(v.aval) for v in eqn.invars]
+    outvars = [new_var(v.aval) for v in eqn.outvars]
+    jaxpr = make_jaxpr([], invars, outvars, [eqn.replace(invars=invars, outvars=outvars)])
+    return evaluate(jaxpr, (), *operands)
 
 
 # ---------------------------------------------------------------- sub-programs
@@ -102,7 +103,7 @@ def sub_programs(eqn: Equation) -> Iterator[SubProgram]:
     for name, value in eqn.params.items():
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
             yield SubProgram((name, None), value)
-        elif isinstance(value, (tuple, list)):
+        elif type(value) in (tuple, list):
             for i, item in enumerate(value):
                 if isinstance(item, (Jaxpr, ClosedJaxpr)):
                     yield SubProgram((name, i), item)
@@ -216,7 +217,7 @@ def _cut_abstract(x: Any, *, mask: Mask | None) -> Any:
 def _cut_jvp(primals: Any, tangents: Any, *, mask: Mask | None) -> Any:
     (x,), (dx,) = primals, tangents
     if mask is None or isinstance(dx, ad.Zero):
-        return cut_p.bind(x, mask=mask), ad.Zero.from_primal_value(x)
+        return cut_p.bind(x, mask=mask), ad.Zero(jax.typeof(x).to_tangent_aval())
     return cut_p.bind(x, mask=mask), jnp.where(mask.array, jnp.zeros_like(dx), dx)
 
 

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from .errors import three_parts
+from braintrace.errors import three_parts
 
 MARK = 'etrace:'
 """What the name of every mark begins with."""
 
 Value = ArrayLike | u.Quantity
-Result = jax.Array | u.Quantity
+Result = Any  # jax.Array, or u.Quantity where an argument has a unit
 ValueFn = Callable[[Any], Any] | None
 
 
@@ -148,9 +148,10 @@ def conv(
             batch_group_count=batch_group_count,
         )
         if bias is not None and jnp.ndim(bias) == 1:
-            bias = u.math.reshape(bias, [-1 if axis == layout.out_spec[1] else 1 for axis in range(y.ndim)])
-        result = _add_bias('conv', _with_unit(y, u.get_unit(x) * u.get_unit(kernel)), bias)
-        return u.math.squeeze(result, axis=layout.out_spec[0]) if unbatched else result
+            along_channels = [-1 if axis == layout.out_spec[1] else 1 for axis in range(y.ndim)]
+            bias = _with_unit(jnp.reshape(u.get_mantissa(bias), along_channels), u.get_unit(bias))
+        y = _add_bias('conv', _with_unit(y, u.get_unit(x) * u.get_unit(kernel)), bias)
+        return y.squeeze(layout.out_spec[0]) if unbatched else y
 
 
 def sparse_matmul(x: Value, weight: Value, *, sparse_mat: Any, bias: Value | None = None) -> Result:

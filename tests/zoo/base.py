@@ -37,18 +37,21 @@ CASES: dict[str, Case] = {}
 _random = np.random.default_rng(0)
 
 
-def path(text: str) -> Path:
-    """'layers/0/w' -> ('layers', 0, 'w')."""
+def path(text: str | Path) -> Path:
+    """'layers/0/w' -> ('layers', 0, 'w'); a path stays as it is."""
+    if isinstance(text, tuple):
+        return text
     return tuple(int(key) if key.isdigit() else key for key in text.split('/'))
 
 
-def case(groups: Sequence[str], leaves: dict[str, str], x64: bool = False, note: str = ''):
+def case(groups: Sequence[str | Sequence[Path]], leaves: dict[str, str], x64: bool = False, note: str = ''):
     """Register the decorated builder under its own name.
 
-    `groups` lists each group's paths, separated by spaces. `leaves` gives each parameter leaf its credit,
-    followed by the numbers of the groups it has a site in: 'local 0 1', 'exact 0', 'exact', 'none'.
+    `groups` lists each group's paths, separated by spaces (or as tuples, where a key is odd).
+    `leaves` gives each parameter leaf its credit, followed by the numbers of the groups it has a site in:
+    'local 0 1', 'exact 0', 'exact', 'none'.
     """
-    group_sets = tuple(frozenset(path(p) for p in text.split()) for text in groups)
+    group_sets = tuple(frozenset(path(p) for p in (g.split() if isinstance(g, str) else g)) for g in groups)
 
     def register(builder):
         name = builder.__name__.strip('_')
@@ -142,4 +145,4 @@ def leaky(op, shape=(2, 4), **parts):
 
 
 spike = braintools.surrogate.sigmoid  # never a zero derivative, wherever the membrane sits
-B, I, H = 2, 3, 4  # batch, inputs, units
+B, I, H = 2, 3, 4  # batch, inputs, units  # noqa: E741

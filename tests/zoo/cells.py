@@ -137,7 +137,7 @@ def sru():
         m.c.value = f * m.c.value + (1 - f) * g
         return jax.nn.sigmoid(x @ m.wr.value) * m.c.value  # highway gate: read-out only
 
-    parts = dict(w=weight(I, 2 * H), v=weight(H), b=weight(H), wr=weight(I, H), c=hidden(B, H))
+    parts = {'w': weight(I, 2 * H), 'v': weight(H), 'b': weight(H), 'wr': weight(I, H), 'c': hidden(B, H)}
     return Step(step, **parts), (array(B, I),)
 
 
@@ -150,7 +150,7 @@ def qrnn():
         m.c.value = f * m.c.value + (1 - f) * jnp.tanh(g)
         return jax.nn.sigmoid(o) * m.c.value
 
-    parts = dict(w0=weight(I, 3 * H), w1=weight(I, 3 * H), previous=other(array(B, I)), c=hidden(B, H))
+    parts = {'w0': weight(I, 3 * H), 'w1': weight(I, 3 * H), 'previous': other(array(B, I)), 'c': hidden(B, H)}
     return Step(step, **parts), (array(B, I),)
 
 
@@ -175,7 +175,13 @@ def ssm_selective():
         m.h.value = decay * m.h.value + delta * (x @ m.w_b.value)[:, None] * x[..., None]
         return jnp.einsum('bcn,bn->bc', m.h.value, x @ m.w_c.value)
 
-    parts = dict(log_a=weight(I, 5), w_delta=weight(I, I), w_b=weight(I, 5), w_c=weight(I, 5), h=hidden(B, I, 5))
+    parts = {
+        'log_a': weight(I, 5),
+        'w_delta': weight(I, I),
+        'w_b': weight(I, 5),
+        'w_c': weight(I, 5),
+        'h': hidden(B, I, 5),
+    }
     return Step(step, **parts), (array(B, I),)
 
 
@@ -186,8 +192,14 @@ def lru_complex():
         m.h.value = decay * m.h.value + x @ m.b.value
         return (m.h.value @ m.c.value).real
 
-    kind = dict(dtype=jnp.complex64)
-    parts = dict(nu=weight(H), phase=weight(H), b=weight(I, H, **kind), c=weight(H, I, **kind), h=hidden(B, H, **kind))
+    kind = {'dtype': jnp.complex64}
+    parts = {
+        'nu': weight(H),
+        'phase': weight(H),
+        'b': weight(I, H, **kind),
+        'c': weight(H, I, **kind),
+        'h': hidden(B, H, **kind),
+    }
     return Step(step, **parts), (array(B, I),)
 
 
@@ -201,7 +213,14 @@ def lru_real_pair():
         return jnp.concatenate([m.real.value, m.imag.value], axis=-1) @ m.c.value
 
     b = brainstate.ParamState({'real': array(I, H), 'imag': array(I, H)})
-    parts = dict(nu=weight(H), phase=weight(H), b=b, c=weight(2 * H, I), real=hidden(B, H), imag=hidden(B, H))
+    parts = {
+        'nu': weight(H),
+        'phase': weight(H),
+        'b': b,
+        'c': weight(2 * H, I),
+        'real': hidden(B, H),
+        'imag': hidden(B, H),
+    }
     return Step(step, **parts), (array(B, I),)
 
 
@@ -253,7 +272,7 @@ def lstm_projected():
         m.h.value = (jax.nn.sigmoid(o) * jnp.tanh(m.c.value)) @ m.projection.value
         return m.h.value
 
-    parts = dict(w=weight(I + 5, 4 * H), projection=weight(H, 5), c=hidden(B, H), h=hidden(B, 5))
+    parts = {'w': weight(I + 5, 4 * H), 'projection': weight(H, 5), 'c': hidden(B, H), 'h': hidden(B, 5)}
     return Step(step, **parts), (array(B, I),)
 
 
@@ -281,7 +300,7 @@ def legendre_memory():
         m.h.value = jnp.tanh(x @ m.wx.value + m.h.value @ m.wh.value + m.memory.value @ m.wm.value)
         return m.h.value
 
-    parts = dict(encoder=weight(I, 1), wx=weight(I, H), wh=weight(H, H), wm=weight(5, H))
+    parts = {'encoder': weight(I, 1), 'wx': weight(I, H), 'wh': weight(H, H), 'wm': weight(5, H)}
     return Step(step, **parts, memory=hidden(B, 5), h=hidden(B, H)), (array(B, I),)
 
 
@@ -299,7 +318,13 @@ def linear_attention():
         m.memory.value = jax.nn.sigmoid(m.decay.value) * m.memory.value + k[:, :, None] * v[:, None, :]
         return jnp.einsum('bk,bkv->bv', q, m.memory.value)
 
-    parts = dict(wq=weight(I, 4), wk=weight(I, 4), wv=weight(I, 5), decay=weight(4, 1), memory=hidden(B, 4, 5))
+    parts = {
+        'wq': weight(I, 4),
+        'wk': weight(I, 4),
+        'wv': weight(I, 5),
+        'decay': weight(4, 1),
+        'memory': hidden(B, 4, 5),
+    }
     return Step(step, **parts), (array(B, I),)
 
 
@@ -316,7 +341,13 @@ def delta_rule():
         m.memory.value = m.memory.value + jnp.einsum('bk,bv->bkv', k, strength * error)
         return jnp.einsum('bk,bkv->bv', q, m.memory.value)
 
-    parts = dict(wq=weight(I, 4), wk=weight(I, 4), wv=weight(I, 5), strength=weight(I, 1), memory=hidden(B, 4, 5))
+    parts = {
+        'wq': weight(I, 4),
+        'wk': weight(I, 4),
+        'wv': weight(I, 5),
+        'strength': weight(I, 1),
+        'memory': hidden(B, 4, 5),
+    }
     return Step(step, **parts), (array(B, I),)
 
 
@@ -328,5 +359,11 @@ def fast_weights():
         m.fast.value = m.decay.value * m.fast.value + m.rate.value * outer
         return m.h.value
 
-    parts = dict(w=weight(I, H), decay=weight(mean=0.9), rate=weight(mean=0.3), fast=hidden(B, H, H), h=hidden(B, H))
+    parts = {
+        'w': weight(I, H),
+        'decay': weight(mean=0.9),
+        'rate': weight(mean=0.3),
+        'fast': hidden(B, H, H),
+        'h': hidden(B, H),
+    }
     return Step(step, **parts), (array(B, I),)

@@ -250,7 +250,9 @@ def update_in_custom_jvp():
     return membrane(advance, w=weight(I, H), decay=weight(H)), (array(B, I),)
 
 
-@case(['V'], {'w': 'exact 0', 'r': 'exact 0'}, note='the recurrent spikes are stopped by hand: the rest keeps positions')
+@case(
+    ['V'], {'w': 'exact 0', 'r': 'exact 0'}, note='the recurrent spikes are stopped by hand: the rest keeps positions'
+)
 def recurrence_stopped_by_hand():
     def advance(m, V, x):
         fired = spike(V - 0.1)

@@ -23,7 +23,7 @@ def conv2d_spiking():
         m.V.value = 0.9 * m.V.value + m.conv(x) - spike(m.V.value - 0.1)
         return m.out(spike(m.V.value - 0.1).reshape(B, -1))
 
-    parts = dict(conv=nn.Conv2d((5, 6, I), H, (2, 3)), out=linear(5 * 6 * H, 7), V=hidden(B, 5, 6, H))
+    parts = {'conv': nn.Conv2d((5, 6, I), H, (2, 3)), 'out': linear(5 * 6 * H, 7), 'V': hidden(B, 5, 6, H)}
     return Step(step, **parts), (array(B, 5, 6, I),)
 
 
@@ -34,7 +34,7 @@ def conv1d_spiking_recurrent():
         m.V.value = 0.9 * m.V.value + m.conv(x) + m.recurrent(fired) - fired
         return spike(m.V.value - 0.1)
 
-    parts = dict(conv=nn.Conv1d((6, I), H, 3), recurrent=nn.Conv1d((6, H), H, 3), V=hidden(B, 6, H))
+    parts = {'conv': nn.Conv1d((6, I), H, 3), 'recurrent': nn.Conv1d((6, H), H, 3), 'V': hidden(B, 6, H)}
     return Step(step, **parts), (array(B, 6, I),)
 
 
@@ -46,7 +46,7 @@ def conv_lstm():
         m.h.value = jax.nn.sigmoid(o) * jnp.tanh(m.c.value)
         return m.h.value
 
-    parts = dict(conv=nn.Conv1d((6, I + H), 4 * H, 3), c=hidden(B, 6, H), h=hidden(B, 6, H))
+    parts = {'conv': nn.Conv1d((6, I + H), 4 * H, 3), 'c': hidden(B, 6, H), 'h': hidden(B, 6, H)}
     return Step(step, **parts), (array(B, 6, I),)
 
 
@@ -72,14 +72,14 @@ def conv_weight_standardised():
 @case(['h'], {'conv/weight/weight': 'exact 0'}, note='the pooling windows do not overlap')
 def conv_then_max_pool():
     pool = nn.MaxPool1d(2, 2, channel_axis=-1)
-    parts = dict(conv=nn.Conv1d((6, I), H, 3), pool=pool)
+    parts = {'conv': nn.Conv1d((6, I), H, 3), 'pool': pool}
     return leaky(lambda m, x: m.pool(m.conv(x)), shape=(B, 3, H), **parts), (array(B, 6, I),)
 
 
 @case(['h'], {'conv/weight/weight': 'exact 0'}, note='the pooling windows do not overlap')
 def conv_then_average_pool():
     pool = nn.AvgPool1d(2, 2, channel_axis=-1)
-    parts = dict(conv=nn.Conv1d((6, I), H, 3), pool=pool)
+    parts = {'conv': nn.Conv1d((6, I), H, 3), 'pool': pool}
     return leaky(lambda m, x: m.pool(m.conv(x)), shape=(B, 3, H), **parts), (array(B, 6, I),)
 
 
@@ -106,12 +106,16 @@ def embedding_then_matmul():
 
 @case(['h'], {'w': 'exact 0'})
 def multi_head_einsum():
-    return leaky(lambda m, x: jnp.einsum('bi,ihd->bhd', x, m.w.value), shape=(B, H, 5), w=weight(I, H, 5)), (array(B, I),)
+    return leaky(lambda m, x: jnp.einsum('bi,ihd->bhd', x, m.w.value), shape=(B, H, 5), w=weight(I, H, 5)), (
+        array(B, I),
+    )
 
 
 @case(['h'], {'w': 'exact 0'}, note='one matrix per head, a batched dot_general')
 def matrix_per_head():
-    return leaky(lambda m, x: jnp.einsum('bhi,hid->bhd', x, m.w.value), shape=(B, H, 5), w=weight(H, I, 5)), (array(B, H, I),)
+    return leaky(lambda m, x: jnp.einsum('bhi,hid->bhd', x, m.w.value), shape=(B, H, 5), w=weight(H, I, 5)), (
+        array(B, H, I),
+    )
 
 
 @case(['h'], {'w': 'local 0', 'r': 'local 0'}, note='recurrence inside each head')
@@ -150,7 +154,10 @@ def dendrites_weighed():
 
 @case(['h'], {'w': 'exact 0'})
 def bilinear():
-    return leaky(lambda m, x, y: jnp.einsum('bi,bj,ijh->bh', x, y, m.w.value), w=weight(I, 5, H)), (array(B, I), array(B, 5))
+    return leaky(lambda m, x, y: jnp.einsum('bi,bj,ijh->bh', x, y, m.w.value), w=weight(I, 5, H)), (
+        array(B, I),
+        array(B, 5),
+    )
 
 
 @case(['h'], {'w': 'exact 0'}, note='the input writes the weights that read it: (b, i, h) summed over i')
@@ -289,7 +296,10 @@ def fused_gates_by_concatenated_weights():
 
 @case(['h'], {'w': 'exact 0'})
 def concatenated_inputs():
-    return leaky(lambda m, x, y: jnp.concatenate([x, y], axis=-1) @ m.w.value, w=weight(I + 5, H)), (array(B, I), array(B, 5))
+    return leaky(lambda m, x, y: jnp.concatenate([x, y], axis=-1) @ m.w.value, w=weight(I + 5, H)), (
+        array(B, I),
+        array(B, 5),
+    )
 
 
 @case(['h'], {'w': 'local 0', 'b': 'local 0'}, note='input, old state and a one as a single vector')

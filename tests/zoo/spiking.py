@@ -48,7 +48,9 @@ def alif_feedforward():
         m.a.value = m.beta.value * m.a.value + fired
         return spike(m.V.value - 0.1 - 0.2 * m.a.value)
 
-    return Step(step, w=weight(I, H), beta=weight(H, mean=0.9, scale=0.1), V=hidden(B, H), a=hidden(B, H)), (array(B, I),)
+    return Step(step, w=weight(I, H), beta=weight(H, mean=0.9, scale=0.1), V=hidden(B, H), a=hidden(B, H)), (
+        array(B, I),
+    )
 
 
 @case(['g V'], {'w': 'exact 0', 'decay': 'exact 0'})
@@ -70,7 +72,7 @@ def lif_coba():
         m.V.value = 0.9 * m.V.value + 0.1 * current
         return spike(m.V.value - 0.1)
 
-    parts = dict(we=weight(I, H), wi=weight(5, H), ge=hidden(B, H), gi=hidden(B, H), V=hidden(B, H))
+    parts = {'we': weight(I, H), 'wi': weight(5, H), 'ge': hidden(B, H), 'gi': hidden(B, H), 'V': hidden(B, H)}
     return Step(step, **parts), (array(B, I), array(B, 5))
 
 
@@ -94,7 +96,13 @@ def two_compartments():
         m.dendrite.value = 0.8 * dendrite + 0.2 * (soma - dendrite) + jnp.tanh(x @ m.wd.value)
         return spike(m.soma.value - 0.1)
 
-    parts = dict(ws=weight(I, H), wd=weight(I, H), coupling=weight(H), soma=hidden(B, H), dendrite=hidden(B, H))
+    parts = {
+        'ws': weight(I, H),
+        'wd': weight(I, H),
+        'coupling': weight(H),
+        'soma': hidden(B, H),
+        'dendrite': hidden(B, H),
+    }
     return Step(step, **parts), (array(B, I),)
 
 
@@ -171,7 +179,7 @@ def alif_recurrent():
         m.a.value = 0.95 * m.a.value + fired
         return m.out(spike(m.V.value - 0.1 - 0.2 * m.a.value))
 
-    parts = dict(w=weight(I, H), r=weight(H, H), out=linear(H, 5), V=hidden(B, H), a=hidden(B, H))
+    parts = {'w': weight(I, H), 'r': weight(H, H), 'out': linear(H, 5), 'V': hidden(B, H), 'a': hidden(B, H)}
     return Step(step, **parts), (array(B, I),)
 
 
@@ -221,7 +229,7 @@ def excitation_inhibition():
         m.P.value = 0.8 * m.P.value + spike(m.E.value) @ jnp.abs(m.ei.value)
         return spike(m.E.value)
 
-    parts = dict(w=weight(I, H), ei=weight(H, 5), ie=weight(5, H), E=hidden(B, H), P=hidden(B, 5))
+    parts = {'w': weight(I, H), 'ei': weight(H, 5), 'ie': weight(5, H), 'E': hidden(B, H), 'P': hidden(B, 5)}
     return Step(step, **parts), (array(B, I),)
 
 
@@ -307,7 +315,7 @@ def short_term_plasticity():
         m.V.value = 0.9 * m.V.value + (m.u.value * m.r.value * x) @ m.w.value
         return spike(m.V.value - 0.5)
 
-    parts = dict(use=weight(I), w=weight(I, H), u=hidden(B, I), r=hidden(B, I), V=hidden(B, H))
+    parts = {'use': weight(I), 'w': weight(I, H), 'u': hidden(B, I), 'r': hidden(B, I), 'V': hidden(B, H)}
     return Step(step, **parts), (jnp.abs(array(B, I)),)
 
 
@@ -332,7 +340,7 @@ def dendrites_with_state():
         m.soma.value = 0.9 * m.soma.value + (m.reach.value * jnp.tanh(m.branch.value)).sum(axis=-1)
         return spike(m.soma.value - 0.5)
 
-    parts = dict(w=weight(I, H, 5), reach=weight(H, 5), branch=hidden(B, H, 5), soma=hidden(B, H))
+    parts = {'w': weight(I, H, 5), 'reach': weight(H, 5), 'branch': hidden(B, H, 5), 'soma': hidden(B, H)}
     return Step(step, **parts), (array(B, I),)
 
 
@@ -367,7 +375,7 @@ def recurrent_layer(spike):
     def step(m, x):
         fired = spike(m.V.value - 0.1)
         m.V.value = 0.9 * m.V.value + x @ m.w.value + fired @ m.r.value - fired
-        return spike(m.V.value - 0.1)
+        return m.V.value * spike(m.V.value - 0.1)
 
     return Step(step, w=weight(I, H), r=weight(H, H), V=hidden(B, H)), (array(B, I),)
 

@@ -85,7 +85,9 @@ def indexed_update():
 
 @case(['h'], {'w': 'exact 0'})
 def padded_result():
-    return leaky(lambda m, x: jnp.pad(x @ m.w.value, ((0, 0), (1, 2))), shape=(B, H + 3), w=weight(I, H)), (array(B, I),)
+    return leaky(lambda m, x: jnp.pad(x @ m.w.value, ((0, 0), (1, 2))), shape=(B, H + 3), w=weight(I, H)), (
+        array(B, I),
+    )
 
 
 # positions that move
@@ -192,7 +194,11 @@ def fourier_mixing():
 
 @case(['V'], {'w': 'instantaneous'}, note='an implicit step along a cable: the solve mixes state and input alike')
 def implicit_cable():
-    matrix = np.eye(H, dtype=np.float32) * 1.5 - 0.3 * np.eye(H, k=1, dtype=np.float32) - 0.2 * np.eye(H, k=-1, dtype=np.float32)
+    matrix = (
+        np.eye(H, dtype=np.float32) * 1.5
+        - 0.3 * np.eye(H, k=1, dtype=np.float32)
+        - 0.2 * np.eye(H, k=-1, dtype=np.float32)
+    )
 
     def step(m, x):
         m.V.value = jnp.linalg.solve(matrix, (m.V.value + x @ m.w.value).T).T
@@ -280,7 +286,7 @@ def leaky_readout():
         m.r.value = 0.8 * m.r.value + spike(m.V.value - 0.1) @ m.out.value + m.b.value
         return m.r.value
 
-    parts = dict(w=weight(I, H), out=weight(H, 5), b=weight(5), V=hidden(B, H), r=hidden(B, 5))
+    parts = {'w': weight(I, H), 'out': weight(H, 5), 'b': weight(5), 'V': hidden(B, H), 'r': hidden(B, 5)}
     return Step(step, **parts), (array(B, I),)
 
 
@@ -292,7 +298,7 @@ def two_populations_of_one_size():
         m.q.value = 0.8 * q + jnp.tanh(p @ m.pq.value)
         return m.p.value * m.q.value
 
-    parts = dict(w=weight(I, H), pq=weight(H, H), qp=weight(H, H), p=hidden(B, H), q=hidden(B, H))
+    parts = {'w': weight(I, H), 'pq': weight(H, H), 'qp': weight(H, H), 'p': hidden(B, H), 'q': hidden(B, H)}
     return Step(step, **parts), (array(B, I),)
 
 
@@ -384,7 +390,7 @@ def ring(m, value):
 
 
 def ring_of(*shape):
-    return dict(buffer=other(array(*shape)), at=other(jnp.array(1, jnp.int32)))
+    return {'buffer': other(array(*shape)), 'at': other(jnp.array(1, jnp.int32))}
 
 
 @case(['V'], {'w': 'local 0', 'r': 'local 0'}, note='spikes come back three steps later through a ring buffer')

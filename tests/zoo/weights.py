@@ -57,7 +57,7 @@ def low_rank_weight():
 
 @case(['h'], {'base': 'exact 0', 'a': 'exact 0', 'b': 'exact 0'}, note='the adapter is added in weight space')
 def low_rank_adapter_in_weight_space():
-    parts = dict(base=weight(I, H), a=weight(I, 2), b=weight(2, H))
+    parts = {'base': weight(I, H), 'a': weight(I, 2), 'b': weight(2, H)}
     return leaky(lambda m, x: x @ (m.base.value + m.a.value @ m.b.value), **parts), (array(B, I),)
 
 
@@ -228,7 +228,7 @@ def one_scalar_two_groups():
         m.a.value = m.scale.value * m.a.value + x @ m.v.value
         return m.V.value.sum() + m.a.value.sum()
 
-    parts = dict(scale=weight(mean=0.7), w=weight(I, H), v=weight(I, 5), V=hidden(B, H), a=hidden(B, 5))
+    parts = {'scale': weight(mean=0.7), 'w': weight(I, H), 'v': weight(I, 5), 'V': hidden(B, H), 'a': hidden(B, 5)}
     return Step(step, **parts), (array(B, I),)
 
 
@@ -296,5 +296,5 @@ def parameters_without_derivative():
         y = x @ m.w.value + x @ jax.lax.stop_gradient(m.stopped.value)
         return jnp.where(y > m.compared.value, y, 0.5 * y) * jnp.floor(3.0 * m.rounded.value)
 
-    parts = dict(w=weight(I, H), stopped=weight(I, H), compared=weight(H), rounded=weight(H))
+    parts = {'w': weight(I, H), 'stopped': weight(I, H), 'compared': weight(H), 'rounded': weight(H)}
     return leaky(op, **parts), (array(B, I),)

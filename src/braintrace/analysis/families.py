@@ -173,6 +173,15 @@ def _concatenate(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels
     return list(np.split(outs[0], ends, axis))
 
 
+def _stack(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    return list(np.moveaxis(outs[0], eqn.params['axis'], 0))
+
+
+def _unstack(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    parts = [np.full(_shape(v), NONE, np.int32) if o is None else o for v, o in zip(eqn.outvars, outs, strict=True)]
+    return [np.stack(parts, eqn.params['axis'])]
+
+
 def _pad(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     out, shape = outs[0], _shape(eqn.invars[0])
     labels = np.full(shape, NONE, np.int32)
@@ -191,6 +200,8 @@ def _pad(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
 family('movement', _slice, 'slice')
 family('movement', _split, 'split')
 family('movement', _concatenate, 'concatenate')
+family('movement', _stack, 'stack')
+family('movement', _unstack, 'unstack')
 family('movement', _pad, 'pad')
 
 
@@ -357,16 +368,47 @@ family(
 )
 
 
-def _windowed(eqn: Equation, k: int) -> AxisMap:
-    shape = _shape(eqn.invars[k])
-    if shape == ():
-        return []
-    sizes = eqn.params['window_dimensions']
-    out = _shape(eqn.outvars[0])
-    return [d if n == 1 and shape[d] == out[d] else None for d, n in enumerate(sizes)]
+def _windows(
+    out: np.ndarray,
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    base: Sequence[int],
+    dilation: Sequence[int],
+) -> np.ndarray:
+    """Labels of an array seen through sliding windows, joined over the windows that see an element."""
+    labels: Labels = None
+    for offset in np.ndindex(*sizes):
+        seen, taken = [], []
+        for n, m, k, s, (low, _), b, d in zip(shape, out.shape, offset, strides, padding, base, dilation, strict=True):
+            at = np.arange(m) * s + k * d - low
+            ok = (at >= 0) & (at % b == 0) & (at // b < n)
+            seen.append(at[ok] // b)
+            taken.append(np.flatnonzero(ok))
+        part = np.full(shape, NONE, np.int32)
+        part[np.ix_(*seen)] = out[np.ix_(*taken)]
+        labels = join(labels, part)
+    return np.full(shape, NONE, np.int32) if labels is None else labels
 
 
-family('along', axes(_windowed), 'reduce_window_sum reduce_window_max reduce_window_min reduce_window')
+def _reduce_window(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    p = eqn.params
+    shape = _shape(eqn.invars[0])
+    result: list[Labels] = []
+    for operand in eqn.invars:
+        labels: Labels = None
+        for out in (o for o in outs if o is not None):
+            if _shape(operand) != shape:
+                labels = join(labels, project(out, [], ()))
+            else:
+                parts = (p['window_dimensions'], p['window_strides'], p['padding'])
+                labels = join(labels, _windows(out, shape, *parts, p['base_dilation'], p['window_dilation']))
+        result.append(labels)
+    return result
+
+
+family('along', _reduce_window, 'reduce_window_sum reduce_window_max reduce_window_min reduce_window')
 
 # ---------------------------------------------------------------- products
 
@@ -382,23 +424,32 @@ def _dot(eqn: Equation, k: int) -> AxisMap:
     return [place.get(d) for d in range(len(_shape(eqn.invars[k])))]
 
 
-def _conv(eqn: Equation, k: int) -> AxisMap:
-    """Image: batch axis, and space where the kernel is one pixel. Kernel: its output features."""
-    p = eqn.params
-    d, rank = p['dimension_numbers'], len(_shape(eqn.invars[k]))
-    result: list[int | None] = [None] * rank
-    if k == 0:
-        if p['batch_group_count'] == 1:
-            result[d.lhs_spec[0]] = d.out_spec[0]
-        out, image = _shape(eqn.outvars[0]), _shape(eqn.invars[0])
-        kernel = _shape(eqn.invars[1])
-        plain = {*p['window_strides'], *p['lhs_dilation']} <= {1} and not np.any(p['padding'])
-        for i, o, r in zip(d.lhs_spec[2:], d.out_spec[2:], d.rhs_spec[2:], strict=True):
-            if kernel[r] == 1 and image[i] == out[o] and plain:
-                result[i] = o
-    else:
-        result[d.rhs_spec[0]] = d.out_spec[1]
-    return result
+def _conv(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    """Image: through the kernel's windows, features of a group joined. Kernel: its output features."""
+    p, d = eqn.params, eqn.params['dimension_numbers']
+    image, kernel = (_shape(v) for v in eqn.invars)
+    kernel_map: list[int | None] = [d.out_spec[1] if a == d.rhs_spec[0] else None for a in range(len(kernel))]
+    kernel_labels = project(outs[0], kernel_map, kernel)
+    if p['batch_group_count'] != 1:
+        return [project(outs[0], [None] * len(image), image), kernel_labels]
+    groups = p['feature_group_count']
+    out = outs[0].transpose(d.out_spec)
+    out = project(out.reshape(out.shape[0], groups, -1, *out.shape[2:]), [0, 1, *range(3, out.ndim + 1)], (
+        out.shape[0], groups, *out.shape[2:]
+    ))  # fmt: skip
+    shape = [image[a] for a in d.lhs_spec]
+    out = np.repeat(out, shape[1] // groups, axis=1)
+    ones, none = (1, 1), ((0, 0), (0, 0))
+    labels = _windows(
+        out,
+        shape,
+        (*ones, *(kernel[a] for a in d.rhs_spec[2:])),
+        (*ones, *p['window_strides']),
+        (*none, *p['padding']),
+        (*ones, *p['lhs_dilation']),
+        (*ones, *p['rhs_dilation']),
+    )
+    return [labels.transpose(np.argsort(d.lhs_spec)), kernel_labels]
 
 
 def mixing(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
@@ -407,7 +458,7 @@ def mixing(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
 
 
 family('product', axes(_dot), 'dot_general')
-family('product', axes(_conv), 'conv_general_dilated')
+family('product', _conv, 'conv_general_dilated')
 # Sparse and event-driven products of brainevent: the operator is hidden in indices.
 family(
     'product',

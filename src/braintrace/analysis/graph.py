@@ -164,7 +164,7 @@ def _extra_outputs(
 ) -> list[Var]:
     """Every site's x, the inputs of every y→hidden program and of every transition; no duplicates."""
     wanted = [s.x_var for s in sites if s.x_var is not None]
-    wanted += [v for s in sites for program_ in s.y_to_hidden_group_jaxprs for v in program_.constvars]
+    wanted += [v for s in sites for part in s.y_to_hidden_group_jaxprs for v in (*part.invars, *part.constvars)]
     wanted += [v for group in groups for v in group.transition_jaxpr_constvars]
     returned = {v for v in program.closed.jaxpr.outvars if isinstance(v, Var)}
     return [v for v in dict.fromkeys(wanted) if v not in returned]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from ..compat import (
 from ..program.slicing import Cuts
 from .dependence import Bits, carry_fixpoint, flow, of
 from .families import TABLE, Const, Rule, elementwise, mixing
-from .labels import CONFLICT, NONE, Labels, join, join_over
+from .labels import CONFLICT, NONE, Labels, gather_back, join, join_over
 from .probe import is_elementwise
 
 
@@ -160,13 +161,40 @@ class _Pass:
         wanted = np.full(labels.shape, CONFLICT, np.int32)
         parted = labels == CONFLICT
         if parted.any():
-            own = np.arange(labels.size, dtype=np.int32).reshape(labels.shape) if labels.size == self.size else NONE
-            wanted = np.where(parted, own, wanted).astype(np.int32)
+            own = self.origins.get(v)
+            if own is None and labels.size == self.size:
+                own = np.arange(labels.size).reshape(labels.shape)
+            wanted = np.where(parted, NONE if own is None else own, wanted).astype(np.int32)
         if start is not None:
             wanted = np.where(start >= 0, start, wanted).astype(np.int32)
         if v in self.keep:
             wanted = np.where(self.keep[v] >= 0, self.keep[v], wanted).astype(np.int32)
         return wanted
+
+    @cached_property
+    def origins(self) -> dict[Var, np.ndarray]:
+        """The position of the old state that each element came from, where it came from one.
+
+        Only a preference among uses that part: rules run on index arrays and are inverted.
+        """
+        origins = dict(self.keep)
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            if not any(is_var(v) and v in origins for v in eqn.invars) or structure(eqn) not in ('none', 'custom'):
+                continue
+            ends = np.cumsum([v.aval.size for v in eqn.outvars])
+            index = [
+                np.arange(end - v.aval.size, end, dtype=np.int32).reshape(v.aval.shape)
+                for v, end in zip(eqn.outvars, ends, strict=True)
+            ]
+            came: Labels = None
+            for v, reached in zip(eqn.invars, self.operands(i, eqn, index), strict=True):
+                if is_var(v) and v in origins and reached is not None:
+                    came = join(came, gather_back(origins[v], reached, (ends[-1],)))
+            if came is not None:
+                came = np.where(came == CONFLICT, NONE, came).astype(np.int32)
+                parts = np.split(came, ends[:-1])
+                origins.update((v, c.reshape(v.aval.shape)) for v, c in zip(eqn.outvars, parts, strict=True))
+        return origins
 
     def settle(self, labels: np.ndarray, wanted: np.ndarray, start: Labels, uses: Sequence) -> Labels:
         reached = np.zeros(labels.shape, bool) if start is None else start >= 0

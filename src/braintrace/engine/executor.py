@@ -126,9 +126,8 @@ class ETraceGraphExecutor:
         program = site.weight_jaxpr
         constants = [env[v] for v in program.constvars]
         (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
-        y = jnp.zeros(site.y_var.aval.shape, site.y_var.aval.dtype) if site.y_var not in env else env[site.y_var]
         jacobians = {
-            group.index: state_jacobian(group, to_hidden, y, [env[v] for v in to_hidden.constvars])
+            group.index: state_jacobian(group, to_hidden, env[site.y_var], [env[v] for v in to_hidden.constvars])
             for group, to_hidden in zip(site.hidden_groups, site.y_to_hidden_group_jaxprs, strict=True)
         }
         return SiteJacobian(None if site.x_var is None else env[site.x_var], weight, jacobians)

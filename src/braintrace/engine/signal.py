@@ -53,7 +53,7 @@ def joint_outputs(
                 shared[key] = evaluate_equation(eqn, operands)
             raw.update({(v, view): value for v, value in zip(eqn.outvars, shared[key], strict=True)})
         for v in eqn.outvars:
-            if v in owner:
+            if v in owner and views[v]:
                 shown[v] = raw[v, owner[v]] + delta[v]
     return [read(v, LOSS) for v in program.outputs]
 

@@ -210,13 +210,14 @@ def _sort(
             new = [v if id(state) in written else None for v in outs]
             others += [OtherState(path, key, v, o) for key, v, o in zip(_keys(value), ins, new, strict=True)]
 
+    order = {path: i for i, path in enumerate([*found, *paths.values()])}
     touched = {id(s) for s in states}
     untouched = {p: s for p, s in found.items() if id(s) not in touched}
     program = StepProgram(
         closed,
         inputs=tuple(jaxpr.invars[:num_in]),
-        parameters=tuple(parameters),
-        hidden=tuple(hidden),
+        parameters=tuple(sorted(parameters, key=lambda p: order[p.path])),
+        hidden=tuple(sorted(hidden, key=lambda h: order[h.path])),
         others=tuple(others),
         outputs=tuple(jaxpr.outvars[:num_out]),
         untouched_hidden=tuple(p for p, s in untouched.items() if isinstance(s, brainstate.HiddenState)),

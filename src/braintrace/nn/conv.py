@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import brainstate
-import jax
 
-from .. import ops
-from ..errors import three_parts
+from braintrace import ops
+from braintrace.errors import three_parts
 
 from .linear import times
 
 
-def _convolve(self: Any, x: Any) -> jax.Array:
+def _convolve(self: Any, x: Any) -> ops.Result:
     axes = len(self.in_size)
     if x.ndim not in (axes, axes + 1) or x.shape[-axes:] != self.in_size:
         raise ValueError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import brainstate
-import brainunit as u
 import jax
 import jax.numpy as jnp
-from brainstate.typing import ArrayLike
 
-from .. import ops
+from braintrace import ops
 
 
 class Embedding(brainstate.nn.Embedding):
@@ -18,7 +18,7 @@ class Embedding(brainstate.nn.Embedding):
     of brainstate, which has its own gradient, runs under the same mark.
     """
 
-    def update(self, indices: ArrayLike) -> jax.Array:
+    def update(self, indices: Any) -> ops.Result:
         if self.max_norm is not None or self.scale_grad_by_freq:
             with ops.mark('embedding'):
                 return super().update(indices)
@@ -27,4 +27,4 @@ class Embedding(brainstate.nn.Embedding):
         if self.padding_idx is None:
             return rows
         padding = jnp.expand_dims(jnp.asarray(indices) == self.padding_idx, range(-len(self.embedding_size), 0))
-        return u.math.where(padding, jax.lax.stop_gradient(rows), rows)
+        return jax.tree.map(lambda row: jnp.where(padding, jax.lax.stop_gradient(row), row), rows)

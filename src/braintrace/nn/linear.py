@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import brainstate
-import brainunit as u
 import jax
+import jax.numpy as jnp
 from brainstate.nn import init
-from brainstate.typing import ArrayLike, Size
+from brainstate.typing import ArrayLike
 
-from .. import ops
-from ..errors import three_parts
+from braintrace import ops
+from braintrace.errors import three_parts
+
+KAIMING = init.KaimingNormal()
+ZERO = init.ZeroInit()
 
 
 class Linear(brainstate.nn.Linear):
     """``y = x @ (weight * w_mask) + bias`` on the last axis, through `ops.matmul`."""
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         params = self.weight.value
         return ops.matmul(x, params['weight'], params.get('bias'), weight_fn=times(self.w_mask))
 
@@ -32,16 +35,15 @@ class GroupedLinear(brainstate.nn.Module):
 
     def __init__(
         self,
-        in_size: Size,
-        out_size: Size,
-        w_init: Callable | ArrayLike = init.KaimingNormal(),
-        b_init: Callable | ArrayLike | None = init.ZeroInit(),
+        in_size: Sequence[int],
+        out_size: Sequence[int],
+        w_init: Callable | ArrayLike = KAIMING,
+        b_init: Callable | ArrayLike | None = ZERO,
         name: str | None = None,
         param_type: type = brainstate.ParamState,
     ):
-        super().__init__(name=name)
-        self.in_size, self.out_size = in_size, out_size
-        if len(self.in_size) != 2 or len(self.out_size) != 2 or self.in_size[0] != self.out_size[0]:
+        super().__init__(name=name)  # type: ignore[call-arg]
+        if len(in_size) != 2 or len(out_size) != 2 or in_size[0] != out_size[0]:
             raise ValueError(
                 three_parts(
                     f'GroupedLinear(in_size={in_size}, out_size={out_size})',
@@ -49,17 +51,18 @@ class GroupedLinear(brainstate.nn.Module):
                     'sizes such as GroupedLinear((4, 16), (4, 8))',
                 )
             )
-        groups, inputs, outputs = *self.in_size, self.out_size[1]
+        self.in_size, self.out_size = in_size, out_size
+        (groups, inputs), outputs = in_size, out_size[1]
         if callable(w_init):
-            weight = u.math.stack([w_init((inputs, outputs)) for _ in range(groups)])
+            weight = jax.tree.map(lambda *drawn: jnp.stack(drawn), *[w_init((inputs, outputs)) for _ in range(groups)])
         else:
             weight = init.param(w_init, (groups, inputs, outputs), allow_none=False)
-        params = {'weight': weight}
+        params: dict[str, Any] = {'weight': weight}
         if b_init is not None:
             params['bias'] = init.param(b_init, (groups, outputs), allow_none=False)
         self.weight = param_type(params)
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         params = self.weight.value
         return ops.grouped_matmul(x, params['weight'], params.get('bias'))
 
@@ -67,14 +70,14 @@ class GroupedLinear(brainstate.nn.Module):
 class SignedWLinear(brainstate.nn.SignedWLinear):
     """``y = x @ (|weight| * w_sign)``: the signs of the connections are fixed."""
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         return ops.matmul(x, self.weight.value, weight_fn=lambda w: times(self.w_sign)(abs(w)))
 
 
 class ScaledWSLinear(brainstate.nn.ScaledWSLinear):
     """A linear layer whose weight is standardised over its inputs, with a learned gain."""
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         params = self.weight.value
 
         def standardised(weight: Any) -> Any:
@@ -87,7 +90,7 @@ class ScaledWSLinear(brainstate.nn.ScaledWSLinear):
 class SparseLinear(brainstate.nn.SparseLinear):
     """``y = x @ sparse matrix + bias``; only the stored entries are parameters."""
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         params = self.weight.value
         return ops.sparse_matmul(x, params['weight'], sparse_mat=self.spar_mat, bias=params.get('bias'))
 
@@ -95,7 +98,7 @@ class SparseLinear(brainstate.nn.SparseLinear):
 class LoRA(brainstate.nn.LoRA):
     """A low-rank map ``x @ (lora_a @ lora_b)``, added to `base_module(x)` where one is given."""
 
-    def __call__(self, x: ArrayLike) -> jax.Array:
+    def __call__(self, x: ArrayLike) -> ops.Result:
         params = self.weight.value
         y = ops.lora_matmul(x, params['lora_a'], params['lora_b'])
         return y if self.base_module is None else y + self.base_module(x)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import brainstate
 import brainunit as u
-import jax
+import jax.numpy as jnp
 from brainstate.nn import init
-from brainstate.typing import ArrayLike, Size
+from brainstate.typing import ArrayLike
 
-from .. import ops
-from ..errors import three_parts
+from braintrace import ops
+from braintrace.errors import three_parts
+
+from .linear import KAIMING, ZERO
 
 
 class LeakyRateReadout(brainstate.nn.Module):
@@ -19,18 +21,19 @@ class LeakyRateReadout(brainstate.nn.Module):
 
     def __init__(
         self,
-        in_size: Size,
-        out_size: Size,
-        tau: ArrayLike = 5.0 * u.ms,
-        w_init: Callable | ArrayLike = init.KaimingNormal(),
+        in_size: int | Sequence[int],
+        out_size: int | Sequence[int],
+        tau: ArrayLike = 5.0 * u.ms,  # type: ignore[attr-defined]
+        w_init: Callable | ArrayLike = KAIMING,
         name: str | None = None,
         *,
-        r_init: Callable | ArrayLike = init.ZeroInit(),
+        r_init: Callable | ArrayLike = ZERO,
     ):
-        super().__init__(name=name)
+        super().__init__(name=name)  # type: ignore[call-arg]
         self.in_size, self.out_size = in_size, out_size
         self.tau = init.param(tau, self.out_size)
-        self.weight = brainstate.ParamState(init.param(w_init, (self.in_size[-1], self.out_size[-1]), allow_none=False))
+        shape = self.in_size[-1], self.out_size[-1]  # type: ignore[index]
+        self.weight = brainstate.ParamState(init.param(w_init, shape, allow_none=False))
         self._r_init = r_init
 
     def init_state(self, batch_size: int | None = None, **kwargs) -> None:
@@ -39,7 +42,7 @@ class LeakyRateReadout(brainstate.nn.Module):
     def reset_state(self, batch_size: int | None = None, **kwargs) -> None:
         self.r.value = init.param(self._r_init, self.out_size, batch_size)
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         dt = brainstate.environ.get_dt()
         if not u.have_same_dim(dt, self.tau):
             raise ValueError(
@@ -49,5 +52,5 @@ class LeakyRateReadout(brainstate.nn.Module):
                     'for instance tau=5 * u.ms with brainstate.environ.set(dt=0.1 * u.ms)',
                 )
             )
-        self.r.value = u.math.exp(-dt / self.tau) * self.r.value + ops.matmul(x, self.weight.value)
+        self.r.value = jnp.exp(-u.maybe_decimal(dt / self.tau)) * self.r.value + ops.matmul(x, self.weight.value)
         return self.r.value

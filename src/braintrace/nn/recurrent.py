@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import brainstate
 import jax
@@ -17,10 +17,10 @@ from brainstate.nn import init
 from brainstate.typing import ArrayLike
 from jax.nn import log_sigmoid, sigmoid
 
-from .. import ops
-from ..errors import three_parts
+from braintrace import ops
+from braintrace.errors import three_parts
 
-from .linear import Linear
+from .linear import ZERO, Linear
 
 Init = Callable | ArrayLike
 Activation = str | Callable
@@ -33,6 +33,7 @@ class _Cell(brainstate.nn.RNNCell):
     `w_init` and `activation`, where not given, are the usual ones of the cell.
     """
 
+    h: brainstate.HiddenState
     state_names: ClassVar[tuple[str, ...]] = ('h',)
     usual_w_init: ClassVar[Callable] = init.Orthogonal()
     usual_activation: ClassVar[str] = 'tanh'
@@ -42,12 +43,12 @@ class _Cell(brainstate.nn.RNNCell):
         num_in: int,
         num_out: int,
         w_init: Init | None = None,
-        b_init: Init | None = init.ZeroInit(),
-        state_init: Init = init.ZeroInit(),
+        b_init: Init | None = ZERO,
+        state_init: Init = ZERO,
         activation: Activation | None = None,
         name: str | None = None,
     ):
-        super().__init__(name=name)
+        super().__init__(name=name)  # type: ignore[call-arg]
         self.num_in, self.num_out, self.num_state = num_in, num_out, num_out
         self.in_size, self.out_size = num_in, num_out
         self.activation = _activation(self.usual_activation if activation is None else activation)
@@ -80,9 +81,9 @@ class ValinaRNNCell(_Cell):
         self,
         num_in: int,
         num_out: int,
-        state_init: Init = init.ZeroInit(),
+        state_init: Init = ZERO,
         w_init: Init | None = None,
-        b_init: Init | None = init.ZeroInit(),
+        b_init: Init | None = ZERO,
         activation: Activation | None = None,
         name: str | None = None,
     ):
@@ -91,7 +92,7 @@ class ValinaRNNCell(_Cell):
     def _build(self, linear: Layer) -> None:
         self.W = linear(self.num_in + self.num_out, self.num_out)
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         self.h.value = self.activation(self.W(_join(x, self.h.value)))
         return self.h.value
 
@@ -103,7 +104,7 @@ class GRUCell(_Cell):
         self.Wrz = linear(self.num_in + self.num_out, 2 * self.num_out)
         self.Wh = linear(self.num_in + self.num_out, self.num_out)
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         h = self.h.value
         r, z = jnp.split(sigmoid(self.Wrz(_join(x, h))), 2, axis=-1)
         self.h.value = (1 - z) * h + z * self.activation(self.Wh(_join(x, r * h)))
@@ -117,7 +118,7 @@ class MGUCell(_Cell):
         self.Wf = linear(self.num_in + self.num_out, self.num_out)
         self.Wh = linear(self.num_in + self.num_out, self.num_out)
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         h = self.h.value
         f = sigmoid(self.Wf(_join(x, h)))
         self.h.value = (1 - f) * h + f * self.activation(self.Wh(_join(x, f * h)))
@@ -127,13 +128,14 @@ class MGUCell(_Cell):
 class LSTMCell(_Cell):
     """``i, g, f, o = W [x, h]``; ``c = sigmoid(f + 1) c + sigmoid(i) act(g)``; ``h = sigmoid(o) act(c)``."""
 
+    c: brainstate.HiddenState
     state_names = ('c', 'h')
     usual_w_init = init.XavierNormal()
 
     def _build(self, linear: Layer) -> None:
         self.W = linear(self.num_in + self.num_out, 4 * self.num_out)
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         i, g, f, o = jnp.split(self.W(_join(x, self.h.value)), 4, axis=-1)
         c = sigmoid(f + 1.0) * self.c.value + sigmoid(i) * self.activation(g)
         self.c.value = c
@@ -148,6 +150,7 @@ class URLSTMCell(_Cell):
     combine to ``g = 2 r f + (1 - 2 r) f²``; ``c = g c + (1 - g) act(v)``; ``h = sigmoid(o) act(c)``.
     """
 
+    c: brainstate.HiddenState
     state_names = ('c', 'h')
     usual_w_init = init.XavierNormal()
 
@@ -156,7 +159,7 @@ class URLSTMCell(_Cell):
         num_in: int,
         num_out: int,
         w_init: Init | None = None,
-        state_init: Init = init.ZeroInit(),
+        state_init: Init = ZERO,
         activation: Activation | None = None,
         name: str | None = None,
     ):
@@ -167,7 +170,7 @@ class URLSTMCell(_Cell):
         self.W = linear(self.num_in + n, 4 * n)
         self.bias = brainstate.ParamState(jax.scipy.special.logit(brainstate.random.uniform(1 / n, 1 - 1 / n, (n,))))
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         f, r, v, o = jnp.split(self.W(_join(x, self.h.value)), 4, axis=-1)
         bias = ops.element_wise(self.bias.value)
         f, r = sigmoid(f + bias), sigmoid(r - bias)
@@ -185,7 +188,7 @@ class MinimalRNNCell(_Cell):
         self.Wx = linear(self.num_in, self.num_out)
         self.Wu = linear(2 * self.num_out, self.num_out)
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         h, z = self.h.value, self.activation(self.Wx(x))
         u = sigmoid(self.Wu(_join(h, z)))
         self.h.value = u * h + (1 - u) * z
@@ -204,7 +207,7 @@ class MiniGRU(_Cell):
         self.Wz = linear(self.num_in, self.num_out)
         self.Wh = linear(self.num_in, self.num_out)
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         z = sigmoid(self.Wz(x))
         self.h.value = (1 - z) * self.h.value + z * self.activation(self.Wh(x))
         return self.h.value
@@ -220,7 +223,7 @@ class MiniLSTM(_Cell):
         self.Wi = linear(self.num_in, self.num_out)
         self.Wh = linear(self.num_in, self.num_out)
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         # f / (f + i) is the sigmoid of log f - log i, which stays finite when both gates are shut.
         keep = sigmoid(log_sigmoid(self.Wf(x)) - log_sigmoid(self.Wi(x)))
         self.h.value = keep * self.h.value + (1 - keep) * self.activation(self.Wh(x))
@@ -238,7 +241,7 @@ class CFNCell(_Cell):
         self.Wi = linear(self.num_in + self.num_out, self.num_out)
         self.Wh = linear(self.num_in, self.num_out)
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         h = self.h.value
         f, i = (sigmoid(gate(_join(x, h))) for gate in (self.Wf, self.Wi))
         self.h.value = f * self.activation(h) + i * self.activation(self.Wh(x))
@@ -254,6 +257,8 @@ class LRUCell(_Cell):
     |λ| lies between `r_min` and `r_max` and the angle of λ between 0 and `max_phase`.
     """
 
+    re: brainstate.HiddenState
+    im: brainstate.HiddenState
     state_names = ('re', 'im')
 
     def __init__(
@@ -264,7 +269,7 @@ class LRUCell(_Cell):
         r_min: float = 0.0,
         r_max: float = 1.0,
         max_phase: float = 2 * math.pi,
-        state_init: Init = init.ZeroInit(),
+        state_init: Init = ZERO,
         name: str | None = None,
     ):
         super().__init__(num_in, num_out, state_init=state_init, activation='identity', name=name)
@@ -278,7 +283,7 @@ class LRUCell(_Cell):
         self.C_re, self.C_im = _normal((n, num_out), n), _normal((n, num_out), n)
         self.D = _normal((num_in, num_out), num_in)
 
-    def update(self, x: ArrayLike) -> jax.Array:
+    def update(self, x: ArrayLike) -> ops.Result:
         size = ops.element_wise(self.nu_log.value, weight_fn=lambda v: jnp.exp(-jnp.exp(v)))
         angle = ops.element_wise(self.theta_log.value, weight_fn=jnp.exp)
         gamma = ops.element_wise(self.gamma_log.value, weight_fn=jnp.exp)
@@ -290,7 +295,7 @@ class LRUCell(_Cell):
         return y + ops.matmul(x, self.D.value)
 
 
-def _join(*values: ArrayLike) -> jax.Array:
+def _join(*values: Any) -> jax.Array:
     return jnp.concatenate(values, axis=-1)
 
 
