@@ -179,7 +179,7 @@ def alif_recurrent():
         m.a.value = 0.95 * m.a.value + fired
         return m.out(spike(m.V.value - 0.1 - 0.2 * m.a.value))
 
-    parts = {'w': weight(I, H), 'r': weight(H, H), 'out': linear(H, 5), 'V': hidden(B, H), 'a': hidden(B, H)}
+    parts = {'w': weight(I, H), 'r': weight(H, H), 'out': linear(H, 5), 'V': hidden(B, H, mean=1.0), 'a': hidden(B, H)}
     return Step(step, **parts), (array(B, I),)
 
 
@@ -246,10 +246,10 @@ def gap_junction():
 @case(['V'], {'w': 'local 0', 'inhibition': 'local 0'})
 def lateral_inhibition():
     def step(m, x):
-        fired = spike(m.V.value - 0.5)
+        fired = spike(m.V.value - 0.1)
         total = fired.sum(axis=-1, keepdims=True) - fired
         m.V.value = 0.9 * m.V.value + x @ m.w.value - m.inhibition.value * total
-        return spike(m.V.value - 0.5)
+        return spike(m.V.value - 0.1)
 
     return Step(step, w=weight(I, H), inhibition=weight(), V=hidden(B, H)), (array(B, I),)
 

@@ -251,10 +251,11 @@ def state_passed_through():
     return Step(step, w=weight(I, H), V=hidden(B, H), k=hidden(B, H)), (array(B, I),)
 
 
-@case(['context', 'V'], {'w': 'exact 1', 'v': 'exact 1'}, note='the context is never written')
-def state_never_written():
+@case(['context', 'V'], {'w': 'exact 1', 'v': 'exact 1'}, note='of another size than V, hence a group of its own')
+def context_passed_through():
     def step(m, x):
         m.V.value = 0.9 * m.V.value + x @ m.w.value + m.context.value @ m.v.value
+        m.context.value = m.context.value
         return m.V.value
 
     return Step(step, w=weight(I, H), v=weight(5, H), context=hidden(B, 5), V=hidden(B, H)), (array(B, I),)
@@ -349,13 +350,14 @@ def vanilla_output_from_old_state():
     return Step(step, w=weight(I, H), r=weight(H, H), h=hidden(B, H)), (array(B, I),)
 
 
-@case([], {'w': 'instantaneous'}, note='the only memory is no hidden state')
-def memory_in_short_term_state_only():
+@case(['h'], {'w': 'instantaneous', 'v': 'exact 0'}, note='what w leaves behind is kept in no hidden state')
+def memory_in_short_term_state():
     def step(m, x):
+        m.h.value = 0.9 * m.h.value + x @ m.v.value
         m.o.value = 0.9 * m.o.value + x @ m.w.value
-        return m.o.value
+        return m.o.value + m.h.value
 
-    return Step(step, w=weight(I, H), o=other(array(B, H))), (array(B, I),)
+    return Step(step, w=weight(I, H), v=weight(I, H), o=other(array(B, H)), h=hidden(B, H)), (array(B, I),)
 
 
 @case(['V'], {'w': 'local 0'}, note='the running mean is a live state of its own, fed by the op')
@@ -499,8 +501,14 @@ def stack_by_sequential():
 
 @case(
     ['layers/0/V', 'layers/1/V', 'layers/2/V'],
-    {'layers/0/w': 'local 0', 'layers/1/w': 'local 1', 'layers/2/w': 'local 2', 'down': 'local 0', 'skip': 'local 2'},
-    note='the top feeds back to the bottom, the bottom skips to the top',
+    {
+        'layers/0/w': 'local 0',
+        'layers/1/w': 'local 1',
+        'layers/2/w': 'local 2',
+        'down': 'instantaneous',
+        'skip': 'local 2',
+    },
+    note='the top feeds back through the weights of the bottom, the bottom skips to the top',
 )
 def stack_with_skip_and_feedback():
     def step(m, x):

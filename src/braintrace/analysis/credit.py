@@ -45,8 +45,10 @@ class CreditAnalysis:
         p = self.facts.program
         return self._grads([*p.outputs, *(h.outvar for h in p.hidden), *(o.outvar for o in p.others)])
 
-    def _new(self, g: int) -> int:
-        return self._grads([h.outvar for h in self.members[g]])
+    @cached_property
+    def _new(self) -> list[int]:
+        """Bits of everything the new states of each group depend on."""
+        return [self._grads([h.outvar for h in m]) for m in self.members]
 
     @cached_property
     def _live_groups(self) -> list[bool]:
@@ -76,14 +78,18 @@ class CreditAnalysis:
     def _cuts(self, g: int, bits: int) -> list[Cut]:
         return [c for c in self.positions[g].found if c.bits.grads & bits]
 
-    def _leaks(self, g: int) -> str | None:
-        """Why credit that reached group g is not all carried on; None if it is."""
+    @cached_property
+    def _leaks(self) -> list[str | None]:
+        """Why credit that reached a group is not all carried on; None if it is."""
+        return [self._leak(g) for g in range(len(self.groups))]
+
+    def _leak(self, g: int) -> str | None:
         old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
         name = _names(self.groups[g].hidden_paths)
         if cuts := self._cuts(g, old):
             return f'{name} feeds itself across positions, cut at {_where(cuts[0])}'
         for other, live in enumerate(self._live_groups):
-            if other != g and live and self._new(other) & (old | new):
+            if other != g and live and self._new[other] & (old | new):
                 return f'{name} feeds {_names(self.groups[other].hidden_paths)}, another group'
         for state in self._live_others:
             if self._grads([state.outvar]) & (old | new):
@@ -95,12 +101,12 @@ class CreditAnalysis:
         bit = self.facts.bit[parameter.invar]
         if not self._all_results & bit:
             return 'none', 'no differentiable path to a state or an output'
-        reached = [g for g in range(len(self.groups)) if self._live_groups[g] and self._new(g) & bit]
+        reached = [g for g in range(len(self.groups)) if self._live_groups[g] and self._new[g] & bit]
         others = [o for o in self._live_others if self._grads([o.outvar]) & bit]
         if not reached and not others:
             return 'exact', 'acts on outputs of its own step only'
         lost = [f'cut at {_where(c)}: {c.reason}' for g in reached for c in self._cuts(g, bit)]
-        lost += [leak for g in reached if (leak := self._leaks(g))]
+        lost += [leak for g in reached if (leak := self._leaks[g])]
         lost += [f'feeds {path_name(o.path)}, which is not a hidden state' for o in others]
         sites = [s for s in self.sites if parameter in s.parameters]
         carried = [g for s in sites for g in s.hidden_groups if self._remembers[g.index]]

@@ -45,12 +45,15 @@ def union(bits: Iterable[Bits]) -> Bits:
 
 
 def flow(
-    jaxpr: Jaxpr, inputs: Sequence[Bits], marks: Mapping[Var, Bits] | None = None, barrier: bool = False
+    jaxpr: Jaxpr,
+    inputs: Sequence[Bits],
+    marks: Mapping[Var, Bits] | None = None,
+    behind: dict[Var, Bits] | None = None,
 ) -> dict[Var, Bits]:
     """Sources of every variable of a program.
 
-    ``marks`` adds bits to the given variables; with ``barrier`` they replace what was there, so
-    that paths through those variables do not count.
+    ``marks`` adds bits to the given variables. With ``behind`` they are barriers: marks replace what
+    was there, which is kept in ``behind``, so that paths through those variables do not count.
     """
     env: dict[Var, Bits] = dict.fromkeys(jaxpr.constvars, Bits())
     env.update(zip(jaxpr.invars, inputs, strict=True))
@@ -60,7 +63,10 @@ def flow(
             grads = bits.grads if is_differentiable(var) else 0
             if marks and var in marks:
                 mark = marks[var]
-                bits, grads = (mark, mark.grads) if barrier else (bits | mark, grads | mark.grads)
+                if behind is not None:
+                    behind[var] = Bits(bits.reads, grads)
+                    bits, grads = mark, 0
+                bits, grads = bits | mark, grads | mark.grads
             env[var] = Bits(bits.reads, grads)
     return env
 

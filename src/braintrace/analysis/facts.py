@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -53,23 +54,34 @@ class Facts:
         """Bits of new hidden states."""
         return sum(self.new_bit[h.outvar] for h in group)
 
-    def _flow(self, marks: dict[Var, Bits], barrier: bool) -> dict[Var, Bits]:
+    def _flow(self, behind: dict[Var, Bits] | None) -> dict[Var, Bits]:
         jaxpr = self.program.closed.jaxpr
-        return flow(jaxpr, [Bits(self.bit[v], self.bit[v]) for v in jaxpr.invars], marks, barrier)
+        marks = {v: Bits(b, b) for v, b in self.new_bit.items()}
+        return flow(jaxpr, [Bits(self.bit[v], self.bit[v]) for v in jaxpr.invars], marks, behind)
 
     @cached_property
     def total(self) -> dict[Var, Bits]:
         """Sources of every value by any path."""
-        return self._flow({v: Bits(b, b) for v, b in self.new_bit.items()}, barrier=False)
+        return self._flow(None)
+
+    @cached_property
+    def _split(self) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
+        behind: dict[Var, Bits] = {}
+        return self._flow(behind), behind
 
     @cached_property
     def direct(self) -> dict[Var, Bits]:
         """Sources of every value by paths that end at a new hidden state when they meet one."""
-        return self._flow({v: Bits(b, b) for v, b in self.new_bit.items()}, barrier=True)
+        return self._split[0]
 
-    def within(self, stop: dict[Var, int]) -> dict[Var, Bits]:
-        """Sources of every value by differentiable paths through none of the given new states."""
-        return self._flow({v: Bits(b, 0) for v, b in stop.items()}, barrier=True)
+    @cached_property
+    def behind(self) -> dict[Var, Bits]:
+        """Sources of each new hidden state by paths through no other new state."""
+        return self._split[1]
+
+    def within(self, group: tuple[Hidden, ...]) -> Within:
+        """Sources of every value by paths through no new state but those of the group."""
+        return Within(self, group)
 
     def is_weight(self, bits: Bits) -> bool:
         """Depends on parameters, and on nothing but parameters and constants."""
@@ -102,14 +114,43 @@ class Facts:
 
     # ------------------------------------------------------------ positions
 
-    def positions(self, old: tuple[Hidden, ...], new: tuple[Hidden, ...], stop: dict[Var, int]) -> Positions:
+    def positions(self, old: tuple[Hidden, ...], new: tuple[Hidden, ...], through: tuple[Hidden, ...]) -> Positions:
         """Labels and cuts of the paths from parameters and old states into new states.
 
-        All have one shape; paths end at the new states in ``stop``.
+        All have one shape; paths lead through no new states but those in ``through``.
         """
         jaxpr = self.program.closed.jaxpr
         credit = Credit(self.parameters | self.old(old), self.data)
         starts = [(h.outvar, h.positions) for h in new]
         keep = {h.invar: h.positions for h in old}
+        stop = self.new_bit.keys() - {h.outvar for h in through}
         size = int(np.prod(new[0].varshape))
-        return find_positions(jaxpr, self.within(stop), credit, starts, keep, set(stop), size, self.constant)
+        return find_positions(jaxpr, self.within(through), credit, starts, keep, stop, size, self.constant)
+
+
+class Within(Mapping[Var, Bits]):
+    """A view of the direct sources in which some new hidden states are not barriers."""
+
+    def __init__(self, facts: Facts, through: tuple[Hidden, ...]):
+        self.direct = facts.direct
+        self.every = sum(facts.new_bit.values())
+        self.inner = {facts.new_bit[h.outvar]: facts.behind[h.outvar] for h in through}
+        self.through = sum(self.inner)
+
+    def __getitem__(self, var: Var) -> Bits:
+        bits = self.direct[var]
+        grads, todo = bits.grads & ~self.every, bits.grads & self.through
+        done = 0
+        while todo:
+            bit = todo & -todo
+            done |= bit
+            more = self.inner[bit].grads
+            grads |= more & ~self.every
+            todo = (todo | more & self.through) & ~done
+        return Bits(bits.reads, grads)
+
+    def __iter__(self) -> Iterator[Var]:
+        return iter(self.direct)
+
+    def __len__(self) -> int:
+        return len(self.direct)

@@ -102,10 +102,7 @@ class _Analysed(NamedTuple):
 def _analyse(program: StepProgram) -> _Analysed:
     facts = Facts(program)
     members = group_hidden(facts)
-    positions = []
-    for group in members:
-        stop = {h.outvar: facts.new_bit[h.outvar] for h in program.hidden if h not in group}
-        positions.append(facts.positions(group, group, stop))
+    positions = [facts.positions(group, group, group) for group in members]
     pairs = enumerate(zip(members, positions, strict=True))
     groups = tuple(make_group(i, group, facts, found) for i, (group, found) in pairs)
     return _Analysed(facts, members, groups, positions)

@@ -158,8 +158,8 @@ def group_hidden(facts: Facts) -> list[tuple[Hidden, ...]]:
         mates = [a for a, h in enumerate(hidden) if h.varshape == target.varshape and _may_join(h, target)]
         if mates == [b]:
             continue
-        apart = {h.outvar: facts.new_bit[h.outvar] for h in hidden if different_layers(h.path, target.path)}
-        found = facts.positions(tuple(hidden[a] for a in mates), (target,), apart)
+        through = tuple(h for h in hidden if _may_join(h, target))
+        found = facts.positions(tuple(hidden[a] for a in mates), (target,), through)
         links += [(a, b) for a in mates if a != b and hidden[a].invar in found.labels]
     groups = [frozenset({i}) for i in range(len(hidden))]
     for link in links:

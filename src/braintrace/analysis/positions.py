@@ -102,6 +102,8 @@ class _Pass:
                 self.starts[atom] = join(self.starts.get(atom), labels)  # type: ignore[assignment]
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[i]
+            if not any(v in self.uses or v in self.starts for v in eqn.outvars):
+                continue
             outs = [None if v in stop else self.resolve(v) for v in eqn.outvars]
             if all(o is None for o in outs):
                 continue

@@ -1,7 +1,8 @@
 """Sites: each use of a parameter, ``y = op(x, p(θ))``, and the way from y to hidden groups.
 
 An equation is a site when one operand is computed from parameters and constants only, its result
-depends on data too, and elements of the result reach positions of a group.
+depends on data too, and elements of the result reach positions of a group. A loop or branch with
+parameters inside is one operation; its cuts depend on the group, and so it is a site for each.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..compat import Equation, Jaxpr, Primitive, Var, is_var, scope
-from ..program import Parameter, Path, slice_back, slice_between
+from ..compat import Equation, Jaxpr, Primitive, Var, is_var, scope, sub_programs
+from ..program import Parameter, Path, cut_inside, slice_back, slice_between
 from ..program.step import path_name
 from .dependence import of
 from .facts import Facts
@@ -72,8 +73,13 @@ def find_sites(
             continue
         for k in _weight_operands(facts, eqn):
             for y, into in reached.items():
-                if into and of(facts.total, y).grads & of(facts.total, eqn.invars[k]).grads & facts.parameters:
-                    result.append(_site(facts, eqn, k, y, [(groups[g], positions[g]) for g in into]))
+                if not of(facts.total, y).grads & of(facts.total, eqn.invars[k]).grads & facts.parameters:
+                    continue
+                pairs = [(groups[g], positions[g]) for g in into]
+                if any(sub_programs(eqn)):
+                    result += [_site(facts, cut_inside(i, eqn, p[1].cuts), k, y, [p]) for p in pairs]
+                elif pairs:
+                    result.append(_site(facts, eqn, k, y, pairs))
     return tuple(result)
 
 
@@ -92,6 +98,7 @@ def _site(
     weight = eqn.invars[k]
     grads = of(facts.total, weight).grads
     parameters = tuple(p for p in facts.program.parameters if grads & facts.bit[p.invar])
+    weight_jaxpr = slice_back(equations, facts.producer, [p.invar for p in parameters], weight)
     programs = tuple(
         slice_between(equations, [y], group.hidden_outvars, found.cuts, found.edges) for group, found in into
     )
@@ -115,7 +122,7 @@ def _site(
         equation=eqn,
         operand=k,
         weight_var=weight,
-        weight_jaxpr=slice_back(equations, facts.producer, [p.invar for p in parameters], weight),
+        weight_jaxpr=weight_jaxpr,
         y_positions=tuple(found.labels[y] for _, found in into),
-        marked=MARK in scope(eqn),
+        marked=any(MARK in scope(e) for e in (eqn, *weight_jaxpr.eqns)),
     )

@@ -49,13 +49,18 @@ class Cuts:
         return bool(self.edges) or any(self.bodies.values())
 
 
-def _cut_one(i: int, eqn: Equation, cuts: Cuts, out: list[Equation]) -> None:
+def cut_inside(i: int, eqn: Equation, cuts: Cuts) -> Equation:
+    """Equation i with the cuts inside its sub-programs in place."""
     bodies = {
         sub.key: _cut_body(sub.jaxpr, cuts.bodies[i, sub.key])
         for sub in sub_programs(eqn)
         if (i, sub.key) in cuts.bodies and cuts.bodies[i, sub.key]
     }
-    eqn = replace_sub_programs(eqn, bodies) if bodies else eqn
+    return replace_sub_programs(eqn, bodies) if bodies else eqn
+
+
+def _cut_one(i: int, eqn: Equation, cuts: Cuts, out: list[Equation]) -> None:
+    eqn = cut_inside(i, eqn, cuts)
     operands = list(eqn.invars)
     for k, operand in enumerate(operands):
         if (i, k) in cuts.edges and is_var(operand):
