@@ -149,7 +149,14 @@ def _broadcast_rule(eqn: Equation, outs: list[Labels], const: Const) -> list[Lab
     return [first] + [None] * (len(eqn.invars) - 1)
 
 
+def _tile(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    shape = _shape(eqn.invars[0])
+    copies = outs[0].reshape([n for pair in zip(eqn.params['reps'], shape, strict=True) for n in pair])
+    return [project(copies, range(1, copies.ndim, 2), shape)]
+
+
 family('movement', _broadcast_rule, 'broadcast_in_dim')
+family('movement', _tile, 'tile')
 family('movement', lambda e, outs, const: [np.flip(outs[0], e.params['dimensions'])], 'rev')
 
 
@@ -354,13 +361,10 @@ def _along(name: str) -> Callable[[Equation, int], AxisMap]:
     return lambda e, k: _all_but(e.params[name], rank=len(_shape(e.invars[k])))
 
 
-def _last(count: int) -> Callable[[Equation, int], AxisMap]:
-    return lambda e, k: _all_but(*range(-count, 0), rank=len(_shape(e.invars[k])))
-
-
 family('along', axes(_along('axis')), 'cumsum cumprod cummax cummin cumlogsumexp')
 family('along', axes(_along('dimension')), 'sort')
-family('along', axes(_last(1)), 'top_k approx_top_k')
+family('along', axes(lambda e, k: _all_but(e.params.get('axis', -1), rank=len(_shape(e.invars[k])))), 'top_k')
+family('along', axes(_along('reduction_dimension')), 'approx_top_k')
 family(
     'along',
     axes(lambda e, k: _all_but(*range(-len(e.params['fft_lengths']), 0), rank=len(_shape(e.invars[k])))),

@@ -71,7 +71,7 @@ def find_sites(
         }
         if not any(reached.values()):
             continue
-        for k in _weight_operands(facts, eqn):
+        for k in weight_operands(facts, eqn):
             for y, into in reached.items():
                 if not of(facts.total, y).grads & of(facts.total, eqn.invars[k]).grads & facts.parameters:
                     continue
@@ -83,7 +83,8 @@ def find_sites(
     return tuple(result)
 
 
-def _weight_operands(facts: Facts, eqn: Equation) -> list[int]:
+def weight_operands(facts: Facts, eqn: Equation) -> list[int]:
+    """Operands computed from parameters only, of an equation that reads data too."""
     family = TABLE.get(eqn.primitive.name)
     bits = [of(facts.total, v) for v in eqn.invars]
     if all(facts.is_weight(b) or not b.reads for b in bits):

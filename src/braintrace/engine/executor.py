@@ -161,8 +161,7 @@ class ETraceGraphExecutor:
         graph, program = self.graph, self.graph.module_info.program
 
         def perturbed(deltas: list[jax.Array]) -> Any:
-            split = [group.split_hidden(d) for group, d in zip(graph.hidden_groups, deltas, strict=True)]
-            return graph.module_info.outputs(joint_outputs(program, graph.hidden_groups, flat, split))
+            return graph.module_info.outputs(joint_outputs(program, graph.hidden_groups, flat, deltas))
 
         zeros = [
             jnp.zeros_like(group.concat_hidden([env[v] for v in group.hidden_invars])) for group in graph.hidden_groups

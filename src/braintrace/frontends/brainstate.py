@@ -6,7 +6,7 @@ Tracing leaves the module's states as they were, whatever happens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -150,19 +150,22 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
             )
         )
     _check_arguments(model, args, kwargs)
+    return trace_step(lambda *a, **k: model(*a, **k), model, args, kwargs)
+
+
+def trace_step(function: Callable[..., Any], model: brainstate.nn.Module, args: tuple, kwargs: dict) -> ModuleInfo:
+    """Trace a function that advances a module by one step, and sort its variables by role."""
     found = dict(model.states())
-    function = brainstate.transform.StatefulFunction(
-        lambda *a, **k: model(*a, **k), return_only_write=False, name=type(model).__name__
-    )
+    stateful = brainstate.transform.StatefulFunction(function, return_only_write=False, name=type(model).__name__)
     with _states_kept(found):
         try:
-            traced = function.get_jaxpr(*args, **kwargs)
+            traced = stateful.get_jaxpr(*args, **kwargs)
         except Exception as error:
             raise _explain(model, args, error) from error
-    states = function.get_states(*args, **kwargs)
-    written = {id(s) for s in function.get_write_states(*args, **kwargs)}
-    out_shapes, new_shapes = function.get_out_shapes(*args, **kwargs)
-    return _sort(function, traced, found, states, written, out_shapes, new_shapes)
+    states = stateful.get_states(*args, **kwargs)
+    written = {id(s) for s in stateful.get_write_states(*args, **kwargs)}
+    out_shapes, new_shapes = stateful.get_out_shapes(*args, **kwargs)
+    return _sort(stateful, traced, found, states, written, out_shapes, new_shapes)
 
 
 def _sort(

@@ -84,17 +84,16 @@ def with_cuts(equations: Sequence[Equation], cuts: Cuts) -> list[Equation]:
     return out
 
 
-def slice_between(
+def equations_between(
     equations: Sequence[Equation],
-    sources: Sequence[Var],
+    sources: Collection[Var],
     targets: Sequence[Atom],
     cuts: Cuts,
     edges: Collection[tuple[int, int]],
-) -> Jaxpr:
-    """The program that leads from sources to targets along edges that carry credit.
+) -> list[int]:
+    """Indices of the equations that lead from sources to targets along edges that carry credit.
 
-    ``edges`` holds (i, k) where gradient passes operand k of equation i. Everything else the
-    program reads becomes one of its ``constvars``, so no work outside the path is repeated.
+    ``edges`` holds (i, k) where gradient passes operand k of equation i.
     """
     by_equation: dict[int, list[int]] = {}
     for i, k in sorted(edges):
@@ -105,16 +104,36 @@ def slice_between(
         eqn = equations[i]
         if any(eqn.invars[k] in live and not cuts.whole(i, k) for k in operands):
             on_path.append(i)
-            live.update(v for v in eqn.outvars if v not in sources)
-    needed: set[Any] = {v for v in targets if is_var(v)} - set(sources)
+            live.update(eqn.outvars)
+    needed: set[Any] = {v for v in targets if is_var(v)}
     kept: list[int] = []
     for i in reversed(on_path):
         if any(v in needed for v in equations[i].outvars):
             kept.append(i)
-            needed.update(v for v in equations[i].invars if is_var(v) and v not in sources)
-    body: list[Equation] = []
-    for i in reversed(kept):
-        _cut_one(i, equations[i], cuts, body)
+            needed.update(v for v in equations[i].invars if is_var(v))
+    return kept[::-1]
+
+
+def cut_equation_at(i: int, eqn: Equation, cuts: Cuts) -> list[Equation]:
+    """Equation i with its cuts: those of its operands before it, those inside it in place."""
+    out: list[Equation] = []
+    _cut_one(i, eqn, cuts, out)
+    return out
+
+
+def slice_between(
+    equations: Sequence[Equation],
+    sources: Sequence[Var],
+    targets: Sequence[Atom],
+    cuts: Cuts,
+    edges: Collection[tuple[int, int]],
+) -> Jaxpr:
+    """The program that leads from sources to targets along edges that carry credit.
+
+    Everything else it reads becomes one of its ``constvars``, so no work outside the path is repeated.
+    """
+    kept = equations_between(equations, sources, targets, cuts, edges)
+    body = [e for i in kept for e in cut_equation_at(i, equations[i], cuts)]
     return _with_constvars(sources, targets, body)
 
 

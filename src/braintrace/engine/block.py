@@ -1,0 +1,204 @@
+"""The block solver: K consecutive steps, forward and then all derivatives at once.
+
+Axes: t steps of the block, then those of the positions, s and r states of a position.
+
+    γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t                     credit, backward inside the block
+    gradient = Σ_t ∂ℓ_t/∂θ + Σ_t (∂h_t/∂θ|local)ᵀ γ_t    one product for each weight
+    P_t = D_K … D_{t+1}                                  what step t still means at the block's end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..compat import Var, evaluate_equation, is_var
+from ..program import cut_inside
+from .plan import LocalStep, Plan, Values
+from .signal import joint_loss
+
+
+class Forward(NamedTuple):
+    """What a block's forward pass leaves: the next states, and what each step needs later."""
+
+    states: Values
+    steps: Values
+
+
+class Credit(NamedTuple):
+    """Signals of a block, stacked over its steps; ``groups[g]`` has axes (t, positions, s)."""
+
+    losses: jax.Array
+    aux: Any
+    results: Values
+    signals: list[jax.Array]
+    reads: list[jax.Array]
+    jacobians: list[jax.Array]
+
+
+def constants(plan: Plan, inputs: Values) -> Values:
+    """Everything that depends on parameters and constants only."""
+    closed = plan.program.closed
+    env = Values(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    return plan.compute(plan.constants, env | inputs)
+
+
+def forward(plan: Plan, const: Values, states: Values, inputs: Values) -> Forward:
+    """Run a block. Input projections first, for all steps; then the core, step by step."""
+    before = jax.vmap(lambda xs: plan.compute(plan.before, const | xs).pick(plan.before))(inputs)
+    steps = inputs | before
+    targets = [new for _, new in plan.carried] + list(plan.kept)
+    known = {*const, *steps, *states}
+    reads = {v for i in plan.needed(targets, known) for v in plan.equations[i].invars if is_var(v)}
+    reads |= {v for v in targets if is_var(v)}
+
+    def step(old: Values, xs: Values) -> tuple[Values, tuple]:
+        env = plan.compute(targets, const | old | xs)
+        new = Values(
+            (o, env[n] if is_var(n) else jnp.full(o.aval.shape, n.val, o.aval.dtype)) for o, n in plan.carried
+        )
+        return new, (env.pick(plan.kept), old.pick(h.invar for h in plan.program.hidden))
+
+    last, (kept, old) = jax.lax.scan(step, states, steps.pick(v for v in steps if v in reads))
+    return Forward(last, steps | kept | old)
+
+
+def credit(plan: Plan, const: Values, steps: Values, weights: jax.Array, aux: Sequence[Var]) -> Credit:
+    """Losses, signals, direct reads and local Jacobians of all steps of a block, side by side.
+
+    ``weights[t]`` multiplies the loss of step t; a step of weight zero contributes exactly nothing.
+    """
+
+    def one(step: Values, weight: jax.Array) -> tuple:
+        env = plan.compute(plan.derivative_variables, const | step)
+        loss, (ys, signals, reads) = _signals(plan, env, weight)
+        jacobians = [_jacobian(local, env) for local in plan.locals]
+        extra = plan.compute(aux, env).pick(aux)
+        return loss, extra, ys, signals, reads, jacobians
+
+    return Credit(*jax.vmap(one)(steps, weights))
+
+
+def _signals(plan: Plan, env: Values, weight: jax.Array) -> tuple[jax.Array, tuple]:
+    ys = [env[v] for v in plan.tap_results]
+    old = [group.concat_hidden([env[v] for v in group.hidden_invars]) for group in plan.groups]
+    deltas = [jnp.zeros_like(h) for h in old]
+    loss, pull = jax.vjp(lambda *moving: joint_loss(plan, env, *moving), ys, deltas, old)
+    grads = pull(weight.astype(loss.dtype))
+    ys_bar, signals, reads = jax.tree.map(lambda g: jnp.where(weight == 0, jnp.zeros_like(g), g), grads)
+    return loss, (Values(zip(plan.tap_results, ys_bar, strict=True)), signals, reads)
+
+
+def _local(local: LocalStep, env: Values) -> tuple[jax.Array, list[Any]]:
+    old = local.group.concat_hidden([env[v] for v in local.group.hidden_invars])
+    return old, [env[v] for v in local.taps]
+
+
+def _jacobian(local: LocalStep, env: Values) -> jax.Array:
+    """D_t: one reverse pass for each state."""
+    old, ys = _local(local, env)
+    new, pull = jax.vjp(lambda h: local(env, h, ys), old)
+    rows = [pull(jnp.zeros_like(new).at[..., s].set(1))[0] for s in range(new.shape[-1])]
+    return jnp.stack(rows, axis=-2)
+
+
+def credit_back(found: Credit, last: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """γ of every step and group from γ at the block's end, and γ at its start."""
+
+    def step(gamma: list[jax.Array], at: tuple) -> tuple:
+        signals, reads, jacobians = at
+        rows = zip(gamma, signals, reads, jacobians, strict=True)
+        earlier = [jnp.einsum('...ij,...i->...j', d, x + g) + r for g, x, r, d in rows]
+        return earlier, gamma
+
+    first, gammas = jax.lax.scan(step, list(last), (found.signals, found.reads, found.jacobians), reverse=True)
+    return gammas, first
+
+
+def remaining(jacobians: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """P_t of every step of one group, and P_0 of the whole block."""
+    size = jacobians.shape[-1]
+    unit = jnp.broadcast_to(jnp.eye(size, dtype=jacobians.dtype), jacobians.shape[1:])
+
+    def step(product: jax.Array, jacobian: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.einsum('...ij,...jk->...ik', product, jacobian), product
+
+    first, products = jax.lax.scan(step, unit, jacobians, reverse=True)
+    return products, first
+
+
+def local_pull(plan: Plan, const: Values, steps: Values, gammas: Sequence[jax.Array]) -> list[Values]:
+    """(∂h_t/∂y|local)ᵀ γ_t of every group, tap result y and step."""
+
+    def one(step: Values, gammas: list[jax.Array]) -> list[Values]:
+        env = plan.compute(plan.derivative_variables, const | step)
+        pairs = zip(plan.locals, gammas, strict=True)
+        return [Values(zip(local.taps, pull_one(local, env, gamma), strict=True)) for local, gamma in pairs]
+
+    return jax.vmap(one)(steps, list(gammas))
+
+
+def pull_one(local: LocalStep, env: Values, gamma: jax.Array) -> list[jax.Array]:
+    """(∂h/∂y|local)ᵀ γ of one group at one step."""
+    old, ys = _local(local, env)
+    new, pull = jax.vjp(lambda ys: local(env, old, ys), ys)
+    return pull(gamma.astype(new.dtype))[0]
+
+
+def weight_gradients(plan: Plan, const: Values, steps: Values, whole: Values, local: Sequence[Values]) -> Values:
+    """Gradient of every weight operand: one pull-back of each tap over all steps of the block.
+
+    ``whole`` holds the one-step gradients of tap results, ``local[g]`` what the credit of group g adds. An
+    operation with cuts inside is pulled back with them for its local part.
+    """
+    total = Values()
+    operands = tap_operands(plan, const, steps)
+    for i, tap in plan.taps.items():
+        y_bars = {v: whole[v] for v in tap.results}
+        parts = []
+        for g, bars in enumerate(local):
+            cut = cut_inside(i, tap.equation, plan.positions[g].cuts)
+            mine = {v: bars[v] for v in tap.results if v in bars}
+            if cut is tap.equation:
+                y_bars.update((v, y_bars[v] + y) for v, y in mine.items())
+            elif mine:
+                parts.append((cut, mine))
+        for equation, bars in [(tap.equation, y_bars), *parts]:
+            grads = _pull_tap(equation, tap.weights, const, operands[i], bars)
+            for k, grad in grads.items():
+                v = equation.invars[k]
+                total[v] = total[v] + grad if v in total else grad
+    return total
+
+
+def _pull_tap(equation: Any, weights: Sequence[int], const: Values, operands: dict, y_bars: Values) -> dict[int, Any]:
+    given = {k: const[v] if is_var(v) else v.val for k, v in enumerate(equation.invars) if k not in operands}
+
+    def block(moving: dict[int, Any]) -> list[Any]:
+        def one(step: dict[int, Any]) -> list[Any]:
+            values = {**given, **step, **moving}
+            results = evaluate_equation(equation, [values[k] for k in range(len(values))])
+            return [y for v, y in zip(equation.outvars, results, strict=True) if v in y_bars]
+
+        return jax.vmap(one, axis_size=_length(y_bars))(operands)
+
+    _, pull = jax.vjp(block, {k: given[k] for k in weights})
+    return pull([y_bars[v] for v in equation.outvars if v in y_bars])[0]
+
+
+def tap_operands(plan: Plan, const: Values, steps: Values) -> dict[int, dict[int, jax.Array]]:
+    """Data operands of every tap, stacked over the steps."""
+    wanted = {
+        i: {k: v for k, v in enumerate(tap.equation.invars) if is_var(v) and v not in const}
+        for i, tap in plan.taps.items()
+    }
+    variables = list(dict.fromkeys(v for operands in wanted.values() for v in operands.values()))
+    values = jax.vmap(lambda step: plan.compute(variables, const | step).pick(variables))(steps)
+    return {i: {k: values[v] for k, v in operands.items()} for i, operands in wanted.items()}
+
+
+def _length(steps: Values) -> int:
+    return len(next(iter(steps.values())))

@@ -1,0 +1,273 @@
+"""The plan of a step program: which equations run where.
+
+constant   depends on parameters and constants only: once a call
+before     depends on inputs but on no state: once a block, all steps together
+core       needed for the next states: inside the time loop
+the rest   losses, read-outs, derivatives: once a block, all steps together
+
+A tap is an equation where parameters meet data, ``y = op(x, w)``. The forward pass keeps y, and the
+derivative programs start there, so that no product is run again and each weight gets one product a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+
+from ..analysis.dependence import Bits, of
+from ..analysis.facts import Facts
+from ..analysis.groups import HiddenGroup
+from ..analysis.positions import Positions
+from ..analysis.sites import weight_operands
+from ..compat import Atom, Equation, Var, evaluate_equation, is_differentiable, is_var, sub_programs
+from ..program import Hidden, StepProgram, cut_equation_at, equations_between
+
+
+
+class Values(dict[Var, Any]):
+    """Values by variable; a pytree whose leaves keep the order in which they were put in."""
+
+    def __or__(self, other: Mapping[Var, Any]) -> Values:
+        return Values({**self, **other})
+
+    def pick(self, variables: Iterable[Var]) -> Values:
+        """Just these variables, in this order."""
+        return Values((v, self[v]) for v in variables)
+
+
+jax.tree_util.register_pytree_node(
+    Values, lambda d: (tuple(d.values()), tuple(d)), lambda keys, leaves: Values(zip(keys, leaves, strict=True))
+)
+
+
+@dataclass(frozen=True)
+class Tap:
+    """An equation where parameters meet data."""
+
+    equation: Equation
+    weights: tuple[int, ...]
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """Results that can carry a gradient."""
+        return tuple(v for v in self.equation.outvars if is_differentiable(v))
+
+    @property
+    def data(self) -> tuple[int, ...]:
+        """Operands through which gradient passes on to the data."""
+        return tuple(k for k, v in enumerate(self.equation.invars) if k not in self.weights and is_differentiable(v))
+
+
+def replay(equation: Equation, data: Sequence[int], operands: Sequence[Any], kept: Values) -> Values:
+    """Kept results of an equation, differentiable in themselves and, through the equation, in its data.
+
+    The equation is not run again, except where it holds sub-programs.
+    """
+    places = [i for i, v in enumerate(equation.outvars) if v in kept]
+    ys = [kept[equation.outvars[i]] for i in places]
+    if data and any(sub_programs(equation)):
+        results = evaluate_equation(equation, operands)
+        ys = [results[i] + (y - jax.lax.stop_gradient(y)) for i, y in zip(places, ys, strict=True)]
+    elif data:
+        ys = _replayed(equation, tuple(data), tuple(places), ys, list(operands))
+    return Values((equation.outvars[i], y) for i, y in zip(places, ys, strict=True))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _replayed(equation: Equation, data: tuple, places: tuple, ys: list[Any], operands: list[Any]) -> list[Any]:
+    return ys
+
+
+@_replayed.defjvp
+def _replayed_jvp(equation: Equation, data: tuple, places: tuple, primals: Any, tangents: Any) -> Any:
+    ys, operands = primals
+
+    def again(moving: list[Any]) -> list[Any]:
+        filled = list(operands)
+        for k, x in zip(data, moving, strict=True):
+            filled[k] = x
+        results = evaluate_equation(equation, filled)
+        return [results[i] for i in places]
+
+    _, moved = jax.jvp(again, ([operands[k] for k in data],), ([tangents[1][k] for k in data],))
+    return ys, [a + b for a, b in zip(tangents[0], moved, strict=True)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step program sorted for block-wise work; ``loss`` is the scalar to be differentiated."""
+
+    facts: Facts
+    members: tuple[tuple[Hidden, ...], ...]
+    groups: tuple[HiddenGroup, ...]
+    positions: tuple[Positions, ...]
+    loss: Atom
+
+    @property
+    def program(self) -> StepProgram:
+        """The step program."""
+        return self.facts.program
+
+    @property
+    def equations(self) -> Sequence[Equation]:
+        """Its equations."""
+        return self.program.equations
+
+    def compute(self, targets: Iterable[Atom], env: Values) -> Values:
+        """The environment with the targets added: runs just the equations that lead to them."""
+        env = Values(env)
+        for i in self.needed(targets, env):
+            eqn = self.equations[i]
+            operands = [env[v] if is_var(v) else v.val for v in eqn.invars]
+            env.update((v, x) for v, x in zip(eqn.outvars, evaluate_equation(eqn, operands), strict=True) if v not in env)
+        return env
+
+    def needed(self, targets: Iterable[Atom], known: Iterable[Var]) -> list[int]:
+        """Equations that lead to the targets from known values, in program order."""
+        known, producer = set(known), self.facts.producer
+        kept: set[int] = set()
+        todo = [v for v in targets if is_var(v)]
+        while todo:
+            v = todo.pop()
+            if v not in known and v in producer and producer[v] not in kept:
+                kept.add(producer[v])
+                todo += [a for a in self.equations[producer[v]].invars if is_var(a)]
+        return sorted(kept)
+
+    # ------------------------------------------------------------ taps
+
+    @cached_property
+    def taps(self) -> dict[int, Tap]:
+        """All taps by the index of their equation."""
+        return {i: Tap(e, tuple(k)) for i, e in enumerate(self.equations) if (k := weight_operands(self.facts, e))}
+
+    @cached_property
+    def tap_results(self) -> tuple[Var, ...]:
+        """The results of all taps."""
+        return tuple(v for tap in self.taps.values() for v in tap.results)
+
+    @cached_property
+    def moving(self) -> frozenset[Var]:
+        """Values that a derivative with respect to tap results or old states may change."""
+        constants = set(self.constants)
+        credit = self.facts.parameters | self.facts.old(self.program.hidden) | sum(self.facts.new_bit.values())
+        made = (v for eqn in self.equations for v in eqn.outvars)
+        return frozenset(v for v in made if v not in constants and self._bits(v).grads & credit)
+
+    @cached_property
+    def locals(self) -> tuple[LocalStep, ...]:
+        """The local step of every group."""
+        return tuple(LocalStep(self, g, found) for g, found in zip(self.groups, self.positions, strict=True))
+
+    # ------------------------------------------------------------ stages
+
+    def _bits(self, atom: Atom) -> Bits:
+        return of(self.facts.total, atom)
+
+    @cached_property
+    def _states(self) -> int:
+        """Bits of all states, old and new."""
+        p = self.program
+        old = [*(h.invar for h in p.hidden), *(o.invar for o in p.others)]
+        return sum(self.facts.bit[v] for v in old) | sum(self.facts.new_bit.values())
+
+    def _where(self, test: Any) -> tuple[Var, ...]:
+        return tuple(v for eqn in self.equations for v in eqn.outvars if test(self._bits(v).reads))
+
+    @cached_property
+    def constants(self) -> tuple[Var, ...]:
+        """Values that depend on no data."""
+        return self._where(lambda reads: not reads & self.facts.data)
+
+    @cached_property
+    def before(self) -> tuple[Var, ...]:
+        """Values that depend on inputs and on no state, and that others read."""
+        free = set(self._where(lambda reads: reads & self.facts.data and not reads & self._states))
+        reads = {v for eqn in self.equations if eqn.outvars[0] not in free for v in eqn.invars if is_var(v)}
+        wanted = reads | set(self.derivative_variables)
+        return tuple(v for eqn in self.equations for v in eqn.outvars if v in free and v in wanted)
+
+    @cached_property
+    def carried(self) -> tuple[tuple[Var, Atom], ...]:
+        """(old, new) of every state that the step writes."""
+        pairs = [(h.invar, h.outvar) for h in self.program.hidden]
+        return tuple(pairs + [(o.invar, o.outvar) for o in self.program.others if o.outvar is not None])
+
+    @cached_property
+    def derivative_variables(self) -> tuple[Var, ...]:
+        """What derivative programs read: operands and results of taps, constants of local steps, the loss."""
+        wanted: list[Atom] = [self.loss]
+        for tap in self.taps.values():
+            wanted += [*tap.equation.invars, *tap.results]
+        for local in self.locals:
+            wanted += local.constants
+        return tuple(v for v in dict.fromkeys(v for v in wanted if is_var(v)) if v in self.facts.producer)
+
+    @cached_property
+    def kept(self) -> tuple[Var, ...]:
+        """What the time loop hands to the derivative stage for every step.
+
+        Results of taps in the core, and values that depend on other states without carrying credit, so
+        that those states themselves need not be kept.
+        """
+        core = {v for i in self.needed((new for _, new in self.carried), ()) for v in self.equations[i].outvars}
+        taps = [v for v in self.tap_results if v in core and self._bits(v).reads & self._states]
+        others = sum(self.facts.bit[o.invar] for o in self.program.others)
+        credit = self.facts.parameters | self.facts.old(self.program.hidden) | sum(self.facts.new_bit.values())
+        frontier = []
+        for i in self.needed(self.derivative_variables, ()):
+            eqn = self.equations[i]
+            if any(self._bits(v).grads & credit for v in eqn.outvars):
+                frontier += [
+                    v
+                    for v in eqn.invars
+                    if is_var(v) and self._bits(v).reads & others and not self._bits(v).grads & credit
+                ]
+        return tuple(dict.fromkeys(taps + frontier))
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """One group's new states from its old ones and from the results of taps, cuts in place."""
+
+    plan: Plan
+    group: HiddenGroup
+    found: Positions
+
+    @cached_property
+    def taps(self) -> tuple[Var, ...]:
+        """Results of taps that reach the group."""
+        return tuple(v for v in self.plan.tap_results if v in self.found.labels)
+
+    @cached_property
+    def _indices(self) -> list[int]:
+        sources = {*self.group.hidden_invars, *self.taps}
+        found = self.found
+        return equations_between(self.plan.equations, sources, self.group.hidden_outvars, found.cuts, found.edges)
+
+    @cached_property
+    def constants(self) -> tuple[Var, ...]:
+        """Everything else it reads."""
+        equations = [self.plan.equations[i] for i in self._indices]
+        made = {*self.group.hidden_invars, *self.taps, *(v for e in equations for v in e.outvars)}
+        reads = [v for e in equations for v in e.invars] + list(self.group.hidden_outvars)
+        return tuple(v for v in dict.fromkeys(v for v in reads if is_var(v)) if v not in made)
+
+    def __call__(self, env: Values, old: jax.Array, ys: Sequence[Any]) -> jax.Array:
+        """New states ``(*varshape, num_state)``; ``env`` holds the constants, ``ys`` the taps' results."""
+        kept = dict(zip(self.taps, ys, strict=True))
+        env = {**env, **dict(zip(self.group.hidden_invars, self.group.split_hidden(old), strict=True)), **kept}
+        for i in self._indices:
+            *stops, eqn = cut_equation_at(i, self.plan.equations[i], self.found.cuts)
+            for stop in stops:
+                env[stop.outvars[0]] = evaluate_equation(stop, [env[stop.invars[0]]])[0]
+            operands = [env[v] if is_var(v) else v.val for v in eqn.invars]
+            if tap := self.plan.taps.get(i):
+                env.update(replay(eqn, tap.data, operands, {v: kept[v] for v in tap.results if v in kept}))
+            else:
+                env.update(zip(eqn.outvars, evaluate_equation(eqn, operands), strict=True))
+        return self.group.concat_hidden([env[v] for v in self.group.hidden_outvars])

@@ -1,0 +1,240 @@
+"""A whole sequence, block by block: one pass with traces, or two passes without any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..compat import Atom, Var, is_var
+from ..program import cut_inside
+from .block import (
+    constants,
+    credit,
+    credit_back,
+    forward,
+    local_pull,
+    pull_one,
+    remaining,
+    tap_operands,
+    weight_gradients,
+)
+from .carriers import Carrier, carrier_for
+from .plan import Plan, Values
+
+Trace = list[jax.Array]
+
+
+class Site(NamedTuple):
+    """One trace: the tap result it starts from, its weight operand, its group and its carrier."""
+
+    equation: int
+    operand: int
+    result: Var
+    group: int
+    carrier: Carrier
+
+
+class Solved(NamedTuple):
+    """What a sequence gives: gradients of parameters, losses and auxiliary values of every step."""
+
+    gradients: Values
+    losses: jax.Array
+    aux: Values
+    states: Values
+    traces: Trace
+
+
+class Sequencer:
+    """Solves sequences of one plan. Pure: states and traces go in and come out."""
+
+    def __init__(self, plan: Plan, aux: Sequence[Atom] = (), trace_dtype: Any = None):
+        self.plan = plan
+        self.aux = tuple(a for a in dict.fromkeys(a for a in aux if is_var(a)))
+        self.trace_dtype = trace_dtype
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """Every trace that a sequence carries, in program order."""
+        plan = self.plan
+        sites = []
+        for i, tap in plan.taps.items():
+            for k in tap.weights:
+                for v in tap.results:
+                    for g, local in enumerate(plan.locals):
+                        if v in local.taps:
+                            equation = cut_inside(i, tap.equation, local.found.cuts)
+                            carrier = carrier_for(plan.groups[g], equation, k, v, local.found.labels[v])
+                            sites.append(Site(i, k, v, g, carrier))
+        return tuple(sites)
+
+    def init_traces(self) -> Trace:
+        """Traces of a fresh sequence."""
+        return [jnp.zeros(s.carrier.shape, self._dtype(s)) for s in self.sites]
+
+    def _dtype(self, site: Site) -> Any:
+        return self.trace_dtype or site.result.aval.dtype
+
+    # ------------------------------------------------------------ drivers
+
+    def two_pass(self, parameters: Values, states: Values, inputs: Values, weights: jax.Array, block: int) -> Solved:
+        """Forward keeping old states, then blocks in reverse carrying credit; no trace at all."""
+        const = constants(self.plan, parameters | self._fixed(states))
+        moving = self._moving(states)
+        (head, head_w), (tail, tail_w) = _split((inputs, weights), block)
+        steps = None
+        if head_w.size:
+
+            def ahead(states: Values, xs: Values) -> tuple[Values, Values]:
+                done = forward(self.plan, const, states, xs)
+                return done.states, done.steps.pick(v for v in done.steps if v not in xs)
+
+            moving, steps = jax.lax.scan(ahead, moving, head)
+        last_steps = None
+        if tail_w.size:
+            done = forward(self.plan, const, moving, tail)
+            moving, last_steps = done.states, done.steps
+        gamma = [jnp.zeros_like(g.concat_hidden([moving[v] for v in g.hidden_invars])) for g in self.plan.groups]
+        total = self._no_gradient(const)
+        losses, extras = [], []
+        if tail_w.size:
+            gamma, total, loss, extra = self._back(const, last_steps, tail_w, gamma, total)
+            losses, extras = [loss], [extra]
+        if head_w.size:
+
+            def back(carry: tuple, xs: tuple) -> tuple:
+                kept, given, w = xs
+                gamma, total, loss, extra = self._back(const, kept | given, w, *carry)
+                return (gamma, total), (loss, extra)
+
+            (_, total), (loss, extra) = jax.lax.scan(back, (gamma, total), (steps, head, head_w), reverse=True)
+            losses, extras = [_flat(loss), *losses], [jax.tree.map(_flat, extra), *extras]
+        return Solved(self._pull(parameters, states, total), *_joined(losses, extras), self._all(states, moving), [])
+
+    def one_pass(
+        self, parameters: Values, states: Values, traces: Trace, inputs: Values, weights: jax.Array, block: int
+    ) -> Solved:
+        """Blocks forward, traces carried: memory does not grow with the sequence."""
+        const = constants(self.plan, parameters | self._fixed(states))
+        carry = (self._moving(states), traces, self._no_gradient(const))
+        (head, head_w), (tail, tail_w) = _split((inputs, weights), block)
+        losses, extras = [], []
+        if head_w.size:
+            carry, (loss, extra) = jax.lax.scan(
+                lambda carry, xs: self._ahead(const, *carry, *xs), carry, (head, head_w)
+            )
+            losses, extras = [_flat(loss)], [jax.tree.map(_flat, extra)]
+        if tail_w.size:
+            carry, (loss, extra) = self._ahead(const, *carry, tail, tail_w)
+            losses, extras = [*losses, loss], [*extras, extra]
+        moving, traces, total = carry
+        return Solved(self._pull(parameters, states, total), *_joined(losses, extras), self._all(states, moving), traces)
+
+    # ------------------------------------------------------------ one block
+
+    def _back(self, const: Values, steps: Values, weights: jax.Array, gamma: list, total: Values) -> tuple:
+        found = credit(self.plan, const, steps, weights, self.aux)
+        gammas, first = credit_back(found, gamma)
+        local = local_pull(self.plan, const, steps, gammas)
+        gradients = weight_gradients(self.plan, const, steps, found.results, local)
+        return first, _add(total, gradients), found.losses, found.aux
+
+    def _ahead(
+        self, const: Values, states: Values, traces: Trace, total: Values, inputs: Values, weights: jax.Array
+    ) -> tuple:
+        plan = self.plan
+        done = forward(plan, const, states, inputs)
+        found = credit(plan, const, done.steps, weights, self.aux)
+        zero = [jnp.zeros_like(s[0]) for s in found.signals]
+        gammas, first = credit_back(found, zero)
+        local = local_pull(plan, const, done.steps, gammas)
+        gradients = weight_gradients(plan, const, done.steps, found.results, local)
+        total = _add(total, gradients)
+        products = [remaining(d) for d in found.jacobians]
+        rows = self._rows(const, done.steps, [p for p, _ in products])
+        operands = tap_operands(plan, const, done.steps)
+        new = []
+        for site, trace in zip(self.sites, traces, strict=True):
+            tap = plan.taps[site.equation].equation
+            wide = trace.astype(site.result.aval.dtype)
+            weight = tap.invars[site.operand]
+            total = _add(total, {weight: site.carrier.gradient(wide, first[site.group]).astype(weight.aval.dtype)})
+            given = {
+                k: operands[site.equation][k] if k in operands[site.equation] else _value(v, const)
+                for k, v in enumerate(tap.invars)
+            }
+            inside = site.carrier.instantaneous(given, rows[site.group][site.result])
+            new.append((site.carrier.advance(wide, products[site.group][1]) + inside).astype(trace.dtype))
+        return (done.states, new, total), (found.losses, found.aux)
+
+    def _rows(self, const: Values, steps: Values, products: list[jax.Array]) -> list[Values]:
+        """P_t ∂h_t/∂y of every group, tap result and step: axes (t, y, s)."""
+        plan = self.plan
+
+        def one(step: Values, products: list[jax.Array]) -> list[Values]:
+            env = plan.compute(plan.derivative_variables, {**const, **step})
+            result = []
+            for local, product in zip(plan.locals, products, strict=True):
+                pulls = [pull_one(local, env, product[..., s, :]) for s in range(product.shape[-1])]
+                stacked = [jnp.stack(columns, axis=-1) for columns in zip(*pulls, strict=True)]
+                result.append(Values(zip(local.taps, stacked, strict=True)))
+            return result
+
+        return jax.vmap(one)(steps, products)
+
+    # ------------------------------------------------------------ parameters and states
+
+    def _fixed(self, states: Values) -> Values:
+        written = {old for old, _ in self.plan.carried}
+        return states.pick(v for v in states if v not in written)
+
+    def _moving(self, states: Values) -> Values:
+        return states.pick(old for old, _ in self.plan.carried)
+
+    def _all(self, states: Values, moving: Values) -> Values:
+        return states | moving
+
+    @cached_property
+    def _weights(self) -> tuple[Var, ...]:
+        taps = self.plan.taps.values()
+        return tuple(dict.fromkeys(t.equation.invars[k] for t in taps for k in t.weights))
+
+    def _no_gradient(self, const: Values) -> Values:
+        return Values((v, jnp.zeros_like(const[v])) for v in self._weights)
+
+    def _pull(self, parameters: Values, states: Values, total: Values) -> Values:
+        """Gradients of parameters from those of the weights they were turned into."""
+        fixed = self._fixed(states)
+
+        def turned(parameters: Values) -> Values:
+            return constants(self.plan, parameters | fixed).pick(self._weights)
+
+        _, pull = jax.vjp(turned, parameters)
+        return pull(total)[0]
+
+
+def _value(atom: Atom, const: Values) -> Any:
+    return const[atom] if is_var(atom) else atom.val
+
+
+def _add(total: Values, more: Values) -> Values:
+    return Values((v, x + more[v] if v in more else x) for v, x in total.items())
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _joined(losses: list, extras: list) -> tuple[jax.Array, Values]:
+    return jnp.concatenate(losses), jax.tree.map(lambda *parts: jnp.concatenate(parts), *extras)
+
+
+def _split(tree: Any, block: int) -> tuple[Any, Any]:
+    """Whole blocks, with a leading axis that counts them, and what is left over."""
+    length = len(jax.tree.leaves(tree)[0])
+    whole = length // block * block
+    head = jax.tree.map(lambda x: x[:whole].reshape(whole // block, block, *x.shape[1:]), tree)
+    return head, jax.tree.map(lambda x: x[whole:], tree)
