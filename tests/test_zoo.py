@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from braintrace.analysis.facts import Facts
-from braintrace.analysis.graph import _analyse, compile_etrace_graph
+from braintrace.analysis.graph import analyse, compile_etrace_graph
 from braintrace.compat import evaluate, is_var, make_jaxpr
 from braintrace.engine.executor import ETraceGraphExecutor
 from braintrace.program import Cuts, with_cuts
@@ -78,7 +78,7 @@ def measure(model, inputs):
     executor = ETraceGraphExecutor(model)
     executor.compile_graph(*inputs)
     graph, program = executor.graph, executor.graph.module_info.program
-    analysed = _analyse(program)
+    analysed = analyse(program)
     flat = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in graph.module_info.flat_inputs(inputs, None, {})]
     place = {v: i for i, v in enumerate(program.closed.jaxpr.invars)}
     outs = {v: i for i, v in enumerate(program.closed.jaxpr.outvars) if is_var(v)}

@@ -88,7 +88,9 @@ class ETraceGraph(NamedTuple):
         return '\n'.join(lines)
 
 
-class _Analysed(NamedTuple):
+class Analysed(NamedTuple):
+    """Facts, groups and positions of a step program."""
+
     facts: Facts
     members: list[tuple[Hidden, ...]]
     groups: tuple[HiddenGroup, ...]
@@ -96,16 +98,18 @@ class _Analysed(NamedTuple):
 
     @property
     def by_path(self) -> GroupsByPath:
+        """The group of each hidden state."""
         return {path: group for group in self.groups for path in group.hidden_paths}
 
 
-def _analyse(program: StepProgram) -> _Analysed:
+def analyse(program: StepProgram) -> Analysed:
+    """Groups and positions of a step program."""
     facts = Facts(program)
     members = group_hidden(facts)
     positions = [facts.positions(group, group, group) for group in members]
     pairs = enumerate(zip(members, positions, strict=True))
     groups = tuple(make_group(i, group, facts, found) for i, (group, found) in pairs)
-    return _Analysed(facts, members, groups, positions)
+    return Analysed(facts, members, groups, positions)
 
 
 # ---------------------------------------------------------------- entry points
@@ -143,7 +147,7 @@ def compile_etrace_graph(model: Any, *args: Any, include_hidden_perturb: bool = 
 def _compile(info: Any, include_hidden_perturb: bool) -> ETraceGraph:
     program: StepProgram = info.program
     _check_trainable(program)
-    analysed = _analyse(program)
+    analysed = analyse(program)
     sites = find_sites(analysed.facts, analysed.groups, analysed.positions)
     credit = CreditAnalysis(analysed.facts, analysed.members, analysed.groups, analysed.positions, sites)
     return ETraceGraph(
@@ -188,7 +192,7 @@ def _check_trainable(program: StepProgram) -> None:
 
 def find_hidden_groups_from_minfo(minfo: Any) -> tuple[tuple[HiddenGroup, ...], GroupsByPath]:
     """Hidden groups of a traced module, and the group of each path."""
-    analysed = _analyse(minfo.program)
+    analysed = analyse(minfo.program)
     return analysed.groups, analysed.by_path
 
 
@@ -224,7 +228,7 @@ def find_hidden_groups_from_jaxpr(
     ``hidden`` maps a path to (index of its input, index of its output, state object with
     ``varshape`` and ``num_state``); ``weights`` maps a path to the index of its input.
     """
-    analysed = _analyse(_program_from_jaxpr(closed_jaxpr, hidden, weights))
+    analysed = analyse(_program_from_jaxpr(closed_jaxpr, hidden, weights))
     return analysed.groups, analysed.by_path
 
 
@@ -232,7 +236,7 @@ def find_hidden_param_op_relations_from_minfo(
     minfo: Any, hid_path_to_group: GroupsByPath | None = None
 ) -> tuple[HiddenParamOpRelation, ...]:
     """Sites of a traced module; with ``hid_path_to_group`` only those into these groups."""
-    analysed = _analyse(minfo.program)
+    analysed = analyse(minfo.program)
     sites = find_sites(analysed.facts, analysed.groups, analysed.positions)
     if hid_path_to_group is None:
         return sites

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..compat import Var, evaluate_equation, is_var
 from ..program import cut_inside
 from .plan import LocalStep, Plan, Values
-from .signal import joint_loss
+from .signal import joint_targets
 
 
 class Forward(NamedTuple):
@@ -31,8 +31,8 @@ class Forward(NamedTuple):
 class Credit(NamedTuple):
     """Signals of a block, stacked over its steps; ``groups[g]`` has axes (t, positions, s)."""
 
-    losses: jax.Array
-    aux: Any
+    targets: list[jax.Array]
+    aux: Values
     results: Values
     signals: list[jax.Array]
     reads: list[jax.Array]
@@ -66,30 +66,31 @@ def forward(plan: Plan, const: Values, states: Values, inputs: Values) -> Forwar
     return Forward(last, steps | kept | old)
 
 
-def credit(plan: Plan, const: Values, steps: Values, weights: jax.Array, aux: Sequence[Var]) -> Credit:
-    """Losses, signals, direct reads and local Jacobians of all steps of a block, side by side.
+def credit(plan: Plan, const: Values, steps: Values, cotangents: Sequence[jax.Array], aux: Sequence[Var]) -> Credit:
+    """Targets, signals, direct reads and local Jacobians of all steps of a block, side by side.
 
-    ``weights[t]`` multiplies the loss of step t; a step of weight zero contributes exactly nothing.
+    ``cotangents[i][t]`` is the cotangent of target i at step t; a step whose cotangents are all zero
+    contributes exactly nothing.
     """
 
-    def one(step: Values, weight: jax.Array) -> tuple:
+    def one(step: Values, cotangents: list[jax.Array]) -> tuple:
         env = plan.compute(plan.derivative_variables, const | step)
-        loss, (ys, signals, reads) = _signals(plan, env, weight)
+        targets, (ys, signals, reads) = _signals(plan, env, cotangents)
         jacobians = [_jacobian(local, env) for local in plan.locals]
-        extra = plan.compute(aux, env).pick(aux)
-        return loss, extra, ys, signals, reads, jacobians
+        return targets, plan.compute(aux, env).pick(aux), ys, signals, reads, jacobians
 
-    return Credit(*jax.vmap(one)(steps, weights))
+    return Credit(*jax.vmap(one)(steps, list(cotangents)))
 
 
-def _signals(plan: Plan, env: Values, weight: jax.Array) -> tuple[jax.Array, tuple]:
+def _signals(plan: Plan, env: Values, cotangents: list[jax.Array]) -> tuple[list[jax.Array], tuple]:
     ys = [env[v] for v in plan.tap_results]
     old = [group.concat_hidden([env[v] for v in group.hidden_invars]) for group in plan.groups]
     deltas = [jnp.zeros_like(h) for h in old]
-    loss, pull = jax.vjp(lambda *moving: joint_loss(plan, env, *moving), ys, deltas, old)
-    grads = pull(weight.astype(loss.dtype))
-    ys_bar, signals, reads = jax.tree.map(lambda g: jnp.where(weight == 0, jnp.zeros_like(g), g), grads)
-    return loss, (Values(zip(plan.tap_results, ys_bar, strict=True)), signals, reads)
+    targets, pull = jax.vjp(lambda *moving: joint_targets(plan, env, *moving), ys, deltas, old)
+    grads = pull([c.astype(t.dtype) for c, t in zip(cotangents, targets, strict=True)])
+    silent = jnp.all(jnp.stack([jnp.all(c == 0) for c in cotangents]))
+    ys_bar, signals, reads = jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), grads)
+    return targets, (Values(zip(plan.tap_results, ys_bar, strict=True)), signals, reads)
 
 
 def _local(local: LocalStep, env: Values) -> tuple[jax.Array, list[Any]]:

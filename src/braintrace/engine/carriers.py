@@ -23,6 +23,9 @@ from ..analysis.groups import HiddenGroup
 from ..compat import Equation, Var, evaluate_equation
 
 
+Operands = dict[int, Any]
+
+
 class Carrier(Protocol):
     """One trace: its shape, how a block adds to it, what it gives to the gradient."""
 
@@ -31,8 +34,11 @@ class Carrier(Protocol):
         """Shape of the trace."""
         ...
 
-    def instantaneous(self, operands: dict[int, Any], rows: jax.Array) -> jax.Array:
-        """Σ_t P_t ∂h_t/∂w from ``rows`` (t, y, s) = P_t ∂h_t/∂y and the operands of all steps."""
+    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
+        """Σ_t P_t ∂h_t/∂w from ``rows`` (t, y, s) = P_t ∂h_t/∂y.
+
+        ``fixed`` are operands that stay the same, the weight among them; ``steps`` are stacked over t.
+        """
         ...
 
     def advance(self, trace: jax.Array, product: jax.Array) -> jax.Array:
@@ -70,7 +76,7 @@ class _Site:
         reached = (self.positions >= 0).reshape(*self.positions.shape, *(1,) * axes)
         return jnp.where(reached, picked, jnp.zeros_like(picked))
 
-    def run(self, operands: dict[int, Any], weight: Any) -> Any:
+    def run(self, operands: Operands, weight: Any) -> Any:
         """y of one step."""
         values = [weight if k == self.operand else operands[k] for k in range(len(self.equation.invars))]
         results = evaluate_equation(self.equation, values)
@@ -85,14 +91,13 @@ class Elementwise(_Site):
     def shape(self) -> tuple[int, ...]:
         return (*self.result.aval.shape, self.states)
 
-    def instantaneous(self, operands: dict[int, Any], rows: jax.Array) -> jax.Array:
-        weight = operands[self.operand]
+    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
+        weight = fixed[self.operand]
 
-        def slope(step: dict[int, Any]) -> jax.Array:
-            return jax.jvp(lambda w: self.run(step, w), (weight,), (jnp.ones_like(weight),))[1]
+        def slope(step: Operands) -> jax.Array:
+            return jax.jvp(lambda w: self.run({**fixed, **step}, w), (weight,), (jnp.ones_like(weight),))[1]
 
-        stacked = {k: x for k, x in operands.items() if k != self.operand}
-        slopes = jax.vmap(slope, axis_size=len(rows))(stacked)
+        slopes = jax.vmap(slope, axis_size=len(rows))(steps)
         return jnp.einsum('t...s,t...->...s', rows, slopes.astype(rows.dtype))
 
     def advance(self, trace: jax.Array, product: jax.Array) -> jax.Array:
@@ -132,9 +137,9 @@ class Product(_Site):
         sizes = dict(zip(x, self.equation.invars[1 - self.operand].aval.shape, strict=True))
         return (*self.result.aval.shape, self.states, *(sizes[c] for c in contracted))
 
-    def instantaneous(self, operands: dict[int, Any], rows: jax.Array) -> jax.Array:
+    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
         x, _, y, contracted = self._letters
-        return jnp.einsum(f't{y}s,t{x}->{y}s{contracted}', rows, operands[1 - self.operand].astype(rows.dtype))
+        return jnp.einsum(f't{y}s,t{x}->{y}s{contracted}', rows, steps[1 - self.operand].astype(rows.dtype))
 
     def advance(self, trace: jax.Array, product: jax.Array) -> jax.Array:
         _, _, y, contracted = self._letters
@@ -157,14 +162,11 @@ class Full(_Site):
     def shape(self) -> tuple[int, ...]:
         return (self._places, self.states, *self.weight.shape)
 
-    def instantaneous(self, operands: dict[int, Any], rows: jax.Array) -> jax.Array:
-        weight = operands[self.operand]
-        stacked = {k: x for k, x in operands.items() if k != self.operand}
-
+    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
         def block(w: Any) -> Any:
-            return jax.vmap(lambda step: self.run(step, w), axis_size=len(rows))(stacked)
+            return jax.vmap(lambda step: self.run({**fixed, **step}, w), axis_size=len(rows))(steps)
 
-        y, pull = jax.vjp(block, weight)
+        y, pull = jax.vjp(block, fixed[self.operand])
 
         def influence(place: jax.Array, state: jax.Array) -> Any:
             here = (jnp.asarray(self.positions) == place).astype(y.dtype)

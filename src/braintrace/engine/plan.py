@@ -11,14 +11,14 @@ derivative programs start there, so that no product is run again and each weight
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 
-from ..analysis.dependence import Bits, of
+from ..analysis.dependence import Bits, of, union
 from ..analysis.facts import Facts
 from ..analysis.groups import HiddenGroup
 from ..analysis.positions import Positions
@@ -99,13 +99,13 @@ def _replayed_jvp(equation: Equation, data: tuple, places: tuple, primals: Any, 
 
 @dataclass(frozen=True)
 class Plan:
-    """A step program sorted for block-wise work; ``loss`` is the scalar to be differentiated."""
+    """A step program sorted for block-wise work; ``targets`` are the values to be differentiated."""
 
     facts: Facts
     members: tuple[tuple[Hidden, ...], ...]
     groups: tuple[HiddenGroup, ...]
     positions: tuple[Positions, ...]
-    loss: Atom
+    targets: tuple[Atom, ...]
 
     @property
     def program(self) -> StepProgram:
@@ -175,8 +175,10 @@ class Plan:
         old = [*(h.invar for h in p.hidden), *(o.invar for o in p.others)]
         return sum(self.facts.bit[v] for v in old) | sum(self.facts.new_bit.values())
 
-    def _where(self, test: Any) -> tuple[Var, ...]:
-        return tuple(v for eqn in self.equations for v in eqn.outvars if test(self._bits(v).reads))
+    def _where(self, test: Callable[[int], Any]) -> tuple[Var, ...]:
+        """Results of equations whose operands, taken together, pass a test of what they read."""
+        reads = (union(map(self._bits, eqn.invars)).reads for eqn in self.equations)
+        return tuple(v for eqn, r in zip(self.equations, reads, strict=True) if test(r) for v in eqn.outvars)
 
     @cached_property
     def constants(self) -> tuple[Var, ...]:
@@ -199,8 +201,8 @@ class Plan:
 
     @cached_property
     def derivative_variables(self) -> tuple[Var, ...]:
-        """What derivative programs read: operands and results of taps, constants of local steps, the loss."""
-        wanted: list[Atom] = [self.loss]
+        """What derivative programs read: operands and results of taps, constants of local steps, targets."""
+        wanted = list(self.targets)
         for tap in self.taps.values():
             wanted += [*tap.equation.invars, *tap.results]
         for local in self.locals:

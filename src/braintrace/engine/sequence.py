@@ -24,6 +24,7 @@ from .block import (
 )
 from .carriers import Carrier, carrier_for
 from .plan import Plan, Values
+from .window import window_gradient
 
 Trace = list[jax.Array]
 
@@ -133,21 +134,40 @@ class Sequencer:
         moving, traces, total = carry
         return Solved(self._pull(parameters, states, total), *_joined(losses, extras), self._all(states, moving), traces)
 
+    def windows(self, parameters: Values, states: Values, inputs: Values, weights: jax.Array, length: int) -> Solved:
+        """Exact reverse mode inside windows of a length, nothing across them."""
+        (head, head_w), (tail, tail_w) = _split((inputs, weights), length)
+        total = Values((v, jnp.zeros_like(x)) for v, x in parameters.items())
+
+        def one(carry: tuple, xs: tuple) -> tuple:
+            states, total = carry
+            gradients, (states, losses, extras) = window_gradient(self.plan, parameters, states, *xs, self.aux)
+            return (states, _add(total, gradients)), (losses, extras)
+
+        losses, extras = [], []
+        if head_w.size:
+            (states, total), (loss, extra) = jax.lax.scan(one, (states, total), (head, head_w))
+            losses, extras = [_flat(loss)], [jax.tree.map(_flat, extra)]
+        if tail_w.size:
+            (states, total), (loss, extra) = one((states, total), (tail, tail_w))
+            losses, extras = [*losses, loss], [*extras, extra]
+        return Solved(total, *_joined(losses, extras), states, [])
+
     # ------------------------------------------------------------ one block
 
     def _back(self, const: Values, steps: Values, weights: jax.Array, gamma: list, total: Values) -> tuple:
-        found = credit(self.plan, const, steps, weights, self.aux)
+        found = credit(self.plan, const, steps, [weights], self.aux)
         gammas, first = credit_back(found, gamma)
         local = local_pull(self.plan, const, steps, gammas)
         gradients = weight_gradients(self.plan, const, steps, found.results, local)
-        return first, _add(total, gradients), found.losses, found.aux
+        return first, _add(total, gradients), found.targets[0], found.aux
 
     def _ahead(
         self, const: Values, states: Values, traces: Trace, total: Values, inputs: Values, weights: jax.Array
     ) -> tuple:
         plan = self.plan
         done = forward(plan, const, states, inputs)
-        found = credit(plan, const, done.steps, weights, self.aux)
+        found = credit(plan, const, done.steps, [weights], self.aux)
         zero = [jnp.zeros_like(s[0]) for s in found.signals]
         gammas, first = credit_back(found, zero)
         local = local_pull(plan, const, done.steps, gammas)
@@ -162,13 +182,11 @@ class Sequencer:
             wide = trace.astype(site.result.aval.dtype)
             weight = tap.invars[site.operand]
             total = _add(total, {weight: site.carrier.gradient(wide, first[site.group]).astype(weight.aval.dtype)})
-            given = {
-                k: operands[site.equation][k] if k in operands[site.equation] else _value(v, const)
-                for k, v in enumerate(tap.invars)
-            }
-            inside = site.carrier.instantaneous(given, rows[site.group][site.result])
+            steps = operands[site.equation]
+            fixed = {k: _value(v, const) for k, v in enumerate(tap.invars) if k not in steps}
+            inside = site.carrier.instantaneous(fixed, steps, rows[site.group][site.result])
             new.append((site.carrier.advance(wide, products[site.group][1]) + inside).astype(trace.dtype))
-        return (done.states, new, total), (found.losses, found.aux)
+        return (done.states, new, total), (found.targets[0], found.aux)
 
     def _rows(self, const: Values, steps: Values, products: list[jax.Array]) -> list[Values]:
         """P_t ∂h_t/∂y of every group, tap result and step: axes (t, y, s)."""

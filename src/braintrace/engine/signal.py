@@ -107,10 +107,10 @@ def joint_outputs(
     return evaluate_views(jaxpr.eqns, program.outputs, _owner(groups), env, {}, _deltas(groups, deltas), run)
 
 
-def joint_loss(
+def joint_targets(
     plan: Plan, env: Values, ys: Sequence[Any], deltas: Sequence[jax.Array], old: Sequence[jax.Array]
-) -> jax.Array:
-    """The loss of one step as a function of tap results, perturbations and directly read old states."""
+) -> list[jax.Array]:
+    """The targets of one step as functions of tap results, perturbations and directly read old states."""
     kept = dict(zip(plan.tap_results, ys, strict=True))
     fixed = {v: x for v, x in env.items() if v not in plan.moving}
     loss_env = {
@@ -127,5 +127,4 @@ def joint_loss(
         return evaluate_equation(eqn, operands)
 
     delta = _deltas(plan.groups, deltas)
-    (loss,) = evaluate_views(plan.equations, [plan.loss], _owner(plan.groups), fixed, loss_env, delta, run)
-    return loss
+    return evaluate_views(plan.equations, plan.targets, _owner(plan.groups), fixed, loss_env, delta, run)

@@ -1,0 +1,295 @@
+"""The learner: a compiled model that trains forward in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from ..analysis.graph import ETraceGraph
+from ..engine.executor import ETraceGraphExecutor
+from ..engine.plan import Values
+from ..engine.sequence import Solved
+from ..errors import CompilationError, three_parts
+from ..program import Path
+from ..rules import Rule
+from .data import EligibilityTrace, SingleStepData
+from .traced import Traced
+
+_MOST_PROGRAMS = 8
+
+
+class Learner(brainstate.nn.Module):
+    """A model with a learning rule.
+
+    Call it in place of the model inside a ``step_fn``; :meth:`etrace_grad` differentiates a whole sequence.
+
+    ``block``: steps solved together; chosen automatically and never visible in a result.
+    ``trace_dtype``: storage type of the traces. ``check_finite``: raise on a loss or gradient that is not finite.
+    """
+
+    rule: Rule
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        *,
+        block: int | None = None,
+        trace_dtype: Any = None,
+        check_finite: bool = False,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        self.model = model
+        self.executor = ETraceGraphExecutor(model)
+        self.block = block
+        self.trace_dtype = trace_dtype
+        self.check_finite = check_finite
+        self.traces: dict[tuple, EligibilityTrace] = {}
+        self._start: dict[Path, Any] = {}
+        self._programs: dict[tuple, tuple] = {}
+        self._calls: list[int] | None = None
+
+    # ------------------------------------------------------------ compiling
+
+    def compile_graph(self, *args: Any) -> None:
+        """Compile the model for example inputs of one step; its current states are where a fresh sequence starts."""
+        self.executor.compile_graph(*args)
+        self._programs.clear()
+        self._start = {
+            path: state.value
+            for path, state in self.model.states().items()
+            if not isinstance(state, brainstate.ParamState) and not isinstance(state, brainstate.random.RandomState)
+        }
+
+    @property
+    def graph(self) -> ETraceGraph:
+        """The compiled graph of the model's step."""
+        return self.executor.graph
+
+    @property
+    def report(self) -> Any:
+        """What the compiler found."""
+        return self.graph.report
+
+    def show_graph(self, **options: Any) -> str | None:
+        """Print groups, parameters and other states."""
+        return self.executor.show_graph(**options)
+
+    @property
+    def param_states(self) -> dict[Path, brainstate.State]:
+        """The model's parameters by path."""
+        return dict(self.model.states(brainstate.ParamState))
+
+    @property
+    def hidden_states(self) -> dict[Path, brainstate.State]:
+        """The model's hidden states by path."""
+        return dict(self.model.states(brainstate.HiddenState))
+
+    @property
+    def other_states(self) -> dict[Path, brainstate.State]:
+        """States that are neither parameters nor hidden."""
+        roles = (brainstate.ParamState, brainstate.HiddenState)
+        return {path: state for path, state in self.model.states().items() if not isinstance(state, roles)}
+
+    # ------------------------------------------------------------ one step
+
+    def update(self, *args: Any) -> Any:
+        """One step of the model; inside ``step_fn`` this is what the engine traces."""
+        args = tuple(a.data if isinstance(a, SingleStepData) else a for a in args)
+        if self._calls is None:
+            raise CompilationError(
+                three_parts(
+                    f'{self.rule.name} called outside a step_fn',
+                    'step-by-step gradients are not available yet',
+                    'learner.etrace_grad(*sequences, step_fn=...), whose step_fn calls the learner',
+                )
+            )
+        self._calls.append(1)
+        return self.model(*args)
+
+    # ------------------------------------------------------------ sequences
+
+    def etrace_grad(
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        mask: Any = None,
+        weights: Sequence[Path] | None = None,
+        reduction: str = 'mean',
+        loss_output: str = 'per_step',
+        has_aux: bool = False,
+        return_value: bool = False,
+        fresh: bool = False,
+    ) -> Any:
+        """Gradients of a whole sequence, by path.
+
+        ``step_fn(*slices)`` calls the learner and returns a scalar loss (or ``(loss, aux)``). ``mask`` (T,)
+        weights the losses; 'mean' divides by max(Σ mask, 1). ``fresh=True``: the sequence is whole, so states
+        start from where they were compiled and no trace is wanted after. ``weights`` selects parameters by path.
+        """
+        _check_choice('reduction', reduction, ('mean', 'sum'))
+        _check_choice('loss_output', loss_output, ('per_step', 'reduced'))
+        length = _length(sequences)
+        mask = jnp.ones(length) if mask is None else jnp.asarray(mask, jnp.result_type(float))
+        if mask.shape != (length,):
+            raise ValueError(
+                three_parts(
+                    f'a mask of shape {mask.shape}',
+                    f'the sequences have {length} steps and a mask weights the loss of each',
+                    f'an array of shape ({length},)',
+                )
+            )
+        scale = jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else 1.0
+        traced, solve = self._program(step_fn, sequences, has_aux, fresh)
+        parameters, states = traced.read()
+        if fresh:
+            states = self._restarted(traced, states)
+        traces = self._read_traces(traced, fresh)
+        solved: Solved = solve(parameters, states, traces, self._inputs(traced, sequences), mask / scale)
+        if self.check_finite:
+            _check_finite(traced, solved)
+        traced.write(solved.states)
+        self._write_traces(traced, solved.traces, fresh)
+        gradients = traced.gradients_by_path(solved.gradients)
+        if weights is not None:
+            gradients = {tuple(p): gradients[tuple(p)] for p in weights}
+        value = solved.losses if loss_output == 'per_step' else jnp.sum(solved.losses * mask) / scale
+        results: tuple = (gradients, value) if return_value else (gradients,)
+        if has_aux:
+            columns = [solved.aux[v] for v in traced.plan.program.outputs[1:]]
+            results = (*results, traced.outputs([solved.losses, *columns])[1])
+        return results if len(results) > 1 else results[0]
+
+    # ------------------------------------------------------------ programs
+
+    def _program(self, step_fn: Callable, sequences: tuple, has_aux: bool, fresh: bool) -> tuple[Traced, Callable]:
+        """The traced step and its compiled solver; made once for each step_fn and shape."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), sequences)
+        leaves, structure = jax.tree.flatten(shapes)
+        states = tuple(jax.tree.leaves(jax.tree.map(jnp.shape, [s.value for s in self.hidden_states.values()])))
+        key = (step_fn, structure, tuple((x.shape, x.dtype) for x in leaves), has_aux, fresh, states)
+        if key not in self._programs:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.pop(next(iter(self._programs)))
+            traced = self._trace(step_fn, jax.tree.map(lambda x: x[0], sequences))
+            self._programs[key] = (traced, jax.jit(self._solver(traced, fresh)))
+        return self._programs[key]
+
+    def _trace(self, step_fn: Callable, example: tuple) -> Traced:
+        self.graph  # noqa: B018 - refuses a learner that was not compiled
+        self._calls = []
+        try:
+            traced = Traced(step_fn, self.model, example, True, self.trace_dtype)
+            if not self._calls:
+                raise CompilationError(
+                    three_parts(
+                        'a step_fn that never calls the learner',
+                        'then no step of the model is taken and nothing can be learned',
+                        'call learner(x) (not the model) inside step_fn',
+                    )
+                )
+        finally:
+            self._calls = None
+        return traced
+
+    def _solver(self, traced: Traced, fresh: bool) -> Callable[..., Solved]:
+        engine, window = traced.engine, self.rule.window
+
+        def solve(parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array) -> Solved:
+            length = len(weights)
+            if window is not None:
+                return engine.windows(parameters, states, inputs, weights, window or length)
+            if fresh:
+                return engine.two_pass(parameters, states, inputs, weights, min(self.block or 20, length))
+            return engine.one_pass(parameters, states, traces, inputs, weights, min(self.block or 20, length))
+
+        return solve
+
+    def _inputs(self, traced: Traced, sequences: tuple) -> Values:
+        return Values(zip(traced.info.program.inputs, map(jnp.asarray, jax.tree.leaves(sequences)), strict=True))
+
+    # ------------------------------------------------------------ states and traces
+
+    def _restarted(self, traced: Traced, states: Values) -> Values:
+        """States as they were when the model was compiled; random keys go on."""
+        start = {}
+        pairs = zip(traced.info.compiled_model_states, traced.info.state_tree_invars, strict=True)
+        for state, tree in pairs:
+            path = traced.info.state_id_to_path[id(state)]
+            if path in self._start:
+                start.update(zip(jax.tree.leaves(tree), jax.tree.leaves(self._start[path]), strict=True))
+        return Values((v, start.get(v, x)) for v, x in states.items())
+
+    def _read_traces(self, traced: Traced, fresh: bool) -> list[jax.Array]:
+        if fresh or self.rule.trace == 'none':
+            return []
+        keys = traced.trace_keys
+        if set(keys) != set(self.traces):
+            if any(bool(jnp.any(t.value != 0)) for t in self.traces.values()):
+                raise CompilationError(
+                    three_parts(
+                        'a step_fn whose traces differ from those carried so far',
+                        'traces of one step program cannot be continued by another',
+                        'learner.reset_state() before the new step_fn, or fresh=True',
+                    )
+                )
+            self.traces = dict(zip(keys, map(EligibilityTrace, traced.engine.init_traces()), strict=True))
+        return [self.traces[k].value for k in keys]
+
+    def _write_traces(self, traced: Traced, values: list[jax.Array], fresh: bool) -> None:
+        if not fresh and self.rule.trace != 'none':
+            for key, value in zip(traced.trace_keys, values, strict=True):
+                self.traces[key].value = value
+
+    def get_etrace_of(self, path: Path | brainstate.State) -> dict[tuple, jax.Array]:
+        """The traces of one parameter, by their names."""
+        if isinstance(path, brainstate.State):
+            path = next(p for p, s in self.param_states.items() if s is path)
+        start = '.'.join(map(str, path))
+        mine = lambda names: any(n == start or n.startswith(start + '.') for n in names)
+        return {key: trace.value for key, trace in self.traces.items() if mine(key[0])}
+
+    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        """Start afresh: the model's states as they were compiled (or anew for another batch size), traces zero."""
+        if batch_size is None:
+            for path, state in self.model.states().items():
+                if path in self._start:
+                    state.value = self._start[path]
+        else:
+            brainstate.nn.init_all_states(self.model, batch_size)
+            self._start = {p: s.value for p, s in self.model.states().items() if p in self._start}
+        self.traces = {}
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(
+            three_parts(f'{name}={value!r}', 'it has no such choice', f'one of {", ".join(map(repr, choices))}')
+        )
+
+
+def _length(sequences: tuple) -> int:
+    lengths = {jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(sequences)}
+    if len(lengths) != 1 or None in lengths or 0 in lengths:
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(sequences)]
+        raise ValueError(
+            three_parts(
+                f'sequences of shapes {shapes}',
+                'time is the first axis of every sequence, and all have the same number of steps, at least one',
+                'arrays of shape (time, batch, ...)',
+            )
+        )
+    return lengths.pop()
+
+
+def _check_finite(traced: Traced, solved: Solved) -> None:
+    bad = ~jnp.isfinite(solved.losses)
+    if bool(jnp.any(bad)):
+        raise FloatingPointError(f'the loss of step {int(jnp.argmax(bad))} is not finite; nothing was updated')
+    for parameter in traced.info.program.parameters:
+        if not bool(jnp.all(jnp.isfinite(solved.gradients[parameter.invar]))):
+            raise FloatingPointError(f'the gradient of {parameter.name} is not finite; nothing was updated')

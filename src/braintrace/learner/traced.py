@@ -1,0 +1,150 @@
+"""A step function traced together with its model: the bridge between states and the pure engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from ..analysis.graph import analyse
+from ..compat import Var, is_var
+from ..engine.plan import Plan, Values
+from ..engine.sequence import Sequencer
+from ..errors import CompilationError, three_parts
+from ..frontends.brainstate import ModuleInfo, trace_step
+from ..program import Path
+from ..program.step import path_name
+
+
+class Traced:
+    """One traced step: its plan, and how its variables map to the model's states.
+
+    ``loss_first``: the first output is the loss to differentiate; otherwise all outputs and new states are.
+    """
+
+    def __init__(self, function: Callable[..., Any], model: Any, args: tuple, loss_first: bool, trace_dtype: Any):
+        self.model = model
+        self.info: ModuleInfo = trace_step(function, model, args, {})
+        analysed = analyse(self.info.program)
+        program = self.info.program
+        if loss_first:
+            _check_loss(program.outputs)
+            targets: tuple = program.outputs[:1]
+            aux = program.outputs[1:]
+        else:
+            new = [h.outvar for h in program.hidden]
+            targets = tuple(v for v in (*program.outputs, *new) if is_var(v) and jnp.issubdtype(v.aval.dtype, jnp.inexact))
+            aux = ()
+        self.plan = Plan(
+            analysed.facts, tuple(analysed.members), analysed.groups, tuple(analysed.positions), targets
+        )
+        self.engine = Sequencer(self.plan, aux, trace_dtype)
+
+    @property
+    def trace_keys(self) -> list[tuple]:
+        """A name for every trace: parameters, operation, group, and how many like it came before."""
+        bits, facts = self.plan.facts, self.plan.facts
+        keys: list[tuple] = []
+        for site in self.engine.sites:
+            equation = self.plan.equations[site.equation]
+            grads = bits.total[equation.invars[site.operand]].grads
+            names = tuple(p.name for p in facts.program.parameters if grads & facts.bit[p.invar])
+            key = (names, equation.primitive.name, self.plan.groups[site.group].hidden_paths)
+            keys.append((*key, sum(k[:3] == key for k in keys)))
+        return keys
+
+    # ------------------------------------------------------------ states
+
+    def _objects(self) -> list[tuple[Any, brainstate.State]]:
+        """Variables of every state, with the state object that the model has now at its path."""
+        current = dict(self.model.states())
+        found = []
+        pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
+        for state, tree in pairs:
+            path = self.info.state_id_to_path[id(state)]
+            if path in self.info.retrieved_model_states:
+                if path not in current:
+                    raise _state_gone(path)
+                state = current[path]
+            found.append((tree, state))
+        return found
+
+    def read(self) -> tuple[Values, Values]:
+        """Current parameters and other states, by variable."""
+        values = Values()
+        for tree, state in self._objects():
+            leaves = jax.tree.leaves(state.value)
+            variables = jax.tree.leaves(tree)
+            for v, x in zip(variables, leaves, strict=True):
+                if jnp.shape(x) != v.aval.shape:
+                    raise _state_reshaped(self.info.invar_to_path(v), v.aval.shape, jnp.shape(x))
+                values[v] = x
+        parameters = [p.invar for p in self.info.program.parameters]
+        return values.pick(parameters), values.pick(v for v in values if v not in set(parameters))
+
+    def write(self, states: Values) -> None:
+        """Put new values into the model's states."""
+        written = {old for old, _ in self.plan.carried}
+        for tree, state in self._objects():
+            variables, structure = jax.tree.flatten(tree)
+            if any(v in written for v in variables):
+                state.value = jax.tree.unflatten(structure, [states[v] for v in variables])
+
+    def gradients_by_path(self, gradients: Values) -> dict[Path, Any]:
+        """Gradients in the structure of the parameters' values; zero for parameters the step never reads."""
+        result = {path: jax.tree.map(jnp.zeros_like, state.value) for path, state in self.parameter_states().items()}
+        for path, tree in self.info.weight_path_to_invars.items():
+            result[path] = jax.tree.map(lambda v: gradients[v], tree)
+        return result
+
+    def parameter_states(self) -> dict[Path, brainstate.State]:
+        """The model's parameters by path."""
+        return dict(self.model.states(brainstate.ParamState))
+
+    def inputs(self, args: Sequence[Any]) -> Values:
+        """Inputs by variable."""
+        return Values(zip(self.info.program.inputs, jax.tree.leaves(tuple(args)), strict=True))
+
+    def outputs(self, values: Sequence[Any]) -> Any:
+        """Outputs in the structure the step function gives."""
+        return jax.tree.unflatten(self.info.out_tree, values)
+
+
+def _check_loss(outputs: Sequence[Any]) -> None:
+    if not outputs or outputs[0].aval.shape != () or not jnp.issubdtype(outputs[0].aval.dtype, jnp.floating):
+        got = outputs[0].aval.str_short() if outputs else 'nothing'
+        raise CompilationError(
+            three_parts(
+                f'a step_fn whose loss is {got}',
+                'gradients are taken of one real number for each step',
+                'return a scalar, e.g. jnp.mean(...), or (scalar, aux) with has_aux=True',
+            )
+        )
+
+
+def _state_gone(path: Path) -> CompilationError:
+    return CompilationError(
+        three_parts(
+            f'a call after state {path_name(path)} disappeared from the model',
+            'the compiled step reads and writes it',
+            'keep the model as it was compiled, or compile it again',
+        )
+    )
+
+
+def _state_reshaped(path: Path, compiled: tuple, got: tuple) -> CompilationError:
+    return CompilationError(
+        three_parts(
+            f'a call with state {path_name(path)} of shape {tuple(got)}',
+            f'the step was compiled for shape {tuple(compiled)}',
+            'learner.reset_state(batch_size=...) to change the batch, or compile again',
+        )
+    )
+
+
+def variables_of(tree: Any) -> list[Var]:
+    """All variables of a tree of variables."""
+    return jax.tree.leaves(tree)
