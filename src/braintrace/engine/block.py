@@ -76,10 +76,19 @@ def credit(plan: Plan, const: Values, steps: Values, cotangents: Sequence[jax.Ar
     def one(step: Values, cotangents: list[jax.Array]) -> tuple:
         env = plan.compute(plan.derivative_variables, const | step)
         targets, (ys, signals, reads) = _signals(plan, env, cotangents)
-        jacobians = [_jacobian(local, env) for local in plan.locals]
-        return targets, plan.compute(aux, env).pick(aux), ys, signals, reads, jacobians
+        return targets, plan.compute(aux, env).pick(aux), ys, signals, reads
 
-    return Credit(*jax.vmap(one)(steps, list(cotangents)))
+    return Credit(*jax.vmap(one)(steps, list(cotangents)), jacobians(plan, const, steps))
+
+
+def jacobians(plan: Plan, const: Values, steps: Values) -> list[jax.Array]:
+    """D_t of every group and step."""
+
+    def one(step: Values) -> list[jax.Array]:
+        env = plan.compute(plan.derivative_variables, const | step)
+        return [_jacobian(local, env) for local in plan.locals]
+
+    return jax.vmap(one)(steps)
 
 
 def _signals(plan: Plan, env: Values, cotangents: list[jax.Array]) -> tuple[list[jax.Array], tuple]:

@@ -16,6 +16,7 @@ from .block import (
     credit,
     credit_back,
     forward,
+    jacobians,
     local_pull,
     pull_one,
     remaining,
@@ -134,6 +135,53 @@ class Sequencer:
         moving, traces, total = carry
         return Solved(self._pull(parameters, states, total), *_joined(losses, extras), self._all(states, moving), traces)
 
+    def evolve(self, parameters: Values, states: Values, traces: Trace, inputs: Values, block: int) -> Solved:
+        """Advance states and traces without a loss; ``aux`` values of every step come along."""
+        const = constants(self.plan, parameters | self._fixed(states))
+        head, tail = _split(inputs, block)
+
+        def one(carry: tuple, xs: Values) -> tuple:
+            moving, traces = carry
+            done = forward(self.plan, const, moving, xs)
+            traces = self._advance(const, done.steps, jacobians(self.plan, const, done.steps), traces)
+            extra = jax.vmap(lambda step: self.plan.compute(self.aux, const | step).pick(self.aux))(done.steps)
+            return (done.states, traces), extra
+
+        carry, extras = (self._moving(states), traces), []
+        if _steps(head):
+            carry, extra = jax.lax.scan(one, carry, head)
+            extras = [jax.tree.map(_flat, extra)]
+        if _steps(tail):
+            carry, extra = one(carry, tail)
+            extras = [*extras, extra]
+        moving, traces = carry
+        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *extras)
+        return Solved(Values(), jnp.zeros(0), joined, self._all(states, moving), traces)
+
+    def step(self, parameters: Values, states: Values, traces: Trace, inputs: Values) -> tuple[list, Values, Trace]:
+        """One step: targets, next states, next traces."""
+        const = constants(self.plan, parameters | self._fixed(states))
+        one = Values((v, x[None]) for v, x in inputs.items())
+        done = forward(self.plan, const, self._moving(states), one)
+        here = self.plan.compute(self.plan.targets, const | Values((v, x[0]) for v, x in done.steps.items()))
+        if traces:
+            traces = self._advance(const, done.steps, jacobians(self.plan, const, done.steps), traces)
+        targets = [here[v] for v in self.plan.targets]
+        return targets, self._all(states, done.states), traces
+
+    def step_gradient(
+        self, parameters: Values, states: Values, traces: Trace, inputs: Values, cotangents: Sequence[jax.Array]
+    ) -> Values:
+        """Online gradient of one step for cotangents of its targets: ∂ℓ/∂θ + (L D + R) · ε."""
+        plan = self.plan
+        const = constants(plan, parameters | self._fixed(states))
+        done = forward(plan, const, self._moving(states), Values((v, x[None]) for v, x in inputs.items()))
+        found = credit(plan, const, done.steps, [c[None] for c in cotangents], ())
+        _, gamma = credit_back(found, [jnp.zeros_like(s[0]) for s in found.signals])
+        total = _add(self._no_gradient(const), weight_gradients(plan, const, done.steps, found.results, []))
+        total = self._from_traces(total, traces, gamma) if traces else total
+        return self._pull(parameters, states, total)
+
     def windows(self, parameters: Values, states: Values, inputs: Values, weights: jax.Array, length: int) -> Solved:
         """Exact reverse mode inside windows of a length, nothing across them."""
         (head, head_w), (tail, tail_w) = _split((inputs, weights), length)
@@ -168,25 +216,35 @@ class Sequencer:
         plan = self.plan
         done = forward(plan, const, states, inputs)
         found = credit(plan, const, done.steps, [weights], self.aux)
-        zero = [jnp.zeros_like(s[0]) for s in found.signals]
-        gammas, first = credit_back(found, zero)
+        gammas, first = credit_back(found, [jnp.zeros_like(s[0]) for s in found.signals])
         local = local_pull(plan, const, done.steps, gammas)
-        gradients = weight_gradients(plan, const, done.steps, found.results, local)
-        total = _add(total, gradients)
-        products = [remaining(d) for d in found.jacobians]
-        rows = self._rows(const, done.steps, [p for p, _ in products])
-        operands = tap_operands(plan, const, done.steps)
+        total = _add(total, weight_gradients(plan, const, done.steps, found.results, local))
+        total = self._from_traces(total, traces, first)
+        traces = self._advance(const, done.steps, found.jacobians, traces)
+        return (done.states, traces, total), (found.targets[0], found.aux)
+
+    def _from_traces(self, total: Values, traces: Trace, gamma: Sequence[jax.Array]) -> Values:
+        """Add γ_0 · ε_0: what the block learned about everything before it."""
+        for site, trace in zip(self.sites, traces, strict=True):
+            weight = self.plan.equations[site.equation].invars[site.operand]
+            wide = trace.astype(site.result.aval.dtype)
+            total = _add(total, {weight: site.carrier.gradient(wide, gamma[site.group]).astype(weight.aval.dtype)})
+        return total
+
+    def _advance(self, const: Values, steps: Values, transitions: list[jax.Array], traces: Trace) -> Trace:
+        """ε after the block: P_0 ε_0 + Σ_t P_t ∂h_t/∂w."""
+        products = [remaining(d) for d in transitions]
+        rows = self._rows(const, steps, [p for p, _ in products])
+        operands = tap_operands(self.plan, const, steps)
         new = []
         for site, trace in zip(self.sites, traces, strict=True):
-            tap = plan.taps[site.equation].equation
-            wide = trace.astype(site.result.aval.dtype)
-            weight = tap.invars[site.operand]
-            total = _add(total, {weight: site.carrier.gradient(wide, first[site.group]).astype(weight.aval.dtype)})
-            steps = operands[site.equation]
-            fixed = {k: _value(v, const) for k, v in enumerate(tap.invars) if k not in steps}
-            inside = site.carrier.instantaneous(fixed, steps, rows[site.group][site.result])
-            new.append((site.carrier.advance(wide, products[site.group][1]) + inside).astype(trace.dtype))
-        return (done.states, new, total), (found.targets[0], found.aux)
+            stacked = operands[site.equation]
+            invars = self.plan.equations[site.equation].invars
+            fixed = {k: const[v] if is_var(v) else v.val for k, v in enumerate(invars) if k not in stacked}
+            inside = site.carrier.instantaneous(fixed, stacked, rows[site.group][site.result])
+            kept = site.carrier.advance(trace.astype(inside.dtype), products[site.group][1])
+            new.append((kept + inside).astype(trace.dtype))
+        return new
 
     def _rows(self, const: Values, steps: Values, products: list[jax.Array]) -> list[Values]:
         """P_t ∂h_t/∂y of every group, tap result and step: axes (t, y, s)."""
@@ -234,10 +292,6 @@ class Sequencer:
         return pull(total)[0]
 
 
-def _value(atom: Atom, const: Values) -> Any:
-    return const[atom] if is_var(atom) else atom.val
-
-
 def _add(total: Values, more: Values) -> Values:
     return Values((v, x + more[v] if v in more else x) for v, x in total.items())
 
@@ -248,6 +302,10 @@ def _flat(x: jax.Array) -> jax.Array:
 
 def _joined(losses: list, extras: list) -> tuple[jax.Array, Values]:
     return jnp.concatenate(losses), jax.tree.map(lambda *parts: jnp.concatenate(parts), *extras)
+
+
+def _steps(tree: Any) -> int:
+    return len(jax.tree.leaves(tree)[0])
 
 
 def _split(tree: Any, block: int) -> tuple[Any, Any]:

@@ -8,8 +8,10 @@ from typing import Any
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..analysis.graph import ETraceGraph
+from ..compat import evaluate, is_var
 from ..engine.executor import ETraceGraphExecutor
 from ..engine.plan import Values
 from ..engine.sequence import Solved
@@ -59,11 +61,13 @@ class Learner(brainstate.nn.Module):
         """Compile the model for example inputs of one step; its current states are where a fresh sequence starts."""
         self.executor.compile_graph(*args)
         self._programs.clear()
+        self.traces = {}
         self._start = {
             path: state.value
             for path, state in self.model.states().items()
             if not isinstance(state, brainstate.ParamState) and not isinstance(state, brainstate.random.RandomState)
         }
+        self._read_traces(self._step_program(args)[0], fresh=False)
 
     @property
     def graph(self) -> ETraceGraph:
@@ -98,18 +102,32 @@ class Learner(brainstate.nn.Module):
     # ------------------------------------------------------------ one step
 
     def update(self, *args: Any) -> Any:
-        """One step of the model; inside ``step_fn`` this is what the engine traces."""
+        """One step: the model's output; states and traces advance.
+
+        Under ``brainstate.transform.grad`` the parameters' gradient is the rule's online gradient. Inside a
+        ``step_fn`` this is the call that the engine traces.
+        """
         args = tuple(a.data if isinstance(a, SingleStepData) else a for a in args)
-        if self._calls is None:
-            raise CompilationError(
-                three_parts(
-                    f'{self.rule.name} called outside a step_fn',
-                    'step-by-step gradients are not available yet',
-                    'learner.etrace_grad(*sequences, step_fn=...), whose step_fn calls the learner',
-                )
-            )
-        self._calls.append(1)
-        return self.model(*args)
+        if self._calls is not None:
+            self._calls.append(1)
+            return self.model(*args)
+        traced, step = self._step_program(args)
+        parameters, states = traced.read()
+        traces = self._read_traces(traced, fresh=False)
+        outputs, states, traces = step(parameters, states, traces, traced.inputs(args))
+        traced.write(states)
+        self._write_traces(traced, traces, fresh=False)
+        return traced.outputs(outputs)
+
+    def _step_program(self, args: tuple) -> tuple[Traced, Callable]:
+        """The traced step of the model alone, and its compiled form with the online gradient."""
+        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(args))
+        key = ('step', jax.tree.structure(args), shapes, self._state_shapes())
+        if key not in self._programs:
+            self.graph  # noqa: B018 - refuses a learner that was not compiled
+            traced = Traced(lambda *a: self.model(*a), self.model, args, False, self.trace_dtype)
+            self._programs[key] = (traced, jax.jit(online_step(traced)))
+        return self._programs[key]
 
     # ------------------------------------------------------------ sequences
 
@@ -170,14 +188,16 @@ class Learner(brainstate.nn.Module):
         """The traced step and its compiled solver; made once for each step_fn and shape."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), sequences)
         leaves, structure = jax.tree.flatten(shapes)
-        states = tuple(jax.tree.leaves(jax.tree.map(jnp.shape, [s.value for s in self.hidden_states.values()])))
-        key = (step_fn, structure, tuple((x.shape, x.dtype) for x in leaves), has_aux, fresh, states)
+        key = (step_fn, structure, tuple((x.shape, x.dtype) for x in leaves), has_aux, fresh, self._state_shapes())
         if key not in self._programs:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
             traced = self._trace(step_fn, jax.tree.map(lambda x: x[0], sequences))
             self._programs[key] = (traced, jax.jit(self._solver(traced, fresh)))
         return self._programs[key]
+
+    def _state_shapes(self) -> tuple:
+        return tuple((jnp.shape(x), jnp.result_type(x)) for s in self.hidden_states.values() for x in jax.tree.leaves(s.value))
 
     def _trace(self, step_fn: Callable, example: tuple) -> Traced:
         self.graph  # noqa: B018 - refuses a learner that was not compiled
@@ -262,7 +282,52 @@ class Learner(brainstate.nn.Module):
         else:
             brainstate.nn.init_all_states(self.model, batch_size)
             self._start = {p: s.value for p, s in self.model.states().items() if p in self._start}
-        self.traces = {}
+        for trace in self.traces.values():
+            trace.value = jnp.zeros_like(trace.value)
+
+
+def online_step(traced: Traced) -> Callable:
+    """One step whose reverse derivative with respect to the parameters is the online gradient."""
+    engine, plan = traced.engine, traced.plan
+    outputs = plan.program.outputs
+
+    def run(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
+        targets, new, traces = engine.step(parameters, states, traces, inputs)
+        const = Values(zip(plan.targets, targets, strict=True))
+        missing = [v for v in outputs if is_var(v) and v not in const]
+        if missing:
+            jaxpr, consts = plan.program.closed.jaxpr, plan.program.closed.consts
+            env = parameters | states | inputs
+            results = evaluate(jaxpr, consts, *(env[v] for v in jaxpr.invars))
+            const = const | {v: x for v, x in zip(jaxpr.outvars, results, strict=True) if is_var(v)}
+        return [const[v] if is_var(v) else v.val for v in outputs], new, traces
+
+    def ahead(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
+        return run(parameters, states, traces, inputs), (parameters, states, traces, inputs)
+
+    def back(kept: tuple, bars: tuple) -> tuple:
+        parameters, states, traces, inputs = kept
+        out_bars, state_bars, _ = bars
+        total = {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in plan.targets}
+        for v, bar in zip(outputs, out_bars, strict=True):
+            if v in total:
+                total[v] = total[v] + bar
+        for old, new in plan.carried:
+            if new in total:
+                total[new] = total[new] + state_bars[old]
+        gradients = engine.step_gradient(parameters, states, traces, inputs, [total[v] for v in plan.targets])
+        return gradients, _no_tangent(states), _no_tangent(traces), _no_tangent(inputs)
+
+    step = jax.custom_vjp(run)
+    step.defvjp(ahead, back)
+    return step
+
+
+def _no_tangent(tree: Any) -> Any:
+    def zero(x: jax.Array) -> Any:
+        return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+
+    return jax.tree.map(zero, tree)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..analysis.graph import analyse
-from ..compat import Var, is_var
+from ..compat import is_differentiable, is_var
 from ..engine.plan import Plan, Values
 from ..engine.sequence import Sequencer
 from ..errors import CompilationError, three_parts
@@ -35,9 +35,9 @@ class Traced:
             targets: tuple = program.outputs[:1]
             aux = program.outputs[1:]
         else:
-            new = [h.outvar for h in program.hidden]
-            targets = tuple(v for v in (*program.outputs, *new) if is_var(v) and jnp.issubdtype(v.aval.dtype, jnp.inexact))
-            aux = ()
+            new = [*(h.outvar for h in program.hidden), *(o.outvar for o in program.others if o.outvar is not None)]
+            targets = tuple(dict.fromkeys(v for v in (*program.outputs, *new) if is_var(v) and is_differentiable(v)))
+            aux = program.outputs
         self.plan = Plan(
             analysed.facts, tuple(analysed.members), analysed.groups, tuple(analysed.positions), targets
         )
@@ -46,11 +46,11 @@ class Traced:
     @property
     def trace_keys(self) -> list[tuple]:
         """A name for every trace: parameters, operation, group, and how many like it came before."""
-        bits, facts = self.plan.facts, self.plan.facts
+        facts = self.plan.facts
         keys: list[tuple] = []
         for site in self.engine.sites:
             equation = self.plan.equations[site.equation]
-            grads = bits.total[equation.invars[site.operand]].grads
+            grads = facts.total[equation.invars[site.operand]].grads
             names = tuple(p.name for p in facts.program.parameters if grads & facts.bit[p.invar])
             key = (names, equation.primitive.name, self.plan.groups[site.group].hidden_paths)
             keys.append((*key, sum(k[:3] == key for k in keys)))
@@ -77,13 +77,15 @@ class Traced:
         values = Values()
         for tree, state in self._objects():
             leaves = jax.tree.leaves(state.value)
-            variables = jax.tree.leaves(tree)
-            for v, x in zip(variables, leaves, strict=True):
+            for v, x in zip(jax.tree.leaves(tree), leaves, strict=True):
                 if jnp.shape(x) != v.aval.shape:
-                    raise _state_reshaped(self.info.invar_to_path(v), v.aval.shape, jnp.shape(x))
+                    raise _state_reshaped(self._path_of(state), v.aval.shape, jnp.shape(x))
                 values[v] = x
         parameters = [p.invar for p in self.info.program.parameters]
         return values.pick(parameters), values.pick(v for v in values if v not in set(parameters))
+
+    def _path_of(self, state: brainstate.State) -> Path:
+        return next((p for p, s in self.model.states().items() if s is state), ('<outside>',))
 
     def write(self, states: Values) -> None:
         """Put new values into the model's states."""
@@ -143,8 +145,3 @@ def _state_reshaped(path: Path, compiled: tuple, got: tuple) -> CompilationError
             'learner.reset_state(batch_size=...) to change the batch, or compile again',
         )
     )
-
-
-def variables_of(tree: Any) -> list[Var]:
-    """All variables of a tree of variables."""
-    return jax.tree.leaves(tree)
