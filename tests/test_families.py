@@ -490,6 +490,25 @@ def test_a_program_that_mixes_is_cut_to_its_diagonal(name):
     assert np.diag(local).all()
 
 
+LEAVES_NOTHING = {
+    'stacked rounds are the state': lambda h: lax.scan(lambda c, x: (c + x, c + x), 0.0, h)[1],
+    'stacked rounds of a branch': lambda h: lax.cond(
+        h.sum() > 0, lambda h: lax.scan(lambda c, x: (c + x, c * x), 0.0, h)[1], lambda h: h[::-1], h
+    ),
+    'stacked rounds of rounds': lambda h: lax.scan(
+        lambda c, _: (c, lax.scan(lambda c, x: (c + x, c + x), 0.0, h)[1]), 0.0, None, length=1
+    )[1][0],
+    'a shift': lambda h: jnp.concatenate([jnp.zeros(1), h[:-1]]),
+}
+
+
+@pytest.mark.parametrize('name', LEAVES_NOTHING)
+def test_a_program_that_only_mixes_is_cut_whole(name):
+    _, local, full = positions_of(LEAVES_NOTHING[name], H)
+    assert full[~np.eye(4, dtype=bool)].any()
+    assert not local[~np.eye(4, dtype=bool)].any()
+
+
 def primitive(name, fn):
     """A primitive with a derivative and no rule in the table."""
     p = Primitive(name)

@@ -21,6 +21,16 @@ from .analysis.sites import HiddenParamOpRelation
 from .engine.executor import ETraceGraphExecutor, SiteJacobian
 from .errors import CompilationError, NotSupportedError
 from .frontends.brainstate import ModuleInfo, extract_module_info
+from .learner import (
+    BPTT,
+    D_RTRL,
+    TBPTT,
+    EligibilityTrace,
+    Learner,
+    MultiStepData,
+    SingleStepData,
+    compile,
+)
 from .ops import (
     conv,
     einsum,

@@ -101,12 +101,13 @@ class CreditAnalysis:
         bit = self.facts.bit[parameter.invar]
         if not self._all_results & bit:
             return 'none', 'no differentiable path to a state or an output'
-        reached = [g for g in range(len(self.groups)) if self._live_groups[g] and self._new[g] & bit]
+        met = [g for g in range(len(self.groups)) if self._new[g] & bit]
+        reached = [g for g in met if self._live_groups[g]]
         others = [o for o in self._live_others if self._grads([o.outvar]) & bit]
         if not reached and not others:
             return 'exact', 'acts on outputs of its own step only'
         lost = [f'cut at {_where(c)}: {c.reason}' for g in reached for c in self._cuts(g, bit)]
-        lost += [leak for g in reached if (leak := self._leaks[g])]
+        lost += [leak for g in met if (leak := self._leaks[g])]
         lost += [f'feeds {path_name(o.path)}, which is not a hidden state' for o in others]
         sites = [s for s in self.sites if parameter in s.parameters]
         carried = [g for s in sites for g in s.hidden_groups if self._remembers[g.index]]

@@ -151,7 +151,10 @@ def different_layers(a: Path, b: Path) -> bool:
 
 
 def group_hidden(facts: Facts) -> list[tuple[Hidden, ...]]:
-    """Sort the hidden states of a program into groups, in the program's order."""
+    """Sort the hidden states of a program into groups, in the program's order.
+
+    State a joins state b when its value, old or new, reaches the new b position by position.
+    """
     hidden = facts.program.hidden
     links: list[tuple[int, int]] = []
     for b, target in enumerate(hidden):
@@ -160,13 +163,19 @@ def group_hidden(facts: Facts) -> list[tuple[Hidden, ...]]:
             continue
         through = tuple(h for h in hidden if _may_join(h, target))
         found = facts.positions(tuple(hidden[a] for a in mates), (target,), through)
-        links += [(a, b) for a in mates if a != b and hidden[a].invar in found.labels]
+        links += [(a, b) for a in mates if a != b and _stays(hidden[a], found)]
     groups = [frozenset({i}) for i in range(len(hidden))]
     for link in links:
         merged = group_merging([*groups, set(link)])
         if all(_may_join(hidden[a], hidden[b]) for g in merged for a, b in combinations(sorted(g), 2)):
             groups = merged
     return [tuple(hidden[i] for i in sorted(g)) for g in sorted(groups, key=min)]
+
+
+def _stays(state: Hidden, found: Positions) -> bool:
+    """True if the state, old or new, reaches the target at its own position."""
+    labels = [found.labels.get(v) for v in (state.invar, state.outvar)]
+    return any(x is not None and bool((x == state.positions).any()) for x in labels)
 
 
 def _may_join(a: Hidden, b: Hidden) -> bool:

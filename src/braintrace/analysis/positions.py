@@ -272,7 +272,7 @@ class _Pass:
         carry_bits, _ = carry_fixpoint(scan.body, bits[:a], bits[a:b], bits[b:])
         carry = list(outs[: scan.num_carry])
         results = list(zip(eqn.outvars, outs, strict=True))[scan.num_carry :]
-        stacked = [self.over_rounds(i, v, labels) for v, labels in results]
+        stacked = [self.over_rounds(v, labels) for v, labels in results]
         while True:
             inner = self.body(scan.body, [*bits[:a], *carry_bits, *bits[b:]], self.opaque)
             invars = inner.jaxpr.invars
@@ -290,8 +290,7 @@ class _Pass:
                 labels[k] = np.broadcast_to(labels[k], eqn.invars[k].aval.shape)
         return labels
 
-
-    def over_rounds(self, i: int, v: Var, labels: Labels) -> Labels:
+    def over_rounds(self, v: Var, labels: Labels) -> Labels:
         """One label for all rounds of a loop; elements that reach another position each round are cut."""
         if labels is None or labels.ndim == 0:
             return labels
@@ -302,9 +301,6 @@ class _Pass:
         mask = np.broadcast_to(parted, labels.shape)
         for j, k in self.reading[v]:
             self.cut(j, k, mask, PARTED)
-        if v in self.starts:
-            bits = of(self.env, v)
-            self.out.found.append(Cut(self.jaxpr.eqns[i], 0, PARTED, bits, int(mask.sum())))
         return np.where(parted, NONE, joined).astype(np.int32)
 
 

@@ -9,6 +9,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from ..analysis.graph import ETraceGraph
 from ..compat import evaluate, is_var
@@ -17,11 +18,14 @@ from ..engine.plan import Values
 from ..engine.sequence import Solved
 from ..errors import CompilationError, three_parts
 from ..program import Path
+from ..rules import BPTT as BPTT_RULE
 from ..rules import Rule
+from .check import GradientCheck, MemoryPlan, compare
 from .data import EligibilityTrace, SingleStepData
 from .traced import Traced
 
-_MOST_PROGRAMS = 8
+_MOST_PROGRAMS = 16
+_BLOCK = 20
 
 
 class Learner(brainstate.nn.Module):
@@ -54,6 +58,8 @@ class Learner(brainstate.nn.Module):
         self._start: dict[Path, Any] = {}
         self._programs: dict[tuple, tuple] = {}
         self._calls: list[int] | None = None
+        self._optimizers: dict[Any, brainstate.State] = {}
+        self._example: tuple = ()
 
     # ------------------------------------------------------------ compiling
 
@@ -61,6 +67,7 @@ class Learner(brainstate.nn.Module):
         """Compile the model for example inputs of one step; its current states are where a fresh sequence starts."""
         self.executor.compile_graph(*args)
         self._programs.clear()
+        self._example = args
         self.traces = {}
         self._start = {
             path: state.value
@@ -148,9 +155,29 @@ class Learner(brainstate.nn.Module):
         ``step_fn(*slices)`` calls the learner and returns a scalar loss (or ``(loss, aux)``). ``mask`` (T,)
         weights the losses; 'mean' divides by max(Σ mask, 1). ``fresh=True``: the sequence is whole, so states
         start from where they were compiled and no trace is wanted after. ``weights`` selects parameters by path.
+        With ``return_value`` the losses follow, with ``has_aux`` the auxiliary values, stacked over time.
         """
-        _check_choice('reduction', reduction, ('mean', 'sum'))
         _check_choice('loss_output', loss_output, ('per_step', 'reduced'))
+        traced, solved, cotangents = self._solve(sequences, step_fn, mask, reduction, fresh, self.rule)
+        if self.check_finite:
+            _check_finite(traced, solved)
+        traced.write(solved.states)
+        self._write_traces(traced, solved.traces, fresh)
+        gradients = traced.gradients_by_path(solved.gradients)
+        if weights is not None:
+            gradients = {tuple(p): gradients[tuple(p)] for p in weights}
+        losses = solved.losses if loss_output == 'per_step' else _weighted(solved.losses, cotangents)
+        results: tuple = (gradients, losses) if return_value else (gradients,)
+        if has_aux:
+            columns = [solved.aux[v] for v in traced.plan.program.outputs[1:]]
+            results = (*results, traced.outputs([solved.losses, *columns])[1])
+        return results if len(results) > 1 else results[0]
+
+    def _solve(
+        self, sequences: tuple, step_fn: Callable, mask: Any, reduction: str, fresh: bool, rule: Rule
+    ) -> tuple[Traced, Solved, jax.Array]:
+        """Run a sequence; nothing is written yet."""
+        _check_choice('reduction', reduction, ('mean', 'sum'))
         length = _length(sequences)
         mask = jnp.ones(length) if mask is None else jnp.asarray(mask, jnp.result_type(float))
         if mask.shape != (length,):
@@ -161,39 +188,161 @@ class Learner(brainstate.nn.Module):
                     f'an array of shape ({length},)',
                 )
             )
-        scale = jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else 1.0
-        traced, solve = self._program(step_fn, sequences, has_aux, fresh)
+        cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
+        traced, solve = self._program(step_fn, sequences, fresh, rule)
         parameters, states = traced.read()
-        if fresh:
-            states = self._restarted(traced, states)
+        states = self._restarted(traced, states) if fresh else states
         traces = self._read_traces(traced, fresh)
-        solved: Solved = solve(parameters, states, traces, self._inputs(traced, sequences), mask / scale)
-        if self.check_finite:
-            _check_finite(traced, solved)
+        inputs = Values(zip(traced.info.program.inputs, map(jnp.asarray, jax.tree.leaves(sequences)), strict=True))
+        return traced, solve(parameters, states, traces, inputs, cotangents), cotangents
+
+    def etrace_evolve(self, *sequences: Any, return_outputs: bool = False) -> Any:
+        """Advance states and traces along a sequence without a loss; the model's outputs if asked for."""
+        _length(sequences)
+        traced, _ = self._step_program(jax.tree.map(lambda x: jnp.asarray(x)[0], sequences))
+        key = ('evolve', traced)
+        if key not in self._programs:
+            block = self.block or _BLOCK
+            self._programs[key] = (
+                traced,
+                jax.jit(lambda *a: traced.engine.evolve(*a, min(block, _length(jax.tree.leaves(a[-1]))))),
+            )
+        parameters, states = traced.read()
+        traces = self._read_traces(traced, fresh=False)
+        inputs = Values(zip(traced.info.program.inputs, map(jnp.asarray, jax.tree.leaves(sequences)), strict=True))
+        solved = self._programs[key][1](parameters, states, traces, inputs)
         traced.write(solved.states)
-        self._write_traces(traced, solved.traces, fresh)
-        gradients = traced.gradients_by_path(solved.gradients)
-        if weights is not None:
-            gradients = {tuple(p): gradients[tuple(p)] for p in weights}
-        value = solved.losses if loss_output == 'per_step' else jnp.sum(solved.losses * mask) / scale
-        results: tuple = (gradients, value) if return_value else (gradients,)
-        if has_aux:
-            columns = [solved.aux[v] for v in traced.plan.program.outputs[1:]]
-            results = (*results, traced.outputs([solved.losses, *columns])[1])
-        return results if len(results) > 1 else results[0]
+        self._write_traces(traced, solved.traces, fresh=False)
+        if return_outputs:
+            return traced.outputs([solved.aux[v] for v in traced.plan.program.outputs])
+        return None
+
+    def etrace_online(
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        optimizer: Any,
+        update_every: int = 1,
+        mask: Any = None,
+    ) -> jax.Array:
+        """Train along a sequence: weights change every ``update_every`` steps inside the compiled loop.
+
+        ``optimizer``: one of braintools, or any optax transformation. A masked step neither teaches nor, if all
+        steps since the last update are masked, updates. Returns the loss of every step.
+        """
+        length = _length(sequences)
+        if length % update_every:
+            raise ValueError(
+                three_parts(
+                    f'{length} steps with update_every={update_every}',
+                    'weights change after each whole group of steps',
+                    'a sequence whose length is a multiple of update_every',
+                )
+            )
+        mask = jnp.ones(length) if mask is None else jnp.asarray(mask, jnp.result_type(float))
+        first = jax.tree.map(lambda x: jnp.asarray(x)[:update_every], sequences)
+        traced, solve = self._program(step_fn, first, False, self.rule)
+        self._read_traces(traced, fresh=False)
+        apply = self._optimizer(optimizer)
+
+        def one(window: tuple, weights: jax.Array) -> jax.Array:
+            parameters, states = traced.read()
+            inputs = Values(zip(traced.info.program.inputs, jax.tree.leaves(window), strict=True))
+            solved = solve(parameters, states, self._read_traces(traced, fresh=False), inputs, weights)
+            traced.write(solved.states)
+            self._write_traces(traced, solved.traces, fresh=False)
+            apply(traced.gradients_by_path(solved.gradients), jnp.any(weights != 0))
+            return solved.losses
+
+        key = ('online', traced, optimizer, update_every)
+        if key not in self._programs:
+            loop = brainstate.transform.jit(lambda xs, w: brainstate.transform.for_loop(one, xs, w))
+            self._programs[key] = (traced, loop)
+        windows = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, update_every, *jnp.shape(x)[1:]), sequences)
+        return self._programs[key][1](windows, mask.reshape(-1, update_every)).reshape(-1)
+
+    def _optimizer(self, optimizer: Any) -> Callable[[dict, jax.Array], None]:
+        """How to apply gradients; the optimiser's own state lives in states, so that loops carry it."""
+        parameters = self.param_states
+        if isinstance(optimizer, optax.GradientTransformation):
+            if optimizer not in self._optimizers:
+                values = {path: state.value for path, state in parameters.items()}
+                self._optimizers[optimizer] = brainstate.ShortTermState(optimizer.init(values))
+            held = self._optimizers[optimizer]
+            states = [held]
+
+            def update(gradients: dict) -> None:
+                values = {path: state.value for path, state in parameters.items()}
+                changes, held.value = optimizer.update(gradients, held.value, values)
+                for path, value in optax.apply_updates(values, changes).items():
+                    parameters[path].value = value
+        else:
+            if not optimizer.param_states:
+                optimizer.register_trainable_weights(self.model.states(brainstate.ParamState))
+            states = list(brainstate.graph.states(optimizer).values()) if hasattr(brainstate.graph, 'states') else []
+            update = optimizer.update
+
+        def apply(gradients: dict, wanted: jax.Array) -> None:
+            moving = [*parameters.values(), *states]
+            before = [state.value for state in moving]
+            update(gradients)
+            for state, old in zip(moving, before, strict=True):
+                state.value = jax.tree.map(lambda a, b: jnp.where(wanted, a, b), state.value, old)
+
+        return apply
+
+    def gradient_check(self, *sequences: Any, step_fn: Callable[..., Any], **options: Any) -> GradientCheck:
+        """Compare this rule's gradient of a fresh sequence with BPTT's; states stay as they were."""
+        results = []
+        for rule in (self.rule, BPTT_RULE):
+            chosen = {'mask': None, 'reduction': 'mean', **options}
+            traced, solved, _ = self._solve(sequences, step_fn, chosen['mask'], chosen['reduction'], True, rule)
+            results.append({p.name: solved.gradients[p.invar] for p in traced.info.program.parameters})
+        classes = {r.context['name']: r.context['credit'] for r in self.report.credits}
+        mine, exact = results
+        rows = tuple(compare(name, classes.get(name, 'none'), mine[name], exact[name]) for name in mine)
+        return GradientCheck(self.rule.name, rows)
+
+    def memory_plan(self, steps: int) -> MemoryPlan:
+        """Bytes that a sequence of the compiled inputs needs, one way and another, before any is allocated."""
+
+        def step_fn(*xs: Any) -> jax.Array:
+            leaves = [x for x in jax.tree.leaves(self(*xs)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+            return sum(jnp.sum(jnp.abs(x) ** 2) for x in leaves)
+
+        traced = self._trace(step_fn, self._example)
+        engine = traced.engine
+        parameters, states = jax.eval_shape(lambda: traced.read())
+        stack = lambda v: jax.ShapeDtypeStruct((steps, *v.aval.shape), v.aval.dtype)
+        inputs = Values((v, stack(v)) for v in traced.info.program.inputs)
+        weights = jax.ShapeDtypeStruct((steps,), jnp.result_type(float))
+        traces = jax.eval_shape(engine.init_traces)
+        block = min(self.block or _BLOCK, steps)
+
+        def temporary(run: Callable, *args: Any) -> int:
+            found = jax.jit(run).lower(*args).compile().memory_analysis()
+            return int(found.temp_size_in_bytes + found.output_size_in_bytes)
+
+        return MemoryPlan(
+            steps,
+            dict(zip(traced.trace_keys, (t.size * t.dtype.itemsize for t in traces), strict=True)),
+            temporary(lambda *a: engine.one_pass(*a, block), parameters, states, traces, inputs, weights),
+            temporary(lambda *a: engine.two_pass(*a, block), parameters, states, inputs, weights),
+            temporary(lambda *a: engine.windows(*a, steps), parameters, states, inputs, weights),
+        )
 
     # ------------------------------------------------------------ programs
 
-    def _program(self, step_fn: Callable, sequences: tuple, has_aux: bool, fresh: bool) -> tuple[Traced, Callable]:
+    def _program(self, step_fn: Callable, sequences: tuple, fresh: bool, rule: Rule) -> tuple[Traced, Callable]:
         """The traced step and its compiled solver; made once for each step_fn and shape."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), sequences)
         leaves, structure = jax.tree.flatten(shapes)
-        key = (step_fn, structure, tuple((x.shape, x.dtype) for x in leaves), has_aux, fresh, self._state_shapes())
+        key = (step_fn, structure, tuple((x.shape, x.dtype) for x in leaves), fresh, rule, self._state_shapes())
         if key not in self._programs:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
             traced = self._trace(step_fn, jax.tree.map(lambda x: x[0], sequences))
-            self._programs[key] = (traced, jax.jit(self._solver(traced, fresh)))
+            self._programs[key] = (traced, jax.jit(self._solver(traced, fresh, rule)))
         return self._programs[key]
 
     def _state_shapes(self) -> tuple:
@@ -216,21 +365,19 @@ class Learner(brainstate.nn.Module):
             self._calls = None
         return traced
 
-    def _solver(self, traced: Traced, fresh: bool) -> Callable[..., Solved]:
-        engine, window = traced.engine, self.rule.window
+    def _solver(self, traced: Traced, fresh: bool, rule: Rule) -> Callable[..., Solved]:
+        engine, window = traced.engine, rule.window
 
         def solve(parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array) -> Solved:
             length = len(weights)
             if window is not None:
                 return engine.windows(parameters, states, inputs, weights, window or length)
+            block = min(self.block or _BLOCK, length)
             if fresh:
-                return engine.two_pass(parameters, states, inputs, weights, min(self.block or 20, length))
-            return engine.one_pass(parameters, states, traces, inputs, weights, min(self.block or 20, length))
+                return engine.two_pass(parameters, states, inputs, weights, block)
+            return engine.one_pass(parameters, states, traces, inputs, weights, block)
 
         return solve
-
-    def _inputs(self, traced: Traced, sequences: tuple) -> Values:
-        return Values(zip(traced.info.program.inputs, map(jnp.asarray, jax.tree.leaves(sequences)), strict=True))
 
     # ------------------------------------------------------------ states and traces
 
@@ -328,6 +475,10 @@ def _no_tangent(tree: Any) -> Any:
         return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
 
     return jax.tree.map(zero, tree)
+
+
+def _weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(weights == 0, 0.0, losses) * weights)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

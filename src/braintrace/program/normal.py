@@ -1,7 +1,8 @@
 """Normal form: calls inlined everywhere, dead equations dropped.
 
 ``jit``, ``remat`` and every other plain call disappear; ``scan``, ``while``, ``cond`` and the
-custom-derivative calls stay, with bodies in normal form. Derivatives and values do not change.
+custom-derivative calls stay, with bodies in normal form. Results of a scan leave a program by way
+of a copy, so that there is an operand to cut. Derivatives and values do not change.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ..compat import (
     Var,
     close,
     consts_of,
+    copy_equation,
     inlined,
     is_var,
     make_jaxpr,
@@ -36,11 +38,19 @@ def normal_form(closed: ClosedJaxpr) -> ClosedJaxpr:
     equations: list[Equation] = []
     for eqn in jaxpr.eqns:
         _emit(eqn, names, consts, equations)
-    outvars = [_read(names, v) for v in jaxpr.outvars]
+    outvars = _copied(equations, [_read(names, v) for v in jaxpr.outvars])
     equations = drop_dead(equations, outvars)
     used = {v for eqn in equations for v in eqn.invars if is_var(v)} | {v for v in outvars if is_var(v)}
     consts = {v: c for v, c in consts.items() if v in used}
     return close(make_jaxpr(list(consts), jaxpr.invars, outvars, equations, like=jaxpr), list(consts.values()))
+
+
+def _copied(equations: list[Equation], outvars: list[Atom]) -> list[Atom]:
+    """Outputs of which those made by a scan are copies."""
+    scanned = {v: new_var(v.aval) for eqn in equations if structure(eqn) == 'scan' for v in eqn.outvars}
+    copies = {v: scanned[v] for v in outvars if is_var(v) and v in scanned}
+    equations += [copy_equation(v, copy) for v, copy in copies.items()]
+    return [_read(copies, v) for v in outvars]
 
 
 def drop_dead(equations: list[Equation], outvars: list[Atom]) -> list[Equation]:

@@ -1,0 +1,75 @@
+"""Learners by rule, and the one call that makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+
+from .. import rules
+from ..errors import three_parts
+from .base import Learner
+
+
+class D_RTRL(Learner):
+    """One trace for each weight, carried through each position's own states."""
+
+    rule = rules.D_RTRL
+
+
+class BPTT(Learner):
+    """Plain backpropagation through the whole sequence: the baseline."""
+
+    rule = rules.BPTT
+
+
+class TBPTT(Learner):
+    """Backpropagation inside windows of k steps, nothing across them."""
+
+    def __init__(self, model: brainstate.nn.Module, k: int = 20, **options: Any):
+        super().__init__(model, **options)
+        self.rule = rules.tbptt(k)
+
+
+RULES: dict[str, type[Learner]] = {'d_rtrl': D_RTRL, 'bptt': BPTT, 'tbptt': TBPTT}
+
+
+def compile(
+    model: brainstate.nn.Module,
+    rule: str | type[Learner],
+    *example_inputs: Any,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    verbose: int = 0,
+    **options: Any,
+) -> Learner:
+    """Initialise a model's states, compile it, and give it a learning rule.
+
+    ``rule`` is a learner class or its name in any case. ``options`` go to the learner.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp
+    >>> net = brainstate.nn.GRUCell(3, 4)
+    >>> learner = braintrace.compile(net, 'D_RTRL', jnp.ones((2, 3)), batch_size=2)
+    >>> xs = jnp.ones((5, 2, 3))
+    >>> gradients = learner.etrace_grad(xs, step_fn=lambda x: jnp.mean(learner(x) ** 2), fresh=True)
+    >>> gradients['Wh', 'weight']['weight'].shape
+    (7, 4)
+    """
+    kind = RULES.get(rule.lower()) if isinstance(rule, str) else rule
+    if not (isinstance(kind, type) and issubclass(kind, Learner)):
+        raise ValueError(
+            three_parts(f'rule={rule!r}', 'there is no such rule', f'one of {", ".join(map(repr, RULES))}')
+        )
+    if seed is not None:
+        brainstate.random.seed(seed)
+    brainstate.nn.init_all_states(model, **({} if batch_size is None else {'batch_size': batch_size}))
+    try:
+        learner = kind(model, **options)
+    except TypeError as error:
+        raise TypeError(
+            three_parts(f'compile(..., {kind.__name__}, {options})', str(error), f'options of {kind.__name__} only')
+        ) from error
+    learner.compile_graph(*example_inputs)
+    if verbose:
+        learner.report.show()
+    return learner
