@@ -24,12 +24,15 @@ from .frontends.brainstate import ModuleInfo, extract_module_info
 from .learner import (
     BPTT,
     D_RTRL,
+    ES_D_RTRL,
     TBPTT,
     EligibilityTrace,
+    GradientCheck,
     Learner,
-    MultiStepData,
+    MemoryPlan,
     SingleStepData,
     compile,
+    pp_prop,
 )
 from .ops import (
     conv,

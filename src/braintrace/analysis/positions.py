@@ -32,7 +32,7 @@ from ..program.slicing import Cuts
 from .dependence import Bits, carry_fixpoint, flow, of
 from .families import TABLE, Const, Rule, elementwise, mixing
 from .labels import CONFLICT, NONE, Labels, gather_back, join, join_over
-from .probe import is_elementwise
+from .probe import confirmed, is_elementwise
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,8 @@ class _Pass:
         (sub,) = sub_programs(eqn)
         inner = self.body(sub.jaxpr, self.bits(eqn.invars), opaque=True)
         inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)))
-        return [inner.out.labels.get(v) for v in inner.jaxpr.invars]
+        labels = [inner.out.labels.get(v) for v in inner.jaxpr.invars]
+        return labels if self.opaque else confirmed(eqn, outs, labels)
 
     def enter(self, i: int, key: tuple, inner: _Pass) -> None:
         if not self.opaque:

@@ -1,18 +1,24 @@
-"""A numerical probe for primitives without a rule: does element e reach only element e?
+"""Numerical probes where no rule tells what reaches what.
 
-The reverse derivative is asked, not the value, since a spike does not move under a small change.
-Cotangents select the elements whose index has a given bit; no gradient may appear elsewhere.
+For primitives without a rule: does element e reach only element e? The reverse derivative is asked,
+not the value, since a spike does not move under a small change. Cotangents select the elements whose
+index has a given bit; no gradient may appear elsewhere. For calls with a derivative of their own:
+does that derivative reach further than the body of the call?
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..compat import Equation, evaluate_equation, is_differentiable
+from .labels import CONFLICT, NONE, Labels
 
-_LIMIT = 1 << 16
+_LIMIT, _LARGE = 1 << 16, 1 << 22
 
 
 def is_elementwise(eqn: Equation) -> bool:
@@ -33,7 +39,8 @@ def is_elementwise(eqn: Equation) -> bool:
         return False
 
 
-def _probe(eqn: Equation, moved: list[int], shape: tuple[int, ...], size: int, seed: int) -> bool:
+def _pull_back(eqn: Equation, moved: list[int], results: list[int], seed: int) -> Callable[[list[Any]], list[Any]]:
+    """The reverse derivative of some results by some operands, at random values."""
     draw = np.random.default_rng(seed)
     values = [
         jnp.asarray(draw.uniform(0.1, 0.9, v.aval.shape), v.aval.dtype)
@@ -42,21 +49,58 @@ def _probe(eqn: Equation, moved: list[int], shape: tuple[int, ...], size: int, s
         for k, v in enumerate(eqn.invars)
     ]
 
-    def run(*operands: jax.Array) -> jax.Array:
+    def run(operands: list[jax.Array]) -> list[jax.Array]:
         filled = list(values)
         for k, operand in zip(moved, operands, strict=True):
             filled[k] = operand
-        return evaluate_equation(eqn, filled)[0]
+        out = evaluate_equation(eqn, filled)
+        return [out[i] for i in results]
 
-    _, pull = jax.vjp(run, *(values[k] for k in moved))
+    _, pull = jax.vjp(run, [values[k] for k in moved])
+    return lambda cotangents: pull(
+        [jnp.asarray(c, eqn.outvars[i].aval.dtype) for i, c in zip(results, cotangents, strict=True)]
+    )[0]
+
+
+def _probe(eqn: Equation, moved: list[int], shape: tuple[int, ...], size: int, seed: int) -> bool:
+    pull = _pull_back(eqn, moved, [0], seed)
     index = np.arange(size).reshape(shape)
     touched = False
     for bit in range(max(size - 1, 1).bit_length()):
         for side in (0, 1):
             chosen = (index >> bit & 1) == side
-            for grad in pull(jnp.asarray(chosen, eqn.outvars[0].aval.dtype)):
+            for grad in pull([chosen]):
                 moved_elements = np.asarray(grad) != 0
                 touched |= bool(moved_elements.any())
                 if (moved_elements & ~chosen).any():
                     return False
     return touched
+
+
+def confirmed(eqn: Equation, outs: list[Labels], operands: list[Labels]) -> list[Labels]:
+    """Operand labels of a call with its own derivative: CONFLICT where that contradicts its body.
+
+    With cotangents at half of the positions only, every gradient must be what it was with all of
+    them if its own position is among them, and zero if not.
+    """
+    results = [i for i, out in enumerate(outs) if out is not None and is_differentiable(eqn.outvars[i])]
+    moved = [k for k, labels in enumerate(operands) if labels is not None and is_differentiable(eqn.invars[k])]
+    if not results or not moved or sum(v.aval.size for v in eqn.invars) > _LARGE:
+        return operands
+    given, found = [outs[i] for i in results], list(operands)
+    positions = 1 + max(int(x.max()) for x in given if x is not None)
+    try:
+        with jax.ensure_compile_time_eval():
+            pull = _pull_back(eqn, moved, results, 0)
+            draw = np.random.default_rng(0)
+            cotangents = [np.where(x == NONE, 0, draw.uniform(0.5, 1, x.shape)) for x in given if x is not None]
+            every = [np.asarray(g) for g in pull(cotangents)]
+            for chosen in draw.permuted(np.arange(4 * positions).reshape(4, positions) % 2 == 0, axis=1):
+                some = pull([c * chosen[x] for c, x in zip(cotangents, given, strict=True)])
+                for k, full, part in zip(moved, every, some, strict=True):
+                    wanted = np.where((operands[k] != NONE) & chosen[operands[k]], full, 0)
+                    wrong = ~np.isclose(part, wanted, rtol=1e-2, atol=1e-6) & np.isfinite(full)
+                    found[k] = np.where(wrong & (operands[k] != CONFLICT), CONFLICT, found[k]).astype(np.int32)
+    except Exception:  # noqa: BLE001 - a derivative that fails here fails in training too, and says so there
+        return operands
+    return found

@@ -6,13 +6,15 @@ the position that each element of y reaches, and so every carrier keeps y's own 
     Product      (y, s, c)       dense layers, einsum, grouped: a weight meets one element of y a row of x
     Elementwise  (y, s)          bias, gain, threshold, time constant, scalars
     Full         (p, s, w)       anything else: the whole influence of w on every position p
+    Factorised   x and (y, s)    pp_prop: input and state traces apart, memory linear in neurons
 """
 
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +84,21 @@ class _Site:
         results = evaluate_equation(self.equation, values)
         return results[self.equation.outvars.index(self.result)]
 
+    def slopes(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
+        """∂y/∂w of every element of y and step."""
+        weight = fixed[self.operand]
+
+        def slope(step: Operands) -> jax.Array:
+            return jax.jvp(lambda w: self.run({**fixed, **step}, w), (weight,), (jnp.ones_like(weight),))[1]
+
+        return jax.vmap(slope, axis_size=length)(steps)
+
+    def spread(self, y_bar: jax.Array) -> jax.Array:
+        """Sum what elements of y say about the element of w they share."""
+        broadcast = lambda w: jnp.broadcast_to(w, self.result.aval.shape)
+        _, pull = jax.vjp(broadcast, jnp.zeros(self.weight.shape, y_bar.dtype))
+        return pull(y_bar)[0]
+
 
 @dataclass(frozen=True)
 class Elementwise(_Site):
@@ -92,22 +109,14 @@ class Elementwise(_Site):
         return (*self.result.aval.shape, self.states)
 
     def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
-        weight = fixed[self.operand]
-
-        def slope(step: Operands) -> jax.Array:
-            return jax.jvp(lambda w: self.run({**fixed, **step}, w), (weight,), (jnp.ones_like(weight),))[1]
-
-        slopes = jax.vmap(slope, axis_size=len(rows))(steps)
-        return jnp.einsum('t...s,t...->...s', rows, slopes.astype(rows.dtype))
+        slopes = self.slopes(fixed, steps, len(rows)).astype(rows.dtype)
+        return jnp.einsum('t...s,t...->...s', rows, slopes)
 
     def advance(self, trace: jax.Array, product: jax.Array) -> jax.Array:
         return jnp.einsum('...sr,...r->...s', self.at_result(product, 2), trace)
 
     def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
-        y_bar = jnp.einsum('...s,...s->...', self.at_result(gamma, 1), trace)
-        spread = lambda w: jnp.broadcast_to(w, self.result.aval.shape)
-        _, pull = jax.vjp(spread, jnp.zeros(self.weight.shape, y_bar.dtype))
-        return pull(y_bar)[0]
+        return self.spread(jnp.einsum('...s,...s->...', self.at_result(gamma, 1), trace))
 
 
 @dataclass(frozen=True)
@@ -180,6 +189,97 @@ class Full(_Site):
 
     def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
         return jnp.einsum('ps,ps...->...', gamma.reshape(self._places, self.states), trace)
+
+
+class FactorTrace(NamedTuple):
+    """ε_x, ε_f and the number of steps they have seen."""
+
+    x: jax.Array
+    f: jax.Array
+    steps: jax.Array
+
+
+@dataclass(frozen=True)
+class Factorised(_Site):
+    """Input and state traces apart, each with its own decay α.
+
+        ε_x = α_x ε_x + x_t        ε_f = α_f D_t ε_f + (1 - α_f) ∂h_t/∂y_t
+        gradient_t = (L_t · ε_f) ⊗ ε_x / (1 - α_f^t)
+
+    An element-wise parameter has x = 1 and ∂h/∂y taken through to the parameter.
+    """
+
+    data: int | None
+    decay: tuple[float, float]
+
+    def init(self) -> FactorTrace:
+        """Traces of a fresh sequence."""
+        x = () if self.data is None else self.equation.invars[self.data].aval.shape
+        dtype = self.result.aval.dtype
+        f = jnp.zeros((*self.result.aval.shape, self.states), dtype)
+        return FactorTrace(jnp.zeros(x, dtype), f, jnp.zeros((), jnp.int32))
+
+    def block(
+        self,
+        trace: FactorTrace,
+        fixed: Operands,
+        steps: Operands,
+        rows: jax.Array,
+        jacobians: jax.Array,
+        signals: jax.Array,
+        reads: jax.Array,
+    ) -> tuple[FactorTrace, jax.Array]:
+        """The traces after a block, and the gradient of w in it; ``rows`` (t, y, s) = ∂h_t/∂y_t."""
+        decay_x, decay_f = self.decay
+        if self.data is None:
+            rows = rows * self.slopes(fixed, steps, len(rows))[..., None].astype(rows.dtype)
+            inputs = jnp.ones(len(rows), rows.dtype)
+        else:
+            inputs = steps[self.data].astype(rows.dtype)
+
+        def step(old: FactorTrace, at: tuple) -> tuple:
+            x, row, jacobian = at
+            kept = jnp.einsum('...sr,...r->...s', self.at_result(jacobian, 2), old.f)
+            new = FactorTrace(decay_x * old.x + x, decay_f * kept + (1 - decay_f) * row, old.steps + 1)
+            return new, (old, new)
+
+        last, (before, after) = jax.lax.scan(step, trace, (inputs, rows, jacobians))
+        gradient = self._product(fixed, steps, after, signals) + self._product(fixed, steps, before, reads)
+        return last, gradient
+
+    def _product(self, fixed: Operands, steps: Operands, trace: FactorTrace, signals: jax.Array) -> jax.Array:
+        """Σ_t (signal_t · ε_f) ⊗ ε_x, corrected for the traces' start."""
+        correction = 1 - self.decay[1] ** trace.steps.astype(signals.dtype)
+        scale = jnp.where(trace.steps == 0, 0.0, 1 / jnp.where(trace.steps == 0, 1.0, correction))
+        at_y = jax.vmap(lambda s: self.at_result(s, 1))(signals)
+        y_bars = jnp.einsum('t...s,t...s,t->t...', at_y.astype(trace.f.dtype), trace.f, scale.astype(trace.f.dtype))
+        if self.data is None:
+            total = jnp.einsum('t...,t->...', y_bars, trace.x)
+            return self.spread(total)
+        moved = {**steps, self.data: trace.x.astype(steps[self.data].dtype)}
+
+        def block(w: Any) -> Any:
+            return jax.vmap(lambda step: self.run({**fixed, **step}, w), axis_size=len(y_bars))(moved)
+
+        y, pull = jax.vjp(block, fixed[self.operand])
+        return pull(y_bars.astype(y.dtype))[0]
+
+
+def factorised_for(
+    group: HiddenGroup,
+    equation: Equation,
+    operand: int,
+    result: Var,
+    positions: np.ndarray,
+    data: Sequence[int],
+    decay: tuple[float, float],
+) -> Factorised | None:
+    """A factorised carrier where the operation is a product of x and w or element-wise; None elsewhere."""
+    family = TABLE.get(equation.primitive.name)
+    if family is None or (family.kind == 'product' and len(data) != 1) or family.kind not in ('product', 'elementwise'):
+        return None
+    x = data[0] if family.kind == 'product' else None
+    return Factorised(group, equation, operand, result, positions, x, decay)
 
 
 def carrier_for(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..compat import Atom, Var, is_var
 from ..program import cut_inside
 from .block import (
+    Credit,
     constants,
     credit,
     credit_back,
@@ -23,11 +24,11 @@ from .block import (
     tap_operands,
     weight_gradients,
 )
-from .carriers import Carrier, carrier_for
+from .carriers import Carrier, Factorised, carrier_for, factorised_for
 from .plan import Plan, Values
 from .window import window_gradient
 
-Trace = list[jax.Array]
+Trace = list[Any]
 
 
 class Site(NamedTuple):
@@ -37,7 +38,7 @@ class Site(NamedTuple):
     operand: int
     result: Var
     group: int
-    carrier: Carrier
+    carrier: Carrier | Factorised
 
 
 class Solved(NamedTuple):
@@ -53,8 +54,15 @@ class Solved(NamedTuple):
 class Sequencer:
     """Solves sequences of one plan. Pure: states and traces go in and come out."""
 
-    def __init__(self, plan: Plan, aux: Sequence[Atom] = (), trace_dtype: Any = None):
+    def __init__(
+        self,
+        plan: Plan,
+        aux: Sequence[Atom] = (),
+        trace_dtype: Any = None,
+        decay: tuple[float, float] | None = None,
+    ):
         self.plan = plan
+        self.decay = decay
         self.aux = tuple(a for a in dict.fromkeys(a for a in aux if is_var(a)))
         self.trace_dtype = trace_dtype
 
@@ -69,16 +77,19 @@ class Sequencer:
                     for g, local in enumerate(plan.locals):
                         if v in local.taps:
                             equation = cut_inside(i, tap.equation, local.found.cuts)
-                            carrier = carrier_for(plan.groups[g], equation, k, v, local.found.labels[v])
-                            sites.append(Site(i, k, v, g, carrier))
+                            place = (plan.groups[g], equation, k, v, local.found.labels[v])
+                            factors = factorised_for(*place, tap.data, self.decay) if self.decay else None
+                            sites.append(Site(i, k, v, g, factors or carrier_for(*place)))
         return tuple(sites)
 
     def init_traces(self) -> Trace:
         """Traces of a fresh sequence."""
-        return [jnp.zeros(s.carrier.shape, self._dtype(s)) for s in self.sites]
-
-    def _dtype(self, site: Site) -> Any:
-        return self.trace_dtype or site.result.aval.dtype
+        return [
+            s.carrier.init()
+            if isinstance(s.carrier, Factorised)
+            else jnp.zeros(s.carrier.shape, self.trace_dtype or s.result.aval.dtype)
+            for s in self.sites
+        ]
 
     # ------------------------------------------------------------ drivers
 
@@ -143,7 +154,7 @@ class Sequencer:
         def one(carry: tuple, xs: Values) -> tuple:
             moving, traces = carry
             done = forward(self.plan, const, moving, xs)
-            traces = self._advance(const, done.steps, jacobians(self.plan, const, done.steps), traces)
+            traces = self._trace_only(const, done.steps, traces)
             extra = jax.vmap(lambda step: self.plan.compute(self.aux, const | step).pick(self.aux))(done.steps)
             return (done.states, traces), extra
 
@@ -165,7 +176,7 @@ class Sequencer:
         done = forward(self.plan, const, self._moving(states), one)
         here = self.plan.compute(self.plan.targets, const | Values((v, x[0]) for v, x in done.steps.items()))
         if traces:
-            traces = self._advance(const, done.steps, jacobians(self.plan, const, done.steps), traces)
+            traces = self._trace_only(const, done.steps, traces)
         targets = [here[v] for v in self.plan.targets]
         return targets, self._all(states, done.states), traces
 
@@ -178,8 +189,16 @@ class Sequencer:
         done = forward(plan, const, self._moving(states), Values((v, x[None]) for v, x in inputs.items()))
         found = credit(plan, const, done.steps, [c[None] for c in cotangents], ())
         _, gamma = credit_back(found, [jnp.zeros_like(s[0]) for s in found.signals])
-        total = _add(self._no_gradient(const), weight_gradients(plan, const, done.steps, found.results, []))
-        total = self._from_traces(total, traces, gamma) if traces else total
+        if not traces:
+            total = weight_gradients(plan, const, done.steps, found.results, [])
+            return self._pull(parameters, states, _add(self._no_gradient(const), total))
+        now = local_pull(plan, const, done.steps, found.signals) if self._factored else []
+        local = [
+            Values((v, -y) for v, y in bars.items() if (g, v) in self._factored) for g, bars in enumerate(now)
+        ]
+        total = weight_gradients(plan, const, done.steps, found.results, local)
+        total = self._from_traces(_add(self._no_gradient(const), total), traces, gamma)
+        _, total = self._advance(const, done.steps, found, traces, total)
         return self._pull(parameters, states, total)
 
     def windows(self, parameters: Values, states: Values, inputs: Values, weights: jax.Array, length: int) -> Solved:
@@ -218,33 +237,62 @@ class Sequencer:
         found = credit(plan, const, done.steps, [weights], self.aux)
         gammas, first = credit_back(found, [jnp.zeros_like(s[0]) for s in found.signals])
         local = local_pull(plan, const, done.steps, gammas)
+        if self.decay is not None:
+            now = local_pull(plan, const, done.steps, found.signals)
+            local = [
+                Values((v, -now[g][v] if (g, v) in self._factored else y) for v, y in bars.items())
+                for g, bars in enumerate(local)
+            ]
         total = _add(total, weight_gradients(plan, const, done.steps, found.results, local))
         total = self._from_traces(total, traces, first)
-        traces = self._advance(const, done.steps, found.jacobians, traces)
+        traces, total = self._advance(const, done.steps, found, traces, total)
         return (done.states, traces, total), (found.targets[0], found.aux)
+
+    @cached_property
+    def _factored(self) -> frozenset[tuple[int, Var]]:
+        return frozenset((s.group, s.result) for s in self.sites if isinstance(s.carrier, Factorised))
 
     def _from_traces(self, total: Values, traces: Trace, gamma: Sequence[jax.Array]) -> Values:
         """Add γ_0 · ε_0: what the block learned about everything before it."""
         for site, trace in zip(self.sites, traces, strict=True):
+            if isinstance(site.carrier, Factorised):
+                continue
             weight = self.plan.equations[site.equation].invars[site.operand]
             wide = trace.astype(site.result.aval.dtype)
             total = _add(total, {weight: site.carrier.gradient(wide, gamma[site.group]).astype(weight.aval.dtype)})
         return total
 
-    def _advance(self, const: Values, steps: Values, transitions: list[jax.Array], traces: Trace) -> Trace:
-        """ε after the block: P_0 ε_0 + Σ_t P_t ∂h_t/∂w."""
-        products = [remaining(d) for d in transitions]
-        rows = self._rows(const, steps, [p for p, _ in products])
+    def _advance(self, const: Values, steps: Values, found: Credit, traces: Trace, total: Values) -> tuple:
+        """Traces after the block, ε = P_0 ε_0 + Σ_t P_t ∂h_t/∂w; factorised ones give their gradient here."""
+        products = [remaining(d) for d in found.jacobians]
+        units = [jnp.broadcast_to(jnp.eye(d.shape[-1], dtype=d.dtype), d.shape) for d in found.jacobians]
+        exact = any(not isinstance(s.carrier, Factorised) for s in self.sites)
+        rows = self._rows(const, steps, [p for p, _ in products]) if exact else []
+        slopes = self._rows(const, steps, units) if self._factored else []
         operands = tap_operands(self.plan, const, steps)
         new = []
         for site, trace in zip(self.sites, traces, strict=True):
-            stacked = operands[site.equation]
+            g, stacked = site.group, operands[site.equation]
             invars = self.plan.equations[site.equation].invars
             fixed = {k: const[v] if is_var(v) else v.val for k, v in enumerate(invars) if k not in stacked}
-            inside = site.carrier.instantaneous(fixed, stacked, rows[site.group][site.result])
-            kept = site.carrier.advance(trace.astype(inside.dtype), products[site.group][1])
-            new.append((kept + inside).astype(trace.dtype))
-        return new
+            if isinstance(site.carrier, Factorised):
+                at = (slopes[g][site.result], found.jacobians[g], found.signals[g], found.reads[g])
+                trace, gradient = site.carrier.block(trace, fixed, stacked, *at)
+                weight = invars[site.operand]
+                total = _add(total, {weight: gradient.astype(weight.aval.dtype)})
+                new.append(trace)
+            else:
+                inside = site.carrier.instantaneous(fixed, stacked, rows[g][site.result])
+                kept = site.carrier.advance(trace.astype(inside.dtype), products[g][1])
+                new.append((kept + inside).astype(trace.dtype))
+        return new, total
+
+    def _trace_only(self, const: Values, steps: Values, traces: Trace) -> Trace:
+        """Traces after a block without a loss."""
+        transitions = jacobians(self.plan, const, steps)
+        silent = [jnp.zeros(d.shape[:-1], d.dtype) for d in transitions]
+        found = Credit([], Values(), Values(), silent, silent, transitions)
+        return self._advance(const, steps, found, traces, self._no_gradient(const))[0]
 
     def _rows(self, const: Values, steps: Values, products: list[jax.Array]) -> list[Values]:
         """P_t ∂h_t/∂y of every group, tap result and step: axes (t, y, s)."""

@@ -1,7 +1,11 @@
 """Learners: compiled models that train forward in time."""
 
 from .base import Learner
-from .data import EligibilityTrace, MultiStepData, SingleStepData
-from .rules import BPTT, D_RTRL, RULES, TBPTT, compile
+from .check import CheckRow, GradientCheck, MemoryPlan
+from .data import EligibilityTrace, SingleStepData
+from .rules import BPTT, D_RTRL, ES_D_RTRL, RULES, TBPTT, compile, pp_prop
 
-__all__ = ['BPTT', 'D_RTRL', 'RULES', 'TBPTT', 'EligibilityTrace', 'Learner', 'MultiStepData', 'SingleStepData', 'compile']
+__all__ = [
+    'BPTT', 'D_RTRL', 'ES_D_RTRL', 'RULES', 'TBPTT', 'CheckRow', 'EligibilityTrace', 'GradientCheck', 'Learner',
+    'MemoryPlan', 'SingleStepData', 'compile', 'pp_prop',
+]  # fmt: skip

@@ -132,7 +132,7 @@ class Learner(brainstate.nn.Module):
         key = ('step', jax.tree.structure(args), shapes, self._state_shapes())
         if key not in self._programs:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
-            traced = Traced(lambda *a: self.model(*a), self.model, args, False, self.trace_dtype)
+            traced = Traced(lambda *a: self.model(*a), self.model, args, False, self.trace_dtype, self.rule)
             self._programs[key] = (traced, jax.jit(online_step(traced)))
         return self._programs[key]
 
@@ -310,7 +310,7 @@ class Learner(brainstate.nn.Module):
             leaves = [x for x in jax.tree.leaves(self(*xs)) if jnp.issubdtype(x.dtype, jnp.inexact)]
             return sum(jnp.sum(jnp.abs(x) ** 2) for x in leaves)
 
-        traced = self._trace(step_fn, self._example)
+        traced = self._trace(step_fn, self._example, self.rule)
         engine = traced.engine
         parameters, states = jax.eval_shape(lambda: traced.read())
         stack = lambda v: jax.ShapeDtypeStruct((steps, *v.aval.shape), v.aval.dtype)
@@ -325,7 +325,7 @@ class Learner(brainstate.nn.Module):
 
         return MemoryPlan(
             steps,
-            dict(zip(traced.trace_keys, (t.size * t.dtype.itemsize for t in traces), strict=True)),
+            dict(zip(traced.trace_keys, map(_bytes, traces), strict=True)),
             temporary(lambda *a: engine.one_pass(*a, block), parameters, states, traces, inputs, weights),
             temporary(lambda *a: engine.two_pass(*a, block), parameters, states, inputs, weights),
             temporary(lambda *a: engine.windows(*a, steps), parameters, states, inputs, weights),
@@ -341,18 +341,18 @@ class Learner(brainstate.nn.Module):
         if key not in self._programs:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
-            traced = self._trace(step_fn, jax.tree.map(lambda x: x[0], sequences))
+            traced = self._trace(step_fn, jax.tree.map(lambda x: jnp.asarray(x)[0], sequences), rule)
             self._programs[key] = (traced, jax.jit(self._solver(traced, fresh, rule)))
         return self._programs[key]
 
     def _state_shapes(self) -> tuple:
         return tuple((jnp.shape(x), jnp.result_type(x)) for s in self.hidden_states.values() for x in jax.tree.leaves(s.value))
 
-    def _trace(self, step_fn: Callable, example: tuple) -> Traced:
+    def _trace(self, step_fn: Callable, example: tuple, rule: Rule) -> Traced:
         self.graph  # noqa: B018 - refuses a learner that was not compiled
         self._calls = []
         try:
-            traced = Traced(step_fn, self.model, example, True, self.trace_dtype)
+            traced = Traced(step_fn, self.model, example, True, self.trace_dtype, rule)
             if not self._calls:
                 raise CompilationError(
                     three_parts(
@@ -373,8 +373,9 @@ class Learner(brainstate.nn.Module):
             if window is not None:
                 return engine.windows(parameters, states, inputs, weights, window or length)
             block = min(self.block or _BLOCK, length)
-            if fresh:
+            if fresh and rule.trace == 'per_param':
                 return engine.two_pass(parameters, states, inputs, weights, block)
+            traces = engine.init_traces() if fresh else traces
             return engine.one_pass(parameters, states, traces, inputs, weights, block)
 
         return solve
@@ -396,7 +397,7 @@ class Learner(brainstate.nn.Module):
             return []
         keys = traced.trace_keys
         if set(keys) != set(self.traces):
-            if any(bool(jnp.any(t.value != 0)) for t in self.traces.values()):
+            if any(bool(jnp.any(x != 0)) for t in self.traces.values() for x in jax.tree.leaves(t.value)):
                 raise CompilationError(
                     three_parts(
                         'a step_fn whose traces differ from those carried so far',
@@ -430,7 +431,7 @@ class Learner(brainstate.nn.Module):
             brainstate.nn.init_all_states(self.model, batch_size)
             self._start = {p: s.value for p, s in self.model.states().items() if p in self._start}
         for trace in self.traces.values():
-            trace.value = jnp.zeros_like(trace.value)
+            trace.value = jax.tree.map(jnp.zeros_like, trace.value)
 
 
 def online_step(traced: Traced) -> Callable:
@@ -475,6 +476,10 @@ def _no_tangent(tree: Any) -> Any:
         return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
 
     return jax.tree.map(zero, tree)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:

@@ -17,10 +17,3 @@ class SingleStepData:
     """Inputs of one time step."""
 
     data: Any
-
-
-@dataclass(frozen=True)
-class MultiStepData:
-    """Inputs of several time steps, time first."""
-
-    data: Any

@@ -17,6 +17,20 @@ class D_RTRL(Learner):
     rule = rules.D_RTRL
 
 
+class pp_prop(Learner):
+    """Traces of inputs and of states apart, each with its own decay: memory linear in neurons.
+
+    ``decay_or_rank``: a decay in (0, 1), a rank r that means (r - 1)/(r + 1), or a pair (x side, f side).
+    """
+
+    def __init__(self, model: brainstate.nn.Module, decay_or_rank: Any = 0.9, **options: Any):
+        super().__init__(model, **options)
+        self.rule = rules.pp_prop(decay_or_rank)
+
+
+ES_D_RTRL = pp_prop
+
+
 class BPTT(Learner):
     """Plain backpropagation through the whole sequence: the baseline."""
 
@@ -31,7 +45,13 @@ class TBPTT(Learner):
         self.rule = rules.tbptt(k)
 
 
-RULES: dict[str, type[Learner]] = {'d_rtrl': D_RTRL, 'bptt': BPTT, 'tbptt': TBPTT}
+RULES: dict[str, type[Learner]] = {
+    'd_rtrl': D_RTRL,
+    'pp_prop': pp_prop,
+    'es_d_rtrl': ES_D_RTRL,
+    'bptt': BPTT,
+    'tbptt': TBPTT,
+}
 
 
 def compile(

@@ -17,6 +17,7 @@ from ..errors import CompilationError, three_parts
 from ..frontends.brainstate import ModuleInfo, trace_step
 from ..program import Path
 from ..program.step import path_name
+from ..rules import Rule
 
 
 class Traced:
@@ -25,7 +26,7 @@ class Traced:
     ``loss_first``: the first output is the loss to differentiate; otherwise all outputs and new states are.
     """
 
-    def __init__(self, function: Callable[..., Any], model: Any, args: tuple, loss_first: bool, trace_dtype: Any):
+    def __init__(self, function: Callable[..., Any], model: Any, args: tuple, loss_first: bool, trace_dtype: Any, rule: Rule):
         self.model = model
         self.info: ModuleInfo = trace_step(function, model, args, {})
         analysed = analyse(self.info.program)
@@ -41,7 +42,7 @@ class Traced:
         self.plan = Plan(
             analysed.facts, tuple(analysed.members), analysed.groups, tuple(analysed.positions), targets
         )
-        self.engine = Sequencer(self.plan, aux, trace_dtype)
+        self.engine = Sequencer(self.plan, aux, trace_dtype, rule.decay)
 
     @property
     def trace_keys(self) -> list[tuple]:
