@@ -428,6 +428,21 @@ def mixed(x):
 
 mixed.defjvp(lambda primals, tangents: (mixed(primals[0]), tangents[0] + jnp.sum(tangents[0])))
 
+@jax.custom_vjp
+def norm_clipped(x):
+    return x
+
+
+norm_clipped.defvjp(lambda x: (x, None), lambda _, g: (g / (1 + jnp.linalg.norm(g)),))
+
+
+@jax.custom_vjp
+def blurred(x):
+    return x
+
+
+blurred.defvjp(lambda x: (x, None), lambda _, g: (g + jnp.roll(g, 1),))
+
 H = jnp.asarray(np.random.default_rng(1).uniform(0.2, 0.8, 4), jnp.float32)
 W = jnp.asarray(np.random.default_rng(2).uniform(0.2, 0.8, (4, 4)), jnp.float32)
 
@@ -468,6 +483,8 @@ MIXES = {
     'transpose': lambda h: (h.reshape(2, 2).T + h.reshape(2, 2)).reshape(4),
     'mean': lambda h: h - h.mean(),
     'custom_jvp': lambda h: mixed(h) + h,
+    'custom_vjp whose derivative rolls': lambda h: blurred(h) + h,
+    'custom_vjp whose derivative sees a norm': lambda h: norm_clipped(h) + h,
     'cond, one branch': lambda h: h + lax.cond(h.sum() > 0, lambda a: a @ W, lambda a: a * 0.0, h),
     'scan body': lambda h: lax.scan(lambda c, _: (jnp.sin(c) + c @ W, None), h, None, length=2)[0],
     'scan constant': lambda h: lax.scan(lambda c, w: (c + h @ W, None), h, jnp.ones((2, 4)))[0],

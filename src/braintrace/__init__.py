@@ -30,6 +30,7 @@ from .learner import (
     GradientCheck,
     Learner,
     MemoryPlan,
+    MultiStepData,
     SingleStepData,
     compile,
     pp_prop,

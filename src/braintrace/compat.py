@@ -256,7 +256,7 @@ _STDLIB = os.path.dirname(functools.__file__) + os.sep
 
 def _is_tool(file: str) -> bool:
     """True for files of the standard library and of packages that no model is written in."""
-    return file.startswith('<') or _is_of(file, _TOOLS) or (file.startswith(_STDLIB) and '-packages' not in file)
+    return file.startswith('<frozen') or _is_of(file, _TOOLS) or (file.startswith(_STDLIB) and '-packages' not in file)
 
 
 def _is_of(file: str, packages: Sequence[str]) -> bool:
@@ -277,6 +277,13 @@ def source_line(eqn: Equation) -> str:
     return next((f'{file}:{line}' for file, line in own + models), 'unknown source')
 
 
+def from_library(jaxpr: Any) -> bool:
+    """True for the program of a function that JAX, a library of models or this package defines."""
+    defined = getattr(open_jaxpr(jaxpr).debug_info, 'func_src_info', '') or ''
+    file = defined.partition(' at ')[2]
+    return _is_tool(file) or _is_of(file, _MODELS) or file.startswith(_HERE)
+
+
 def inlined(eqn: Equation, caller: Equation, body: Any, **changes: Any) -> Equation:
     """An equation of a called program as it stands in the calling one.
 
@@ -284,9 +291,7 @@ def inlined(eqn: Equation, caller: Equation, body: Any, **changes: Any) -> Equat
     line of this call counts. Names of scopes add up.
     """
     info = eqn.source_info
-    defined = getattr(open_jaxpr(body).debug_info, 'func_src_info', '') or ''
-    file = defined.partition(' at ')[2]
-    if _is_tool(file) or _is_of(file, _MODELS) or file.startswith(_HERE):
+    if from_library(body):
         info = info.replace(traceback=caller.source_info.traceback)
     info = info.replace(name_stack=caller.source_info.name_stack + info.name_stack)
     return eqn.replace(source_info=info, **changes)

@@ -21,6 +21,7 @@ from ..compat import (
     Equation,
     Jaxpr,
     Var,
+    from_library,
     is_var,
     open_jaxpr,
     read_branches,
@@ -242,7 +243,7 @@ class _Pass:
         inner = self.body(sub.jaxpr, self.bits(eqn.invars), opaque=True)
         inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)))
         labels = [inner.out.labels.get(v) for v in inner.jaxpr.invars]
-        return labels if self.opaque else confirmed(eqn, outs, labels)
+        return labels if self.opaque or from_library(sub.jaxpr) else confirmed(eqn, outs, labels)
 
     def enter(self, i: int, key: tuple, inner: _Pass) -> None:
         if not self.opaque:

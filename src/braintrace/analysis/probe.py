@@ -98,7 +98,7 @@ def confirmed(eqn: Equation, outs: list[Labels], operands: list[Labels]) -> list
             for chosen in draw.permuted(np.arange(4 * positions).reshape(4, positions) % 2 == 0, axis=1):
                 some = pull([c * chosen[x] for c, x in zip(cotangents, given, strict=True)])
                 for k, full, part in zip(moved, every, some, strict=True):
-                    wanted = np.where((operands[k] != NONE) & chosen[operands[k]], full, 0)
+                    wanted = np.where((operands[k] >= 0) & chosen[np.maximum(operands[k], 0)], full, 0)
                     wrong = ~np.isclose(part, wanted, rtol=1e-2, atol=1e-6) & np.isfinite(full)
                     found[k] = np.where(wrong & (operands[k] != CONFLICT), CONFLICT, found[k]).astype(np.int32)
     except Exception:  # noqa: BLE001 - a derivative that fails here fails in training too, and says so there

@@ -189,7 +189,7 @@ class Plan:
     def before(self) -> tuple[Var, ...]:
         """Values that depend on inputs and on no state, and that others read."""
         free = set(self._where(lambda reads: reads & self.facts.data and not reads & self._states))
-        reads = {v for eqn in self.equations if eqn.outvars[0] not in free for v in eqn.invars if is_var(v)}
+        reads = {v for eqn in self.equations if not free.issuperset(eqn.outvars) for v in eqn.invars if is_var(v)}
         wanted = reads | set(self.derivative_variables)
         return tuple(v for eqn in self.equations for v in eqn.outvars if v in free and v in wanted)
 

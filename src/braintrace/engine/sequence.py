@@ -26,7 +26,7 @@ from .block import (
 )
 from .carriers import Carrier, Factorised, carrier_for, factorised_for
 from .plan import Plan, Values
-from .window import window_gradient
+from .window import run_window, window_gradient
 
 Trace = list[Any]
 
@@ -169,16 +169,19 @@ class Sequencer:
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *extras)
         return Solved(Values(), jnp.zeros(0), joined, self._all(states, moving), traces)
 
-    def step(self, parameters: Values, states: Values, traces: Trace, inputs: Values) -> tuple[list, Values, Trace]:
-        """One step: targets, next states, next traces."""
+    def step(self, parameters: Values, states: Values, traces: Trace, inputs: Values) -> tuple[Values, Values, Trace]:
+        """One step: targets and auxiliary values, next states, next traces."""
         const = constants(self.plan, parameters | self._fixed(states))
         one = Values((v, x[None]) for v, x in inputs.items())
         done = forward(self.plan, const, self._moving(states), one)
-        here = self.plan.compute(self.plan.targets, const | Values((v, x[0]) for v, x in done.steps.items()))
+        here = self.plan.compute(self._values, const | self._fixed(states) | _at(done.steps, 0) | self._moving(states))
         if traces:
             traces = self._trace_only(const, done.steps, traces)
-        targets = [here[v] for v in self.plan.targets]
-        return targets, self._all(states, done.states), traces
+        return here.pick(self._values), self._all(states, done.states), traces
+
+    @property
+    def _values(self) -> tuple[Var, ...]:
+        return tuple(dict.fromkeys((*self.plan.targets, *self.aux)))
 
     def step_gradient(
         self, parameters: Values, states: Values, traces: Trace, inputs: Values, cotangents: Sequence[jax.Array]
@@ -201,24 +204,67 @@ class Sequencer:
         _, total = self._advance(const, done.steps, found, traces, total)
         return self._pull(parameters, states, total)
 
-    def windows(self, parameters: Values, states: Values, inputs: Values, weights: jax.Array, length: int) -> Solved:
-        """Exact reverse mode inside windows of a length, nothing across them."""
+    def windows(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        weights: jax.Array,
+        length: int,
+        deep: bool = False,
+    ) -> Solved:
+        """Reverse mode inside windows of a length; across them the traces, if there are any."""
+        plan = self.plan
         (head, head_w), (tail, tail_w) = _split((inputs, weights), length)
+        const = constants(plan, parameters | self._fixed(states))
         total = Values((v, jnp.zeros_like(x)) for v, x in parameters.items())
 
         def one(carry: tuple, xs: tuple) -> tuple:
-            states, total = carry
-            gradients, (states, losses, extras) = window_gradient(self.plan, parameters, states, *xs, self.aux)
-            return (states, _add(total, gradients)), (losses, extras)
+            states, traces, total, through = carry
+            inputs, weights = xs
+            found = window_gradient(
+                plan, parameters, states, inputs, plan.targets[:1], [weights], self.aux, deep
+            )
+            gradients, gamma, new, values = found
+            if traces:
+                through = self._from_traces(through, traces, gamma)
+                done = forward(plan, const, self._moving(states), inputs)
+                traces = self._trace_only(const, done.steps, traces)
+            return (new, traces, _add(total, gradients), through), (values[plan.targets[0]], values.pick(self.aux))
 
-        losses, extras = [], []
+        carry, losses, extras = (states, traces, total, self._no_gradient(const)), [], []
         if head_w.size:
-            (states, total), (loss, extra) = jax.lax.scan(one, (states, total), (head, head_w))
+            carry, (loss, extra) = jax.lax.scan(one, carry, (head, head_w))
             losses, extras = [_flat(loss)], [jax.tree.map(_flat, extra)]
         if tail_w.size:
-            (states, total), (loss, extra) = one((states, total), (tail, tail_w))
+            carry, (loss, extra) = one(carry, (tail, tail_w))
             losses, extras = [*losses, loss], [*extras, extra]
-        return Solved(total, *_joined(losses, extras), states, [])
+        states, traces, total, through = carry
+        total = _add(total, self._pull(parameters, states, through)) if traces else total
+        return Solved(total, *_joined(losses, extras), states, traces)
+
+    def window(self, parameters: Values, states: Values, traces: Trace, inputs: Values) -> tuple[Values, Values, Trace]:
+        """Several steps: targets and auxiliary values of each, next states, next traces."""
+        new, found = run_window(self.plan, parameters, states, inputs, self._values)
+        values = Values(zip(self._values, found, strict=True))
+        if traces:
+            const = constants(self.plan, parameters | self._fixed(states))
+            done = forward(self.plan, const, self._moving(states), inputs)
+            traces = self._trace_only(const, done.steps, traces)
+        return values, new, traces
+
+    def exact_window_gradient(
+        self, parameters: Values, states: Values, traces: Trace, inputs: Values, cotangents: Sequence[jax.Array]
+    ) -> Values:
+        """Gradient of a window for cotangents of its targets: reverse mode inside, γ_0 · ε_0 across."""
+        found = window_gradient(self.plan, parameters, states, inputs, self.plan.targets, cotangents)
+        gradients, gamma, _, _ = found
+        if not traces:
+            return gradients
+        const = constants(self.plan, parameters | self._fixed(states))
+        through = self._from_traces(self._no_gradient(const), traces, gamma)
+        return _add(gradients, self._pull(parameters, states, through))
 
     # ------------------------------------------------------------ one block
 
@@ -350,6 +396,10 @@ def _flat(x: jax.Array) -> jax.Array:
 
 def _joined(losses: list, extras: list) -> tuple[jax.Array, Values]:
     return jnp.concatenate(losses), jax.tree.map(lambda *parts: jnp.concatenate(parts), *extras)
+
+
+def _at(steps: Values, t: int) -> Values:
+    return Values((v, x[t]) for v, x in steps.items())
 
 
 def _steps(tree: Any) -> int:

@@ -90,7 +90,8 @@ def _deltas(groups: Sequence[HiddenGroup], deltas: Sequence[jax.Array]) -> dict[
     }
 
 
-def _owner(groups: Sequence[HiddenGroup]) -> dict[Var, int]:
+def owner_of(groups: Sequence[HiddenGroup]) -> dict[Var, int]:
+    """The group of each new hidden state."""
     return {v: g for g, group in enumerate(groups) for v in group.hidden_outvars}
 
 
@@ -104,7 +105,7 @@ def joint_outputs(
     jaxpr = program.closed.jaxpr
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.closed.consts, *inputs], strict=True))
     run = lambda i, operands: evaluate_equation(jaxpr.eqns[i], operands)
-    return evaluate_views(jaxpr.eqns, program.outputs, _owner(groups), env, {}, _deltas(groups, deltas), run)
+    return evaluate_views(jaxpr.eqns, program.outputs, owner_of(groups), env, {}, _deltas(groups, deltas), run)
 
 
 def joint_targets(
@@ -127,4 +128,4 @@ def joint_targets(
         return evaluate_equation(eqn, operands)
 
     delta = _deltas(plan.groups, deltas)
-    return evaluate_views(plan.equations, plan.targets, _owner(plan.groups), fixed, loss_env, delta, run)
+    return evaluate_views(plan.equations, plan.targets, owner_of(plan.groups), fixed, loss_env, delta, run)

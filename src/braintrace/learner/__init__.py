@@ -2,10 +2,10 @@
 
 from .base import Learner
 from .check import CheckRow, GradientCheck, MemoryPlan
-from .data import EligibilityTrace, SingleStepData
+from .data import EligibilityTrace, MultiStepData, SingleStepData
 from .rules import BPTT, D_RTRL, ES_D_RTRL, RULES, TBPTT, compile, pp_prop
 
 __all__ = [
     'BPTT', 'D_RTRL', 'ES_D_RTRL', 'RULES', 'TBPTT', 'CheckRow', 'EligibilityTrace', 'GradientCheck', 'Learner',
-    'MemoryPlan', 'SingleStepData', 'compile', 'pp_prop',
+    'MemoryPlan', 'MultiStepData', 'SingleStepData', 'compile', 'pp_prop',
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import brainstate
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 
 from ..analysis.graph import ETraceGraph
-from ..compat import evaluate, is_var
+from ..compat import is_var
 from ..engine.executor import ETraceGraphExecutor
 from ..engine.plan import Values
 from ..engine.sequence import Solved
@@ -21,7 +22,7 @@ from ..program import Path
 from ..rules import BPTT as BPTT_RULE
 from ..rules import Rule
 from .check import GradientCheck, MemoryPlan, compare
-from .data import EligibilityTrace, SingleStepData
+from .data import EligibilityTrace, MultiStepData, SingleStepData
 from .traced import Traced
 
 _MOST_PROGRAMS = 16
@@ -33,22 +34,25 @@ class Learner(brainstate.nn.Module):
 
     Call it in place of the model inside a ``step_fn``; :meth:`etrace_grad` differentiates a whole sequence.
 
+    ``reach``: 'local', or 'deep' for credit that passes from layer to layer inside a window.
     ``block``: steps solved together; chosen automatically and never visible in a result.
     ``trace_dtype``: storage type of the traces. ``check_finite``: raise on a loss or gradient that is not finite.
     """
 
-    rule: Rule
-
     def __init__(
         self,
         model: brainstate.nn.Module,
+        rule: Rule,
         *,
+        reach: str = 'local',
         block: int | None = None,
         trace_dtype: Any = None,
         check_finite: bool = False,
         name: str | None = None,
     ):
         super().__init__(name=name)
+        _check_choice('reach', reach, ('local', 'deep'))
+        self.rule = replace(rule, deep=reach == 'deep')
         self.model = model
         self.executor = ETraceGraphExecutor(model)
         self.block = block
@@ -111,14 +115,16 @@ class Learner(brainstate.nn.Module):
     def update(self, *args: Any) -> Any:
         """One step: the model's output; states and traces advance.
 
-        Under ``brainstate.transform.grad`` the parameters' gradient is the rule's online gradient. Inside a
+        Under ``brainstate.transform.grad`` the parameters' gradient is the rule's online gradient. Inputs wrapped
+        in :class:`MultiStepData` are a window of steps, exact reverse mode inside, traces across. Inside a
         ``step_fn`` this is the call that the engine traces.
         """
-        args = tuple(a.data if isinstance(a, SingleStepData) else a for a in args)
+        window = any(isinstance(a, MultiStepData) for a in args)
+        args = tuple(a.data if isinstance(a, (SingleStepData, MultiStepData)) else a for a in args)
         if self._calls is not None:
             self._calls.append(1)
-            return self.model(*args)
-        traced, step = self._step_program(args)
+            return brainstate.transform.for_loop(self.model, *args) if window else self.model(*args)
+        traced, step = self._step_program(args, window)
         parameters, states = traced.read()
         traces = self._read_traces(traced, fresh=False)
         outputs, states, traces = step(parameters, states, traces, traced.inputs(args))
@@ -126,14 +132,15 @@ class Learner(brainstate.nn.Module):
         self._write_traces(traced, traces, fresh=False)
         return traced.outputs(outputs)
 
-    def _step_program(self, args: tuple) -> tuple[Traced, Callable]:
+    def _step_program(self, args: tuple, window: bool = False) -> tuple[Traced, Callable]:
         """The traced step of the model alone, and its compiled form with the online gradient."""
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(args))
-        key = ('step', jax.tree.structure(args), shapes, self._state_shapes())
+        key = ('step', window, jax.tree.structure(args), shapes, self._state_shapes())
         if key not in self._programs:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
-            traced = Traced(lambda *a: self.model(*a), self.model, args, False, self.trace_dtype, self.rule)
-            self._programs[key] = (traced, jax.jit(online_step(traced)))
+            example = jax.tree.map(lambda x: jnp.asarray(x)[0], args) if window else args
+            traced = Traced(lambda *a: self.model(*a), self.model, example, False, self.trace_dtype, self.rule)
+            self._programs[key] = (traced, jax.jit(online_step(traced, window)))
         return self._programs[key]
 
     # ------------------------------------------------------------ sequences
@@ -143,6 +150,7 @@ class Learner(brainstate.nn.Module):
         *sequences: Any,
         step_fn: Callable[..., Any],
         mask: Any = None,
+        chunk_size: int | None = None,
         weights: Sequence[Path] | None = None,
         reduction: str = 'mean',
         loss_output: str = 'per_step',
@@ -155,39 +163,75 @@ class Learner(brainstate.nn.Module):
         ``step_fn(*slices)`` calls the learner and returns a scalar loss (or ``(loss, aux)``). ``mask`` (T,)
         weights the losses; 'mean' divides by max(Σ mask, 1). ``fresh=True``: the sequence is whole, so states
         start from where they were compiled and no trace is wanted after. ``weights`` selects parameters by path.
+        ``chunk_size=k`` hands windows of k steps to ``step_fn``, which wraps them in :class:`MultiStepData`.
         With ``return_value`` the losses follow, with ``has_aux`` the auxiliary values, stacked over time.
         """
         _check_choice('loss_output', loss_output, ('per_step', 'reduced'))
+        _check_choice('reduction', reduction, ('mean', 'sum'))
+        if chunk_size is not None:
+            found = self._chunks(sequences, step_fn, mask, chunk_size, reduction, has_aux, fresh)
+            return _results(*found, weights, loss_output, return_value, has_aux)
         traced, solved, cotangents = self._solve(sequences, step_fn, mask, reduction, fresh, self.rule)
         if self.check_finite:
             _check_finite(traced, solved)
         traced.write(solved.states)
         self._write_traces(traced, solved.traces, fresh)
         gradients = traced.gradients_by_path(solved.gradients)
-        if weights is not None:
-            gradients = {tuple(p): gradients[tuple(p)] for p in weights}
-        losses = solved.losses if loss_output == 'per_step' else _weighted(solved.losses, cotangents)
-        results: tuple = (gradients, losses) if return_value else (gradients,)
+        aux = None
         if has_aux:
             columns = [solved.aux[v] for v in traced.plan.program.outputs[1:]]
-            results = (*results, traced.outputs([solved.losses, *columns])[1])
-        return results if len(results) > 1 else results[0]
+            aux = traced.outputs([solved.losses, *columns])[1]
+        return _results(gradients, solved.losses, cotangents, aux, weights, loss_output, return_value, has_aux)
+
+    def _chunks(
+        self, sequences: tuple, step_fn: Callable, mask: Any, size: int, reduction: str, has_aux: bool, fresh: bool
+    ) -> tuple:
+        """Gradients over windows of ``size`` steps that ``step_fn`` takes whole; one loss for each window."""
+        length = _length(sequences)
+        if size < 1 or length % size:
+            raise ValueError(
+                three_parts(
+                    f'{length} steps with chunk_size={size}',
+                    'step_fn is handed whole windows of that many steps',
+                    'a sequence whose length is a multiple of chunk_size',
+                )
+            )
+        count = length // size
+        mask = jnp.ones(count) if mask is None else _mask(mask, count, 'windows')
+        cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
+        if fresh:
+            self.reset_state()
+        key = ('chunks', step_fn, size, has_aux, self._state_shapes())
+        if key not in self._programs:
+            parameters = self.model.states(brainstate.ParamState)
+
+            def one(total: Any, xs: tuple) -> tuple:
+                chunk, weight = xs
+
+                def loss() -> tuple:
+                    result = step_fn(*chunk)
+                    value, aux = result if has_aux else (result, None)
+                    return jnp.where(weight == 0, 0.0, value) * weight, (value, aux)
+
+                grads, (value, aux) = brainstate.transform.grad(loss, parameters, has_aux=True)()
+                grads = jax.tree.map(lambda t, g: t + jnp.where(weight == 0, 0, g), total, dict(grads))
+                return grads, (value, aux)
+
+            def run(chunks: tuple, cotangents: jax.Array) -> tuple:
+                zero = {path: jax.tree.map(jnp.zeros_like, s.value) for path, s in parameters.items()}
+                return brainstate.transform.scan(one, zero, (chunks, cotangents))
+
+            self._programs[key] = (None, brainstate.transform.jit(run))
+        chunks = jax.tree.map(lambda x: jnp.asarray(x).reshape(count, size, *jnp.shape(x)[1:]), sequences)
+        gradients, (losses, aux) = self._programs[key][1](chunks, cotangents)
+        return gradients, losses, cotangents, aux
 
     def _solve(
         self, sequences: tuple, step_fn: Callable, mask: Any, reduction: str, fresh: bool, rule: Rule
     ) -> tuple[Traced, Solved, jax.Array]:
         """Run a sequence; nothing is written yet."""
-        _check_choice('reduction', reduction, ('mean', 'sum'))
         length = _length(sequences)
-        mask = jnp.ones(length) if mask is None else jnp.asarray(mask, jnp.result_type(float))
-        if mask.shape != (length,):
-            raise ValueError(
-                three_parts(
-                    f'a mask of shape {mask.shape}',
-                    f'the sequences have {length} steps and a mask weights the loss of each',
-                    f'an array of shape ({length},)',
-                )
-            )
+        mask = jnp.ones(length) if mask is None else _mask(mask, length, 'steps')
         cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
         traced, solve = self._program(step_fn, sequences, fresh, rule)
         parameters, states = traced.read()
@@ -239,7 +283,7 @@ class Learner(brainstate.nn.Module):
                     'a sequence whose length is a multiple of update_every',
                 )
             )
-        mask = jnp.ones(length) if mask is None else jnp.asarray(mask, jnp.result_type(float))
+        mask = jnp.ones(length) if mask is None else _mask(mask, length, 'steps')
         first = jax.tree.map(lambda x: jnp.asarray(x)[:update_every], sequences)
         traced, solve = self._program(step_fn, first, False, self.rule)
         self._read_traces(traced, fresh=False)
@@ -328,7 +372,7 @@ class Learner(brainstate.nn.Module):
             dict(zip(traced.trace_keys, map(_bytes, traces), strict=True)),
             temporary(lambda *a: engine.one_pass(*a, block), parameters, states, traces, inputs, weights),
             temporary(lambda *a: engine.two_pass(*a, block), parameters, states, inputs, weights),
-            temporary(lambda *a: engine.windows(*a, steps), parameters, states, inputs, weights),
+            temporary(lambda *a: engine.windows(*a, steps), parameters, states, [], inputs, weights),
         )
 
     # ------------------------------------------------------------ programs
@@ -370,8 +414,8 @@ class Learner(brainstate.nn.Module):
 
         def solve(parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array) -> Solved:
             length = len(weights)
-            if window is not None:
-                return engine.windows(parameters, states, inputs, weights, window or length)
+            if window is not None or rule.deep:
+                return engine.windows(parameters, states, traces, inputs, weights, window or length, rule.deep)
             block = min(self.block or _BLOCK, length)
             if fresh and rule.trace == 'per_param':
                 return engine.two_pass(parameters, states, inputs, weights, block)
@@ -434,21 +478,17 @@ class Learner(brainstate.nn.Module):
             trace.value = jax.tree.map(jnp.zeros_like, trace.value)
 
 
-def online_step(traced: Traced) -> Callable:
-    """One step whose reverse derivative with respect to the parameters is the online gradient."""
+def online_step(traced: Traced, window: bool) -> Callable:
+    """A step, or a window of steps, whose reverse derivative in the parameters is the online gradient."""
     engine, plan = traced.engine, traced.plan
     outputs = plan.program.outputs
+    advance, gradient = (
+        (engine.window, engine.exact_window_gradient) if window else (engine.step, engine.step_gradient)
+    )
 
     def run(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
-        targets, new, traces = engine.step(parameters, states, traces, inputs)
-        const = Values(zip(plan.targets, targets, strict=True))
-        missing = [v for v in outputs if is_var(v) and v not in const]
-        if missing:
-            jaxpr, consts = plan.program.closed.jaxpr, plan.program.closed.consts
-            env = parameters | states | inputs
-            results = evaluate(jaxpr, consts, *(env[v] for v in jaxpr.invars))
-            const = const | {v: x for v, x in zip(jaxpr.outvars, results, strict=True) if is_var(v)}
-        return [const[v] if is_var(v) else v.val for v in outputs], new, traces
+        values, new, traces = advance(parameters, states, traces, inputs)
+        return [values[v] if is_var(v) else v.val for v in outputs], new, traces
 
     def ahead(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
         return run(parameters, states, traces, inputs), (parameters, states, traces, inputs)
@@ -456,14 +496,16 @@ def online_step(traced: Traced) -> Callable:
     def back(kept: tuple, bars: tuple) -> tuple:
         parameters, states, traces, inputs = kept
         out_bars, state_bars, _ = bars
-        total = {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in plan.targets}
+        shape = lambda v: (len(jax.tree.leaves(inputs)[0]), *v.aval.shape) if window else v.aval.shape
+        total = {v: jnp.zeros(shape(v), v.aval.dtype) for v in plan.targets}
         for v, bar in zip(outputs, out_bars, strict=True):
             if v in total:
                 total[v] = total[v] + bar
         for old, new in plan.carried:
             if new in total:
-                total[new] = total[new] + state_bars[old]
-        gradients = engine.step_gradient(parameters, states, traces, inputs, [total[v] for v in plan.targets])
+                bar = state_bars[old]
+                total[new] = total[new].at[-1].add(bar) if window else total[new] + bar
+        gradients = gradient(parameters, states, traces, inputs, [total[v] for v in plan.targets])
         return gradients, _no_tangent(states), _no_tangent(traces), _no_tangent(inputs)
 
     step = jax.custom_vjp(run)
@@ -476,6 +518,37 @@ def _no_tangent(tree: Any) -> Any:
         return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
 
     return jax.tree.map(zero, tree)
+
+
+def _results(
+    gradients: dict,
+    losses: jax.Array,
+    cotangents: jax.Array,
+    aux: Any,
+    weights: Sequence[Path] | None,
+    loss_output: str,
+    return_value: bool,
+    has_aux: bool,
+) -> Any:
+    """What ``etrace_grad`` was asked to return."""
+    if weights is not None:
+        gradients = {tuple(p): gradients[tuple(p)] for p in weights}
+    losses = losses if loss_output == 'per_step' else _weighted(losses, cotangents)
+    results = (gradients, *([losses] if return_value else []), *([aux] if has_aux else []))
+    return results if len(results) > 1 else gradients
+
+
+def _mask(mask: Any, length: int, what: str) -> jax.Array:
+    mask = jnp.asarray(mask, jnp.result_type(float))
+    if mask.shape != (length,):
+        raise ValueError(
+            three_parts(
+                f'a mask of shape {mask.shape}',
+                f'a mask weights the losses, and there are {length} {what}',
+                f'an array of shape ({length},)',
+            )
+        )
+    return mask
 
 
 def _bytes(tree: Any) -> int:

@@ -17,3 +17,10 @@ class SingleStepData:
     """Inputs of one time step."""
 
     data: Any
+
+
+@dataclass(frozen=True)
+class MultiStepData:
+    """Inputs of several time steps, time first."""
+
+    data: Any

@@ -14,7 +14,8 @@ from .base import Learner
 class D_RTRL(Learner):
     """One trace for each weight, carried through each position's own states."""
 
-    rule = rules.D_RTRL
+    def __init__(self, model: brainstate.nn.Module, **options: Any):
+        super().__init__(model, rules.D_RTRL, **options)
 
 
 class pp_prop(Learner):
@@ -24,8 +25,7 @@ class pp_prop(Learner):
     """
 
     def __init__(self, model: brainstate.nn.Module, decay_or_rank: Any = 0.9, **options: Any):
-        super().__init__(model, **options)
-        self.rule = rules.pp_prop(decay_or_rank)
+        super().__init__(model, rules.pp_prop(decay_or_rank), **options)
 
 
 ES_D_RTRL = pp_prop
@@ -34,15 +34,15 @@ ES_D_RTRL = pp_prop
 class BPTT(Learner):
     """Plain backpropagation through the whole sequence: the baseline."""
 
-    rule = rules.BPTT
+    def __init__(self, model: brainstate.nn.Module, **options: Any):
+        super().__init__(model, rules.BPTT, **options)
 
 
 class TBPTT(Learner):
     """Backpropagation inside windows of k steps, nothing across them."""
 
     def __init__(self, model: brainstate.nn.Module, k: int = 20, **options: Any):
-        super().__init__(model, **options)
-        self.rule = rules.tbptt(k)
+        super().__init__(model, rules.tbptt(k), **options)
 
 
 RULES: dict[str, type[Learner]] = {

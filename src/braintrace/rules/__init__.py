@@ -20,6 +20,7 @@ class Rule:
     window: int | None
     exact_when: str
     decay: tuple[float, float] | None = None
+    deep: bool = False
 
 
 D_RTRL = Rule('D_RTRL', 'per_param', None, 'no position feeds another across time')
