@@ -1,8 +1,7 @@
-"""Train a recurrent net to recall a cue after a delay, and draw what it learned.
+"""Train a recurrent net online to recall a cue after a delay, and draw what it learned.
 
-A cue (left or right) is shown for three steps, then noise for twenty; at the end the net says which.
-The gradient is plain BPTT until the online learners are in place; the compile report printed first
-shows which credit each parameter of this very model will get from them.
+A cue (left or right) is shown for three steps, then noise for twenty; at the last step the net says which.
+Gradients come from D-RTRL: eligibility traces forward in time, no backpropagation through the sequence.
 """
 
 import time
@@ -30,6 +29,8 @@ class Net(brainstate.nn.Module):
         super().__init__()
         self.cell = brainstate.nn.GRUCell(3, UNITS)
         self.readout = brainstate.nn.Linear(UNITS, 2)
+        gates = self.cell.Wrz.weight
+        gates.value = {**gates.value, 'bias': gates.value['bias'].at[UNITS:].set(-3.0)}  # slow units remember
 
     def update(self, x):
         return self.readout(self.cell(x))
@@ -44,43 +45,43 @@ def trials(rng: np.random.Generator) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(x, jnp.float32), jnp.asarray(side)
 
 
-def main(iterations: int = 300, out: Path = Path('out')) -> None:
-    brainstate.random.seed(0)
-    net = Net()
-    brainstate.nn.init_all_states(net, BATCH)
+def main(iterations: int = 200, out: Path = Path('out')) -> None:
     rng = np.random.default_rng(0)
-    braintrace.compile_etrace_graph(net, trials(rng)[0][0]).report.show()
-    weights = net.states(brainstate.ParamState)
+    net = Net()
+    learner = braintrace.compile(net, 'd_rtrl', trials(rng)[0][0], batch_size=BATCH, seed=0, verbose=1)
     optimizer = braintools.optim.Adam(lr=5e-3)
-    optimizer.register_trainable_weights(weights)
+    optimizer.register_trainable_weights(net.states(brainstate.ParamState))
+    recall = jnp.arange(STEPS) == STEPS - 1
 
-    def loss(xs, side):
-        brainstate.nn.init_all_states(net, BATCH)
-        logits = brainstate.transform.for_loop(net, xs)[-1]
+    def step(x, side):
+        logits = learner(x)
         log_p = jax.nn.log_softmax(logits)[jnp.arange(BATCH), side]
         return -log_p.mean(), (logits.argmax(-1) == side).mean()
 
     @brainstate.transform.jit
     def update(xs, side):
-        gradients, value, accuracy = brainstate.transform.grad(loss, weights, has_aux=True, return_value=True)(xs, side)
+        sides = jnp.broadcast_to(side, (STEPS, BATCH))
+        gradients, losses, correct = learner.etrace_grad(
+            xs, sides, step_fn=step, mask=recall, has_aux=True, return_value=True, fresh=True
+        )
         optimizer.update(gradients)
-        return value, accuracy
+        return losses[-1], correct[-1]
 
     print(f'\ntraining: {STEPS} steps a trial, {BATCH} trials an iteration')
     history, start = [], time.perf_counter()
     for i in range(iterations):
         history.append([float(v) for v in update(*trials(rng))])
-        if (i + 1) % 50 == 0:
+        if (i + 1) % 25 == 0:
             value, accuracy = np.mean(history[-20:], axis=0)
             rate = (i + 1) / (time.perf_counter() - start)
-            print(f'  iteration {i + 1:4}  loss {value:.3f}  accuracy {accuracy:.1%}  {rate:.0f} iterations/s')
+            print(f'  iteration {i + 1:4}  loss {value:.3f}  accuracy {accuracy:.1%}  {rate:.0f} iterations/s', flush=True)
     out.mkdir(exist_ok=True)
     draw(net, trials(rng), np.array(history), out / 'train.png')
     print(f'picture: {out / "train.png"}')
 
 
 def draw(net: Net, data: tuple[jax.Array, jax.Array], history: np.ndarray, file: Path) -> None:
-    """Learning curve, and the units over one batch, left trials first."""
+    """Learning curve, and what each unit remembers of the side."""
     xs, side = data
     brainstate.nn.init_all_states(net, BATCH)
 
