@@ -1,6 +1,6 @@
 """Compile time of the graph: a stack of GRUs, and growth with equations and positions.
 
-    make bench
+make bench
 """
 
 import time
@@ -39,7 +39,7 @@ def seconds(layers: int, units: int, batch: int, repeats: int = 3) -> tuple[floa
 
 def main() -> None:
     seconds(1, 8, 2)  # imports and caches of JAX
-    print(f'{"layers":>6} {"units":>6} {"batch":>6} {"equations":>10} {"positions":>10} {"ms":>9} {"µs/eqn":>9} {"ns/pos":>9}')
+    print('layers  units  batch  equations  positions        ms    µs/eqn    ns/pos')
     cases = [(4, 512, 32), *((n, 64, 4) for n in (1, 2, 4, 8, 16, 32)), *((2, n, 32) for n in (64, 256, 1024, 4096))]
     for layers, units, batch in cases:
         best, equations, positions = seconds(layers, units, batch)

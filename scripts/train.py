@@ -74,7 +74,9 @@ def main(iterations: int = 200, out: Path = Path('out')) -> None:
         if (i + 1) % 25 == 0:
             value, accuracy = np.mean(history[-20:], axis=0)
             rate = (i + 1) / (time.perf_counter() - start)
-            print(f'  iteration {i + 1:4}  loss {value:.3f}  accuracy {accuracy:.1%}  {rate:.0f} iterations/s', flush=True)
+            print(
+                f'  iteration {i + 1:4}  loss {value:.3f}  accuracy {accuracy:.1%}  {rate:.0f} iterations/s', flush=True
+            )
     out.mkdir(exist_ok=True)
     draw(net, trials(rng), np.array(history), out / 'train.png')
     print(f'picture: {out / "train.png"}')

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from braintrace.analysis.facts import Facts
 from braintrace.analysis.graph import analyse, compile_etrace_graph
 from braintrace.compat import evaluate, is_var, make_jaxpr
 from braintrace.engine.executor import ETraceGraphExecutor
 from braintrace.program import Cuts, with_cuts
-
 from zoo import CASES
 
 
@@ -47,7 +47,9 @@ def test_as_drawn_by_hand(case):
 
 def local_step(program, members, positions):
     """The whole step with every cut of one group in place, other groups held constant."""
-    held = {h.invar for h in program.hidden if h not in members} | {h.outvar for h in program.hidden if h not in members}
+    held = {h.invar for h in program.hidden if h not in members} | {
+        h.outvar for h in program.hidden if h not in members
+    }
     cuts = Cuts(dict(positions.cuts.edges), dict(positions.cuts.bodies))
     for i, eqn in enumerate(program.equations):
         for k, v in enumerate(eqn.invars):
@@ -119,13 +121,15 @@ def measure(model, inputs):
                 return new(old, replaced(flat, thetas, theta))
 
             _, pull = jax.vjp(of_theta, [flat[place[v]] for v in thetas])
-            result['groups'].append({
-                'values': local(flat),
-                'jacobian': jax.jacrev(new)(old),
-                'diagonal': h2h[g],
-                'theta': pull(gammas[g].astype(old.dtype))[0],
-                'sites': site_gradients(graph, g, h2w, gammas[g], flat, place),
-            })
+            result['groups'].append(
+                {
+                    'values': local(flat),
+                    'jacobian': jax.jacrev(new)(old),
+                    'diagonal': h2h[g],
+                    'theta': pull(gammas[g].astype(old.dtype))[0],
+                    'sites': site_gradients(graph, g, h2w, gammas[g], flat, place),
+                }
+            )
         deltas = [group.split_hidden(x * 0) for group, x in zip(graph.hidden_groups, gammas, strict=True)]
         zeros = graph.hidden_perturb.init_perturb_data()
         perturbed = lambda values: graph.hidden_perturb.eval_jaxpr(values, zeros)

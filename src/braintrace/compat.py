@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -16,13 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-Var = jex.Var
-Literal = jex.Literal
-Jaxpr = jex.Jaxpr
-ClosedJaxpr = jex.ClosedJaxpr
-Equation = jex.JaxprEqn
-Primitive = jex.Primitive
-Atom = Var | Literal
+if TYPE_CHECKING:  # JAX gives these no useful types
+    from typing import Any as Atom
+    from typing import Any as ClosedJaxpr
+    from typing import Any as Equation
+    from typing import Any as Jaxpr
+    from typing import Any as Literal
+    from typing import Any as Primitive
+    from typing import Any as Var
+else:
+    Var = jex.Var
+    Literal = jex.Literal
+    Jaxpr = jex.Jaxpr
+    ClosedJaxpr = jex.ClosedJaxpr
+    Equation = jex.JaxprEqn
+    Primitive = jex.Primitive
+    Atom = Var | Literal
 
 
 # ---------------------------------------------------------------- variables and programs
@@ -141,7 +150,9 @@ def structure(eqn: Equation) -> str:
     body = open_jaxpr(bodies[0].jaxpr)
     if len(body.invars) != len(eqn.invars) or len(body.outvars) != len(eqn.outvars):
         return 'none'
-    if any(a.aval.shape != b.aval.shape for a, b in zip(body.invars, eqn.invars, strict=True) if hasattr(a.aval, 'shape')):
+    if any(
+        a.aval.shape != b.aval.shape for a, b in zip(body.invars, eqn.invars, strict=True) if hasattr(a.aval, 'shape')
+    ):
         return 'none'
     return 'custom' if name in _CUSTOM else 'call'
 

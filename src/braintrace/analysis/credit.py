@@ -224,9 +224,7 @@ class CreditAnalysis:
 def _credit_record(path: Path, name: str, credit: str, reason: str, hidden: tuple[Path, ...]) -> CompilationRecord:
     level = {'none': DiagnosticLevel.WARNING, 'instantaneous': DiagnosticLevel.NOTICE}.get(credit, DiagnosticLevel.INFO)
     context = {'name': name, 'credit': credit, 'reason': reason}
-    return CompilationRecord(
-        DiagnosticKind.CREDIT, level, f'{name}: {credit} ({reason})', None, path, hidden, context
-    )
+    return CompilationRecord(DiagnosticKind.CREDIT, level, f'{name}: {credit} ({reason})', None, path, hidden, context)
 
 
 def _where(cut: Cut) -> str:

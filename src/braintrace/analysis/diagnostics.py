@@ -81,7 +81,9 @@ class CompilationReport:
         lines = ['Hidden groups']
         for group in self.hidden_groups:
             names = ', '.join(path_name(p) for p in group.hidden_paths)
-            lines.append(f'  {group.index}: {names}   positions {group.varshape}, states per position {group.num_state}')
+            lines.append(
+                f'  {group.index}: {names}   positions {group.varshape}, states per position {group.num_state}'
+            )
         lines += ['', 'Parameters']
         rows = [(r.context['name'], r.context['credit'], r.context['reason']) for r in self.credits]
         width = max((len(name) for name, _, _ in rows), default=0)

@@ -65,7 +65,7 @@ def register_primitive(
     rules: dict[str, Rule] = {'elementwise': elementwise, 'mixing': mixing}
     if isinstance(kind, str) and kind not in rules:
         raise ValueError(
-            f"register_primitive(..., {kind!r})\n  why it cannot work: no family has that name\n"
+            f'register_primitive(..., {kind!r})\n  why it cannot work: no family has that name\n'
             f"  what to write instead: 'elementwise', 'mixing' or a function rule(eqn, outs, const)"
         )
     name = primitive if isinstance(primitive, str) else primitive.name
@@ -106,11 +106,11 @@ family(
     'elementwise',
     elementwise,
     'abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt clamp '
-    'clz complex conj convert_element_type copy copy_p cos cosh cut device_put digamma div eq erf erf_inv erfc exp exp2 '
-    'expm1 ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul '
-    'name ne neg not or polygamma population_count pow random_gamma_grad real reduce_precision '
-    'regularized_incomplete_beta rem rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sin sinh sqrt '
-    'square sub tan tanh xor zeta',
+    'clz complex conj convert_element_type copy copy_p cos cosh cut device_put digamma div eq erf erf_inv erfc exp '
+    'exp2 expm1 ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min '
+    'mul name ne neg not or polygamma population_count pow random_gamma_grad real reduce_precision '
+    'regularized_incomplete_beta rem rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sin sinh '
+    'sqrt square sub tan tanh xor zeta',
 )
 family('elementwise', elementwise, 'sign floor ceil round nextafter stop_gradient', constant_operands=None)
 # Element-wise primitives of the ecosystem: surrogate spikes (braintools), exprel (brainunit).

@@ -20,6 +20,7 @@ from .positions import Positions
 from .sites import HiddenParamOpRelation, find_sites
 
 GroupsByPath = dict[Path, HiddenGroup]
+Groups = tuple[tuple[HiddenGroup, ...], GroupsByPath]
 
 
 class ETraceGraph(NamedTuple):
@@ -33,7 +34,11 @@ class ETraceGraph(NamedTuple):
     diagnostics: tuple[CompilationRecord, ...]
 
     def explain(
-        self, *, weight_path: Path | None = None, hidden_path: Path | None = None, kind: DiagnosticKind | str | None = None
+        self,
+        *,
+        weight_path: Path | None = None,
+        hidden_path: Path | None = None,
+        kind: DiagnosticKind | str | None = None,
     ) -> list[CompilationRecord]:
         """Records in the order they were found; filters combine."""
         kind = None if kind is None else DiagnosticKind(kind)
@@ -53,9 +58,7 @@ class ETraceGraph(NamedTuple):
         return CompilationReport(
             hidden_groups=self.hidden_groups,
             etrace_weights={r.weight_path: r.context['credit'] for r in reversed(credits) if r.weight_path in traced},
-            excluded_weights={
-                r.weight_path: r.context['reason'] for r in credits if r.weight_path not in traced
-            },
+            excluded_weights={r.weight_path: r.context['reason'] for r in credits if r.weight_path not in traced},
             dynamic_states=tuple(
                 dict.fromkeys(o.path for o in self.module_info.program.others if o.outvar is not None)
             ),
@@ -190,13 +193,13 @@ def _check_trainable(program: StepProgram) -> None:
         )
 
 
-def find_hidden_groups_from_minfo(minfo: Any) -> tuple[tuple[HiddenGroup, ...], GroupsByPath]:
+def find_hidden_groups_from_minfo(minfo: Any) -> Groups:
     """Hidden groups of a traced module, and the group of each path."""
     analysed = analyse(minfo.program)
     return analysed.groups, analysed.by_path
 
 
-def find_hidden_groups_from_module(model: Any, *args: Any, **kwargs: Any) -> tuple[tuple[HiddenGroup, ...], GroupsByPath]:
+def find_hidden_groups_from_module(model: Any, *args: Any, **kwargs: Any) -> Groups:
     """Hidden groups of a module, and the group of each path."""
     return find_hidden_groups_from_minfo(extract(model, *args, **kwargs))
 
@@ -222,7 +225,7 @@ def _program_from_jaxpr(
 
 def find_hidden_groups_from_jaxpr(
     closed_jaxpr: ClosedJaxpr, hidden: dict[Path, tuple[int, int, Any]], weights: dict[Path, int]
-) -> tuple[tuple[HiddenGroup, ...], GroupsByPath]:
+) -> Groups:
     """Hidden groups of a bare program.
 
     ``hidden`` maps a path to (index of its input, index of its output, state object with

@@ -66,9 +66,7 @@ def find_sites(
     """All sites of a program, in program order."""
     result = []
     for i, eqn in enumerate(facts.program.equations):
-        reached = {
-            v: [g for g, found in enumerate(positions) if v in found.labels] for v in eqn.outvars if is_var(v)
-        }
+        reached = {v: [g for g, found in enumerate(positions) if v in found.labels] for v in eqn.outvars if is_var(v)}
         if not any(reached.values()):
             continue
         for k in weight_operands(facts, eqn):

@@ -57,9 +57,7 @@ def forward(plan: Plan, const: Values, states: Values, inputs: Values) -> Forwar
 
     def step(old: Values, xs: Values) -> tuple[Values, tuple]:
         env = plan.compute(targets, const | old | xs)
-        new = Values(
-            (o, env[n] if is_var(n) else jnp.full(o.aval.shape, n.val, o.aval.dtype)) for o, n in plan.carried
-        )
+        new = Values((o, env[n] if is_var(n) else jnp.full(o.aval.shape, n.val, o.aval.dtype)) for o, n in plan.carried)
         return new, (env.pick(plan.kept), old.pick(h.invar for h in plan.program.hidden))
 
     last, (kept, old) = jax.lax.scan(step, states, steps.pick(v for v in steps if v in reads))

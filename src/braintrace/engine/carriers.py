@@ -24,7 +24,6 @@ from ..analysis.families import TABLE
 from ..analysis.groups import HiddenGroup
 from ..compat import Equation, Var, evaluate_equation
 
-
 Operands = dict[int, Any]
 
 
@@ -142,7 +141,7 @@ class Product(_Site):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        x, _, y, contracted = self._letters
+        x, _, _, contracted = self._letters
         sizes = dict(zip(x, self.equation.invars[1 - self.operand].aval.shape, strict=True))
         return (*self.result.aval.shape, self.states, *(sizes[c] for c in contracted))
 
@@ -282,9 +281,7 @@ def factorised_for(
     return Factorised(group, equation, operand, result, positions, x, decay)
 
 
-def carrier_for(
-    group: HiddenGroup, equation: Equation, operand: int, result: Var, positions: np.ndarray
-) -> Carrier:
+def carrier_for(group: HiddenGroup, equation: Equation, operand: int, result: Var, positions: np.ndarray) -> Carrier:
     """The leanest carrier that holds the trace of one tap into one group."""
     family = TABLE.get(equation.primitive.name)
     if equation.primitive.name == 'dot_general':

@@ -27,7 +27,6 @@ from ..compat import Atom, Equation, Var, evaluate_equation, is_differentiable, 
 from ..program import Hidden, StepProgram, cut_equation_at, equations_between
 
 
-
 class Values(dict[Var, Any]):
     """Values by variable; a pytree whose leaves keep the order in which they were put in."""
 
@@ -123,7 +122,9 @@ class Plan:
         for i in self.needed(targets, env):
             eqn = self.equations[i]
             operands = [env[v] if is_var(v) else v.val for v in eqn.invars]
-            env.update((v, x) for v, x in zip(eqn.outvars, evaluate_equation(eqn, operands), strict=True) if v not in env)
+            env.update(
+                (v, x) for v, x in zip(eqn.outvars, evaluate_equation(eqn, operands), strict=True) if v not in env
+            )
         return env
 
     def needed(self, targets: Iterable[Atom], known: Iterable[Var]) -> list[int]:

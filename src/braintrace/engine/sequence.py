@@ -144,7 +144,9 @@ class Sequencer:
             carry, (loss, extra) = self._ahead(const, *carry, tail, tail_w)
             losses, extras = [*losses, loss], [*extras, extra]
         moving, traces, total = carry
-        return Solved(self._pull(parameters, states, total), *_joined(losses, extras), self._all(states, moving), traces)
+        return Solved(
+            self._pull(parameters, states, total), *_joined(losses, extras), self._all(states, moving), traces
+        )
 
     def evolve(self, parameters: Values, states: Values, traces: Trace, inputs: Values, block: int) -> Solved:
         """Advance states and traces without a loss; ``aux`` values of every step come along."""
@@ -196,9 +198,7 @@ class Sequencer:
             total = weight_gradients(plan, const, done.steps, found.results, [])
             return self._pull(parameters, states, _add(self._no_gradient(const), total))
         now = local_pull(plan, const, done.steps, found.signals) if self._factored else []
-        local = [
-            Values((v, -y) for v, y in bars.items() if (g, v) in self._factored) for g, bars in enumerate(now)
-        ]
+        local = [Values((v, -y) for v, y in bars.items() if (g, v) in self._factored) for g, bars in enumerate(now)]
         total = weight_gradients(plan, const, done.steps, found.results, local)
         total = self._from_traces(_add(self._no_gradient(const), total), traces, gamma)
         _, total = self._advance(const, done.steps, found, traces, total)
@@ -223,9 +223,7 @@ class Sequencer:
         def one(carry: tuple, xs: tuple) -> tuple:
             states, traces, total, through = carry
             inputs, weights = xs
-            found = window_gradient(
-                plan, parameters, states, inputs, plan.targets[:1], [weights], self.aux, deep
-            )
+            found = window_gradient(plan, parameters, states, inputs, plan.targets[:1], [weights], self.aux, deep)
             gradients, gamma, new, values = found
             if traces:
                 through = self._from_traces(through, traces, gamma)

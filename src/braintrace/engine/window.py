@@ -30,7 +30,9 @@ def run_window(
     def one(old: Values, xs: Values) -> tuple[Values, list[Any]]:
         results = step(plan, fixed | old | xs, [*new, *wanted])
         states = zip(moving, results, strict=False)
-        return Values((v, jnp.broadcast_to(x, v.aval.shape).astype(v.aval.dtype)) for v, x in states), results[len(new) :]
+        return Values((v, jnp.broadcast_to(x, v.aval.shape).astype(v.aval.dtype)) for v, x in states), results[
+            len(new) :
+        ]
 
     last, values = jax.lax.scan(one, states.pick(moving), inputs)
     return states | last, values

@@ -14,7 +14,7 @@ import brainstate
 import brainunit as u
 import jax
 
-from ..compat import Atom, ClosedJaxpr, Jaxpr, Var, close, evaluate, is_differentiable, is_var, make_jaxpr
+from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, is_var, make_jaxpr
 from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import distinct_outputs, path_name
@@ -262,7 +262,7 @@ def _is_hidden(state: brainstate.State) -> bool:
 def _keys(value: Any) -> list[tuple]:
     """The keys of every array in a state's value; a quantity counts as one array."""
     flat, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: isinstance(x, u.Quantity))
-    name = lambda k: getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', k)))  # noqa: E731
+    name = lambda k: getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', k)))
     return [tuple(name(k) for k in keys) for keys, _ in flat]
 
 

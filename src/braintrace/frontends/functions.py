@@ -70,7 +70,7 @@ class FunctionInfo(NamedTuple):
 
 def _paths(tree: Any) -> list[Path]:
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    name = lambda k: getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', k)))  # noqa: E731
+    name = lambda k: getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', k)))
     return [tuple(name(k) for k in keys) for keys, _ in flat]
 
 

@@ -390,7 +390,9 @@ class Learner(brainstate.nn.Module):
         return self._programs[key]
 
     def _state_shapes(self) -> tuple:
-        return tuple((jnp.shape(x), jnp.result_type(x)) for s in self.hidden_states.values() for x in jax.tree.leaves(s.value))
+        return tuple(
+            (jnp.shape(x), jnp.result_type(x)) for s in self.hidden_states.values() for x in jax.tree.leaves(s.value)
+        )
 
     def _trace(self, step_fn: Callable, example: tuple, rule: Rule) -> Traced:
         self.graph  # noqa: B018 - refuses a learner that was not compiled
@@ -482,9 +484,7 @@ def online_step(traced: Traced, window: bool) -> Callable:
     """A step, or a window of steps, whose reverse derivative in the parameters is the online gradient."""
     engine, plan = traced.engine, traced.plan
     outputs = plan.program.outputs
-    advance, gradient = (
-        (engine.window, engine.exact_window_gradient) if window else (engine.step, engine.step_gradient)
-    )
+    advance, gradient = (engine.window, engine.exact_window_gradient) if window else (engine.step, engine.step_gradient)
 
     def run(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
         values, new, traces = advance(parameters, states, traces, inputs)

@@ -26,7 +26,9 @@ class Traced:
     ``loss_first``: the first output is the loss to differentiate; otherwise all outputs and new states are.
     """
 
-    def __init__(self, function: Callable[..., Any], model: Any, args: tuple, loss_first: bool, trace_dtype: Any, rule: Rule):
+    def __init__(
+        self, function: Callable[..., Any], model: Any, args: tuple, loss_first: bool, trace_dtype: Any, rule: Rule
+    ):
         self.model = model
         self.info: ModuleInfo = trace_step(function, model, args, {})
         analysed = analyse(self.info.program)
@@ -39,9 +41,7 @@ class Traced:
             new = [*(h.outvar for h in program.hidden), *(o.outvar for o in program.others if o.outvar is not None)]
             targets = tuple(dict.fromkeys(v for v in (*program.outputs, *new) if is_var(v) and is_differentiable(v)))
             aux = program.outputs
-        self.plan = Plan(
-            analysed.facts, tuple(analysed.members), analysed.groups, tuple(analysed.positions), targets
-        )
+        self.plan = Plan(analysed.facts, tuple(analysed.members), analysed.groups, tuple(analysed.positions), targets)
         self.engine = Sequencer(self.plan, aux, trace_dtype, rule.decay)
 
     @property

@@ -38,19 +38,22 @@ def normal_form(closed: ClosedJaxpr) -> ClosedJaxpr:
     equations: list[Equation] = []
     for eqn in jaxpr.eqns:
         _emit(eqn, names, consts, equations)
-    outvars = _copied(equations, [_read(names, v) for v in jaxpr.outvars])
-    equations = drop_dead(equations, outvars)
+    outvars = [_read(names, v) for v in jaxpr.outvars]
+    equations = drop_dead(_copied(equations, outvars), outvars)
     used = {v for eqn in equations for v in eqn.invars if is_var(v)} | {v for v in outvars if is_var(v)}
     consts = {v: c for v, c in consts.items() if v in used}
     return close(make_jaxpr(list(consts), jaxpr.invars, outvars, equations, like=jaxpr), list(consts.values()))
 
 
-def _copied(equations: list[Equation], outvars: list[Atom]) -> list[Atom]:
-    """Outputs of which those made by a scan are copies."""
-    scanned = {v: new_var(v.aval) for eqn in equations if structure(eqn) == 'scan' for v in eqn.outvars}
-    copies = {v: scanned[v] for v in outvars if is_var(v) and v in scanned}
-    equations += [copy_equation(v, copy) for v, copy in copies.items()]
-    return [_read(copies, v) for v in outvars]
+def _copied(equations: list[Equation], outvars: list[Atom]) -> list[Equation]:
+    """The equations with a copy after each scan that makes one of the outputs; all read the copy."""
+    wanted = {v for v in outvars if is_var(v)}
+    result: list[Equation] = []
+    for eqn in equations:
+        raw = {v: new_var(v.aval) for v in eqn.outvars if v in wanted} if structure(eqn) == 'scan' else {}
+        result.append(eqn.replace(outvars=[raw.get(v, v) for v in eqn.outvars]) if raw else eqn)
+        result += [copy_equation(r, v) for v, r in raw.items()]
+    return result
 
 
 def drop_dead(equations: list[Equation], outvars: list[Atom]) -> list[Equation]:

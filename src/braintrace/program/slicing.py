@@ -54,7 +54,7 @@ def cut_inside(i: int, eqn: Equation, cuts: Cuts) -> Equation:
     bodies = {
         sub.key: _cut_body(sub.jaxpr, cuts.bodies[i, sub.key])
         for sub in sub_programs(eqn)
-        if (i, sub.key) in cuts.bodies and cuts.bodies[i, sub.key]
+        if cuts.bodies.get((i, sub.key))
     }
     return replace_sub_programs(eqn, bodies) if bodies else eqn
 
