@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -77,6 +77,11 @@ def make_jaxpr(
     effects = frozenset().union(*(eqn.effects for eqn in equations))
     info = like.debug_info if like is not None else _debug_info(len(invars), len(outvars))
     return Jaxpr(list(constvars), list(invars), list(outvars), list(equations), effects, info)
+
+
+def trace(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
+    """The program of a function of arrays."""
+    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
 
 
 def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:

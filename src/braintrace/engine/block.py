@@ -64,6 +64,16 @@ def forward(plan: Plan, const: Values, states: Values, inputs: Values) -> Forwar
     return Forward(last, steps | kept | old)
 
 
+def complete(plan: Plan, const: Values, steps: Values) -> Values:
+    """Everything the derivative programs read, for all steps of a block at once."""
+
+    def one(step: Values) -> Values:
+        env = plan.compute(plan.derivative_variables, const | step)
+        return env.pick(v for v in env if v not in const)
+
+    return jax.vmap(one)(steps)
+
+
 def credit(plan: Plan, const: Values, steps: Values, cotangents: Sequence[jax.Array], aux: Sequence[Var]) -> Credit:
     """Targets, signals, direct reads and local Jacobians of all steps of a block, side by side.
 
@@ -72,7 +82,7 @@ def credit(plan: Plan, const: Values, steps: Values, cotangents: Sequence[jax.Ar
     """
 
     def one(step: Values, cotangents: list[jax.Array]) -> tuple:
-        env = plan.compute(plan.derivative_variables, const | step)
+        env = const | step
         targets, (ys, signals, reads) = _signals(plan, env, cotangents)
         return targets, plan.compute(aux, env).pick(aux), ys, signals, reads
 
@@ -83,8 +93,7 @@ def jacobians(plan: Plan, const: Values, steps: Values) -> list[jax.Array]:
     """D_t of every group and step."""
 
     def one(step: Values) -> list[jax.Array]:
-        env = plan.compute(plan.derivative_variables, const | step)
-        return [_jacobian(local, env) for local in plan.locals]
+        return [_jacobian(local, const | step) for local in plan.locals]
 
     return jax.vmap(one)(steps)
 
@@ -142,7 +151,7 @@ def local_pull(plan: Plan, const: Values, steps: Values, gammas: Sequence[jax.Ar
     """(∂h_t/∂y|local)ᵀ γ_t of every group, tap result y and step."""
 
     def one(step: Values, gammas: list[jax.Array]) -> list[Values]:
-        env = plan.compute(plan.derivative_variables, const | step)
+        env = const | step
         pairs = zip(plan.locals, gammas, strict=True)
         return [Values(zip(local.taps, pull_one(local, env, gamma), strict=True)) for local, gamma in pairs]
 
@@ -198,14 +207,12 @@ def _pull_tap(equation: Any, weights: Sequence[int], const: Values, operands: di
 
 
 def tap_operands(plan: Plan, const: Values, steps: Values) -> dict[int, dict[int, jax.Array]]:
-    """Data operands of every tap, stacked over the steps."""
+    """Data operands of every tap, stacked over the steps of a completed block."""
     wanted = {
         i: {k: v for k, v in enumerate(tap.equation.invars) if is_var(v) and v not in const}
         for i, tap in plan.taps.items()
     }
-    variables = list(dict.fromkeys(v for operands in wanted.values() for v in operands.values()))
-    values = jax.vmap(lambda step: plan.compute(variables, const | step).pick(variables))(steps)
-    return {i: {k: values[v] for k, v in operands.items()} for i, operands in wanted.items()}
+    return {i: {k: steps[v] for k, v in operands.items()} for i, operands in wanted.items()}
 
 
 def _length(steps: Values) -> int:

@@ -13,6 +13,7 @@ from ..compat import Atom, Var, is_var
 from ..program import cut_inside
 from .block import (
     Credit,
+    complete,
     constants,
     credit,
     credit_back,
@@ -192,16 +193,17 @@ class Sequencer:
         plan = self.plan
         const = constants(plan, parameters | self._fixed(states))
         done = forward(plan, const, self._moving(states), Values((v, x[None]) for v, x in inputs.items()))
-        found = credit(plan, const, done.steps, [c[None] for c in cotangents], ())
+        steps = complete(plan, const, done.steps)
+        found = credit(plan, const, steps, [c[None] for c in cotangents], ())
         _, gamma = credit_back(found, [jnp.zeros_like(s[0]) for s in found.signals])
         if not traces:
-            total = weight_gradients(plan, const, done.steps, found.results, [])
+            total = weight_gradients(plan, const, steps, found.results, [])
             return self._pull(parameters, states, _add(self._no_gradient(const), total))
-        now = local_pull(plan, const, done.steps, found.signals) if self._factored else []
+        now = local_pull(plan, const, steps, found.signals) if self._factored else []
         local = [Values((v, -y) for v, y in bars.items() if (g, v) in self._factored) for g, bars in enumerate(now)]
-        total = weight_gradients(plan, const, done.steps, found.results, local)
+        total = weight_gradients(plan, const, steps, found.results, local)
         total = self._from_traces(_add(self._no_gradient(const), total), traces, gamma)
-        _, total = self._advance(const, done.steps, found, traces, total)
+        _, total = self._advance(const, steps, found, traces, total)
         return self._pull(parameters, states, total)
 
     def windows(
@@ -267,6 +269,7 @@ class Sequencer:
     # ------------------------------------------------------------ one block
 
     def _back(self, const: Values, steps: Values, weights: jax.Array, gamma: list, total: Values) -> tuple:
+        steps = complete(self.plan, const, steps)
         found = credit(self.plan, const, steps, [weights], self.aux)
         gammas, first = credit_back(found, gamma)
         local = local_pull(self.plan, const, steps, gammas)
@@ -278,18 +281,19 @@ class Sequencer:
     ) -> tuple:
         plan = self.plan
         done = forward(plan, const, states, inputs)
-        found = credit(plan, const, done.steps, [weights], self.aux)
+        steps = complete(plan, const, done.steps)
+        found = credit(plan, const, steps, [weights], self.aux)
         gammas, first = credit_back(found, [jnp.zeros_like(s[0]) for s in found.signals])
-        local = local_pull(plan, const, done.steps, gammas)
+        local = local_pull(plan, const, steps, gammas)
         if self.decay is not None:
-            now = local_pull(plan, const, done.steps, found.signals)
+            now = local_pull(plan, const, steps, found.signals)
             local = [
                 Values((v, -now[g][v] if (g, v) in self._factored else y) for v, y in bars.items())
                 for g, bars in enumerate(local)
             ]
-        total = _add(total, weight_gradients(plan, const, done.steps, found.results, local))
+        total = _add(total, weight_gradients(plan, const, steps, found.results, local))
         total = self._from_traces(total, traces, first)
-        traces, total = self._advance(const, done.steps, found, traces, total)
+        traces, total = self._advance(const, steps, found, traces, total)
         return (done.states, traces, total), (found.targets[0], found.aux)
 
     @cached_property
@@ -333,6 +337,7 @@ class Sequencer:
 
     def _trace_only(self, const: Values, steps: Values, traces: Trace) -> Trace:
         """Traces after a block without a loss."""
+        steps = complete(self.plan, const, steps)
         transitions = jacobians(self.plan, const, steps)
         silent = [jnp.zeros(d.shape[:-1], d.dtype) for d in transitions]
         found = Credit([], Values(), Values(), silent, silent, transitions)

@@ -160,8 +160,12 @@ def trace_step(function: Callable[..., Any], model: brainstate.nn.Module, args: 
     with _states_kept(found):
         try:
             traced = stateful.get_jaxpr(*args, **kwargs)
+        except NotImplementedError:
+            raise
         except Exception as error:
             raise _explain(model, args, error) from error
+    if created := [path for path in model.states() if path not in found]:
+        raise _state_created(created[0])
     states = stateful.get_states(*args, **kwargs)
     written = {id(s) for s in stateful.get_write_states(*args, **kwargs)}
     out_shapes, new_shapes = stateful.get_out_shapes(*args, **kwargs)
@@ -295,11 +299,15 @@ def _explain(model: Any, args: tuple, error: Exception) -> CompilationError:
             )
         )
     shapes = jax.tree.map(lambda x: tuple(jax.numpy.shape(x)), args)
+    told = str(error).replace('\n', '\n    ')
+    instead = 'inputs for which model(*inputs) runs: check their shapes, their batch axis and that of the states'
+    if isinstance(error, jax.errors.ConcretizationTypeError):
+        instead = 'jax.numpy.where, jax.lax.cond or jax.lax.scan where Python code asks for the value of an array'
     return CompilationError(
         three_parts(
             f'a step of {name} on inputs of shapes {shapes}',
-            f'the step itself fails with {type(error).__name__}: {error}',
-            'inputs for which model(*inputs) runs: check their shapes, their batch axis and that of the states',
+            f'the step itself fails with {type(error).__name__}: {told}',
+            instead,
         )
     )
 
@@ -315,6 +323,16 @@ def _check_new_value(path: Path, old: Any, new: Any) -> None:
                 'states initialised with the shape (batch axis included) and dtype that the step gives them',
             )
         )
+
+
+def _state_created(path: Path) -> CompilationError:
+    return CompilationError(
+        three_parts(
+            f'a step that creates state {path_name(path)}',
+            'a step is repeated: a state made in it would start anew each time and carry nothing on',
+            'states created in __init__ or init_state, and only read and written in update',
+        )
+    )
 
 
 def _parameter_written(path: Path) -> CompilationError:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..analysis.graph import analyse
 from ..compat import is_differentiable, is_var
 from ..engine.plan import Plan, Values
+from ..engine.rewrite import split_products
 from ..engine.sequence import Sequencer
 from ..errors import CompilationError, three_parts
 from ..frontends.brainstate import ModuleInfo, trace_step
@@ -31,8 +32,8 @@ class Traced:
     ):
         self.model = model
         self.info: ModuleInfo = trace_step(function, model, args, {})
-        analysed = analyse(self.info.program)
-        program = self.info.program
+        program = split_products(self.info.program)
+        analysed = analyse(program)
         if loss_first:
             _check_loss(program.outputs)
             targets: tuple = program.outputs[:1]

@@ -1,0 +1,192 @@
+"""Bad input: what is said, and that nothing of the user's is touched."""
+
+import re
+import threading
+
+import brainstate
+import braintrace as bt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zoo import CASES
+from zoo.base import Step, hidden, weight
+
+B, I, H = 2, 3, 4  # noqa: E741
+X = jnp.ones((B, I))
+
+
+def gru(batch=B):
+    model = bt.nn.GRUCell(I, H)
+    brainstate.nn.init_all_states(model, **({} if batch is None else {'batch_size': batch}))
+    return model
+
+
+def leaky(step):
+    """A small model whose step first spoils its state and draws a random number, then goes wrong in its own way."""
+
+    def noisy(m, x):
+        m.h.value = 0.5 * m.h.value + brainstate.random.randn(B, H)
+        return step(m, x)
+
+    return Step(noisy, w=weight(I, H), h=hidden(B, H))
+
+
+def write_parameter(m, x):
+    m.w.value = 0.9 * m.w.value
+    return x @ m.w.value
+
+
+def change_shape(m, x):
+    m.h.value = jnp.concatenate([m.h.value, x @ m.w.value])
+
+
+def change_dtype(m, x):
+    m.h.value = (m.h.value + x @ m.w.value).astype(jnp.float16)
+
+
+def create_state(m, x):
+    m.made = brainstate.HiddenState(x @ m.w.value)
+    m.h.value = m.h.value + m.made.value
+
+
+def ask_for_a_value(m, x):
+    return x @ m.w.value if x.sum() > 0 else m.h.value
+
+
+def fail(m, x):
+    raise RuntimeError('boom')
+
+
+def never_write(m, x):
+    return m.h.value + x @ m.w.value
+
+
+BAD = {  # model, arguments, what the three parts must say
+    'no states': (lambda: bt.nn.GRUCell(I, H), (X,), 'GRUCell whose states are not initialised', "'h'", 'init_all_states'),
+    'too few arguments': (gru, (), 'GRUCell called with 0', "missing a required argument: 'x'", 'update'),
+    'too many arguments': (gru, (X, X), 'GRUCell called with 2', 'too many positional', 'update'),
+    'wrong width': (gru, (jnp.ones((B, 7)),), r'GRUCell on inputs of shapes \(\(2, 7\),\)', 'matmul', 'check their shapes'),
+    'input without batch': (gru, (jnp.ones(I),), r'GRUCell on inputs of shapes \(\(3,\),\)', 'fails with', 'batch axis'),
+    'states without batch': (lambda: gru(None), (X,), r'GRUCell on inputs of shapes \(\(2, 3\),\)', 'fails with', 'batch axis'),
+    'never written': (lambda: Step(never_write, w=weight(I, H), h=hidden(B, H)), (X,), 'hidden state h', 'never changes', 'ShortTermState'),
+    'parameter written': (lambda: leaky(write_parameter), (X,), 'writes parameter w', 'stay fixed', 'optimiser'),
+    'state changes shape': (lambda: leaky(change_shape), (X,), r'state h from .*\(2, 4\).* into .*\(4, 4\)', 'keep its shape', 'batch axis'),
+    'state changes type': (lambda: leaky(change_dtype), (X,), "state h from .*'float32'.* into .*'float16'", 'type', 'dtype'),
+    'state created': (lambda: leaky(create_state), (X,), 'creates state made', 'repeated', 'init_state'),
+    'python if': (lambda: leaky(ask_for_a_value), (X,), 'a step of Step', 'TracerBoolConversionError', 'jax.lax.cond'),
+    'failing step': (lambda: leaky(fail), (X,), 'a step of Step', 'RuntimeError: boom', r'model\(\*inputs\) runs'),
+    'no hidden state': (lambda: Step(lambda m, x: x @ m.w.value, w=weight(I, H)), (X,), 'no hidden state', 'past', 'HiddenState'),
+    'no parameter': (lambda: Step(lambda m, x: setattr(m.h, 'value', m.h.value * 0.9), h=hidden(B, H)), (X,), 'no parameter', 'nothing to train', 'ParamState'),
+}  # fmt: skip
+
+
+def snapshot(model):
+    """Every state object and the very value it holds."""
+    return {path: (state, state.value) for path, state in model.states().items()}
+
+
+@pytest.mark.parametrize('name', BAD)
+def test_three_parts_and_nothing_touched(name):
+    make, args, wrote, why, instead = BAD[name]
+    model = make()
+    before, key = snapshot(model), brainstate.random.DEFAULT.value
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.compile_etrace_graph(model, *args)
+    first, *_ = message = str(caught.value).split('\n  why it cannot work: ')
+    assert len(message) == 2
+    reason, told = message[1].rsplit('\n  what to write instead: ', 1)
+    for part, pattern in ((first, wrote), (reason, why), (told, instead)):
+        assert re.search(pattern, part), part
+    after = snapshot(model)
+    assert brainstate.random.DEFAULT.value is key
+    assert all(after[path][0] is state and after[path][1] is value for path, (state, value) in before.items())
+
+
+@pytest.mark.parametrize('model', [None, 3, 'gru', bt.nn.GRUCell, lambda state: state])
+def test_what_is_no_model(model):
+    with pytest.raises(TypeError, match=r'a model of type(.|\n)*why it cannot work(.|\n)*what to write instead'):
+        bt.compile_etrace_graph(model, X)
+    if not isinstance(model, type):
+        with pytest.raises(TypeError, match=r'ETraceGraphExecutor\((.|\n)*why it cannot work(.|\n)*what to write'):
+            bt.ETraceGraphExecutor(model)
+        with pytest.raises(TypeError, match=r'a model of type(.|\n)*brainstate modules only'):
+            bt.extract_module_info(model, X)
+
+
+def test_a_good_compilation_touches_nothing_either():
+    model = Step(lambda m, x: setattr(m.h, 'value', m.h.value + x @ m.w.value + brainstate.random.randn(B, H)),
+                 w=weight(I, H), h=hidden(B, H))  # fmt: skip
+    before, key = snapshot(model), brainstate.random.DEFAULT.value
+    with jax.checking_leaks():
+        graph = bt.compile_etrace_graph(model, X)
+    assert snapshot(model) == before
+    assert all(state.value is before[path][1] for path, state in model.states().items())
+    assert brainstate.random.DEFAULT.value is key
+    assert graph.report.dynamic_states == (('<outside>', 'RandomState', 2),)
+
+
+def test_a_state_outside_the_model_is_left_alone():
+    outside = brainstate.HiddenState(jnp.zeros((B, H)))
+
+    def step(m, x):
+        outside.value = 0.5 * outside.value + x @ m.w.value
+        m.h.value = m.h.value + outside.value
+        return fail(m, x) if m.broken else m.h.value
+
+    model = Step(step, w=weight(I, H), h=hidden(B, H))
+    value = outside.value
+    model.broken = True
+    with pytest.raises(bt.CompilationError, match='boom'):
+        bt.compile_etrace_graph(model, X)
+    assert outside.value is value
+    model.broken = False
+    graph = bt.compile_etrace_graph(model, X)
+    assert outside.value is value
+    assert any(path[0] == '<outside>' for path in graph.hid_path_to_group)
+
+
+def test_recursion():
+    inner = gru()
+    model = Step(lambda m, x: bt.compile_etrace_graph(inner, x), w=weight(I, H), h=hidden(B, H))
+    with pytest.raises(NotImplementedError, match=r'while a model is being compiled(.|\n)*why(.|\n)*instead: compile before'):
+        bt.compile_etrace_graph(model, X)
+    assert len(bt.compile_etrace_graph(inner, X).hidden_groups) == 1
+
+
+def test_threads_do_not_disturb_each_other():
+    names = ['lstm_cell', 'gru_cell'] if {'lstm_cell', 'gru_cell'} <= set(CASES) else list(CASES)[:2]
+    names += [n for n in CASES if n not in names and not CASES[n].x64][:2]
+    alone = {name: describe(name) for name in names}
+    found, ready = {}, threading.Barrier(len(names))
+
+    def work(name, model, inputs):
+        ready.wait()
+        for _ in range(3):
+            found.setdefault(name, []).append(text_of(bt.compile_etrace_graph(model, *inputs)))
+
+    threads = [threading.Thread(target=work, args=(name, *CASES[name].build())) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {name: [alone[name]] * 3 for name in names}
+
+
+def text_of(graph):
+    return f'{graph!r}\n{graph.report.to_str("info")}\n{graph.module_info.jaxpr}'
+
+
+def describe(name):
+    model, inputs = CASES[name].build()
+    return text_of(bt.compile_etrace_graph(model, *inputs))
+
+
+def test_a_call_with_other_shapes():
+    executor = bt.ETraceGraphExecutor(gru())
+    executor.compile_graph(X)
+    for call in (executor.solve_h2w_h2h_jacobian, executor.solve_h2w_h2h_l2h_jacobian):
+        with pytest.raises(ValueError, match=r'\(5, 3\)(.|\n)*compiled for(.|\n)*\(2, 3\)(.|\n)*compile again'):
+            call(jnp.ones((5, I)))
+    np.testing.assert_array_equal(executor.model.h.value, np.zeros((B, H)))
