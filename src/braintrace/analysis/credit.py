@@ -15,7 +15,7 @@ from functools import cached_property
 from ..compat import Atom, source_line, structure
 from ..program import Hidden, Parameter, Path
 from ..program.step import path_name
-from .dependence import of
+from .dependence import of, union
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .facts import Facts
 from .groups import HiddenGroup
@@ -56,6 +56,15 @@ class CreditAnalysis:
         return [bool(self._all_results & self.facts.old(m)) for m in self.members]
 
     @cached_property
+    def _passed_on(self) -> list[int]:
+        """Bits of the old states that each group's new states read themselves and hand on to outputs."""
+        seen = self._grads(self.facts.program.outputs)
+        return [
+            union(self.facts.behind[h.outvar] for h in m if seen & self.facts.new_bit[h.outvar]).grads
+            for m in self.members
+        ]
+
+    @cached_property
     def _live_others(self) -> list:
         """Other states that carry differentiable information from step to step."""
         return [
@@ -89,7 +98,8 @@ class CreditAnalysis:
         if cuts := self._cuts(g, old):
             return f'{name} feeds itself across positions, cut at {_where(cuts[0])}'
         for other, live in enumerate(self._live_groups):
-            if other != g and live and self._new[other] & (old | new):
+            fed = self._new[other] & (old | new) if live else self._passed_on[other] & old
+            if other != g and fed:
                 return f'{name} feeds {_names(self.groups[other].hidden_paths)}, another group'
         for state in self._live_others:
             if self._grads([state.outvar]) & (old | new):

@@ -142,12 +142,13 @@ def compile_etrace_graph(model: Any, *args: Any, include_hidden_perturb: bool = 
         )
     _busy.compiling = True
     try:
-        return _compile(extract(model, *args, **kwargs), include_hidden_perturb)
+        return graph_of(extract(model, *args, **kwargs), include_hidden_perturb)
     finally:
         _busy.compiling = False
 
 
-def _compile(info: Any, include_hidden_perturb: bool) -> ETraceGraph:
+def graph_of(info: Any, include_hidden_perturb: bool = True) -> ETraceGraph:
+    """The graph of a step that was traced before."""
     program: StepProgram = info.program
     _check_trainable(program)
     analysed = analyse(program)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..analysis.graph import ETraceGraph, compile_etrace_graph
+from ..analysis.graph import ETraceGraph, compile_etrace_graph, graph_of
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Jaxpr, Var, evaluate, is_var
 from ..errors import three_parts
-from ..frontends.brainstate import is_module
+from ..frontends.brainstate import is_module, trace_step
 from ..program import Path
 from ..program.step import path_name
 from .signal import joint_outputs
@@ -41,6 +41,8 @@ def state_jacobian(group: HiddenGroup, program: Jaxpr, y: jax.Array, constants: 
 class ETraceGraphExecutor:
     """Compiles a module once and solves the Jacobians of its steps.
 
+    ``call`` advances the module in place of ``model(...)``, e.g. mapped over a batch.
+
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> gru = brainstate.nn.GRUCell(3, 4)
     >>> _ = brainstate.nn.init_all_states(gru)
@@ -51,7 +53,7 @@ class ETraceGraphExecutor:
     (4, 1, 1)
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, call: Callable[..., Any] | None = None):
         if not is_module(model):
             raise TypeError(
                 three_parts(
@@ -61,11 +63,15 @@ class ETraceGraphExecutor:
                 )
             )
         self.model = model
+        self.call = model if call is None else call
         self._graph: ETraceGraph | None = None
 
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
         """Trace and analyse one step on example inputs."""
-        self._graph = compile_etrace_graph(self.model, *args, **kwargs)
+        if self.call is self.model:
+            self._graph = compile_etrace_graph(self.model, *args, **kwargs)
+        else:
+            self._graph = graph_of(trace_step(self.call, self.model, args, kwargs))
 
     @property
     def graph(self) -> ETraceGraph:

@@ -35,6 +35,7 @@ class Learner(brainstate.nn.Module):
     Call it in place of the model inside a ``step_fn``; :meth:`etrace_grad` differentiates a whole sequence.
 
     ``reach``: 'local', or 'deep' for credit that passes from layer to layer inside a window.
+    ``vmap``: the model describes one sample; its states have a batch axis in front and it is mapped over them.
     ``block``: steps solved together; chosen automatically and never visible in a result.
     ``trace_dtype``: storage type of the traces. ``check_finite``: raise on a loss or gradient that is not finite.
     """
@@ -45,6 +46,7 @@ class Learner(brainstate.nn.Module):
         rule: Rule,
         *,
         reach: str = 'local',
+        vmap: bool = False,
         block: int | None = None,
         trace_dtype: Any = None,
         check_finite: bool = False,
@@ -54,7 +56,9 @@ class Learner(brainstate.nn.Module):
         _check_choice('reach', reach, ('local', 'deep'))
         self.rule = replace(rule, deep=reach == 'deep')
         self.model = model
-        self.executor = ETraceGraphExecutor(model)
+        mapped = brainstate.ShortTermState
+        self._call = brainstate.nn.Vmap(model, vmap_states=mapped, vmap_out_states=mapped) if vmap else model
+        self.executor = ETraceGraphExecutor(model, self._call)
         self.block = block
         self.trace_dtype = trace_dtype
         self.check_finite = check_finite
@@ -123,7 +127,7 @@ class Learner(brainstate.nn.Module):
         args = tuple(a.data if isinstance(a, (SingleStepData, MultiStepData)) else a for a in args)
         if self._calls is not None:
             self._calls.append(1)
-            return brainstate.transform.for_loop(self.model, *args) if window else self.model(*args)
+            return brainstate.transform.for_loop(self._call, *args) if window else self._call(*args)
         traced, step = self._step_program(args, window)
         parameters, states = traced.read()
         traces = self._read_traces(traced, fresh=False)
@@ -139,7 +143,7 @@ class Learner(brainstate.nn.Module):
         if key not in self._programs:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
             example = jax.tree.map(lambda x: jnp.asarray(x)[0], args) if window else args
-            traced = Traced(lambda *a: self.model(*a), self.model, example, False, self.trace_dtype, self.rule)
+            traced = Traced(lambda *a: self._call(*a), self.model, example, False, self.trace_dtype, self.rule)
             self._programs[key] = (traced, jax.jit(online_step(traced, window)))
         return self._programs[key]
 

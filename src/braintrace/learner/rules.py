@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import brainstate
+import jax
+import jax.numpy as jnp
 
 from .. import rules
 from ..errors import three_parts
@@ -61,11 +63,13 @@ def compile(
     batch_size: int | None = None,
     seed: int | None = None,
     verbose: int = 0,
+    vmap: bool = False,
     **options: Any,
 ) -> Learner:
     """Initialise a model's states, compile it, and give it a learning rule.
 
-    ``rule`` is a learner class or its name in any case. ``options`` go to the learner.
+    ``rule`` is a learner class or its name in any case. ``options`` go to the learner. With ``vmap`` the model
+    and the example inputs are of one sample, and the learner maps over a batch of ``batch_size``.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> net = brainstate.nn.GRUCell(3, 4)
@@ -82,9 +86,18 @@ def compile(
         )
     if seed is not None:
         brainstate.random.seed(seed)
-    brainstate.nn.init_all_states(model, **({} if batch_size is None else {'batch_size': batch_size}))
+    if vmap:
+        if batch_size is None:
+            raise ValueError(
+                three_parts('vmap=True without a batch size', 'the model is mapped over a batch', 'batch_size=...')
+            )
+        brainstate.nn.vmap_init_all_states(model, axis_size=batch_size)
+        batched = lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x)))
+        example_inputs = jax.tree.map(batched, example_inputs)
+    else:
+        brainstate.nn.init_all_states(model, **({} if batch_size is None else {'batch_size': batch_size}))
     try:
-        learner = kind(model, **options)
+        learner = kind(model, vmap=vmap, **options)
     except TypeError as error:
         raise TypeError(
             three_parts(f'compile(..., {kind.__name__}, {options})', str(error), f'options of {kind.__name__} only')
