@@ -5,6 +5,7 @@ the position that each element of y reaches, and so every carrier keeps y's own 
 
     Product      (y, s, c)       dense layers, einsum, grouped: a weight meets one element of y a row of x
     Elementwise  (y, s)          bias, gain, threshold, time constant, scalars
+    Sparse       (w, rows, s)    brainevent products: one entry for each synapse and sample
     Full         (p, s, w)       anything else: the whole influence of w on every position p
     Factorised   x and (y, s)    pp_prop: input and state traces apart, memory linear in neurons
 """
@@ -12,7 +13,7 @@ the position that each element of y reaches, and so every carrier keeps y's own 
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -159,6 +160,42 @@ class Product(_Site):
 
 
 @dataclass(frozen=True)
+class Sparse(_Site):
+    """A weight for each synapse of a compressed sparse matrix; synapse e leads from ``pre[e]`` to ``post[e]``."""
+
+    pre: np.ndarray
+    post: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.post), *self.result.aval.shape[1:], self.states)
+
+    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
+        x = steps[_SPARSE_INPUT].astype(rows.dtype)
+        return jnp.einsum('te...s,te...->e...s', rows[:, self.post], x[:, self.pre])
+
+    def advance(self, trace: jax.Array, product: jax.Array) -> jax.Array:
+        return jnp.einsum('...sr,...r->...s', self.at_result(product, 2)[self.post], trace)
+
+    def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
+        return jnp.einsum('e...s,e...s->e', self.at_result(gamma, 1)[self.post], trace)
+
+
+_SPARSE_INPUT = 3
+
+
+def _synapses(equation: Equation, operand: int, constant: Callable[[Any], Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Where each weight of a compressed sparse row product leads from and to, if that is known."""
+    if operand != 0 or equation.primitive.name.removeprefix('binary_') not in ('csrmv', 'csrmm'):
+        return None
+    indices, starts = (constant(v) for v in equation.invars[1:3])
+    if indices is None or starts is None or equation.invars[0].aval.shape != indices.shape:
+        return None
+    rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    return (rows, indices) if equation.params['transpose'] else (indices, rows)
+
+
+@dataclass(frozen=True)
 class Full(_Site):
     """Any operation: the influence of every element of w on every position."""
 
@@ -281,13 +318,21 @@ def factorised_for(
     return Factorised(group, equation, operand, result, positions, x, decay)
 
 
-def carrier_for(group: HiddenGroup, equation: Equation, operand: int, result: Var, positions: np.ndarray) -> Carrier:
+def carrier_for(
+    group: HiddenGroup,
+    equation: Equation,
+    operand: int,
+    result: Var,
+    positions: np.ndarray,
+    constant: Callable[[Any], Any],
+) -> Carrier:
     """The leanest carrier that holds the trace of one tap into one group."""
+    place = (group, equation, operand, result, positions)
     family = TABLE.get(equation.primitive.name)
     if equation.primitive.name == 'dot_general':
-        kind: type = Product
-    elif family is not None and family.kind == 'elementwise':
-        kind = Elementwise
-    else:
-        kind = Full
-    return kind(group, equation, operand, result, positions)
+        return Product(*place)
+    if family is not None and family.kind == 'elementwise':
+        return Elementwise(*place)
+    if synapses := _synapses(equation, operand, constant):
+        return Sparse(*place, *synapses)
+    return Full(*place)

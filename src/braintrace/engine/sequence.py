@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -61,8 +61,10 @@ class Sequencer:
         aux: Sequence[Atom] = (),
         trace_dtype: Any = None,
         decay: tuple[float, float] | None = None,
+        traced: Callable[[int], bool] = lambda equation: True,
     ):
         self.plan = plan
+        self.traced = traced
         self.decay = decay
         self.aux = tuple(a for a in dict.fromkeys(a for a in aux if is_var(a)))
         self.trace_dtype = trace_dtype
@@ -73,14 +75,14 @@ class Sequencer:
         plan = self.plan
         sites = []
         for i, tap in plan.taps.items():
-            for k in tap.weights:
+            for k in tap.weights if self.traced(i) else ():
                 for v in tap.results:
                     for g, local in enumerate(plan.locals):
                         if v in local.taps:
                             equation = cut_inside(i, tap.equation, local.found.cuts)
                             place = (plan.groups[g], equation, k, v, local.found.labels[v])
                             factors = factorised_for(*place, tap.data, self.decay) if self.decay else None
-                            sites.append(Site(i, k, v, g, factors or carrier_for(*place)))
+                            sites.append(Site(i, k, v, g, factors or carrier_for(*place, plan.facts.constant)))
         return tuple(sites)
 
     def init_traces(self) -> Trace:
@@ -272,7 +274,7 @@ class Sequencer:
         steps = complete(self.plan, const, steps)
         found = credit(self.plan, const, steps, [weights], self.aux)
         gammas, first = credit_back(found, gamma)
-        local = local_pull(self.plan, const, steps, gammas)
+        local = self._of_traced(local_pull(self.plan, const, steps, gammas))
         gradients = weight_gradients(self.plan, const, steps, found.results, local)
         return first, _add(total, gradients), found.targets[0], found.aux
 
@@ -284,7 +286,7 @@ class Sequencer:
         steps = complete(plan, const, done.steps)
         found = credit(plan, const, steps, [weights], self.aux)
         gammas, first = credit_back(found, [jnp.zeros_like(s[0]) for s in found.signals])
-        local = local_pull(plan, const, steps, gammas)
+        local = self._of_traced(local_pull(plan, const, steps, gammas))
         if self.decay is not None:
             now = local_pull(plan, const, steps, found.signals)
             local = [
@@ -295,6 +297,11 @@ class Sequencer:
         total = self._from_traces(total, traces, first)
         traces, total = self._advance(const, steps, found, traces, total)
         return (done.states, traces, total), (found.targets[0], found.aux)
+
+    def _of_traced(self, local: list[Values]) -> list[Values]:
+        """Temporal credit of traced parameters only; the others keep their one-step gradient."""
+        results = {site.result for site in self.sites}
+        return [Values((v, y) for v, y in bars.items() if v in results) for bars in local]
 
     @cached_property
     def _factored(self) -> frozenset[tuple[int, Var]]:

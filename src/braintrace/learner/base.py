@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,11 +18,11 @@ from ..compat import is_var
 from ..engine.executor import ETraceGraphExecutor
 from ..engine.plan import Values
 from ..engine.sequence import Solved
-from ..errors import CompilationError, three_parts
+from ..errors import CompilationError, NotSupportedError, three_parts
 from ..program import Path
 from ..rules import BPTT as BPTT_RULE
 from ..rules import Rule
-from .check import GradientCheck, MemoryPlan, compare
+from .check import GradientCheck, MemoryPlan, compare, size_text
 from .data import EligibilityTrace, MultiStepData, SingleStepData
 from .traced import Traced
 
@@ -37,7 +38,9 @@ class Learner(brainstate.nn.Module):
     ``reach``: 'local', or 'deep' for credit that passes from layer to layer inside a window.
     ``vmap``: the model describes one sample; its states have a batch axis in front and it is mapped over them.
     ``block``: steps solved together; chosen automatically and never visible in a result.
-    ``trace_dtype``: storage type of the traces. ``check_finite``: raise on a loss or gradient that is not finite.
+    ``trace``: 'auto', 'marked' (parameters used through marked operations) or a predicate on paths; the others
+    keep their one-step gradient. ``trace_dtype``: storage type of the traces; more than ``max_trace_bytes`` is
+    refused. ``check_finite``: raise on a loss or gradient that is not finite.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class Learner(brainstate.nn.Module):
         reach: str = 'local',
         vmap: bool = False,
         block: int | None = None,
+        trace: str | Callable[[Path], bool] = 'auto',
         trace_dtype: Any = None,
+        max_trace_bytes: int = 8 * 2**30,
         check_finite: bool = False,
         name: str | None = None,
     ):
@@ -60,7 +65,11 @@ class Learner(brainstate.nn.Module):
         self._call = brainstate.nn.Vmap(model, vmap_states=mapped, vmap_out_states=mapped) if vmap else model
         self.executor = ETraceGraphExecutor(model, self._call)
         self.block = block
+        if not callable(trace):
+            _check_choice('trace', trace, ('auto', 'marked'))
+        self.trace = trace
         self.trace_dtype = trace_dtype
+        self.max_trace_bytes = max_trace_bytes
         self.check_finite = check_finite
         self.traces: dict[tuple, EligibilityTrace] = {}
         self._start: dict[Path, Any] = {}
@@ -82,7 +91,8 @@ class Learner(brainstate.nn.Module):
             for path, state in self.model.states().items()
             if not isinstance(state, brainstate.ParamState) and not isinstance(state, brainstate.random.RandomState)
         }
-        self._read_traces(self._step_program(args)[0], fresh=False)
+        with contextlib.suppress(NotSupportedError):  # refused again, with the reason, when a trace is needed
+            self._read_traces(self._step_program(args)[0], fresh=False)
 
     @property
     def graph(self) -> ETraceGraph:
@@ -143,7 +153,9 @@ class Learner(brainstate.nn.Module):
         if key not in self._programs:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
             example = jax.tree.map(lambda x: jnp.asarray(x)[0], args) if window else args
-            traced = Traced(lambda *a: self._call(*a), self.model, example, False, self.trace_dtype, self.rule)
+            traced = Traced(
+                lambda *a: self._call(*a), self.model, example, False, self.rule, self.trace_dtype, self.trace
+            )
             self._programs[key] = (traced, jax.jit(online_step(traced, window)))
         return self._programs[key]
 
@@ -402,7 +414,7 @@ class Learner(brainstate.nn.Module):
         self.graph  # noqa: B018 - refuses a learner that was not compiled
         self._calls = []
         try:
-            traced = Traced(step_fn, self.model, example, True, self.trace_dtype, rule)
+            traced = Traced(step_fn, self.model, example, True, rule, self.trace_dtype, self.trace)
             if not self._calls:
                 raise CompilationError(
                     three_parts(
@@ -455,8 +467,21 @@ class Learner(brainstate.nn.Module):
                         'learner.reset_state() before the new step_fn, or fresh=True',
                     )
                 )
+            self._check_size(traced)
             self.traces = dict(zip(keys, map(EligibilityTrace, traced.engine.init_traces()), strict=True))
         return [self.traces[k].value for k in keys]
+
+    def _check_size(self, traced: Traced) -> None:
+        needed = sum(map(_bytes, jax.eval_shape(traced.engine.init_traces)))
+        if needed > self.max_trace_bytes:
+            raise NotSupportedError(
+                three_parts(
+                    f'{self.rule.name} traces of {size_text(needed)}',
+                    f'that is more than max_trace_bytes={size_text(self.max_trace_bytes)}; nothing was allocated',
+                    "etrace_grad(..., fresh=True), which needs no trace; rule 'pp_prop', whose traces are linear in "
+                    'neurons; trace_dtype=jnp.bfloat16; a smaller batch; or a larger max_trace_bytes',
+                )
+            )
 
     def _write_traces(self, traced: Traced, values: list[jax.Array], fresh: bool) -> None:
         if not fresh and self.rule.trace != 'none':

@@ -62,16 +62,17 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         lines = [f'memory for {self.steps} steps']
-        lines += [f'  trace of {", ".join(key[0])} in {key[1]}: {_size(n)}' for key, n in self.traces.items()]
+        lines += [f'  trace of {", ".join(key[0])} in {key[1]}: {size_text(n)}' for key, n in self.traces.items()]
         lines += [
-            f'one pass, traces carried: {_size(self.one_pass)}',
-            f'two passes, no trace:     {_size(self.two_pass)}',
-            f'BPTT:                     {_size(self.bptt)}',
+            f'one pass, traces carried: {size_text(self.one_pass)}',
+            f'two passes, no trace:     {size_text(self.two_pass)}',
+            f'BPTT:                     {size_text(self.bptt)}',
         ]
         return '\n'.join(lines)
 
 
-def _size(n: float) -> str:
+def size_text(n: float) -> str:
+    """Bytes for people."""
     for unit in ('B', 'KiB', 'MiB'):
         if n < 1024:
             return f'{n:.0f} {unit}' if unit == 'B' else f'{n:.1f} {unit}'

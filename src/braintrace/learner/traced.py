@@ -9,8 +9,10 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+from ..analysis.dependence import union
 from ..analysis.graph import analyse
-from ..compat import is_differentiable, is_var
+from ..analysis.sites import MARK
+from ..compat import is_differentiable, is_var, scope
 from ..engine.plan import Plan, Values
 from ..engine.rewrite import split_products
 from ..engine.sequence import Sequencer
@@ -28,7 +30,14 @@ class Traced:
     """
 
     def __init__(
-        self, function: Callable[..., Any], model: Any, args: tuple, loss_first: bool, trace_dtype: Any, rule: Rule
+        self,
+        function: Callable[..., Any],
+        model: Any,
+        args: tuple,
+        loss_first: bool,
+        rule: Rule,
+        trace_dtype: Any = None,
+        trace: str | Callable[[Path], bool] = 'auto',
     ):
         self.model = model
         self.info: ModuleInfo = trace_step(function, model, args, {})
@@ -43,7 +52,20 @@ class Traced:
             targets = tuple(dict.fromkeys(v for v in (*program.outputs, *new) if is_var(v) and is_differentiable(v)))
             aux = program.outputs
         self.plan = Plan(analysed.facts, tuple(analysed.members), analysed.groups, tuple(analysed.positions), targets)
-        self.engine = Sequencer(self.plan, aux, trace_dtype, rule.decay)
+        self.trace = trace
+        self.engine = Sequencer(self.plan, aux, trace_dtype, rule.decay, self._is_traced)
+
+    def _is_traced(self, equation: int) -> bool:
+        """Whether the parameters of a tap are to be traced."""
+        if self.trace == 'auto':
+            return True
+        tap, facts = self.plan.taps[equation], self.plan.facts
+        weights = [tap.equation.invars[k] for k in tap.weights]
+        if self.trace == 'marked':
+            made = [self.plan.equations[i] for i in self.plan.needed(weights, ())]
+            return any(MARK in scope(e) for e in (tap.equation, *made))
+        grads = union(facts.total[w] for w in weights).grads
+        return any(self.trace(p.path) for p in facts.program.parameters if grads & facts.bit[p.invar])
 
     @property
     def trace_keys(self) -> list[tuple]:
