@@ -10,6 +10,7 @@ import braintrace as bt
 import jax
 import jax.numpy as jnp
 
+ZERO = brainstate.nn.init.ZeroInit()  # random draws take longer to compile than everything else here
 HERE = pathlib.Path(__file__).parent
 
 
@@ -18,10 +19,10 @@ class Network(brainstate.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.cells = [bt.nn.GRUCell(3, 4), bt.nn.LSTMCell(4, 4)]
-        self.named = {name: bt.nn.Linear(4, 4) for name in ('zeta', 'alpha', 'mid')}
+        self.cells = [bt.nn.GRUCell(3, 4, w_init=ZERO), bt.nn.LSTMCell(4, 4, w_init=ZERO)]
+        self.named = {name: bt.nn.Linear(4, 4, w_init=ZERO) for name in ('zeta', 'alpha', 'mid')}
         self.tied, self.idle = self.named['alpha'], brainstate.ParamState(jnp.ones(2))
-        self.readout = brainstate.nn.Linear(4, 2)
+        self.readout = brainstate.nn.Linear(4, 2, w_init=ZERO)
 
     def init_state(self, batch_size=None):
         self.v, self.a = (brainstate.HiddenState(jnp.ones((batch_size, 4))) for _ in range(2))
@@ -41,7 +42,7 @@ def models():
     network = Network()
     brainstate.nn.init_all_states(network, batch_size=2)
     yield network
-    cell = brainstate.nn.LSTMCell(3, 4)
+    cell = brainstate.nn.LSTMCell(3, 4, w_init=ZERO)
     brainstate.nn.init_all_states(cell, batch_size=2)
     yield cell
 

@@ -46,4 +46,9 @@ from .ops import (
     sparse_matmul,
 )
 
+# Names under which code written for the published package knows these classes.
+ETraceAlgorithm = ETraceVjpAlgorithm = Learner
+ParamDimVjpAlgorithm = D_RTRL
+IODimVjpAlgorithm = pp_prop
+
 __version__ = '0.1.0'

@@ -174,38 +174,17 @@ class Sequencer:
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *extras)
         return Solved(Values(), jnp.zeros(0), joined, self._all(states, moving), traces)
 
-    def step(self, parameters: Values, states: Values, traces: Trace, inputs: Values) -> tuple[Values, Values, Trace]:
-        """One step: targets and auxiliary values, next states, next traces."""
-        const = constants(self.plan, parameters | self._fixed(states))
-        one = Values((v, x[None]) for v, x in inputs.items())
-        done = forward(self.plan, const, self._moving(states), one)
-        here = self.plan.compute(self._values, const | self._fixed(states) | _at(done.steps, 0) | self._moving(states))
-        if traces:
-            traces = self._trace_only(const, done.steps, traces)
-        return here.pick(self._values), self._all(states, done.states), traces
-
     @property
     def _values(self) -> tuple[Var, ...]:
         return tuple(dict.fromkeys((*self.plan.targets, *self.aux)))
 
-    def step_gradient(
+    def block_gradient(
         self, parameters: Values, states: Values, traces: Trace, inputs: Values, cotangents: Sequence[jax.Array]
     ) -> Values:
-        """Online gradient of one step for cotangents of its targets: ∂ℓ/∂θ + (L D + R) · ε."""
-        plan = self.plan
-        const = constants(plan, parameters | self._fixed(states))
-        done = forward(plan, const, self._moving(states), Values((v, x[None]) for v, x in inputs.items()))
-        steps = complete(plan, const, done.steps)
-        found = credit(plan, const, steps, [c[None] for c in cotangents], ())
-        _, gamma = credit_back(found, [jnp.zeros_like(s[0]) for s in found.signals])
-        if not traces:
-            total = weight_gradients(plan, const, steps, found.results, [])
-            return self._pull(parameters, states, _add(self._no_gradient(const), total))
-        now = local_pull(plan, const, steps, found.signals) if self._factored else []
-        local = [Values((v, -y) for v, y in bars.items() if (g, v) in self._factored) for g, bars in enumerate(now)]
-        total = weight_gradients(plan, const, steps, found.results, local)
-        total = self._from_traces(_add(self._no_gradient(const), total), traces, gamma)
-        _, total = self._advance(const, steps, found, traces, total)
+        """Online gradient of a few steps for cotangents (t, ...) of their targets."""
+        const = constants(self.plan, parameters | self._fixed(states))
+        start = (self._moving(states), traces, self._no_gradient(const))
+        (_, _, total), _ = self._solve(const, *start, inputs, cotangents)
         return self._pull(parameters, states, total)
 
     def windows(
@@ -246,8 +225,8 @@ class Sequencer:
         total = _add(total, self._pull(parameters, states, through)) if traces else total
         return Solved(total, *_joined(losses, extras), states, traces)
 
-    def window(self, parameters: Values, states: Values, traces: Trace, inputs: Values) -> tuple[Values, Values, Trace]:
-        """Several steps: targets and auxiliary values of each, next states, next traces."""
+    def run(self, parameters: Values, states: Values, traces: Trace, inputs: Values) -> tuple[Values, Values, Trace]:
+        """A few steps: targets and auxiliary values of each, next states, next traces."""
         new, found = run_window(self.plan, parameters, states, inputs, self._values)
         values = Values(zip(self._values, found, strict=True))
         if traces:
@@ -281,10 +260,26 @@ class Sequencer:
     def _ahead(
         self, const: Values, states: Values, traces: Trace, total: Values, inputs: Values, weights: jax.Array
     ) -> tuple:
+        carry, found = self._solve(const, states, traces, total, inputs, [weights])
+        return carry, (found.targets[0], found.aux)
+
+    def _solve(
+        self,
+        const: Values,
+        states: Values,
+        traces: Trace,
+        total: Values,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+    ) -> tuple[tuple[Values, Trace, Values], Credit]:
+        """One block forward: next states, next traces, gradients added to ``total``."""
         plan = self.plan
         done = forward(plan, const, states, inputs)
         steps = complete(plan, const, done.steps)
-        found = credit(plan, const, steps, [weights], self.aux)
+        found = credit(plan, const, steps, cotangents, self.aux)
+        if not traces:
+            total = _add(total, weight_gradients(plan, const, steps, found.results, []))
+            return (done.states, traces, total), found
         gammas, first = credit_back(found, [jnp.zeros_like(s[0]) for s in found.signals])
         local = self._of_traced(local_pull(plan, const, steps, gammas))
         if self.decay is not None:
@@ -296,7 +291,7 @@ class Sequencer:
         total = _add(total, weight_gradients(plan, const, steps, found.results, local))
         total = self._from_traces(total, traces, first)
         traces, total = self._advance(const, steps, found, traces, total)
-        return (done.states, traces, total), (found.targets[0], found.aux)
+        return (done.states, traces, total), found
 
     def _of_traced(self, local: list[Values]) -> list[Values]:
         """Temporal credit of traced parameters only; the others keep their one-step gradient."""
@@ -406,10 +401,6 @@ def _flat(x: jax.Array) -> jax.Array:
 
 def _joined(losses: list, extras: list) -> tuple[jax.Array, Values]:
     return jnp.concatenate(losses), jax.tree.map(lambda *parts: jnp.concatenate(parts), *extras)
-
-
-def _at(steps: Values, t: int) -> Values:
-    return Values((v, x[t]) for v, x in steps.items())
 
 
 def _steps(tree: Any) -> int:

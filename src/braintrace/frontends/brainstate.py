@@ -17,7 +17,7 @@ import jax
 from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, is_var, make_jaxpr
 from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
-from ..program.step import distinct_outputs, path_name
+from ..program.step import check_shapes, distinct_outputs, path_name
 
 
 class ModuleInfo(NamedTuple):
@@ -70,16 +70,7 @@ class ModuleInfo(NamedTuple):
         """Arguments and state values in the order of the jaxpr's inputs, checked against it."""
         values = self.read_states() if old_state_vals is None else old_state_vals
         flat = jax.tree.leaves((tuple(args), kwargs, list(values)))
-        shapes = [v.aval.shape for v in self.jaxpr.invars]
-        got = [tuple(jax.numpy.shape(x)) for x in flat]
-        if got != shapes:
-            raise ValueError(
-                three_parts(
-                    f'a call with arrays of shapes {got}',
-                    f'the step was compiled for {shapes}',
-                    'inputs and states of the compiled shapes, or compile again with the new ones',
-                )
-            )
+        check_shapes(self.closed_jaxpr, flat)
         return flat
 
     def jaxpr_call(self, *args: Any, old_state_vals: Sequence[Any] | None = None, **kwargs: Any) -> tuple:

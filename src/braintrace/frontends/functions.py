@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, make_jaxpr
 from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
-from ..program.step import distinct_outputs, path_name
+from ..program.step import check_shapes, distinct_outputs, path_name
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ class FunctionInfo(NamedTuple):
         return self._replace(closed_jaxpr=close(more, self.closed_jaxpr.consts))
 
     def flat_inputs(self, args: Sequence[Any], old_state_vals: Any, kwargs: dict) -> list[jax.Array]:
-        """``(params, state, *inputs)`` in the order of the jaxpr's inputs."""
+        """``(params, state, *inputs)`` in the order of the jaxpr's inputs, checked against it."""
         params, state, *inputs = args
-        return jax.tree.leaves((params, state if old_state_vals is None else old_state_vals, inputs, kwargs))
+        flat = jax.tree.leaves((params, state if old_state_vals is None else old_state_vals, inputs, kwargs))
+        check_shapes(self.closed_jaxpr, flat)
+        return flat
 
     def outputs(self, results: Sequence[Any]) -> Any:
         """The function's output from the results of the jaxpr."""

@@ -36,6 +36,7 @@ class Learner(brainstate.nn.Module):
     Call it in place of the model inside a ``step_fn``; :meth:`etrace_grad` differentiates a whole sequence.
 
     ``reach``: 'local', or 'deep' for credit that passes from layer to layer inside a window.
+    ``vjp_method``: 'single-step', or 'multi-step' for exact reverse mode inside a :class:`MultiStepData` call.
     ``vmap``: the model describes one sample; its states have a batch axis in front and it is mapped over them.
     ``block``: steps solved together; chosen automatically and never visible in a result.
     ``trace``: 'auto', 'marked' (parameters used through marked operations) or a predicate on paths; the others
@@ -49,6 +50,7 @@ class Learner(brainstate.nn.Module):
         rule: Rule,
         *,
         reach: str = 'local',
+        vjp_method: str = 'single-step',
         vmap: bool = False,
         block: int | None = None,
         trace: str | Callable[[Path], bool] = 'auto',
@@ -60,6 +62,10 @@ class Learner(brainstate.nn.Module):
         super().__init__(name=name)
         _check_choice('reach', reach, ('local', 'deep'))
         self.rule = replace(rule, deep=reach == 'deep')
+        _check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
+        self._exact_windows = vjp_method == 'multi-step' or rule.trace == 'none'
+        if vjp_method == 'multi-step':
+            _check_windows(rule)
         self.model = model
         mapped = brainstate.ShortTermState
         self._call = brainstate.nn.Vmap(model, vmap_states=mapped, vmap_out_states=mapped) if vmap else model
@@ -75,6 +81,7 @@ class Learner(brainstate.nn.Module):
         self._start: dict[Path, Any] = {}
         self._programs: dict[tuple, tuple] = {}
         self._calls: list[int] | None = None
+        self._in_chunk = False
         self._optimizers: dict[Any, brainstate.State] = {}
         self._example: tuple = ()
 
@@ -130,8 +137,8 @@ class Learner(brainstate.nn.Module):
         """One step: the model's output; states and traces advance.
 
         Under ``brainstate.transform.grad`` the parameters' gradient is the rule's online gradient. Inputs wrapped
-        in :class:`MultiStepData` are a window of steps, exact reverse mode inside, traces across. Inside a
-        ``step_fn`` this is the call that the engine traces.
+        in :class:`MultiStepData` are a window of steps: with ``vjp_method='multi-step'`` exact reverse mode inside,
+        traces across. Inside a ``step_fn`` this is the call that the engine traces.
         """
         window = any(isinstance(a, MultiStepData) for a in args)
         args = tuple(a.data if isinstance(a, (SingleStepData, MultiStepData)) else a for a in args)
@@ -149,14 +156,15 @@ class Learner(brainstate.nn.Module):
     def _step_program(self, args: tuple, window: bool = False) -> tuple[Traced, Callable]:
         """The traced step of the model alone, and its compiled form with the online gradient."""
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(args))
-        key = ('step', window, jax.tree.structure(args), shapes, self._state_shapes())
+        exact = window and (self._exact_windows or self._in_chunk)
+        key = ('step', window, exact, jax.tree.structure(args), shapes, self._state_shapes())
         if key not in self._programs:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
             example = jax.tree.map(lambda x: jnp.asarray(x)[0], args) if window else args
             traced = Traced(
                 lambda *a: self._call(*a), self.model, example, False, self.rule, self.trace_dtype, self.trace
             )
-            self._programs[key] = (traced, jax.jit(online_step(traced, window)))
+            self._programs[key] = (traced, jax.jit(online_step(traced, window, exact)))
         return self._programs[key]
 
     # ------------------------------------------------------------ sequences
@@ -212,6 +220,7 @@ class Learner(brainstate.nn.Module):
                     'a sequence whose length is a multiple of chunk_size',
                 )
             )
+        _check_windows(self.rule)
         count = length // size
         mask = jnp.ones(count) if mask is None else _mask(mask, count, 'windows')
         cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
@@ -239,7 +248,11 @@ class Learner(brainstate.nn.Module):
 
             self._programs[key] = (None, brainstate.transform.jit(run))
         chunks = jax.tree.map(lambda x: jnp.asarray(x).reshape(count, size, *jnp.shape(x)[1:]), sequences)
-        gradients, (losses, aux) = self._programs[key][1](chunks, cotangents)
+        self._in_chunk = True
+        try:
+            gradients, (losses, aux) = self._programs[key][1](chunks, cotangents)
+        finally:
+            self._in_chunk = False
         return gradients, losses, cotangents, aux
 
     def _solve(
@@ -509,14 +522,20 @@ class Learner(brainstate.nn.Module):
             trace.value = jax.tree.map(jnp.zeros_like, trace.value)
 
 
-def online_step(traced: Traced, window: bool) -> Callable:
-    """A step, or a window of steps, whose reverse derivative in the parameters is the online gradient."""
+def online_step(traced: Traced, window: bool, exact: bool) -> Callable:
+    """A step, or a window of steps, whose reverse derivative in the parameters is the online gradient.
+
+    ``exact``: reverse mode reaches through the whole step inside the window.
+    """
     engine, plan = traced.engine, traced.plan
     outputs = plan.program.outputs
-    advance, gradient = (engine.window, engine.exact_window_gradient) if window else (engine.step, engine.step_gradient)
+    gradient = engine.exact_window_gradient if exact else engine.block_gradient
+    stack = lambda tree: tree if window else jax.tree.map(lambda x: x[None], tree)
+    single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
 
     def run(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
-        values, new, traces = advance(parameters, states, traces, inputs)
+        values, new, traces = engine.run(parameters, states, traces, stack(inputs))
+        values = single(values)
         return [values[v] if is_var(v) else v.val for v in outputs], new, traces
 
     def ahead(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
@@ -525,16 +544,15 @@ def online_step(traced: Traced, window: bool) -> Callable:
     def back(kept: tuple, bars: tuple) -> tuple:
         parameters, states, traces, inputs = kept
         out_bars, state_bars, _ = bars
-        shape = lambda v: (len(jax.tree.leaves(inputs)[0]), *v.aval.shape) if window else v.aval.shape
-        total = {v: jnp.zeros(shape(v), v.aval.dtype) for v in plan.targets}
+        length = len(jax.tree.leaves(inputs)[0]) if window else 1
+        total = {v: jnp.zeros((length, *v.aval.shape), v.aval.dtype) for v in plan.targets}
         for v, bar in zip(outputs, out_bars, strict=True):
             if v in total:
-                total[v] = total[v] + bar
+                total[v] = total[v] + stack(bar)
         for old, new in plan.carried:
             if new in total:
-                bar = state_bars[old]
-                total[new] = total[new].at[-1].add(bar) if window else total[new] + bar
-        gradients = gradient(parameters, states, traces, inputs, [total[v] for v in plan.targets])
+                total[new] = total[new].at[-1].add(state_bars[old])
+        gradients = gradient(parameters, states, traces, stack(inputs), [total[v] for v in plan.targets])
         return gradients, _no_tangent(states), _no_tangent(traces), _no_tangent(inputs)
 
     step = jax.custom_vjp(run)
@@ -547,6 +565,17 @@ def _no_tangent(tree: Any) -> Any:
         return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
 
     return jax.tree.map(zero, tree)
+
+
+def _check_windows(rule: Rule) -> None:
+    if rule.trace == 'io_factorized':
+        raise NotSupportedError(
+            three_parts(
+                f'{rule.name} with exact windows',
+                'its factorised traces cannot meet the exact credit at the start of a window',
+                "vjp_method='single-step' without chunk_size, or D_RTRL",
+            )
+        )
 
 
 def _results(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import brainstate
@@ -46,6 +47,9 @@ class TBPTT(Learner):
     def __init__(self, model: brainstate.nn.Module, k: int = 20, **options: Any):
         super().__init__(model, rules.tbptt(k), **options)
 
+
+_AUTOMATIC = {'fast_solve', 'chunked_trace', 'normalize_matrix_spectrum', 'mode'}
+"""Switches of the published package's engine."""
 
 RULES: dict[str, type[Learner]] = {
     'd_rtrl': D_RTRL,
@@ -96,6 +100,8 @@ def compile(
         example_inputs = jax.tree.map(batched, example_inputs)
     else:
         brainstate.nn.init_all_states(model, **({} if batch_size is None else {'batch_size': batch_size}))
+    for switch in _AUTOMATIC & options.keys():
+        warnings.warn(f'{switch}={options.pop(switch)!r} is ignored: this is automatic here', stacklevel=2)
     try:
         learner = kind(model, vmap=vmap, **options)
     except TypeError as error:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..compat import Atom, ClosedJaxpr, Var, close, copy_equation, is_var, make_jaxpr, new_var
+from ..errors import three_parts
 
 Path = tuple[Any, ...]
 """Keys that lead to a state in its model, e.g. ``('layers', 0, 'neuron', 'V')``."""
@@ -88,6 +89,19 @@ class StepProgram:
 def path_name(path: Path) -> str:
     """A path as one readable word: ``layers.0.weight``."""
     return '.'.join(str(key) for key in path) or '<value>'
+
+
+def check_shapes(closed: ClosedJaxpr, values: Sequence[Any]) -> None:
+    """Raise unless the values have the shapes of the program's inputs."""
+    expected, got = [v.aval.shape for v in closed.jaxpr.invars], [np.shape(x) for x in values]
+    if got != expected:
+        raise ValueError(
+            three_parts(
+                f'a call with arrays of shapes {got}',
+                f'the step was compiled for {expected}',
+                'inputs and states of the compiled shapes, or compile again with the new ones',
+            )
+        )
 
 
 def distinct_outputs(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxpr:

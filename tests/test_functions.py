@@ -1,0 +1,168 @@
+"""Plain functions `step(params, state, *inputs) -> (state, out)`."""
+
+from typing import NamedTuple
+
+import braintrace as bt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+B, I, H = 2, 3, 4  # noqa: E741
+random = np.random.default_rng(0)
+
+
+def array(*shape):
+    return jnp.asarray(0.5 * random.standard_normal(shape), jnp.float32)
+
+
+X = array(B, I)
+
+
+class Cell(NamedTuple):
+    h: jax.Array
+    c: jax.Array
+
+
+def rnn(params, h, x):
+    h = jnp.tanh(0.5 * h + x @ params['w'] + h @ params['r'] + params['b'])
+    return h, h @ params['out']
+
+
+def lstm(params, cell, x):
+    z = jnp.concatenate([x, cell.h], -1) @ params[0] + params[1]
+    i, f, g, o = jnp.split(z, 4, axis=-1)
+    c = jax.nn.sigmoid(f) * cell.c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return Cell(h, c), h
+
+
+def lif(params, state, x):
+    v, (a, count) = state['v'], state['rest']
+    spike = jax.nn.sigmoid(v - 1)
+    a = params['decay'] * a + spike
+    v = 0.9 * v + x @ params['in']['w'] - a
+    return {'v': v, 'rest': (a, count + 1)}, {'spike': spike, 'count': count}
+
+
+def stack(params, state, x):
+    new = []
+    for w, h in zip(params, state, strict=True):
+        x = jnp.tanh(0.5 * h + x @ w)
+        new.append(x)
+    return new, x
+
+
+def make(name):
+    """A step, its parameters and its state."""
+    return {
+        'rnn': (rnn, {'w': array(I, H), 'r': array(H, H), 'b': array(H), 'out': array(H, 2)}, array(B, H)),
+        'lstm': (lstm, (array(I + H, 4 * H), array(4 * H)), Cell(array(B, H), array(B, H))),
+        'lif': (
+            lif,
+            {'in': {'w': array(I, H)}, 'decay': array(H), 'unused': array(2)},
+            {'v': array(B, H), 'rest': (array(B, H), jnp.zeros((), jnp.int32))},
+        ),
+        'stack': (stack, [array(I, H), array(H, H)], [array(B, H), array(B, H)]),
+    }[name]
+
+
+DRAWN = {  # groups; credit of each parameter; sites into the groups
+    'rnn': ([((),)], {'w': 'local', 'r': 'local', 'b': 'local', 'out': 'exact'}, {('w',): {0}, ('r',): {0}, ('b',): {0}}),
+    'lstm': ([(('h',), ('c',))], {'0': 'local', '1': 'local'}, {(0,): {0}, (1,): {0}}),
+    'lif': (
+        [(('rest', 0), ('v',))],
+        {'in.w': 'exact', 'decay': 'exact', 'unused': 'none'},
+        {('in', 'w'): {0}, ('decay',): {0}},
+    ),
+    'stack': ([((0,),), ((1,),)], {'0': 'local', '1': 'exact'}, {(0,): {0}, (1,): {1}}),
+}
+
+
+@pytest.mark.parametrize('name', DRAWN)
+def test_as_drawn_by_hand(name):
+    groups, credit, sites = DRAWN[name]
+    graph = bt.compile_etrace_graph(*make(name), X)
+    assert [set(g.hidden_paths) for g in graph.hidden_groups] == [set(g) for g in groups]
+    assert [g.varshape for g in graph.hidden_groups] == [(B, H)] * len(groups)
+    assert {r.context['name']: r.context['credit'] for r in graph.report.credits} == credit
+    found = {}
+    for site in graph.hidden_param_op_relations:
+        for path in site.trainable_paths:
+            found.setdefault(path, set()).update(g.index for g in site.hidden_groups)
+    assert found == sites
+
+
+@pytest.mark.parametrize('name', DRAWN)
+def test_the_compiled_step_is_the_step(name):
+    step, params, state = make(name)
+    graph = bt.compile_etrace_graph(step, params, state, X)
+    info = graph.module_info
+    new, out = step(params, state, X)
+    got_out, got_new, extra = info.jaxpr_call(params, state, X)
+    assert jax.tree.structure((got_out, got_new)) == jax.tree.structure((out, new))
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
+    jax.tree.map(same, (got_out, got_new), (out, new))
+    assert set(extra) == set(info.jaxpr.outvars[info.num_var_out + info.state_tree.num_leaves :])
+    zeros = graph.hidden_perturb.init_perturb_data()
+    jax.tree.map(same, graph.call_hidden_perturb((params, state, X), zeros), out)
+    later = graph.call_hidden_perturb((params, state, X), zeros, old_state_vals=new)
+    jax.tree.map(same, later, step(params, new, X)[1])
+    assert repr(info).startswith('FunctionInfo(')
+    with pytest.raises(ValueError, match=r'\(5, 3\)(.|\n)*compiled for(.|\n)*\(2, 3\)(.|\n)*compile again'):
+        info.jaxpr_call(params, state, array(5, I))
+
+
+def test_integers_are_other_states():
+    graph = bt.compile_etrace_graph(*make('lif'), X)
+    assert graph.report.dynamic_states == (('rest', 1),)
+    assert not graph.explain(kind='other_state')
+    assert ('rest', 1) not in graph.hid_path_to_group
+
+
+def test_group_transition_and_diagonal():
+    step, params, state = make('lif')
+    graph = bt.compile_etrace_graph(step, params, state, X)
+    (group,) = graph.hidden_groups
+    info = graph.module_info
+    flat = jax.tree.leaves((params, state, [X], {}))
+    env = dict(zip(info.jaxpr.invars, flat, strict=True)) | info.jaxpr_call(params, state, X)[-1]
+    old = [env[v] for v in group.hidden_invars]
+    got = group.diagonal_jacobian(old, [env[v] for v in group.transition_jaxpr_constvars])
+    slope = jax.nn.sigmoid(state['v'] - 1) * (1 - jax.nn.sigmoid(state['v'] - 1))
+    a, v = (group.hidden_paths.index(p) for p in (('rest', 0), ('v',)))
+    decay = jnp.broadcast_to(params['decay'], (B, H))
+    for (i, j), want in {(a, a): decay, (a, v): slope, (v, a): -decay, (v, v): 0.9 - slope}.items():
+        np.testing.assert_allclose(got[..., i, j], want, rtol=1e-5, atol=1e-6)
+
+
+def test_lines_are_the_users():
+    graph = bt.compile_etrace_graph(*make('rnn'), X)
+    (cut,) = {r.context['source'] for r in graph.explain(kind='cut')}
+    assert cut.startswith(__file__)
+
+
+BAD = {
+    'one result': (lambda p, s, x: s + x @ p, 'returns .*, not a pair'),
+    'three results': (lambda p, s, x: (s, x @ p, 0), 'returns tuple, not a pair'),
+    'another structure': (lambda p, s, x: ((s, s), x @ p), 'turns a state'),
+    'another shape': (lambda p, s, x: (jnp.concatenate([s, x @ p]), s), r'\(2, 4\).*\(4, 4\)'),
+    'another type': (lambda p, s, x: ((s + x @ p).astype(jnp.float16), s), 'float32.*float16'),
+    'inputs that do not fit': (lambda p, s, x: (s + x.T @ p, s), 'fails with TypeError'),
+    'too many inputs': (lambda p, s: (s, s), 'positional argument'),
+}
+
+
+@pytest.mark.parametrize('name', BAD)
+def test_bad_functions(name):
+    step, why = BAD[name]
+    pattern = rf'as a step function\n  why it cannot work: (.|\n)*{why}(.|\n)*\n  what to write instead: a function step'
+    with pytest.raises(bt.CompilationError, match=pattern):
+        bt.compile_etrace_graph(step, array(I, H), array(B, H), X)
+
+
+def test_nothing_to_remember_or_to_train():
+    with pytest.raises(bt.CompilationError, match='no hidden state'):
+        bt.compile_etrace_graph(lambda p, s, x: (s + 1, x @ p), array(I, H), jnp.zeros((), jnp.int32), X)
+    with pytest.raises(bt.CompilationError, match='no parameter'):
+        bt.compile_etrace_graph(lambda p, s, x: (0.9 * s, s), {}, array(B, H), X)
