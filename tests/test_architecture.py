@@ -3,8 +3,9 @@
 import ast
 import pathlib
 
-import braintrace
 import pytest
+
+import braintrace
 
 ROOT = pathlib.Path(braintrace.__file__).parent
 LAYERS = [{'errors', 'compat'}, {'program'}, {'frontends'}, {'analysis'}, {'engine'}, {'rules'}, {'learner'}]

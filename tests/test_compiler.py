@@ -4,14 +4,14 @@ import inspect
 import io
 
 import brainstate
-import braintrace as bt
 import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from braintrace.compat import is_var
 
+import braintrace as bt
+from braintrace.compat import is_var
 from zoo.base import Step, array, hidden, other, weight
 
 B, I, H = 2, 3, 4  # noqa: E741
@@ -27,7 +27,8 @@ class LSTM(brainstate.nn.Module):
 
     def gates(self, x):
         z = jnp.concatenate([x, self.h.value], -1) @ self.w.value + self.b.value
-        return (jax.nn.sigmoid(z[:, :H]), jax.nn.sigmoid(z[:, H : 2 * H]), jnp.tanh(z[:, 2 * H : 3 * H]), jax.nn.sigmoid(z[:, 3 * H :]))  # fmt: skip
+        i, f, g, o = jnp.split(z, 4, axis=-1)
+        return jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
 
     def update(self, x):
         i, f, g, o = self.gates(x)
@@ -145,7 +146,7 @@ def test_transition_gives_the_models_new_values_and_its_diagonal(compiled, name)
         for path, value in zip(group.hidden_paths, group.transition(old, inputs), strict=True):
             close(value, new[path])
         states, size = group.num_state, int(np.prod(group.varshape))
-        step = lambda h, group=group, inputs=inputs: group.concat_hidden(group.transition(group.split_hidden(h), inputs))
+        step = lambda h, g=group, inputs=inputs: g.concat_hidden(g.transition(g.split_hidden(h), inputs))
         dense = jax.jit(jax.jacrev(step))(group.concat_hidden(old)).reshape(size, states, size, states)
         diagonal = group.diagonal_jacobian(old, inputs)
         assert diagonal.shape == (*group.varshape, states, states)
@@ -262,7 +263,7 @@ def test_all_ways_to_find_groups_and_sites_agree(compiled, name):
 
 
 def test_a_site(compiled):
-    model, graph = compiled['lif']
+    _, graph = compiled['lif']
     (group,) = graph.hidden_groups
     site, recurrent = graph.hidden_param_op_relations
     assert (site.path, site.trainable_paths) == (('w',), (('w',),))
@@ -607,7 +608,7 @@ def test_site_jacobian_by_hand(compiled):
     model, _ = compiled['stack']
     executor = bt.ETraceGraphExecutor(model)
     executor.compile_graph(X)
-    out, new, _, (first, second), _ = executor.solve_h2w_h2h_jacobian(X)
+    _, new, _, (first, second), _ = executor.solve_h2w_h2h_jacobian(X)
     close(first.x, X)
     close(first.hidden_to_y[0][..., 0], 1 - new['layers', 0, 'h'] ** 2)
     close(second.x, new['layers', 0, 'h'])

@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import brainstate
-import braintrace as bt
 import jax
 import jax.numpy as jnp
+
+import braintrace as bt
 
 ZERO = brainstate.nn.init.ZeroInit()  # random draws take longer to compile than everything else here
 HERE = pathlib.Path(__file__).parent
@@ -59,7 +60,9 @@ def describe():
         lines += [str(part) for site in graph.hidden_param_op_relations for part in site.y_to_hidden_group_jaxprs]
         lines += [str([order.get(v) for v in info.jaxpr.outvars]), str(list(info.state_id_to_path.values()))]
         lines += map(repr, graph.diagnostics)
-        lines += [str(list(d)) for d in (info.hidden_path_to_invar, info.weight_path_to_invars, graph.hid_path_to_group)]
+        lines += [
+            str(list(d)) for d in (info.hidden_path_to_invar, info.weight_path_to_invars, graph.hid_path_to_group)
+        ]
     return '\n'.join(lines)
 
 

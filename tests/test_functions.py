@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
-import braintrace as bt
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import braintrace as bt
 
 B, I, H = 2, 3, 4  # noqa: E741
 random = np.random.default_rng(0)
@@ -68,7 +69,11 @@ def make(name):
 
 
 DRAWN = {  # groups; credit of each parameter; sites into the groups
-    'rnn': ([((),)], {'w': 'local', 'r': 'local', 'b': 'local', 'out': 'exact'}, {('w',): {0}, ('r',): {0}, ('b',): {0}}),
+    'rnn': (
+        [((),)],
+        {'w': 'local', 'r': 'local', 'b': 'local', 'out': 'exact'},
+        {('w',): {0}, ('r',): {0}, ('b',): {0}},
+    ),
     'lstm': ([(('h',), ('c',))], {'0': 'local', '1': 'local'}, {(0,): {0}, (1,): {0}}),
     'lif': (
         [(('rest', 0), ('v',))],
@@ -156,7 +161,7 @@ BAD = {
 @pytest.mark.parametrize('name', BAD)
 def test_bad_functions(name):
     step, why = BAD[name]
-    pattern = rf'as a step function\n  why it cannot work: (.|\n)*{why}(.|\n)*\n  what to write instead: a function step'
+    pattern = rf'as a step function\n  why it cannot work: (.|\n)*{why}(.|\n)*\n  what to write instead: a function'
     with pytest.raises(bt.CompilationError, match=pattern):
         bt.compile_etrace_graph(step, array(I, H), array(B, H), X)
 

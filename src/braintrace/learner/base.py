@@ -10,11 +10,8 @@ from typing import Any
 import brainstate
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
 from ..analysis.graph import ETraceGraph
-from ..compat import is_var
 from ..engine.executor import ETraceGraphExecutor
 from ..engine.plan import Values
 from ..engine.sequence import Solved
@@ -22,8 +19,18 @@ from ..errors import CompilationError, NotSupportedError, three_parts
 from ..program import Path
 from ..rules import BPTT as BPTT_RULE
 from ..rules import Rule
+from .arguments import (
+    bytes_of,
+    check_choice,
+    check_finite_values,
+    check_windows,
+    length_of,
+    read_mask,
+    results,
+)
 from .check import GradientCheck, MemoryPlan, compare, size_text
 from .data import EligibilityTrace, MultiStepData, SingleStepData
+from .online import apply_by, online_step
 from .traced import Traced
 
 _MOST_PROGRAMS = 16
@@ -60,19 +67,19 @@ class Learner(brainstate.nn.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        _check_choice('reach', reach, ('local', 'deep'))
+        check_choice('reach', reach, ('local', 'deep'))
         self.rule = replace(rule, deep=reach == 'deep')
-        _check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
+        check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
         self._exact_windows = vjp_method == 'multi-step' or rule.trace == 'none'
         if vjp_method == 'multi-step':
-            _check_windows(rule)
+            check_windows(rule)
         self.model = model
         mapped = brainstate.ShortTermState
         self._call = brainstate.nn.Vmap(model, vmap_states=mapped, vmap_out_states=mapped) if vmap else model
         self.executor = ETraceGraphExecutor(model, self._call)
         self.block = block
         if not callable(trace):
-            _check_choice('trace', trace, ('auto', 'marked'))
+            check_choice('trace', trace, ('auto', 'marked'))
         self.trace = trace
         self.trace_dtype = trace_dtype
         self.max_trace_bytes = max_trace_bytes
@@ -190,14 +197,14 @@ class Learner(brainstate.nn.Module):
         ``chunk_size=k`` hands windows of k steps to ``step_fn``, which wraps them in :class:`MultiStepData`.
         With ``return_value`` the losses follow, with ``has_aux`` the auxiliary values, stacked over time.
         """
-        _check_choice('loss_output', loss_output, ('per_step', 'reduced'))
-        _check_choice('reduction', reduction, ('mean', 'sum'))
+        check_choice('loss_output', loss_output, ('per_step', 'reduced'))
+        check_choice('reduction', reduction, ('mean', 'sum'))
         if chunk_size is not None:
             found = self._chunks(sequences, step_fn, mask, chunk_size, reduction, has_aux, fresh)
-            return _results(*found, weights, loss_output, return_value, has_aux)
+            return results(*found, weights, loss_output, return_value, has_aux)
         traced, solved, cotangents = self._solve(sequences, step_fn, mask, reduction, fresh, self.rule)
         if self.check_finite:
-            _check_finite(traced, solved)
+            check_finite_values(traced, solved)
         traced.write(solved.states)
         self._write_traces(traced, solved.traces, fresh)
         gradients = traced.gradients_by_path(solved.gradients)
@@ -205,13 +212,13 @@ class Learner(brainstate.nn.Module):
         if has_aux:
             columns = [solved.aux[v] for v in traced.plan.program.outputs[1:]]
             aux = traced.outputs([solved.losses, *columns])[1]
-        return _results(gradients, solved.losses, cotangents, aux, weights, loss_output, return_value, has_aux)
+        return results(gradients, solved.losses, cotangents, aux, weights, loss_output, return_value, has_aux)
 
     def _chunks(
         self, sequences: tuple, step_fn: Callable, mask: Any, size: int, reduction: str, has_aux: bool, fresh: bool
     ) -> tuple:
         """Gradients over windows of ``size`` steps that ``step_fn`` takes whole; one loss for each window."""
-        length = _length(sequences)
+        length = length_of(sequences)
         if size < 1 or length % size:
             raise ValueError(
                 three_parts(
@@ -220,9 +227,9 @@ class Learner(brainstate.nn.Module):
                     'a sequence whose length is a multiple of chunk_size',
                 )
             )
-        _check_windows(self.rule)
+        check_windows(self.rule)
         count = length // size
-        mask = jnp.ones(count) if mask is None else _mask(mask, count, 'windows')
+        mask = jnp.ones(count) if mask is None else read_mask(mask, count, 'windows')
         cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
         if fresh:
             self.reset_state()
@@ -259,8 +266,8 @@ class Learner(brainstate.nn.Module):
         self, sequences: tuple, step_fn: Callable, mask: Any, reduction: str, fresh: bool, rule: Rule
     ) -> tuple[Traced, Solved, jax.Array]:
         """Run a sequence; nothing is written yet."""
-        length = _length(sequences)
-        mask = jnp.ones(length) if mask is None else _mask(mask, length, 'steps')
+        length = length_of(sequences)
+        mask = jnp.ones(length) if mask is None else read_mask(mask, length, 'steps')
         cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
         traced, solve = self._program(step_fn, sequences, fresh, rule)
         parameters, states = traced.read()
@@ -271,14 +278,14 @@ class Learner(brainstate.nn.Module):
 
     def etrace_evolve(self, *sequences: Any, return_outputs: bool = False) -> Any:
         """Advance states and traces along a sequence without a loss; the model's outputs if asked for."""
-        _length(sequences)
+        length_of(sequences)
         traced, _ = self._step_program(jax.tree.map(lambda x: jnp.asarray(x)[0], sequences))
         key = ('evolve', traced)
         if key not in self._programs:
             block = self.block or _BLOCK
             self._programs[key] = (
                 traced,
-                jax.jit(lambda *a: traced.engine.evolve(*a, min(block, _length(jax.tree.leaves(a[-1]))))),
+                jax.jit(lambda *a: traced.engine.evolve(*a, min(block, length_of(jax.tree.leaves(a[-1]))))),
             )
         parameters, states = traced.read()
         traces = self._read_traces(traced, fresh=False)
@@ -303,7 +310,7 @@ class Learner(brainstate.nn.Module):
         ``optimizer``: one of braintools, or any optax transformation. A masked step neither teaches nor, if all
         steps since the last update are masked, updates. Returns the loss of every step.
         """
-        length = _length(sequences)
+        length = length_of(sequences)
         if length % update_every:
             raise ValueError(
                 three_parts(
@@ -312,11 +319,11 @@ class Learner(brainstate.nn.Module):
                     'a sequence whose length is a multiple of update_every',
                 )
             )
-        mask = jnp.ones(length) if mask is None else _mask(mask, length, 'steps')
+        mask = jnp.ones(length) if mask is None else read_mask(mask, length, 'steps')
         first = jax.tree.map(lambda x: jnp.asarray(x)[:update_every], sequences)
         traced, solve = self._program(step_fn, first, False, self.rule)
         self._read_traces(traced, fresh=False)
-        apply = self._optimizer(optimizer)
+        apply = apply_by(optimizer, self.param_states, self._optimizers)
 
         def one(window: tuple, weights: jax.Array) -> jax.Array:
             parameters, states = traced.read()
@@ -333,36 +340,6 @@ class Learner(brainstate.nn.Module):
             self._programs[key] = (traced, loop)
         windows = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, update_every, *jnp.shape(x)[1:]), sequences)
         return self._programs[key][1](windows, mask.reshape(-1, update_every)).reshape(-1)
-
-    def _optimizer(self, optimizer: Any) -> Callable[[dict, jax.Array], None]:
-        """How to apply gradients; the optimiser's own state lives in states, so that loops carry it."""
-        parameters = self.param_states
-        if isinstance(optimizer, optax.GradientTransformation):
-            if optimizer not in self._optimizers:
-                values = {path: state.value for path, state in parameters.items()}
-                self._optimizers[optimizer] = brainstate.ShortTermState(optimizer.init(values))
-            held = self._optimizers[optimizer]
-            states = [held]
-
-            def update(gradients: dict) -> None:
-                values = {path: state.value for path, state in parameters.items()}
-                changes, held.value = optimizer.update(gradients, held.value, values)
-                for path, value in optax.apply_updates(values, changes).items():
-                    parameters[path].value = value
-        else:
-            if not optimizer.param_states:
-                optimizer.register_trainable_weights(self.model.states(brainstate.ParamState))
-            states = list(brainstate.graph.states(optimizer).values()) if hasattr(brainstate.graph, 'states') else []
-            update = optimizer.update
-
-        def apply(gradients: dict, wanted: jax.Array) -> None:
-            moving = [*parameters.values(), *states]
-            before = [state.value for state in moving]
-            update(gradients)
-            for state, old in zip(moving, before, strict=True):
-                state.value = jax.tree.map(lambda a, b: jnp.where(wanted, a, b), state.value, old)
-
-        return apply
 
     def gradient_check(self, *sequences: Any, step_fn: Callable[..., Any], **options: Any) -> GradientCheck:
         """Compare this rule's gradient of a fresh sequence with BPTT's; states stay as they were."""
@@ -398,7 +375,7 @@ class Learner(brainstate.nn.Module):
 
         return MemoryPlan(
             steps,
-            dict(zip(traced.trace_keys, map(_bytes, traces), strict=True)),
+            dict(zip(traced.trace_keys, map(bytes_of, traces), strict=True)),
             temporary(lambda *a: engine.one_pass(*a, block), parameters, states, traces, inputs, weights),
             temporary(lambda *a: engine.two_pass(*a, block), parameters, states, inputs, weights),
             temporary(lambda *a: engine.windows(*a, steps), parameters, states, [], inputs, weights),
@@ -485,7 +462,7 @@ class Learner(brainstate.nn.Module):
         return [self.traces[k].value for k in keys]
 
     def _check_size(self, traced: Traced) -> None:
-        needed = sum(map(_bytes, jax.eval_shape(traced.engine.init_traces)))
+        needed = sum(map(bytes_of, jax.eval_shape(traced.engine.init_traces)))
         if needed > self.max_trace_bytes:
             raise NotSupportedError(
                 three_parts(
@@ -520,128 +497,3 @@ class Learner(brainstate.nn.Module):
             self._start = {p: s.value for p, s in self.model.states().items() if p in self._start}
         for trace in self.traces.values():
             trace.value = jax.tree.map(jnp.zeros_like, trace.value)
-
-
-def online_step(traced: Traced, window: bool, exact: bool) -> Callable:
-    """A step, or a window of steps, whose reverse derivative in the parameters is the online gradient.
-
-    ``exact``: reverse mode reaches through the whole step inside the window.
-    """
-    engine, plan = traced.engine, traced.plan
-    outputs = plan.program.outputs
-    gradient = engine.exact_window_gradient if exact else engine.block_gradient
-    stack = lambda tree: tree if window else jax.tree.map(lambda x: x[None], tree)
-    single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
-
-    def run(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
-        values, new, traces = engine.run(parameters, states, traces, stack(inputs))
-        values = single(values)
-        return [values[v] if is_var(v) else v.val for v in outputs], new, traces
-
-    def ahead(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
-        return run(parameters, states, traces, inputs), (parameters, states, traces, inputs)
-
-    def back(kept: tuple, bars: tuple) -> tuple:
-        parameters, states, traces, inputs = kept
-        out_bars, state_bars, _ = bars
-        length = len(jax.tree.leaves(inputs)[0]) if window else 1
-        total = {v: jnp.zeros((length, *v.aval.shape), v.aval.dtype) for v in plan.targets}
-        for v, bar in zip(outputs, out_bars, strict=True):
-            if v in total:
-                total[v] = total[v] + stack(bar)
-        for old, new in plan.carried:
-            if new in total:
-                total[new] = total[new].at[-1].add(state_bars[old])
-        gradients = gradient(parameters, states, traces, stack(inputs), [total[v] for v in plan.targets])
-        return gradients, _no_tangent(states), _no_tangent(traces), _no_tangent(inputs)
-
-    step = jax.custom_vjp(run)
-    step.defvjp(ahead, back)
-    return step
-
-
-def _no_tangent(tree: Any) -> Any:
-    def zero(x: jax.Array) -> Any:
-        return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
-
-    return jax.tree.map(zero, tree)
-
-
-def _check_windows(rule: Rule) -> None:
-    if rule.trace == 'io_factorized':
-        raise NotSupportedError(
-            three_parts(
-                f'{rule.name} with exact windows',
-                'its factorised traces cannot meet the exact credit at the start of a window',
-                "vjp_method='single-step' without chunk_size, or D_RTRL",
-            )
-        )
-
-
-def _results(
-    gradients: dict,
-    losses: jax.Array,
-    cotangents: jax.Array,
-    aux: Any,
-    weights: Sequence[Path] | None,
-    loss_output: str,
-    return_value: bool,
-    has_aux: bool,
-) -> Any:
-    """What ``etrace_grad`` was asked to return."""
-    if weights is not None:
-        gradients = {tuple(p): gradients[tuple(p)] for p in weights}
-    losses = losses if loss_output == 'per_step' else _weighted(losses, cotangents)
-    results = (gradients, *([losses] if return_value else []), *([aux] if has_aux else []))
-    return results if len(results) > 1 else gradients
-
-
-def _mask(mask: Any, length: int, what: str) -> jax.Array:
-    mask = jnp.asarray(mask, jnp.result_type(float))
-    if mask.shape != (length,):
-        raise ValueError(
-            three_parts(
-                f'a mask of shape {mask.shape}',
-                f'a mask weights the losses, and there are {length} {what}',
-                f'an array of shape ({length},)',
-            )
-        )
-    return mask
-
-
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.where(weights == 0, 0.0, losses) * weights)
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(
-            three_parts(f'{name}={value!r}', 'it has no such choice', f'one of {", ".join(map(repr, choices))}')
-        )
-
-
-def _length(sequences: tuple) -> int:
-    lengths = {jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(sequences)}
-    if len(lengths) != 1 or None in lengths or 0 in lengths:
-        shapes = [jnp.shape(x) for x in jax.tree.leaves(sequences)]
-        raise ValueError(
-            three_parts(
-                f'sequences of shapes {shapes}',
-                'time is the first axis of every sequence, and all have the same number of steps, at least one',
-                'arrays of shape (time, batch, ...)',
-            )
-        )
-    return lengths.pop()
-
-
-def _check_finite(traced: Traced, solved: Solved) -> None:
-    bad = ~jnp.isfinite(solved.losses)
-    if bool(jnp.any(bad)):
-        raise FloatingPointError(f'the loss of step {int(jnp.argmax(bad))} is not finite; nothing was updated')
-    for parameter in traced.info.program.parameters:
-        if not bool(jnp.all(jnp.isfinite(solved.gradients[parameter.invar]))):
-            raise FloatingPointError(f'the gradient of {parameter.name} is not finite; nothing was updated')

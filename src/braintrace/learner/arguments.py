@@ -1,0 +1,95 @@
+"""What callers hand to a learner, checked, and what they asked to get back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..engine.sequence import Solved
+from ..errors import NotSupportedError, three_parts
+from ..program import Path
+from ..rules import Rule
+from .traced import Traced
+
+
+def check_windows(rule: Rule) -> None:
+    if rule.trace == 'io_factorized':
+        raise NotSupportedError(
+            three_parts(
+                f'{rule.name} with exact windows',
+                'its factorised traces cannot meet the exact credit at the start of a window',
+                "vjp_method='single-step' without chunk_size, or D_RTRL",
+            )
+        )
+
+
+def results(
+    gradients: dict,
+    losses: jax.Array,
+    cotangents: jax.Array,
+    aux: Any,
+    weights: Sequence[Path] | None,
+    loss_output: str,
+    return_value: bool,
+    has_aux: bool,
+) -> Any:
+    """What ``etrace_grad`` was asked to return."""
+    if weights is not None:
+        gradients = {tuple(p): gradients[tuple(p)] for p in weights}
+    losses = losses if loss_output == 'per_step' else weighted(losses, cotangents)
+    results = (gradients, *([losses] if return_value else []), *([aux] if has_aux else []))
+    return results if len(results) > 1 else gradients
+
+
+def read_mask(mask: Any, length: int, what: str) -> jax.Array:
+    mask = jnp.asarray(mask, jnp.result_type(float))
+    if mask.shape != (length,):
+        raise ValueError(
+            three_parts(
+                f'a mask of shape {mask.shape}',
+                f'a mask weights the losses, and there are {length} {what}',
+                f'an array of shape ({length},)',
+            )
+        )
+    return mask
+
+
+def bytes_of(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(weights == 0, 0.0, losses) * weights)
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(
+            three_parts(f'{name}={value!r}', 'it has no such choice', f'one of {", ".join(map(repr, choices))}')
+        )
+
+
+def length_of(sequences: tuple) -> int:
+    lengths = {jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(sequences)}
+    if len(lengths) != 1 or None in lengths or 0 in lengths:
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(sequences)]
+        raise ValueError(
+            three_parts(
+                f'sequences of shapes {shapes}',
+                'time is the first axis of every sequence, and all have the same number of steps, at least one',
+                'arrays of shape (time, batch, ...)',
+            )
+        )
+    return lengths.pop()
+
+
+def check_finite_values(traced: Traced, solved: Solved) -> None:
+    bad = ~jnp.isfinite(solved.losses)
+    if bool(jnp.any(bad)):
+        raise FloatingPointError(f'the loss of step {int(jnp.argmax(bad))} is not finite; nothing was updated')
+    for parameter in traced.info.program.parameters:
+        if not bool(jnp.all(jnp.isfinite(solved.gradients[parameter.invar]))):
+            raise FloatingPointError(f'the gradient of {parameter.name} is not finite; nothing was updated')

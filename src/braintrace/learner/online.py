@@ -1,0 +1,96 @@
+"""Online gradients as derivatives: a step whose reverse mode in the parameters is the learning rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..compat import is_var
+from ..engine.plan import Values
+from ..program import Path
+from .traced import Traced
+
+
+def online_step(traced: Traced, window: bool, exact: bool) -> Callable:
+    """A step, or a window of steps, whose reverse derivative in the parameters is the online gradient.
+
+    ``exact``: reverse mode reaches through the whole step inside the window.
+    """
+    engine, plan = traced.engine, traced.plan
+    outputs = plan.program.outputs
+    gradient = engine.exact_window_gradient if exact else engine.block_gradient
+    stack = lambda tree: tree if window else jax.tree.map(lambda x: x[None], tree)
+    single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
+
+    def run(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
+        values, new, traces = engine.run(parameters, states, traces, stack(inputs))
+        values = single(values)
+        return [values[v] if is_var(v) else v.val for v in outputs], new, traces
+
+    def ahead(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
+        return run(parameters, states, traces, inputs), (parameters, states, traces, inputs)
+
+    def back(kept: tuple, bars: tuple) -> tuple:
+        parameters, states, traces, inputs = kept
+        out_bars, state_bars, _ = bars
+        length = len(jax.tree.leaves(inputs)[0]) if window else 1
+        total = {v: jnp.zeros((length, *v.aval.shape), v.aval.dtype) for v in plan.targets}
+        for v, bar in zip(outputs, out_bars, strict=True):
+            if v in total:
+                total[v] = total[v] + stack(bar)
+        for old, new in plan.carried:
+            if new in total:
+                total[new] = total[new].at[-1].add(state_bars[old])
+        gradients = gradient(parameters, states, traces, stack(inputs), [total[v] for v in plan.targets])
+        return gradients, _no_tangent(states), _no_tangent(traces), _no_tangent(inputs)
+
+    step = jax.custom_vjp(run)
+    step.defvjp(ahead, back)
+    return step
+
+
+def _no_tangent(tree: Any) -> Any:
+    def zero(x: jax.Array) -> Any:
+        return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+
+    return jax.tree.map(zero, tree)
+
+
+def apply_by(
+    optimizer: Any, parameters: dict[Path, brainstate.State], held: dict[Any, brainstate.State]
+) -> Callable[[dict, jax.Array], None]:
+    """How to apply gradients: ``apply(gradients, wanted)``.
+
+    A braintools optimiser keeps its own states; the state of an optax transformation is kept in ``held``, so that
+    loops carry it. Where ``wanted`` is false, neither parameters nor optimiser move.
+    """
+    if hasattr(optimizer, 'register_trainable_weights'):
+        if not optimizer.param_states:
+            optimizer.register_trainable_weights(parameters)
+        states = list(brainstate.graph.states(optimizer).values())
+        update = optimizer.update
+    else:
+        values = {path: state.value for path, state in parameters.items()}
+        memory = held.setdefault(optimizer, brainstate.ShortTermState(optimizer.init(values)))
+        states = [memory]
+
+        def update(gradients: dict) -> None:
+            values = {path: state.value for path, state in parameters.items()}
+            changes, memory.value = optimizer.update(gradients, memory.value, values)
+            for path, state in parameters.items():
+                state.value = jax.tree.map(jnp.add, state.value, changes[path])
+
+    moving = list({id(state): state for state in (*parameters.values(), *states)}.values())
+
+    def apply(gradients: dict, wanted: jax.Array) -> None:
+        before = [state.value for state in moving]
+        update(gradients)
+        for state, old in zip(moving, before, strict=True):
+            state.value = jax.tree.map(lambda a, b: jnp.where(wanted, a, b), state.value, old)
+
+    return apply
