@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: train test lint bench clean
+.PHONY: train test zoo lint bench clean
 
 train: $(READY)
 	$(RUN) scripts/train.py
@@ -13,6 +13,9 @@ test: $(READY)
 	$(RUN) -m ruff check src tests scripts benchmarks
 	$(RUN) -m ruff format --check src tests scripts benchmarks
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
+
+zoo: $(READY)
+	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_engine.py
 
 lint: $(READY)
 	$(RUN) -m ruff check --fix src tests scripts benchmarks

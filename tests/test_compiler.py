@@ -148,7 +148,7 @@ def test_transition_gives_the_models_new_values_and_its_diagonal(compiled, name)
         states, size = group.num_state, int(np.prod(group.varshape))
         step = lambda h, g=group, inputs=inputs: g.concat_hidden(g.transition(g.split_hidden(h), inputs))
         dense = jax.jit(jax.jacrev(step))(group.concat_hidden(old)).reshape(size, states, size, states)
-        diagonal = group.diagonal_jacobian(old, inputs)
+        diagonal = jax.jit(group.diagonal_jacobian)(old, inputs)
         assert diagonal.shape == (*group.varshape, states, states)
         close(diagonal.reshape(size, states, states), dense[np.arange(size), :, np.arange(size)])
         off = dense.transpose(0, 2, 1, 3)[~np.eye(size, dtype=bool)]
@@ -298,6 +298,17 @@ def test_marked_sites():
     both = Step(lambda m, x: setattr(m.h, 'value', 0.9 * m.h.value + m.l(x)), l=linear, h=hidden(B, H))
     sites = bt.find_hidden_param_op_relations_from_module(both, X)
     assert [(s.parameters[0].name, s.marked) for s in sites] == [('l.weight.weight', True), ('l.weight.bias', True)]
+
+
+def test_the_factors_of_a_linear_solve_are_no_site():
+    """JAX differentiates the matrix of a solve, not its factorisation, which the solve reads too."""
+
+    def implicit_euler(m, x):
+        m.h.value = jnp.linalg.solve(jnp.eye(H) + m.a.value, (m.h.value + x @ m.w.value).T).T
+
+    model = Step(implicit_euler, a=weight(H, H), w=weight(I, H), h=hidden(B, H))
+    (site,) = bt.find_hidden_param_op_relations_from_module(model, X)
+    assert (site.path, site.operand) == (('a',), 0)
 
 
 # ---------------------------------------------------------------- HiddenPerturbation
@@ -638,6 +649,8 @@ def test_report(compiled):
         (line,) = [line for line in text.splitlines() if line.split()[:1] == [name]]
         assert credit in line
         assert reason in line
+    assert report.dict()['counts'] is report.counts
+    assert repr(report) == f'CompilationReport(1 hidden group(s); 1 exact, 2 local, 1 none, {report.counts["cut"]} cut)'
     assert 'V, a' in text
     assert '(2, 4)' in text
     assert 'count' in text
@@ -675,6 +688,42 @@ def test_every_leaf_of_a_parameter_is_listed():
     ]
     assert sorted(r.context['name'] for r in report.credits) == sorted(leaves)
     assert all(r.context['credit'] == 'local' and r.context['reason'] for r in report.credits)
+
+
+def through_a_current(m, x):
+    """The current remembers nothing; V integrates it."""
+    m.i.value = x @ m.w.value
+    m.V.value = 0.9 * m.V.value + m.i.value
+    return m.V.value
+
+
+def through_dendrites(m, x):
+    """The same, but the memoryless state has another shape: the path to V leads through another group."""
+    m.i.value = (x @ m.w.value).reshape(B, H // 2, 2)
+    m.V.value = 0.9 * m.V.value + m.i.value.reshape(B, H)
+    return m.V.value
+
+
+def stored_readout(m, x):
+    """A memoryless read-out of the old V, kept in a hidden state: not a direct read, nor one by way of the new V."""
+    m.i.value = jnp.tanh(m.V.value).reshape(B, H // 2, 2)
+    m.V.value = 0.9 * m.V.value + x @ m.w.value
+    return m.i.value
+
+
+@pytest.mark.parametrize(
+    ('step', 'shape', 'credit'),
+    [
+        (through_a_current, (B, H), 'exact'),
+        (through_dendrites, (B, H // 2, 2), 'instantaneous'),
+        (stored_readout, (B, H // 2, 2), 'local'),
+    ],
+)
+def test_credit_by_way_of_a_state_without_memory(step, shape, credit):
+    graph = bt.compile_etrace_graph(Step(step, w=weight(I, H), V=hidden(B, H), i=hidden(*shape)), X)
+    assert len(graph.hidden_groups) == (1 if shape == (B, H) else 2)
+    (record,) = graph.explain(kind='credit')
+    assert record.context['credit'] == credit
 
 
 def test_lines_point_to_the_caller_of_cached_functions():

@@ -450,10 +450,10 @@ def lif_stack():
 # ---------------------------------------------------------------- loss, data, learners
 
 
-def loss(p, s, out, y):
+def loss(p, s, out, y, rest=1.0):
     """An error of the output, and a little of every state and every weight."""
     size = lambda tree: sum(jnp.mean(x**2) for x in jax.tree.leaves(tree))
-    return jnp.mean((out - y) ** 2) + 0.2 * size(s) + 0.05 * size(p)
+    return jnp.mean((out - y) ** 2) + rest * (0.2 * size(s) + 0.05 * size(p))
 
 
 @dataclass(frozen=True)
@@ -552,7 +552,7 @@ def bptt(step, p, s, xs, ys, cut=FULL, hold=False):
     return jax.grad(lambda p: losses(step, p, s, xs, ys, cut, hold)[0])(p)
 
 
-def recursion(step, p, s, trace, x, y, weight=1.0):
+def recursion(step, p, s, trace, x, y, weight=1.0, rest=1.0):
     """One step of the rule: gradient ∂ℓ/∂θ + (L D + R) ε, the next states, and ε = D ε + ∂h/∂θ, all dense.
 
     L D + R is the derivative of the loss in the old states when these reach new ones at their own position only;
@@ -563,7 +563,7 @@ def recursion(step, p, s, trace, x, y, weight=1.0):
 
     def value(cut, q, h):
         new, out = step(to_p(q), to_s(h), x, cut)
-        return weight * loss(to_p(q), new, out, y)
+        return weight * loss(to_p(q), new, out, y, rest)
 
     def local(q, h):
         return ravel_pytree(step(to_p(q), to_s(h), x, LOCAL)[0])[0]
@@ -613,15 +613,22 @@ RECURRENT = [
 POSITION_KEEPING = ['feedforward_lif', 'feedforward_alif', 'diagonal_ssm', 'minigru']
 
 
-@pytest.mark.parametrize('name', [n for n in RECURRENT if MODELS[n].one_group])
+@pytest.mark.parametrize('name', ['gru', 'lstm', 'output_from_old_state'])
 def test_oracle_is_hand_cut_bptt_and_one_step_gradient(name):
     cut = jax.tree.map(jnp.subtract, bptt_oracle(name, LOCAL), bptt_oracle(name, LOCAL, True))
     assert_equal(added(bptt_oracle(name, FULL, True), cut), local_oracle(name)[0])
 
 
-@pytest.mark.parametrize('block', [1, 2, 4, 6])
-@pytest.mark.parametrize('fresh', [True, False], ids=['two passes', 'one pass'])
-@pytest.mark.parametrize('name', RECURRENT)
+def ways():
+    """Every model both ways with blocks in turn, two of them with all."""
+    for i, name in enumerate(RECURRENT):
+        every = name in ('gru', 'exponential_synapse')
+        for fresh in (True, False):
+            for block in (1, 2, 4, 6) if every else [(4, 2, 1)[(i + fresh) % 3]]:
+                yield pytest.param(name, fresh, block, id=f'{name}-{"two passes" if fresh else "one pass"}-{block}')
+
+
+@pytest.mark.parametrize(('name', 'fresh', 'block'), list(ways()))
 def test_local_rule(name, fresh, block):
     assert_equal(etrace_grad(name, D_RTRL, fresh=fresh, block=block), local_oracle(name)[0])
 
@@ -632,3 +639,639 @@ def test_local_rule_step_by_step(name):
     gradient, states, _ = local_oracle(name)
     assert_equal(step_by_step(learner, data.xs, data.ys), gradient)
     assert_equal({k: v.value for k, v in learner.hidden_states.items()}, states)
+
+
+@pytest.mark.parametrize('name', POSITION_KEEPING)
+def test_equals_bptt_where_positions_are_kept(name):
+    exact = bptt_oracle(name)
+    assert_equal(etrace_grad(name, D_RTRL, block=2), exact)
+    assert_equal(etrace_grad(name, BPTT, fresh=True), exact)
+
+
+@pytest.mark.parametrize('name', ['gru', 'lstm'])
+def test_differs_from_bptt_where_positions_mix(name):
+    assert relative_error(local_oracle(name)[0], bptt_oracle(name)) > 1e-3
+
+
+def test_vanilla_rnn_has_only_the_one_step_gradient():
+    gradient = etrace_grad('vanilla', D_RTRL, block=2)
+    assert_equal(gradient, bptt_oracle('vanilla', FULL, True))
+    assert relative_error(gradient, bptt_oracle('vanilla')) > 1e-3
+
+
+# ---------------------------------------------------------------- deep reach
+
+
+@pytest.mark.parametrize('name', ['minigru_stack', 'lru_stack', 'lif_stack'])
+def test_deep_equals_bptt_for_position_keeping_stacks(name):
+    assert_equal(etrace_grad(name, D_RTRL, reach='deep', fresh=True), bptt_oracle(name))
+
+
+@pytest.mark.parametrize('name', ['gru', 'stack'])
+def test_deep_cuts_only_mixing_across_time(name):
+    gradient = etrace_grad(name, D_RTRL, reach='deep', fresh=True)
+    assert_equal(gradient, bptt_oracle(name, DEEP))
+    assert relative_error(gradient, bptt_oracle(name)) > 1e-3
+
+
+def test_deep_gives_the_reset_gate_credit_beyond_one_step():
+    reset = lambda gradient: gradient['cell', 'Wrz', 'weight']['weight'][:, :H]
+    one_step, local, deep = bptt_oracle('gru', FULL, True), local_oracle('gru')[0], bptt_oracle('gru', DEEP)
+    assert_equal(reset(local), reset(one_step))
+    assert relative_error(reset(deep), reset(local)) > 1e-3
+
+
+# ---------------------------------------------------------------- pp_prop
+
+
+class Factors:
+    """Naive pp_prop of one site: ε_x = α ε_x + x, ε_f = α D ε_f + (1 - α) ∂h/∂y, (L·ε_f) ⊗ ε_x / (1 - α^t)."""
+
+    def __init__(self, x_decay, f_decay):
+        self.decay, self.x, self.f, self.steps = (x_decay, f_decay), 0.0, 0.0, 0
+
+    def gradient(self, x, transition, slope, signal):
+        """Axes: x (b, i) or a number, transition (b, h, s, r), slope and signal (b, h, s)."""
+        a, b = self.decay
+        self.x = a * self.x + x
+        carried = np.einsum('bhsr,bhr->bhs', transition, np.broadcast_to(self.f, slope.shape))
+        self.f = b * carried + (1 - b) * slope
+        self.steps += 1
+        y = np.sum(signal * self.f, axis=-1) / (1 - b**self.steps)
+        return np.einsum('bi,bh->ih', self.x, y) if np.ndim(x) else self.x * y.sum(axis=0)
+
+
+def squares(p):
+    """Gradient of the loss's share of every weight."""
+    return {path: jax.tree.map(lambda v: 0.05 * 2 * v / v.size, value) for path, value in p.items()}
+
+
+def pp_prop_adaptive_lif(data, decays):
+    logistic = lambda v: 1 / (1 + np.exp(-v))
+    slope_of = lambda v: 4 * logistic(4 * v) * (1 - logistic(4 * v))
+    p, V, a = {k[0]: v for k, v in data.p.items()}, data.s['V',], data.s['a',]
+    beta = logistic(p['beta'])
+    sites = {name: Factors(*decays) for name in ('w', 'r', 'b', 'beta')}
+    total = {name: 0.0 for name in p}
+    for x, y in zip(data.xs, data.ys, strict=True):
+        u = V - 0.1 - 0.2 * a
+        fired, d = (u > 0).astype(float), slope_of(u)
+        transition = np.stack([np.stack([0.9 - d, 0.2 * d], -1), np.stack([d, beta - 0.2 * d], -1)], -2)
+        old_a = a
+        V, a = 0.9 * V + x @ p['w'] + fired @ p['r'] + p['b'] - fired, beta * a + fired
+        u = V - 0.1 - 0.2 * a
+        fired_now, error = (u > 0).astype(float), 2 * ((u > 0) @ p['out'] - y) / y.size
+        from_output = (error @ p['out'].T) * slope_of(u)
+        signal = np.stack([from_output + 0.4 * V / V.size, -0.2 * from_output + 0.4 * a / a.size], -1)
+        on_V, on_a = np.stack([np.ones_like(V), np.zeros_like(V)], -1), np.stack([np.zeros_like(V), old_a], -1)
+        total['w'] += sites['w'].gradient(x, transition, on_V, signal)
+        total['r'] += sites['r'].gradient(fired, transition, on_V, signal)
+        total['b'] += sites['b'].gradient(1.0, transition, on_V, signal)
+        total['beta'] += sites['beta'].gradient(1.0, transition, on_a, signal) * beta * (1 - beta)
+        total['out'] += fired_now.T @ error
+    return {(name,): total[name] + len(data.xs) * squares(data.p)[name,] for name in p}
+
+
+def pp_prop_gru(data, decays):
+    """The columns of the reset gate reach the state by mixing only: they keep their one-step gradient."""
+    logistic = lambda v: 1 / (1 + np.exp(-v))
+    rz, wh, out = (data.p[path] for path in [('cell', 'Wrz', 'weight'), ('cell', 'Wh', 'weight'), ('out', 'weight')])
+    sites = {name: Factors(*decays) for name in ('z', 'z bias', 'h', 'h bias')}
+    h, total = data.s['cell', 'h'], jax.tree.map(np.zeros_like, data.p)
+    add = lambda path, **more: total[path].update({k: total[path][k] + v for k, v in more.items()})
+    for x, y in zip(data.xs, data.ys, strict=True):
+        joined = np.concatenate([x, h], -1)
+        r, z = np.split(logistic(joined @ rz['weight'] + rz['bias']), 2, axis=-1)
+        reset = np.concatenate([x, r * h], -1)
+        candidate = np.tanh(reset @ wh['weight'] + wh['bias'])
+        new = (1 - z) * h + z * candidate
+        error = 2 * (new @ out['weight'] + out['bias'] - y) / y.size
+        signal = error @ out['weight'].T + 0.4 * new / new.size
+        to_z, to_h = (candidate - h) * z * (1 - z), z * (1 - candidate**2)
+        at_r = ((signal * to_h) @ wh['weight'][I:].T) * h * r * (1 - r)
+        moves = ((1 - z)[..., None, None], to_z[..., None], signal[..., None])
+        half = [joined.T @ at_r, sites['z'].gradient(joined, *moves)]
+        bias = [at_r.sum(axis=0), sites['z bias'].gradient(1.0, *moves)]
+        add(('cell', 'Wrz', 'weight'), weight=np.concatenate(half, -1), bias=np.concatenate(bias))
+        moves = ((1 - z)[..., None, None], to_h[..., None], signal[..., None])
+        first, second = sites['h'].gradient(reset, *moves), sites['h bias'].gradient(1.0, *moves)
+        add(('cell', 'Wh', 'weight'), weight=first, bias=second)
+        add(('out', 'weight'), weight=new.T @ error, bias=error.sum(axis=0))
+        h = new
+    return jax.tree.map(lambda a, b: a + len(data.xs) * b, total, squares(data.p))
+
+
+@pytest.mark.parametrize('block', [1, 4])
+def test_pp_prop_by_formula(block):
+    found = etrace_grad('adaptive_lif', pp_prop, decay_or_rank=(0.7, 0.4), block=block)
+    assert_equal(found, pp_prop_adaptive_lif(data_of('adaptive_lif'), (0.7, 0.4)))
+
+
+def test_pp_prop_step_by_step():
+    learner, data = learner_of('adaptive_lif', pp_prop, decay_or_rank=(0.7, 0.4)), data_of('adaptive_lif')
+    assert_equal(step_by_step(learner, data.xs, data.ys), pp_prop_adaptive_lif(data, (0.7, 0.4)))
+
+
+def test_pp_prop_with_a_rank_and_a_gate_that_mixes():
+    found = etrace_grad('gru', pp_prop, decay_or_rank=4, block=2, fresh=True)
+    assert_equal(found, pp_prop_gru(data_of('gru'), (3 / 5, 3 / 5)))
+
+
+def test_pp_prop_is_exact_for_one_step():
+    learner, data = learner_of('stack', pp_prop, decay_or_rank=(0.7, 0.4)), data_of('stack')
+    found = learner.etrace_grad(data.xs[:1], data.ys[:1], step_fn=step_of(learner))
+    assert_equal(found, bptt(MODELS['stack'].step, data.p, data.s, data.xs[:1], data.ys[:1]))
+
+
+# ---------------------------------------------------------------- windows
+
+
+def advanced(step, p, s, trace, xs):
+    """States and dense trace after some steps."""
+    for x in xs:
+        _, s, trace = recursion(step, p, s, trace, x, 0.0)
+    return s, trace
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def one_window(step, p, s, trace, xs, ys):
+    """Exact reverse mode inside the window and γ_0 · ε_0 across; the loss is one for all outputs and the last states."""
+
+    def value(p, s):
+        outs = []
+        for x in xs:
+            s, out = step(p, s, x, FULL)
+            outs.append(out)
+        return loss(p, s, jnp.stack(outs), ys)
+
+    gradient, gamma = jax.grad(value, (0, 1))(p, s)
+    across = ravel_pytree(p)[1](ravel_pytree(gamma)[0] @ trace)
+    return added(gradient, across), *advanced(step, p, s, trace, xs)
+
+
+def window_oracle(name, k):
+    data = data_of(name)
+    s, trace, total = data.s, no_trace(data.p, data.s), jax.tree.map(jnp.zeros_like, data.p)
+    for t in range(0, T, k):
+        window = (data.xs[t : t + k], data.ys[t : t + k])
+        gradient, s, trace = one_window(MODELS[name].step, data.p, s, trace, *window)
+        total = added(total, gradient)
+    return total
+
+
+def window_step_of(learner):
+    step_fn = step_of(learner)
+    return lambda x, y: step_fn(MultiStepData(x), y)
+
+
+def windows_of(data, k):
+    return [x.reshape(T // k, k, *x.shape[1:]) for x in (data.xs, data.ys)]
+
+
+@pytest.mark.parametrize(('name', 'k'), [('gru', 1), ('gru', 2), ('gru', 3), ('adaptive_lif', 2)])
+def test_multi_step_windows(name, k):
+    learner, data = learner_of(name, D_RTRL, vjp_method='multi-step'), data_of(name)
+    found = step_by_step(learner, *windows_of(data, k), window_step_of(learner))
+    assert_equal(found, window_oracle(name, k))
+
+
+def test_single_step_windows_are_the_local_rule():
+    learner, data, k = learner_of('gru', D_RTRL), data_of('gru'), 3
+    s, trace, total = data.s, no_trace(data.p, data.s), jax.tree.map(jnp.zeros_like, data.p)
+    for t, xy in enumerate(zip(data.xs, data.ys, strict=True)):
+        rest = k if (t + 1) % k == 0 else 0  # the loss reads states and weights at the window's end
+        gradient, s, trace = jax.jit(recursion, static_argnums=0)(MODELS['gru'].step, data.p, s, trace, *xy, 1 / k, rest)
+        total = added(total, gradient)
+    assert_equal(step_by_step(learner, *windows_of(data, k), window_step_of(learner)), total)
+
+
+def test_chunks_are_multi_step_windows():
+    learner, data = learner_of('gru', D_RTRL), data_of('gru')
+    options = {'step_fn': window_step_of(learner), 'chunk_size': 3, 'return_value': True}
+    found, values = learner.etrace_grad(data.xs, data.ys, reduction='sum', **options)
+    assert_equal(found, window_oracle('gru', 3))
+    assert values.shape == (2,)
+    mean, _ = learner.etrace_grad(data.xs, data.ys, fresh=True, **options)
+    assert_equal(mean, jax.tree.map(lambda g: g / 2, found))
+
+
+@pytest.mark.parametrize('name', ['gru', 'stack'])
+def test_bptt_is_reverse_mode_of_the_unrolled_loop(name):
+    assert_equal(etrace_grad(name, BPTT, fresh=True), bptt_oracle(name))
+
+
+def test_truncated_bptt():
+    data, step = data_of('gru'), MODELS['gru'].step
+    s, total = data.s, jax.tree.map(jnp.zeros_like, data.p)
+    for t in (0, 4):  # windows of four steps; the second is cut short
+        window = (data.xs[t : t + 4], data.ys[t : t + 4])
+        total = added(total, bptt(step, data.p, s, *window))
+        _, s = losses(step, data.p, s, *window)
+    assert_equal(etrace_grad('gru', TBPTT, k=4), total)
+
+
+# ---------------------------------------------------------------- continuing
+
+
+@pytest.mark.parametrize('kind', [D_RTRL, pp_prop])
+def test_two_halves_are_the_whole(kind):
+    data, half = data_of('adaptive_lif'), T // 2
+    whole, parts = learner_of('adaptive_lif', kind), learner_of('adaptive_lif', kind)
+    expected = whole.etrace_grad(data.xs, data.ys, step_fn=step_of(whole), reduction='sum')
+    step_fn = step_of(parts)
+    found = [
+        parts.etrace_grad(data.xs[at], data.ys[at], step_fn=step_fn, reduction='sum')
+        for at in (slice(half), slice(half, T))
+    ]
+    assert_equal(added(*found), expected)
+    assert list(parts.traces) == list(whole.traces)
+    for key in whole.traces:
+        assert_equal(parts.traces[key].value, whole.traces[key].value)
+
+
+def test_traces_are_the_dense_ones():
+    learner, data = learner_of('adaptive_lif', D_RTRL), data_of('adaptive_lif')
+    learner.etrace_evolve(data.xs)
+    trace = local_oracle('adaptive_lif')[2]
+    columns = jax.vmap(ravel_pytree(data.p)[1])(trace.reshape(2, B, H, -1).reshape(2 * B * H, -1))
+    units = np.arange(H)
+    dense = np.asarray(columns['w',]).reshape(2, B, H, I, H)[:, :, units, :, units]  # (h, s, b, i)
+    (mine,) = learner.get_etrace_of(('w',)).values()
+    assert_equal(mine, dense.transpose(2, 0, 1, 3))
+    assert_equal(*map(list, (learner.get_etrace_of(learner.param_states['w',]).values(), [mine])))
+
+
+# ---------------------------------------------------------------- what goes in and what comes out
+
+
+def small(kind=D_RTRL, **options):
+    """A learner of the smallest model, its data and its step function."""
+    learner = learner_of('tied', kind, **options)
+    return learner, data_of('tied'), step_of(learner)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _one_small_step(step, *args):
+    return recursion(step, *args)
+
+
+def weighted_oracle(mask):
+    """Σ_t mask_t gradient_t, and the loss of every step."""
+    data, step = data_of('tied'), MODELS['tied'].step
+    s, trace, total, values = data.s, no_trace(data.p, data.s), jax.tree.map(jnp.zeros_like, data.p), []
+    for x, y, m in zip(data.xs, data.ys, mask, strict=True):
+        gradient, s, trace = _one_small_step(step, data.p, s, trace, x, y, m)
+        total = added(total, gradient)
+    s = data.s
+    for x, y in zip(data.xs, data.ys, strict=True):
+        s, out = step(data.p, s, x, FULL)
+        values.append(loss(data.p, s, out, y))
+    return total, jnp.stack(values)
+
+
+def scaled(tree, by):
+    return jax.tree.map(lambda x: x * by, tree)
+
+
+MASK = np.array([1.0, 0.0, 2.0, 0.0, 0.5, 1.0])
+
+
+def test_mask_reduction_and_values():
+    total, values = weighted_oracle(MASK)
+    learner, data, step_fn = small()
+    options = {'step_fn': step_fn, 'mask': MASK, 'return_value': True}
+    gradient, per_step = learner.etrace_grad(data.xs, data.ys, reduction='sum', fresh=True, **options)
+    assert_equal((gradient, per_step), (total, values))
+    gradient, reduced = learner.etrace_grad(data.xs, data.ys, loss_output='reduced', fresh=True, **options)
+    assert_equal((gradient, reduced), (scaled(total, 1 / 4.5), (MASK * values).sum() / 4.5))
+    learner.reset_state()
+    assert_equal(learner.etrace_grad(data.xs, data.ys, **options)[0], scaled(total, 1 / 4.5))
+
+
+def test_a_mean_over_less_than_one_step_is_a_sum():
+    mask = np.array([0, 0, 0.25, 0, 0, 0.5])
+    learner, data, step_fn = small()
+    gradient = learner.etrace_grad(data.xs, data.ys, step_fn=step_fn, mask=mask, fresh=True)
+    assert_equal(gradient, weighted_oracle(mask)[0])
+
+
+def test_aux_and_choice_of_weights():
+    learner, data, _ = small()
+
+    def step_fn(x, y):
+        out = learner(x)
+        return jnp.mean((out - y) ** 2), {'out': out, 'h': learner.model.h.value, 'one': 1}
+
+    options = {'step_fn': step_fn, 'has_aux': True, 'fresh': True}
+    gradient, value, aux = learner.etrace_grad(
+        data.xs, data.ys, weights=[('r',)], return_value=True, loss_output='reduced', **options
+    )
+    s, outs, states = data.s, [], []
+    for x in data.xs:
+        s, out = MODELS['tied'].step(data.p, s, x, FULL)
+        outs, states = [*outs, out], [*states, s['h',]]
+    assert_equal(aux, {'out': jnp.stack(outs), 'h': jnp.stack(states), 'one': np.ones(T)})
+    assert_equal(value, jnp.mean((jnp.stack(outs) - data.ys) ** 2))
+    assert list(gradient) == [('r',)]
+    everything, _ = learner.etrace_grad(data.xs, data.ys, **options)
+    assert_equal(gradient['r',], everything['r',])
+
+
+def test_sequences_may_be_trees():
+    learner, data, step_fn = small()
+    tree = {'inputs': [data.xs], 'target': data.ys}
+    gradient = learner.etrace_grad(
+        tree, step_fn=lambda at: step_fn(at['inputs'][0], at['target']), fresh=True, reduction='sum'
+    )
+    assert_equal(gradient, local_oracle('tied')[0])
+
+
+RULES = {
+    'two passes': (D_RTRL, {}, {'fresh': True}),
+    'one pass': (D_RTRL, {'block': 2}, {}),
+    'deep': (D_RTRL, {'reach': 'deep'}, {'fresh': True}),
+    'pp_prop': (pp_prop, {}, {}),
+    'bptt': (BPTT, {}, {'fresh': True}),
+    'tbptt': (TBPTT, {'k': 4}, {}),
+}
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_a_masked_step_poisons_nothing(rule):
+    kind, options, call = RULES[rule]
+    learner, data, step_fn = small(kind, **options)
+
+    def risky(x, y, z):
+        value = step_fn(x, y)
+        return value + jnp.log(z) * jnp.sum(learner.model.h.value**2)
+
+    mask, logs = np.array([1.0, 1, 0, 1, 0, 1]), np.array([1.0, 2, -1, 3, 0, 2])
+    poisoned, values = learner.etrace_grad(
+        data.xs, data.ys, logs, step_fn=risky, mask=mask, return_value=True, loss_output='reduced', **call
+    )
+    learner.reset_state()
+    clean = learner.etrace_grad(data.xs, data.ys, np.where(mask == 0, 1, logs), step_fn=risky, mask=mask, **call)
+    assert_equal(poisoned, clean)
+    assert np.isfinite(values)
+    assert all(np.isfinite(x).all() for t in learner.traces.values() for x in jax.tree.leaves(t.value))
+
+
+def test_a_masked_chunk_poisons_nothing():
+    learner, data, _ = small()
+
+    def risky(x, y, z):
+        out = learner(MultiStepData(x))
+        return jnp.mean((out - y) ** 2) + jnp.sum(jnp.log(z)) * jnp.sum(out**2)
+
+    mask, logs = np.array([1.0, 0, 1]), np.array([1.0, 2, -1, 3, 3, 2])
+    options = {'step_fn': risky, 'mask': mask, 'chunk_size': 2, 'fresh': True}
+    poisoned = learner.etrace_grad(data.xs, data.ys, logs, **options)
+    assert_equal(poisoned, learner.etrace_grad(data.xs, data.ys, np.abs(logs), **options))
+
+
+def test_two_calls_in_a_step_function_are_two_steps():
+    learner, data = learner_of('gru', D_RTRL, block=2), data_of('gru')
+    xs, ys = windows_of(data, 2)
+    once = MODELS['gru'].step
+
+    def twice(p, s, x, cut):
+        return once(p, once(p, s, x[0], cut)[0], x[1], cut)
+
+    def step_fn(x, y):
+        learner(x[0])
+        return step_of(learner)(x[1], y[1])
+
+    found = learner.etrace_grad(xs, ys, step_fn=step_fn, reduction='sum')
+    gradient, states, _ = local_rule(twice, data.p, data.s, xs, ys[:, 1])
+    assert_equal(found, gradient)
+    assert_equal({k: v.value for k, v in learner.hidden_states.items()}, states)
+    assert_equal(states, local_oracle('gru')[1])
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refused(kind, *words):
+    """An error in three parts that says these words."""
+    pattern = r'(?s)' + '.*'.join([*words, 'why it cannot work', 'what to write instead'])
+    return pytest.raises(kind, match=pattern)
+
+
+def test_bad_calls_are_refused():
+    learner, data, step_fn = small()
+    xs, ys = data.xs, data.ys
+    with refused(CompilationError, 'never calls the learner'):
+        learner.etrace_grad(xs, ys, step_fn=lambda x, y: jnp.mean((learner.model(x) - y) ** 2))
+    with refused(ValueError, r'mask of shape \(5,\)'):
+        learner.etrace_grad(xs, ys, step_fn=step_fn, mask=np.ones(5))
+    with refused(ValueError, r'mask of shape \(6, 2\)'):
+        learner.etrace_grad(xs, ys, step_fn=step_fn, mask=np.ones((6, 2)))
+    with refused(ValueError, 'sequences of shapes'):
+        learner.etrace_grad(xs, ys[:5], step_fn=step_fn)
+    with refused(ValueError, 'sequences of shapes'):
+        learner.etrace_grad(xs[:0], ys[:0], step_fn=step_fn)
+    with refused(ValueError, 'sequences of shapes'):
+        learner.etrace_grad(xs, 1.0, step_fn=step_fn)
+    with refused(ValueError, '6 steps with chunk_size=4'):
+        learner.etrace_grad(xs, ys, step_fn=step_fn, chunk_size=4)
+    with refused(ValueError, '6 steps with update_every=4'):
+        learner.etrace_online(xs, ys, step_fn=step_fn, optimizer=optax.sgd(0.1), update_every=4)
+    with refused(CompilationError, 'whose loss is'):
+        learner.etrace_grad(xs, ys, step_fn=lambda x, y: learner(x) - y)
+    with refused(ValueError, "reduction='total'"):
+        learner.etrace_grad(xs, ys, step_fn=step_fn, reduction='total')
+    with refused(ValueError, "loss_output='all'"):
+        learner.etrace_grad(xs, ys, step_fn=step_fn, loss_output='all')
+
+
+def everything(learner):
+    values = {k: v.value for k, v in learner.model.states().items()}
+    return values, {k: t.value for k, t in learner.traces.items()}
+
+
+def test_an_error_while_tracing_changes_nothing():
+    learner, data, step_fn = small()
+    learner.etrace_evolve(data.xs)
+    before = everything(learner)
+
+    def broken(x, y):
+        step_fn(x, y)
+        raise RuntimeError('in the middle')
+
+    windows = lambda x, y: broken(MultiStepData(x), y)
+    runs = {
+        'grad': lambda: learner.etrace_grad(data.xs, data.ys, step_fn=broken),
+        'fresh': lambda: learner.etrace_grad(data.xs, data.ys, step_fn=broken, fresh=True),
+        'chunks': lambda: learner.etrace_grad(data.xs, data.ys, step_fn=windows, chunk_size=2, fresh=True),
+        'online': lambda: learner.etrace_online(data.xs, data.ys, step_fn=broken, optimizer=optax.sgd(0.1)),
+    }
+    for run in runs.values():
+        with pytest.raises(Exception, match='in the middle'):
+            run()
+        assert_equal(everything(learner), before, 0.0)
+    learner.etrace_grad(data.xs, data.ys, step_fn=step_fn)  # and it still works
+
+
+def test_check_finite_names_the_place_and_writes_nothing():
+    learner, data, step_fn = small(check_finite=True)
+    before = everything(learner)
+
+    def at_step(x, y, z):
+        return step_fn(x, y) + jnp.log(z)
+
+    def in_gradient(x, y, z):
+        return step_fn(x, y) + jnp.sum(jnp.sqrt(0 * z * learner.model.w.value))
+
+    ones = np.ones(T)
+    with pytest.raises(FloatingPointError, match='loss of step 3'):
+        learner.etrace_grad(data.xs, data.ys, np.where(np.arange(T) == 3, -1, ones), step_fn=at_step)
+    with pytest.raises(FloatingPointError, match='gradient of w'):
+        learner.etrace_grad(data.xs, data.ys, ones, step_fn=in_gradient)
+    assert_equal(everything(learner), before, 0.0)
+
+
+# ---------------------------------------------------------------- compiled once, states followed
+
+
+def test_nothing_is_traced_twice():
+    learner, data, step_fn = small()
+    counted = []
+
+    def counting(x, y):
+        counted.append(1)
+        return step_fn(x, y)
+
+    for _ in range(3):
+        learner.etrace_grad(data.xs, data.ys, step_fn=counting, fresh=True)
+        learner.etrace_grad(data.xs, data.ys, step_fn=counting, mask=MASK)
+    first = len(counted)
+    for _ in range(2):
+        learner.reset_state()
+        learner.etrace_grad(data.xs, data.ys, step_fn=counting, fresh=True)
+        learner.etrace_grad(data.xs, data.ys, step_fn=counting, mask=1 - MASK, reduction='sum')
+    assert first == 2  # one for each way of running
+    assert len(counted) == first
+
+
+class Restartable(nn.Module):
+    """Leaky units whose states `init_all_states` makes anew."""
+
+    def __init__(self):
+        super().__init__()
+        data = data_of('tied')
+        self.w, self.r = brainstate.ParamState(jnp.asarray(data.p['w',])), brainstate.ParamState(jnp.asarray(data.p['r',]))
+
+    def init_state(self, batch_size=None):
+        self.h = hidden(batch_size, H)
+
+    update = staticmethod(lambda x: None)
+
+    def update(self, x):  # noqa: F811
+        self.h.value = 0.8 * self.h.value + 0.2 * jnp.tanh(x @ self.w.value + self.h.value @ self.r.value)
+        return self.h.value @ self.r.value
+
+
+def test_states_made_anew_are_followed():
+    data, net = data_of('tied'), Restartable()
+    learner = braintrace.compile(net, D_RTRL, data.xs[0], batch_size=B)
+    step_fn = step_of(learner)
+    zero = {('h',): np.zeros((B, H))}
+    expected, states, _ = local_rule(MODELS['tied'].step, data.p, zero, data.xs, data.ys)
+    window = window_step_of(learner)
+    for _ in range(2):
+        for chunk_size, fn in ((None, step_fn), (3, window)):
+            nn.init_all_states(net, batch_size=B)
+            learner.reset_state()
+            old = net.h
+            found = learner.etrace_grad(data.xs, data.ys, step_fn=fn, reduction='sum', chunk_size=chunk_size)
+            assert net.h is old
+            assert_equal(net.h.value, states['h',])
+            if chunk_size is None:
+                assert_equal(found, expected)
+
+
+def test_another_batch_size():
+    data, net = data_of('tied'), Restartable()
+    learner = braintrace.compile(net, 'd_rtrl', data.xs[0], batch_size=B)
+    step_fn = step_of(learner)
+    learner.etrace_grad(data.xs, data.ys, step_fn=step_fn)
+    learner.reset_state(batch_size=3)
+    wide = lambda x: np.concatenate([x, -x[:, :1]], axis=1)
+    zero = {('h',): np.zeros((3, H))}
+    expected, states, _ = local_rule(MODELS['tied'].step, data.p, zero, wide(data.xs), wide(data.ys))
+    assert_equal(learner.etrace_grad(wide(data.xs), wide(data.ys), step_fn=step_fn, reduction='sum'), expected)
+    assert_equal(net.h.value, states['h',])
+
+
+def test_a_fresh_sequence_leaves_no_old_trace():
+    learner, data, step_fn = small()
+    learner.etrace_grad(data.xs, data.ys, step_fn=step_fn)
+    learner.etrace_grad(data.xs, data.ys, step_fn=step_fn, fresh=True)
+    assert not any(x.any() for t in learner.traces.values() for x in jax.tree.leaves(t.value))
+
+
+@pytest.mark.parametrize('kind', [D_RTRL, pp_prop])
+def test_evolving_is_stepping(kind):
+    one, other = learner_of('adaptive_lif', kind, block=4), learner_of('adaptive_lif', kind)
+    data = data_of('adaptive_lif')
+    outs = one.etrace_evolve(data.xs, return_outputs=True)
+    step = brainstate.transform.jit(other)
+    assert_equal(outs, jnp.stack([step(x) for x in data.xs]))
+    assert_equal(everything(one), everything(other))
+
+
+# ---------------------------------------------------------------- learning online
+
+
+def by_hand(update, every, mask):
+    """Weights and losses of a loop in which weights change under a carried trace."""
+    data, step = data_of('tied'), MODELS['tied'].step
+    p, s, trace, memory, values = data.p, data.s, no_trace(data.p, data.s), None, []
+    for t in range(0, T, every):
+        total = jax.tree.map(jnp.zeros_like, p)
+        for x, y, m in zip(*(v[t : t + every] for v in (data.xs, data.ys, mask)), strict=True):
+            new, out = step(p, s, x, FULL)
+            values.append(loss(p, new, out, y))
+            gradient, s, trace = _one_small_step(step, p, s, trace, x, y, m)
+            total = added(total, gradient)
+        if mask[t : t + every].any():
+            p, memory = update(p, total, memory)
+    return p, jnp.stack(values)
+
+
+def descent(p, gradient, memory):
+    return jax.tree.map(lambda w, g: w - 0.3 * g, p, gradient), memory
+
+
+def adam(p, gradient, memory):
+    n, mean, square = memory or (0, scaled(p, 0), scaled(p, 0))
+    n += 1
+    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradient)
+    square = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, square, gradient)
+    move = lambda w, m, v: w - 0.02 * (m / (1 - 0.9**n)) / (jnp.sqrt(v / (1 - 0.999**n)) + 1e-8)
+    return jax.tree.map(move, p, mean, square), (n, mean, square)
+
+
+ALL, GAPS = np.ones(T), np.array([1.0, 1, 0, 0, 1, 0])
+OPTIMIZERS = {
+    'optax sgd': (lambda: optax.sgd(0.3), descent),
+    'optax adam': (lambda: optax.adam(0.02), adam),
+    'braintools sgd': (lambda: braintools.optim.SGD(lr=0.3), descent),
+    'braintools adam': (lambda: braintools.optim.Adam(lr=0.02), adam),
+}
+
+
+@pytest.mark.parametrize(
+    ('optimizer', 'every', 'mask'),
+    [('optax sgd', 1, ALL), ('braintools sgd', 2, ALL), ('optax adam', 2, GAPS), ('braintools adam', 1, GAPS)],
+    ids=['optax sgd', 'braintools sgd every 2', 'optax adam every 2 masked', 'braintools adam masked'],
+)
+def test_online_is_a_loop_by_hand(optimizer, every, mask):
+    make, update = OPTIMIZERS[optimizer]
+    learner, data, step_fn = small()
+    found = learner.etrace_online(
+        data.xs, data.ys, step_fn=step_fn, optimizer=make(), update_every=every, mask=mask
+    )
+    p, values = by_hand(update, every, mask)
+    assert_equal({k: v.value for k, v in learner.param_states.items()}, p, 1e-9)
+    assert_equal(found, values, 1e-9)

@@ -196,6 +196,12 @@ def read_branches(eqn: Equation) -> Sequence[ClosedJaxpr]:
     return eqn.params['branches']
 
 
+def solver_constants(eqn: Equation) -> range:
+    """Operands of a linear solve that serve its solver only, such as a factorised matrix: no derivative."""
+    matvec, *solvers = eqn.params['const_lengths']
+    return range(matvec, matvec + sum(solvers))
+
+
 # ---------------------------------------------------------------- the cut
 
 

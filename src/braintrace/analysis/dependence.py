@@ -95,7 +95,7 @@ def _results(eqn: Equation, operands: list[Bits]) -> list[Bits]:
     if kind in ('custom', 'call'):
         return _custom(eqn, operands)
     entry = TABLE.get(eqn.primitive.name)
-    grads = union(b for k, b in enumerate(operands) if entry is None or entry.differentiates(k)).grads
+    grads = union(b for k, b in enumerate(operands) if entry is None or entry.differentiates(eqn, k)).grads
     return [Bits(union(operands).reads, grads)] * len(eqn.outvars)
 
 

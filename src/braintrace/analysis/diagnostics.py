@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TextIO
 
 from ..program.step import Path, path_name
@@ -50,7 +50,7 @@ class CompilationRecord(NamedTuple):
         return f'{self.level.name.lower():7} {self.kind}: {self.message}'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CompilationReport:
     """All that a compilation found, to be read by a person.
 
@@ -98,6 +98,14 @@ class CompilationReport:
     def show(self, level: DiagnosticLevel | str = DiagnosticLevel.NOTICE, file: TextIO | None = None) -> None:
         """Print the report."""
         print(self.to_str(level), file=file or sys.stdout)
+
+    def dict(self) -> dict[str, Any]:
+        """The record as a dictionary."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __repr__(self) -> str:
+        counts = ', '.join(f'{n} {name}' for name, n in self.counts.items())
+        return f'CompilationReport({len(self.hidden_groups)} hidden group(s); {counts})'
 
     def __str__(self) -> str:
         return self.to_str()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-import jax
 import numpy as np
 
-from ..compat import Literal, Var, evaluate_equation
+from ..compat import Var
 from ..program import Hidden, StepProgram
-from .dependence import Bits, flow, of
+from .constants import Constants
+from .dependence import Bits, flow
 from .positions import Credit, Positions, find_positions
 
 
@@ -95,22 +94,9 @@ class Facts:
         return {v: i for i, eqn in enumerate(self.program.equations) for v in eqn.outvars}
 
     @cached_property
-    def _values(self) -> dict[Var, Any]:
-        closed = self.program.closed
-        return dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-
-    def constant(self, atom: Any) -> np.ndarray | None:
+    def constant(self) -> Constants:
         """The value of an atom that depends on no source; None for the others."""
-        if isinstance(atom, Literal):
-            return np.asarray(atom.val)
-        if atom not in self._values:
-            if atom not in self.producer or of(self.total, atom).reads:
-                return None
-            eqn = self.program.equations[self.producer[atom]]
-            operands = [self.constant(v) for v in eqn.invars]
-            with jax.ensure_compile_time_eval():
-                self._values.update(zip(eqn.outvars, evaluate_equation(eqn, operands), strict=True))
-        return np.asarray(self._values[atom])
+        return Constants(self.program.closed)
 
     # ------------------------------------------------------------ positions
 

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..compat import Equation, Primitive
+from ..compat import Equation, Primitive, solver_constants
 from .labels import NONE, Labels, gather_back, join, project
 
 AxisMap = Sequence[int | None]
 Const = Callable[[Any], np.ndarray | None]
+Constant = Sequence[int] | Callable[[Equation], Sequence[int]] | None
 
 
 class Rule(Protocol):
@@ -37,17 +38,18 @@ class Family:
 
     kind: str
     rule: Rule
-    constant_operands: tuple[int, ...] | None = ()
-    """Operands without a derivative; None: all of them."""
+    constant_operands: Constant = ()
+    """Operands without a derivative, or a function that tells them from the equation; None: all of them."""
 
-    def differentiates(self, operand: int) -> bool:
-        return self.constant_operands is not None and operand not in self.constant_operands
+    def differentiates(self, eqn: Equation, operand: int) -> bool:
+        constant = self.constant_operands(eqn) if callable(self.constant_operands) else self.constant_operands
+        return constant is not None and operand not in constant
 
 
 TABLE: dict[str, Family] = {}
 
 
-def family(kind: str, rule: Rule, names: str, constant_operands: tuple[int, ...] | None = ()) -> None:
+def family(kind: str, rule: Rule, names: str, constant_operands: Constant = ()) -> None:
     """Enter primitives, by name, into the table."""
     for name in names.split():
         TABLE[name] = Family(kind, rule, constant_operands)
@@ -109,19 +111,31 @@ family(
     'clz complex conj convert_element_type copy copy_p cos cosh cut device_put digamma div eq erf erf_inv erfc exp '
     'exp2 expm1 ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min '
     'mul name ne neg not or polygamma population_count pow random_gamma_grad real reduce_precision '
-    'regularized_incomplete_beta rem rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sin sinh '
+    'regularized_incomplete_beta rem rsqrt shift_left shift_right_arithmetic shift_right_logical sin sinh '
     'sqrt square sub tan tanh xor zeta',
 )
 family('elementwise', elementwise, 'sign floor ceil round nextafter stop_gradient', constant_operands=None)
 # Element-wise primitives of the ecosystem: surrogate spikes (braintools), exprel (brainunit).
 family('elementwise', elementwise, 'heaviside_surrogate_gradient', constant_operands=(1,))
 family('elementwise', elementwise, 'exprel')
+family('elementwise', elementwise, 'random_gamma', constant_operands=(0,))
+
+
+def _select(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    """Element-wise; where the choice is constant, what is not chosen reaches nothing."""
+    labels = elementwise(eqn, outs, const)
+    which = const(eqn.invars[0])
+    if which is None:
+        return labels
+    keep = lambda k, x: x if x is None else np.where(which.astype(int) == k, x, NONE).astype(np.int32)
+    return [labels[0], *(keep(k, x) for k, x in enumerate(labels[1:]))]
 
 
 def _barrier(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     return outs
 
 
+family('elementwise', _select, 'select_n')
 family('elementwise', _barrier, 'optimization_barrier')
 
 # ---------------------------------------------------------------- data movement
@@ -476,8 +490,9 @@ family(
 family(
     'mixing',
     mixing,
-    'cholesky triangular_solve lu qr svd eigh eig custom_linear_solve tridiagonal_solve select_and_scatter_add '
+    'cholesky triangular_solve lu qr svd eigh eig tridiagonal_solve select_and_scatter_add '
     'select_and_gather_add conv_general_dilated_patches householder_product',
 )
+family('mixing', mixing, 'custom_linear_solve', solver_constants)
 family('none', mixing, 'iota rng_uniform rng_bit_generator threefry2x32 random_bits random_seed random_wrap', None)
 family('none', mixing, 'random_unwrap random_fold_in random_split random_clone', None)

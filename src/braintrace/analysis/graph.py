@@ -54,10 +54,11 @@ class ETraceGraph(NamedTuple):
     def report(self) -> CompilationReport:
         """The findings, to be read by a person."""
         credits = self.explain(kind=DiagnosticKind.CREDIT)
-        traced = {r.weight_path for r in credits if r.hidden_paths}
+        traced = dict.fromkeys(r.weight_path for r in credits if r.hidden_paths)
+        first = {r.weight_path: r.context['credit'] for r in reversed(credits)}
         return CompilationReport(
             hidden_groups=self.hidden_groups,
-            etrace_weights={r.weight_path: r.context['credit'] for r in reversed(credits) if r.weight_path in traced},
+            etrace_weights={path: first[path] for path in traced},
             excluded_weights={r.weight_path: r.context['reason'] for r in credits if r.weight_path not in traced},
             dynamic_states=tuple(
                 dict.fromkeys(o.path for o in self.module_info.program.others if o.outvar is not None)

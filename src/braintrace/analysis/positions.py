@@ -9,7 +9,7 @@ so D_t is block-diagonal by construction: along edges that remain, the label nev
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,8 +30,9 @@ from ..compat import (
     sub_programs,
 )
 from ..program.slicing import Cuts
+from .constants import Constants
 from .dependence import Bits, carry_fixpoint, flow, of
-from .families import TABLE, Const, Rule, elementwise, mixing
+from .families import TABLE, Rule, elementwise, mixing
 from .labels import CONFLICT, NONE, Labels, gather_back, join, join_over
 from .probe import confirmed, is_elementwise
 
@@ -83,7 +84,7 @@ class _Pass:
         env: Mapping[Var, Bits],
         credit: Credit,
         size: int,
-        const: Const,
+        const: Constants,
         out: Positions,
         opaque: bool = False,
     ):
@@ -132,7 +133,7 @@ class _Pass:
         if edge is None or not self.matters(eqn.invars[k]):
             return
         family = TABLE.get(eqn.primitive.name)
-        if not self.opaque and family is not None and not family.differentiates(k):
+        if not self.opaque and family is not None and not family.differentiates(eqn, k):
             return
         if not self.opaque and (conflict := edge == CONFLICT).any():
             self.cut(i, k, conflict, FAN_OUT)
@@ -233,14 +234,16 @@ class _Pass:
     def bits(self, atoms: Sequence[Atom]) -> list[Bits]:
         return [of(self.env, v) for v in atoms]
 
-    def body(self, jaxpr: Any, inputs: Sequence[Bits], opaque: bool, out: Positions | None = None) -> _Pass:
+    def body(self, jaxpr: Any, operands: Sequence[Atom], inputs: Sequence[Bits], opaque: bool) -> _Pass:
+        """A pass over a body whose first inputs are the given operands of this program."""
         body = open_jaxpr(jaxpr)
-        return _Pass(body, flow(body, inputs), self.credit, self.size, lambda v: None, out or Positions(), opaque)
+        const = Constants(jaxpr, dict(zip(body.invars, operands, strict=False)), self.const)
+        return _Pass(body, flow(body, inputs), self.credit, self.size, const, Positions(), opaque)
 
     def custom(self, eqn: Equation, outs: list[Labels]) -> list[Labels]:
         """A call with its own derivative cannot be cut inside: conflicts come out to the operands."""
         (sub,) = sub_programs(eqn)
-        inner = self.body(sub.jaxpr, self.bits(eqn.invars), opaque=True)
+        inner = self.body(sub.jaxpr, eqn.invars, self.bits(eqn.invars), opaque=True)
         inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)))
         labels = [inner.out.labels.get(v) for v in inner.jaxpr.invars]
         return labels if self.opaque or from_library(sub.jaxpr) else confirmed(eqn, outs, labels)
@@ -254,7 +257,7 @@ class _Pass:
     def cond(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
         result: list[Labels] = [None] * len(eqn.invars)
         for b, branch in enumerate(read_branches(eqn)):
-            inner = self.body(branch, self.bits(eqn.invars[1:]), self.opaque)
+            inner = self.body(branch, eqn.invars[1:], self.bits(eqn.invars[1:]), self.opaque)
             inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)))
             self.enter(i, ('branches', b), inner)
             for k, v in enumerate(inner.jaxpr.invars):
@@ -276,7 +279,7 @@ class _Pass:
         results = list(zip(eqn.outvars, outs, strict=True))[scan.num_carry :]
         stacked = [self.over_rounds(v, labels) for v, labels in results]
         while True:
-            inner = self.body(scan.body, [*bits[:a], *carry_bits, *bits[b:]], self.opaque)
+            inner = self.body(scan.body, eqn.invars[:a], [*bits[:a], *carry_bits, *bits[b:]], self.opaque)
             invars = inner.jaxpr.invars
             ends = {v: c for v, c in zip(invars[a:b], carry, strict=True) if c is not None}
             inner.run(list(zip(inner.jaxpr.outvars, [*carry, *stacked], strict=True)), {} if self.opaque else ends)
@@ -324,7 +327,7 @@ def find_positions(
     keep: Mapping[Var, np.ndarray],
     stop: Collection[Var],
     size: int,
-    const: Callable[[Any], np.ndarray | None],
+    const: Constants,
 ) -> Positions:
     """Labels of every value that carries credit into one group, and the cuts that make it local.
 

@@ -83,24 +83,24 @@ def confirmed(eqn: Equation, outs: list[Labels], operands: list[Labels]) -> list
     With cotangents at half of the positions only, every gradient must be what it was with all of
     them if its own position is among them, and zero if not.
     """
-    results = [i for i, out in enumerate(outs) if out is not None and is_differentiable(eqn.outvars[i])]
-    moved = [k for k, labels in enumerate(operands) if labels is not None and is_differentiable(eqn.invars[k])]
-    if not results or not moved or sum(v.aval.size for v in eqn.invars) > _LARGE:
+    given = {i: x for i, x in enumerate(outs) if x is not None and is_differentiable(eqn.outvars[i])}
+    moved = {k: x for k, x in enumerate(operands) if x is not None and is_differentiable(eqn.invars[k])}
+    if not given or not moved or sum(v.aval.size for v in eqn.invars) > _LARGE:
         return operands
-    given, found = [outs[i] for i in results], list(operands)
-    positions = 1 + max(int(x.max()) for x in given if x is not None)
+    found = list(operands)
+    positions = 1 + max(int(x.max()) for x in given.values())
     try:
         with jax.ensure_compile_time_eval():
-            pull = _pull_back(eqn, moved, results, 0)
+            pull = _pull_back(eqn, list(moved), list(given), 0)
             draw = np.random.default_rng(0)
-            cotangents = [np.where(x == NONE, 0, draw.uniform(0.5, 1, x.shape)) for x in given if x is not None]
-            every = [np.asarray(g) for g in pull(cotangents)]
+            cotangents = [np.where(x == NONE, 0, draw.uniform(0.5, 1, x.shape)) for x in given.values()]
+            every = pull(cotangents)
             for chosen in draw.permuted(np.arange(4 * positions).reshape(4, positions) % 2 == 0, axis=1):
-                some = pull([c * chosen[x] for c, x in zip(cotangents, given, strict=True)])
-                for k, full, part in zip(moved, every, some, strict=True):
-                    wanted = np.where((operands[k] >= 0) & chosen[np.maximum(operands[k], 0)], full, 0)
+                some = pull([c * chosen[x] for c, x in zip(cotangents, given.values(), strict=True)])
+                for (k, labels), full, part in zip(moved.items(), every, some, strict=True):
+                    wanted = np.where((labels >= 0) & chosen[np.maximum(labels, 0)], full, 0)
                     wrong = ~np.isclose(part, wanted, rtol=1e-2, atol=1e-6) & np.isfinite(full)
-                    found[k] = np.where(wrong & (operands[k] != CONFLICT), CONFLICT, found[k]).astype(np.int32)
+                    found[k] = np.where(wrong, CONFLICT, found[k]).astype(np.int32)  # type: ignore[arg-type]
     except Exception:
-        return operands
+        return operands  # a derivative that fails here fails in training too, and says so there
     return found

@@ -87,7 +87,7 @@ def weight_operands(facts: Facts, eqn: Equation) -> list[int]:
     bits = [of(facts.total, v) for v in eqn.invars]
     if all(facts.is_weight(b) or not b.reads for b in bits):
         return []
-    return [k for k, b in enumerate(bits) if facts.is_weight(b) and (family is None or family.differentiates(k))]
+    return [k for k, b in enumerate(bits) if facts.is_weight(b) and (family is None or family.differentiates(eqn, k))]
 
 
 def _site(

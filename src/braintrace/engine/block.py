@@ -183,12 +183,27 @@ def weight_gradients(plan: Plan, const: Values, steps: Values, whole: Values, lo
                 y_bars.update((v, y_bars[v] + y) for v, y in mine.items())
             elif mine:
                 parts.append((cut, mine))
+        reaches_states = any(v in bars for bars in local for v in tap.results)
+        data = operands[i] if reaches_states else _spared(operands[i], y_bars)
         for equation, bars in [(tap.equation, y_bars), *parts]:
-            grads = _pull_tap(equation, tap.weights, const, operands[i], bars)
+            grads = _pull_tap(equation, tap.weights, const, data, bars)
             for k, grad in grads.items():
                 v = equation.invars[k]
                 total[v] = total[v] + grad if v in total else grad
     return total
+
+
+def _spared(operands: dict[int, jax.Array], y_bars: Values) -> dict[int, jax.Array]:
+    """Operands with ones at steps that no gradient reaches: a masked loss may be NaN there."""
+    rows = lambda x: x.reshape(len(x), -1)
+    silent = jnp.stack([jnp.all(rows(y) == 0, axis=1) for y in y_bars.values()]).all(axis=0)
+
+    def spare(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return jnp.where(silent.reshape(-1, *(1,) * (x.ndim - 1)), jnp.ones_like(x), x)
+
+    return {k: spare(x) for k, x in operands.items()}
 
 
 def _pull_tap(equation: Any, weights: Sequence[int], const: Values, operands: dict, y_bars: Values) -> dict[int, Any]:

@@ -98,13 +98,17 @@ def _replayed_jvp(equation: Equation, data: tuple, places: tuple, primals: Any, 
 
 @dataclass(frozen=True)
 class Plan:
-    """A step program sorted for block-wise work; ``targets`` are the values to be differentiated."""
+    """A step program sorted for block-wise work.
+
+    ``targets`` are the values to be differentiated, ``aux`` others that are wanted of every step.
+    """
 
     facts: Facts
     members: tuple[tuple[Hidden, ...], ...]
     groups: tuple[HiddenGroup, ...]
     positions: tuple[Positions, ...]
     targets: tuple[Atom, ...]
+    aux: tuple[Var, ...] = ()
 
     @property
     def program(self) -> StepProgram:
@@ -221,15 +225,12 @@ class Plan:
         taps = [v for v in self.tap_results if v in core and self._bits(v).reads & self._states]
         others = sum(self.facts.bit[o.invar] for o in self.program.others)
         credit = self.facts.parameters | self.facts.old(self.program.hidden) | sum(self.facts.new_bit.values())
-        frontier = []
-        for i in self.needed(self.derivative_variables, ()):
+        silent = lambda v: is_var(v) and self._bits(v).reads & others and not self._bits(v).grads & credit
+        frontier = [v for v in (*self.targets, *self.aux) if silent(v)]
+        for i in self.needed((*self.derivative_variables, *self.aux), ()):
             eqn = self.equations[i]
             if any(self._bits(v).grads & credit for v in eqn.outvars):
-                frontier += [
-                    v
-                    for v in eqn.invars
-                    if is_var(v) and self._bits(v).reads & others and not self._bits(v).grads & credit
-                ]
+                frontier += filter(silent, eqn.invars)
         return tuple(dict.fromkeys(taps + frontier))
 
 

@@ -7,45 +7,87 @@ deep   an old state reaches new states only through its group's local transition
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..compat import Atom, evaluate, evaluate_equation, is_var
+from ..compat import Atom, evaluate_equation, is_differentiable, is_var
 from .plan import Plan, Values
 from .signal import evaluate_views, owner_of
 
 
 def run_window(
-    plan: Plan, parameters: Values, states: Values, inputs: Values, wanted: Sequence[Atom], deep: bool = False
+    plan: Plan,
+    parameters: Values,
+    states: Values,
+    inputs: Values,
+    wanted: Sequence[Atom],
+    deep: bool = False,
+    silent: jax.Array | None = None,
 ) -> tuple[Values, list[jax.Array]]:
-    """Run steps one after the other: the last states, and the wanted values of every step."""
+    """Run steps one after the other: the last states, and the wanted values of every step.
+
+    Where ``silent`` (t,) is true, no gradient enters the step from what its states do not need.
+    """
     moving = [old for old, _ in plan.carried]
     fixed = parameters | states.pick(v for v in states if v not in moving)
     new = [n for _, n in plan.carried]
     step = _deep_step if deep else _exact_step
 
-    def one(old: Values, xs: Values) -> tuple[Values, list[Any]]:
-        results = step(plan, fixed | old | xs, [*new, *wanted])
+    def one(old: Values, xs: tuple[Values, jax.Array | None]) -> tuple[Values, list[Any]]:
+        inputs, silent = xs
+        results = step(plan, fixed | old | inputs, [*new, *wanted], _quietened(plan, silent))
         states = zip(moving, results, strict=False)
         return Values((v, jnp.broadcast_to(x, v.aval.shape).astype(v.aval.dtype)) for v, x in states), results[
             len(new) :
         ]
 
-    last, values = jax.lax.scan(one, states.pick(moving), inputs)
+    last, values = jax.lax.scan(one, states.pick(moving), (inputs, silent))
     return states | last, values
 
 
-def _exact_step(plan: Plan, env: Values, wanted: Sequence[Atom]) -> list[Any]:
+Run = Callable[[int, list[Any]], list[Any]]
+
+
+def _quietened(plan: Plan, silent: jax.Array | None) -> Run:
+    """How to run an equation: what a loss alone needs takes the gradient of a silent step no further.
+
+    Its gradient is nothing times something, and that something may be infinite.
+    """
+    core = set(plan.needed((new for _, new in plan.carried), ()))
+    outside = {v for i, eqn in enumerate(plan.equations) if i not in core for v in eqn.outvars}
+
+    def run(i: int, operands: list[Any]) -> list[Any]:
+        eqn = plan.equations[i]
+        if silent is not None and i not in core:
+            border = [is_var(v) and is_differentiable(v) and v not in outside for v in eqn.invars]
+            operands = [_quiet(silent, x) if b else x for b, x in zip(border, operands, strict=True)]
+        return evaluate_equation(eqn, operands)
+
+    return run
+
+
+@jax.custom_vjp
+def _quiet(silent: jax.Array, x: jax.Array) -> jax.Array:
+    return x
+
+
+_quiet.defvjp(lambda silent, x: (x, silent), lambda silent, bar: (None, jnp.where(silent, jnp.zeros_like(bar), bar)))
+
+
+def _exact_step(plan: Plan, env: Values, wanted: Sequence[Atom], run: Run) -> list[Any]:
     jaxpr, consts = plan.program.closed.jaxpr, plan.program.closed.consts
-    results = evaluate(jaxpr, consts, *(env[v] for v in jaxpr.invars))
-    found = {v: x for v, x in zip(jaxpr.outvars, results, strict=True) if is_var(v)}
-    return [found[v] if is_var(v) else v.val for v in wanted]
+    known = {**env, **dict(zip(jaxpr.constvars, consts, strict=True))}
+    read = lambda v: known[v] if is_var(v) else v.val
+    for i in plan.needed(wanted, known):
+        eqn = plan.equations[i]
+        known.update(zip(eqn.outvars, run(i, [read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in wanted]
 
 
-def _deep_step(plan: Plan, env: Values, wanted: Sequence[Atom]) -> list[Any]:
+def _deep_step(plan: Plan, env: Values, wanted: Sequence[Atom], run: Run) -> list[Any]:
     """Old states stand still in every view but the loss's; each group's transition comes in as a δ of value zero."""
     jaxpr, consts = plan.program.closed.jaxpr, plan.program.closed.consts
     hidden = [v for group in plan.groups for v in group.hidden_invars]
@@ -58,7 +100,6 @@ def _deep_step(plan: Plan, env: Values, wanted: Sequence[Atom]) -> list[Any]:
         new = local(known, group.concat_hidden([env[v] for v in group.hidden_invars]), [known[v] for v in local.taps])
         moved = group.split_hidden(new - jax.lax.stop_gradient(new))
         delta.update(zip(group.hidden_outvars, moved, strict=True))
-    run = lambda i, operands: evaluate_equation(plan.equations[i], operands)
     return evaluate_views(plan.equations, wanted, owner_of(plan.groups), still, env.pick(hidden), delta, run)
 
 
@@ -78,12 +119,21 @@ def window_gradient(
     of targets and others.
     """
     hidden = [v for group in plan.groups for v in group.hidden_invars]
+    silent = _silent(plan, targets, cotangents)
 
     def window(parameters: Values, old: Values) -> tuple[list[jax.Array], tuple]:
-        new, values = run_window(plan, parameters, states | old, inputs, [*targets, *others], deep)
+        new, values = run_window(plan, parameters, states | old, inputs, [*targets, *others], deep, silent)
         return values[: len(targets)], (new, values)
 
     values, pull, (new, every) = jax.vjp(window, parameters, states.pick(hidden), has_aux=True)
     gradients, bars = pull([c.astype(v.dtype) for c, v in zip(cotangents, values, strict=True)])
     gamma = [group.concat_hidden([bars[v] for v in group.hidden_invars]) for group in plan.groups]
     return gradients, gamma, new, Values(zip([*targets, *others], every, strict=True))
+
+
+def _silent(plan: Plan, targets: Sequence[Atom], cotangents: Sequence[jax.Array]) -> jax.Array | None:
+    """Steps at which nothing but new states has a cotangent."""
+    new = [n for _, n in plan.carried]
+    outputs = [c for v, c in zip(targets, cotangents, strict=True) if not any(v is n for n in new)]
+    zero = [jnp.all(c.reshape(len(c), -1) == 0, axis=1) for c in outputs]
+    return jnp.all(jnp.stack(zero), axis=0) if zero else None

@@ -8,11 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..engine.sequence import Solved
-from ..errors import NotSupportedError, three_parts
+from ..errors import CompilationError, NotSupportedError, three_parts
 from ..program import Path
 from ..rules import Rule
-from .traced import Traced
 
 
 def check_windows(rule: Rule) -> None:
@@ -57,6 +55,16 @@ def read_mask(mask: Any, length: int, what: str) -> jax.Array:
     return mask
 
 
+def never_called() -> CompilationError:
+    return CompilationError(
+        three_parts(
+            'a step_fn that never calls the learner',
+            'then no step of the model is taken and nothing can be learned',
+            'call learner(x) (not the model) inside step_fn',
+        )
+    )
+
+
 def bytes_of(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
@@ -86,10 +94,11 @@ def length_of(sequences: tuple) -> int:
     return lengths.pop()
 
 
-def check_finite_values(traced: Traced, solved: Solved) -> None:
-    bad = ~jnp.isfinite(solved.losses)
+def check_finite_values(losses: jax.Array, weights: jax.Array, gradients: dict[str, Any], what: str) -> None:
+    """Raise on a loss of a step (or window) that counts, or on a gradient, that is not finite."""
+    bad = ~jnp.isfinite(losses) & (weights != 0)
     if bool(jnp.any(bad)):
-        raise FloatingPointError(f'the loss of step {int(jnp.argmax(bad))} is not finite; nothing was updated')
-    for parameter in traced.info.program.parameters:
-        if not bool(jnp.all(jnp.isfinite(solved.gradients[parameter.invar]))):
-            raise FloatingPointError(f'the gradient of {parameter.name} is not finite; nothing was updated')
+        raise FloatingPointError(f'the loss of {what} {int(jnp.argmax(bad))} is not finite; nothing was updated')
+    for name, gradient in gradients.items():
+        if not all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(gradient)):
+            raise FloatingPointError(f'the gradient of {name} is not finite; nothing was updated')

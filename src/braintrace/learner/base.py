@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..engine.plan import Values
 from ..engine.sequence import Solved
 from ..errors import CompilationError, NotSupportedError, three_parts
 from ..program import Path
+from ..program.step import path_name
 from ..rules import BPTT as BPTT_RULE
 from ..rules import Rule
 from .arguments import (
@@ -25,13 +26,14 @@ from .arguments import (
     check_finite_values,
     check_windows,
     length_of,
+    never_called,
     read_mask,
     results,
 )
 from .check import GradientCheck, MemoryPlan, compare, size_text
 from .data import EligibilityTrace, MultiStepData, SingleStepData
 from .online import apply_by, online_step
-from .traced import Traced
+from .traced import Traced, shapes_of
 
 _MOST_PROGRAMS = 16
 _BLOCK = 20
@@ -87,8 +89,9 @@ class Learner(brainstate.nn.Module):
         self.traces: dict[tuple, EligibilityTrace] = {}
         self._start: dict[Path, Any] = {}
         self._programs: dict[tuple, tuple] = {}
-        self._calls: list[int] | None = None
+        self._tracing = False
         self._in_chunk = False
+        self._updates = 0
         self._optimizers: dict[Any, brainstate.State] = {}
         self._example: tuple = ()
 
@@ -149,8 +152,8 @@ class Learner(brainstate.nn.Module):
         """
         window = any(isinstance(a, MultiStepData) for a in args)
         args = tuple(a.data if isinstance(a, (SingleStepData, MultiStepData)) else a for a in args)
-        if self._calls is not None:
-            self._calls.append(1)
+        self._updates += 1
+        if self._tracing:
             return brainstate.transform.for_loop(self._call, *args) if window else self._call(*args)
         traced, step = self._step_program(args, window)
         parameters, states = traced.read()
@@ -204,14 +207,14 @@ class Learner(brainstate.nn.Module):
             return results(*found, weights, loss_output, return_value, has_aux)
         traced, solved, cotangents = self._solve(sequences, step_fn, mask, reduction, fresh, self.rule)
         if self.check_finite:
-            check_finite_values(traced, solved)
+            named = {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
+            check_finite_values(solved.losses, cotangents, named, 'step')
         traced.write(solved.states)
         self._write_traces(traced, solved.traces, fresh)
         gradients = traced.gradients_by_path(solved.gradients)
         aux = None
         if has_aux:
-            columns = [solved.aux[v] for v in traced.plan.program.outputs[1:]]
-            aux = traced.outputs([solved.losses, *columns])[1]
+            aux = traced.stacked(solved.aux | {traced.plan.targets[0]: solved.losses}, len(cotangents))[1]
         return results(gradients, solved.losses, cotangents, aux, weights, loss_output, return_value, has_aux)
 
     def _chunks(
@@ -231,9 +234,7 @@ class Learner(brainstate.nn.Module):
         count = length // size
         mask = jnp.ones(count) if mask is None else read_mask(mask, count, 'windows')
         cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
-        if fresh:
-            self.reset_state()
-        key = ('chunks', step_fn, size, has_aux, self._state_shapes())
+        key = ('chunks', step_fn, size, has_aux, self._state_shapes(), *self._held())
         if key not in self._programs:
             parameters = self.model.states(brainstate.ParamState)
 
@@ -241,7 +242,10 @@ class Learner(brainstate.nn.Module):
                 chunk, weight = xs
 
                 def loss() -> tuple:
+                    before = self._updates
                     result = step_fn(*chunk)
+                    if self._updates == before:
+                        raise never_called()
                     value, aux = result if has_aux else (result, None)
                     return jnp.where(weight == 0, 0.0, value) * weight, (value, aux)
 
@@ -255,12 +259,34 @@ class Learner(brainstate.nn.Module):
 
             self._programs[key] = (None, brainstate.transform.jit(run))
         chunks = jax.tree.map(lambda x: jnp.asarray(x).reshape(count, size, *jnp.shape(x)[1:]), sequences)
-        self._in_chunk = True
-        try:
-            gradients, (losses, aux) = self._programs[key][1](chunks, cotangents)
-        finally:
-            self._in_chunk = False
+        with self._undone_on_error():
+            self._in_chunk = True
+            try:
+                if fresh:
+                    self.reset_state()
+                gradients, (losses, aux) = self._programs[key][1](chunks, cotangents)
+            finally:
+                self._in_chunk = False
+            if self.check_finite:
+                named = {path_name(path): gradient for path, gradient in gradients.items()}
+                check_finite_values(losses, cotangents, named, 'window')
+        if fresh:
+            self._clear_traces()
         return gradients, losses, cotangents, aux
+
+    def _held(self) -> tuple[brainstate.State, ...]:
+        """The states that a compiled loop of brainstate holds on to."""
+        return (*self.model.states().values(), *self.traces.values())
+
+    @contextlib.contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        before = [(state, state.value) for state in self._held()]
+        try:
+            yield
+        except BaseException:
+            for state, value in before:
+                state.value = value
+            raise
 
     def _solve(
         self, sequences: tuple, step_fn: Callable, mask: Any, reduction: str, fresh: bool, rule: Rule
@@ -278,7 +304,7 @@ class Learner(brainstate.nn.Module):
 
     def etrace_evolve(self, *sequences: Any, return_outputs: bool = False) -> Any:
         """Advance states and traces along a sequence without a loss; the model's outputs if asked for."""
-        length_of(sequences)
+        length = length_of(sequences)
         traced, _ = self._step_program(jax.tree.map(lambda x: jnp.asarray(x)[0], sequences))
         key = ('evolve', traced)
         if key not in self._programs:
@@ -294,7 +320,7 @@ class Learner(brainstate.nn.Module):
         traced.write(solved.states)
         self._write_traces(traced, solved.traces, fresh=False)
         if return_outputs:
-            return traced.outputs([solved.aux[v] for v in traced.plan.program.outputs])
+            return traced.stacked(solved.aux, length)
         return None
 
     def etrace_online(
@@ -334,7 +360,7 @@ class Learner(brainstate.nn.Module):
             apply(traced.gradients_by_path(solved.gradients), jnp.any(weights != 0))
             return solved.losses
 
-        key = ('online', traced, optimizer, update_every)
+        key = ('online', traced, optimizer, update_every, *self._held())
         if key not in self._programs:
             loop = brainstate.transform.jit(lambda xs, w: brainstate.transform.for_loop(one, xs, w))
             self._programs[key] = (traced, loop)
@@ -402,19 +428,13 @@ class Learner(brainstate.nn.Module):
 
     def _trace(self, step_fn: Callable, example: tuple, rule: Rule) -> Traced:
         self.graph  # noqa: B018 - refuses a learner that was not compiled
-        self._calls = []
+        self._tracing, before = True, self._updates
         try:
             traced = Traced(step_fn, self.model, example, True, rule, self.trace_dtype, self.trace)
-            if not self._calls:
-                raise CompilationError(
-                    three_parts(
-                        'a step_fn that never calls the learner',
-                        'then no step of the model is taken and nothing can be learned',
-                        'call learner(x) (not the model) inside step_fn',
-                    )
-                )
+            if self._updates == before:
+                raise never_called()
         finally:
-            self._calls = None
+            self._tracing = False
         return traced
 
     def _solver(self, traced: Traced, fresh: bool, rule: Rule) -> Callable[..., Solved]:
@@ -447,8 +467,8 @@ class Learner(brainstate.nn.Module):
     def _read_traces(self, traced: Traced, fresh: bool) -> list[jax.Array]:
         if fresh or self.rule.trace == 'none':
             return []
-        keys = traced.trace_keys
-        if set(keys) != set(self.traces):
+        keys, shapes = traced.trace_keys, traced.trace_shapes
+        if shapes != {key: shapes_of(trace.value) for key, trace in self.traces.items()}:
             if any(bool(jnp.any(x != 0)) for t in self.traces.values() for x in jax.tree.leaves(t.value)):
                 raise CompilationError(
                     three_parts(
@@ -474,9 +494,15 @@ class Learner(brainstate.nn.Module):
             )
 
     def _write_traces(self, traced: Traced, values: list[jax.Array], fresh: bool) -> None:
-        if not fresh and self.rule.trace != 'none':
+        if fresh:
+            self._clear_traces()
+        elif self.rule.trace != 'none':
             for key, value in zip(traced.trace_keys, values, strict=True):
                 self.traces[key].value = value
+
+    def _clear_traces(self) -> None:
+        for trace in self.traces.values():
+            trace.value = jax.tree.map(jnp.zeros_like, trace.value)
 
     def get_etrace_of(self, path: Path | brainstate.State) -> dict[tuple, jax.Array]:
         """The traces of one parameter, by their names."""
@@ -495,5 +521,4 @@ class Learner(brainstate.nn.Module):
         else:
             brainstate.nn.init_all_states(self.model, batch_size)
             self._start = {p: s.value for p, s in self.model.states().items() if p in self._start}
-        for trace in self.traces.values():
-            trace.value = jax.tree.map(jnp.zeros_like, trace.value)
+        self._clear_traces()

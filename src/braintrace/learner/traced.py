@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import brainstate
@@ -51,9 +52,11 @@ class Traced:
             new = [*(h.outvar for h in program.hidden), *(o.outvar for o in program.others if o.outvar is not None)]
             targets = tuple(dict.fromkeys(v for v in (*program.outputs, *new) if is_var(v) and is_differentiable(v)))
             aux = program.outputs
-        self.plan = Plan(analysed.facts, tuple(analysed.members), analysed.groups, tuple(analysed.positions), targets)
+        aux = tuple(dict.fromkeys(v for v in aux if is_var(v)))
+        found = (analysed.facts, tuple(analysed.members), analysed.groups, tuple(analysed.positions))
+        self.plan = Plan(*found, targets, aux)
         self.trace = trace
-        self.engine = Sequencer(self.plan, aux, trace_dtype, rule.decay, self._is_traced)
+        self.engine = Sequencer(self.plan, trace_dtype, rule.decay, self._is_traced)
 
     def _is_traced(self, equation: int) -> bool:
         """Whether the parameters of a tap are to be traced."""
@@ -79,6 +82,12 @@ class Traced:
             key = (names, equation.primitive.name, self.plan.groups[site.group].hidden_paths)
             keys.append((*key, sum(k[:3] == key for k in keys)))
         return keys
+
+    @cached_property
+    def trace_shapes(self) -> dict[tuple, list[tuple[int, ...]]]:
+        """The shapes of every trace."""
+        traces = jax.eval_shape(self.engine.init_traces)
+        return dict(zip(self.trace_keys, map(shapes_of, traces), strict=True))
 
     # ------------------------------------------------------------ states
 
@@ -137,6 +146,16 @@ class Traced:
     def outputs(self, values: Sequence[Any]) -> Any:
         """Outputs in the structure the step function gives."""
         return jax.tree.unflatten(self.info.out_tree, values)
+
+    def stacked(self, values: Values, length: int) -> Any:
+        """Outputs of several steps from values by variable, time first; constants repeated."""
+        repeated = lambda v: jnp.broadcast_to(jnp.asarray(v.val, v.aval.dtype), (length, *v.aval.shape))
+        return self.outputs([values[v] if is_var(v) else repeated(v) for v in self.plan.program.outputs])
+
+
+def shapes_of(tree: Any) -> list[tuple[int, ...]]:
+    """The shapes of the arrays in a tree."""
+    return [x.shape for x in jax.tree.leaves(tree)]
 
 
 def _check_loss(outputs: Sequence[Any]) -> None:
