@@ -441,7 +441,7 @@ def test_states_written_in_unusual_ways_are_perturbed(step):
     deltas = [array(B, H), array(B, H)]
     da, db = (dict(zip(perturb.perturb_hidden_paths, deltas, strict=True))[p,] for p in 'ab')
     results = perturb.eval_jaxpr(info.flat_inputs((X,), None, {}), deltas)
-    moved = dict(zip(filter(is_var, perturb.perturb_jaxpr.jaxpr.outvars), results, strict=False))
+    moved = {v: r for v, r in zip(perturb.perturb_jaxpr.jaxpr.outvars, results, strict=True) if is_var(v)}
     by_path = {p: moved[v] for p, v in info.hidden_path_to_outvar.items()}
     close(by_path['a',], new['a',] + da)
     close(by_path['b',], new['b',] + db + (da if step is both_the_same else 0))  # there b is a copy of a

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from braintrace.analysis.graph import analyse
 from braintrace.compat import evaluate, evaluate_equation, is_var
 from braintrace.engine.plan import Plan, Values
@@ -18,7 +19,6 @@ from braintrace.engine.rewrite import split_products
 from braintrace.engine.sequence import Sequencer
 from braintrace.engine.signal import joint_outputs
 from braintrace.frontends.brainstate import trace_step
-
 from test_zoo import close_to, local_step, precision
 from zoo import CASES
 
@@ -41,7 +41,12 @@ class Problem:
         self.info = trace_step(loss, model, inputs, {})
         self.program = split_products(self.info.program)
         self.analysed = analyse(self.program)
-        parts = (self.analysed.facts, tuple(self.analysed.members), self.analysed.groups, tuple(self.analysed.positions))
+        parts = (
+            self.analysed.facts,
+            tuple(self.analysed.members),
+            self.analysed.groups,
+            tuple(self.analysed.positions),
+        )
         self.plan = Plan(*parts, self.program.outputs[:1])
         env = Values(zip(self.program.closed.jaxpr.invars, self.info.flat_inputs(inputs, None, {}), strict=True))
         self.parameters = env.pick(p.invar for p in self.program.parameters)

@@ -30,6 +30,7 @@ from braintrace.program import StepProgram, normal_form, with_cuts
 
 CASES = {}
 CHUNK = 40  # cases whose Jacobians are compiled together
+SAMPLES = 40  # random values at which each is taken
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,6 @@ class Case:
                         rows = reaches.setdefault(k, {})
                         rows[r] = rows.get(r, False) | seen
         return reaches
-
-
-SAMPLES = 40
 
 
 def draw(operand, i, k):
@@ -349,7 +347,7 @@ def truth(reaches, labels, shape):
     return np.array([NONE if not s else s.pop() if len(s) == 1 else CONFLICT for s in sets], np.int32).reshape(shape)
 
 
-VANISHING = words('round rem conv_general_dilated')  # derivatives that are zero on some path that counts
+VANISHING = words('round rem')  # derivatives that are zero at the values drawn
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -374,7 +372,8 @@ def test_rule(name):
             assert got.shape == shape
             wrong = (got != CONFLICT) & (got != true) & ~((got >= 0) & (true == NONE))
             assert not wrong.any(), f'operand {k}: {got} where the truth is {true}'
-            if not case.sound and family.kind != 'mixing' and case.primitive not in VANISHING:
+            unseen = case.primitive in VANISHING or (case.primitive == 'conv_general_dilated' and k == 1)  # padding
+            if not (case.sound or unseen or family.kind == 'mixing'):
                 np.testing.assert_array_equal(got, true, f'operand {k}')
 
 

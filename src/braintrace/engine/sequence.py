@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..compat import Atom, Var, is_var
+from ..compat import Var, is_var
 from ..program import cut_inside
 from .block import (
     Credit,
@@ -58,7 +58,6 @@ class Sequencer:
     def __init__(
         self,
         plan: Plan,
-        aux: Sequence[Atom] = (),
         trace_dtype: Any = None,
         decay: tuple[float, float] | None = None,
         traced: Callable[[int], bool] = lambda equation: True,
@@ -66,7 +65,7 @@ class Sequencer:
         self.plan = plan
         self.traced = traced
         self.decay = decay
-        self.aux = tuple(a for a in dict.fromkeys(a for a in aux if is_var(a)))
+        self.aux = plan.aux
         self.trace_dtype = trace_dtype
 
     @cached_property
@@ -93,6 +92,11 @@ class Sequencer:
             else jnp.zeros(s.carrier.shape, self.trace_dtype or s.result.aval.dtype)
             for s in self.sites
         ]
+
+    def two_pass_bytes(self, steps: int) -> int:
+        """What two passes keep of a sequence: old states, and what the time loop hands on, of every step."""
+        kept = {*self.plan.kept, *self.plan.before, *(h.invar for h in self.plan.program.hidden)}
+        return steps * sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
 
     # ------------------------------------------------------------ drivers
 
@@ -254,8 +258,8 @@ class Sequencer:
         found = credit(self.plan, const, steps, [weights], self.aux)
         gammas, first = credit_back(found, gamma)
         local = self._of_traced(local_pull(self.plan, const, steps, gammas))
-        gradients = weight_gradients(self.plan, const, steps, found.results, local)
-        return first, _add(total, gradients), found.targets[0], found.aux
+        total = _add(total, weight_gradients(self.plan, const, steps, found.results, local))
+        return first, _add(total, self._of_constants([weights])), found.targets[0], found.aux
 
     def _ahead(
         self, const: Values, states: Values, traces: Trace, total: Values, inputs: Values, weights: jax.Array
@@ -277,6 +281,7 @@ class Sequencer:
         done = forward(plan, const, states, inputs)
         steps = complete(plan, const, done.steps)
         found = credit(plan, const, steps, cotangents, self.aux)
+        total = _add(total, self._of_constants(cotangents))
         if not traces:
             total = _add(total, weight_gradients(plan, const, steps, found.results, []))
             return (done.states, traces, total), found
@@ -374,8 +379,19 @@ class Sequencer:
 
     @cached_property
     def _weights(self) -> tuple[Var, ...]:
-        taps = self.plan.taps.values()
-        return tuple(dict.fromkeys(t.equation.invars[k] for t in taps for k in t.weights))
+        weights = [tap.equation.invars[k] for tap in self.plan.taps.values() for k in tap.weights]
+        return tuple(dict.fromkeys([*weights, *self._constant_targets]))
+
+    @cached_property
+    def _constant_targets(self) -> tuple[Var, ...]:
+        """Targets that no data reaches: a penalty on weights, alone."""
+        constants = {*self.plan.constants, *(p.invar for p in self.plan.program.parameters)}
+        return tuple(v for v in self.plan.targets if is_var(v) and v in constants)
+
+    def _of_constants(self, cotangents: Sequence[jax.Array]) -> Values:
+        """Gradients of constant targets from cotangents (t, ...)."""
+        pairs = zip(self.plan.targets, cotangents, strict=True)
+        return Values((v, jnp.sum(c, axis=0).astype(v.aval.dtype)) for v, c in pairs if v in self._constant_targets)
 
     def _no_gradient(self, const: Values) -> Values:
         return Values((v, jnp.zeros_like(const[v])) for v in self._weights)

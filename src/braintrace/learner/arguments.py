@@ -36,6 +36,15 @@ def results(
 ) -> Any:
     """What ``etrace_grad`` was asked to return."""
     if weights is not None:
+        unknown = [p for p in weights if tuple(p) not in gradients]
+        if unknown:
+            raise ValueError(
+                three_parts(
+                    f'weights={unknown}',
+                    'the model has no such parameters',
+                    f'some of {", ".join(map(repr, gradients))}',
+                )
+            )
         gradients = {tuple(p): gradients[tuple(p)] for p in weights}
     losses = losses if loss_output == 'per_step' else weighted(losses, cotangents)
     results = (gradients, *([losses] if return_value else []), *([aux] if has_aux else []))
@@ -53,6 +62,20 @@ def read_mask(mask: Any, length: int, what: str) -> jax.Array:
             )
         )
     return mask
+
+
+def check_aux(structure: Any, has_aux: bool) -> None:
+    """Raise unless a step_fn returned a loss alone, or with ``has_aux`` a pair."""
+    outputs = jax.tree.unflatten(structure, range(structure.num_leaves))
+    if isinstance(outputs, tuple) and len(outputs) == 2 if has_aux else structure.num_leaves == 1:
+        return
+    raise CompilationError(
+        three_parts(
+            f'a step_fn that returns {structure} with has_aux={has_aux}',
+            'a step gives its loss, or with has_aux=True a pair (loss, aux)',
+            'return loss' if not has_aux else 'return loss, aux',
+        )
+    )
 
 
 def never_called() -> CompilationError:

@@ -22,6 +22,7 @@ from ..rules import BPTT as BPTT_RULE
 from ..rules import Rule
 from .arguments import (
     bytes_of,
+    check_aux,
     check_choice,
     check_finite_values,
     check_windows,
@@ -47,7 +48,8 @@ class Learner(brainstate.nn.Module):
     ``reach``: 'local', or 'deep' for credit that passes from layer to layer inside a window.
     ``vjp_method``: 'single-step', or 'multi-step' for exact reverse mode inside a :class:`MultiStepData` call.
     ``vmap``: the model describes one sample; its states have a batch axis in front and it is mapped over them.
-    ``block``: steps solved together; chosen automatically and never visible in a result.
+    ``block``: steps solved together; chosen automatically and never visible in a result. ``passes``: 1 carries
+    traces, 2 keeps the states of a fresh sequence and carries none; by default whichever fits.
     ``trace``: 'auto', 'marked' (parameters used through marked operations) or a predicate on paths; the others
     keep their one-step gradient. ``trace_dtype``: storage type of the traces; more than ``max_trace_bytes`` is
     refused. ``check_finite``: raise on a loss or gradient that is not finite.
@@ -62,6 +64,7 @@ class Learner(brainstate.nn.Module):
         vjp_method: str = 'single-step',
         vmap: bool = False,
         block: int | None = None,
+        passes: int | None = None,
         trace: str | Callable[[Path], bool] = 'auto',
         trace_dtype: Any = None,
         max_trace_bytes: int = 8 * 2**30,
@@ -76,10 +79,12 @@ class Learner(brainstate.nn.Module):
         if vjp_method == 'multi-step':
             check_windows(rule)
         self.model = model
-        mapped = brainstate.ShortTermState
-        self._call = brainstate.nn.Vmap(model, vmap_states=mapped, vmap_out_states=mapped) if vmap else model
+        self._call = self._mapped if vmap else model
         self.executor = ETraceGraphExecutor(model, self._call)
         self.block = block
+        if passes not in (None, 1, 2):
+            raise ValueError(three_parts(f'passes={passes!r}', 'a sequence is run in one pass or two', '1, 2 or None'))
+        self.passes = passes
         if not callable(trace):
             check_choice('trace', trace, ('auto', 'marked'))
         self.trace = trace
@@ -163,6 +168,11 @@ class Learner(brainstate.nn.Module):
         self._write_traces(traced, traces, fresh=False)
         return traced.outputs(outputs)
 
+    def _mapped(self, *args: Any) -> Any:
+        """The model of one sample, mapped over the batch axis of its current states."""
+        states = brainstate.ShortTermState
+        return brainstate.nn.Vmap(self.model, vmap_states=states, vmap_out_states=states)(*args)
+
     def _step_program(self, args: tuple, window: bool = False) -> tuple[Traced, Callable]:
         """The traced step of the model alone, and its compiled form with the online gradient."""
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(args))
@@ -206,6 +216,7 @@ class Learner(brainstate.nn.Module):
             found = self._chunks(sequences, step_fn, mask, chunk_size, reduction, has_aux, fresh)
             return results(*found, weights, loss_output, return_value, has_aux)
         traced, solved, cotangents = self._solve(sequences, step_fn, mask, reduction, fresh, self.rule)
+        check_aux(traced.info.out_tree, has_aux)
         if self.check_finite:
             named = {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
             check_finite_values(solved.losses, cotangents, named, 'step')
@@ -337,7 +348,7 @@ class Learner(brainstate.nn.Module):
         steps since the last update are masked, updates. Returns the loss of every step.
         """
         length = length_of(sequences)
-        if length % update_every:
+        if update_every < 1 or length % update_every:
             raise ValueError(
                 three_parts(
                     f'{length} steps with update_every={update_every}',
@@ -445,12 +456,18 @@ class Learner(brainstate.nn.Module):
             if window is not None or rule.deep:
                 return engine.windows(parameters, states, traces, inputs, weights, window or length, rule.deep)
             block = min(self.block or _BLOCK, length)
-            if fresh and rule.trace == 'per_param':
+            if fresh and rule.trace == 'per_param' and self._two_passes(traced, length):
                 return engine.two_pass(parameters, states, inputs, weights, block)
             traces = engine.init_traces() if fresh else traces
             return engine.one_pass(parameters, states, traces, inputs, weights, block)
 
         return solve
+
+    def _two_passes(self, traced: Traced, length: int) -> bool:
+        """Two passes need no trace; one pass if the caller says so or the sequence is too long to keep."""
+        if self.passes is not None:
+            return self.passes == 2
+        return traced.engine.two_pass_bytes(length) <= self.max_trace_bytes
 
     # ------------------------------------------------------------ states and traces
 
@@ -519,6 +536,9 @@ class Learner(brainstate.nn.Module):
                 if path in self._start:
                     state.value = self._start[path]
         else:
-            brainstate.nn.init_all_states(self.model, batch_size)
+            if self._call is self.model:
+                brainstate.nn.init_all_states(self.model, batch_size)
+            else:
+                brainstate.nn.vmap_init_all_states(self.model, axis_size=batch_size)
             self._start = {p: s.value for p, s in self.model.states().items() if p in self._start}
         self._clear_traces()

@@ -1,0 +1,160 @@
+"""What a learner carries, how much of it, and the ways to choose."""
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace
+
+B, INPUTS, H, T = 2, 3, 4, 5
+
+
+class Net(brainstate.nn.Module):
+    """A recurrent cell and a read-out."""
+
+    def __init__(self, cell=brainstate.nn.GRUCell, linear=brainstate.nn.Linear):
+        super().__init__()
+        self.cell = cell(INPUTS, H)
+        self.readout = linear(H, 2)
+
+    def update(self, x):
+        return self.readout(self.cell(x))
+
+
+class SparseNet(brainstate.nn.Module):
+    """Leaky units driven by a sparse matrix with one weight for each synapse."""
+
+    def __init__(self):
+        super().__init__()
+        import brainevent
+
+        self.matrix = brainevent.CSR(
+            (jnp.ones(6), np.array([0, 2, 1, 3, 0, 3]), np.array([0, 2, 4, 6])), shape=(INPUTS, H)
+        )
+        self.w = brainstate.ParamState(jnp.linspace(0.1, 0.6, 6))
+
+    def init_state(self, batch_size=None):
+        self.V = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+
+    def update(self, x):
+        self.V.value = 0.9 * self.V.value + jnp.tanh(x @ self.matrix.with_data(self.w.value))
+        return self.V.value
+
+
+@pytest.fixture(scope='module')
+def xs():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(T, B, INPUTS)), jnp.float32)
+
+
+def squares(learner):
+    return lambda x: jnp.sum(learner(x) ** 2)
+
+
+def assert_close(a, b, rtol=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6), a, b)
+
+
+def compiled(xs, rule='d_rtrl', model=None, **options):
+    return braintrace.compile(model or Net(), rule, xs[0], batch_size=B, seed=0, **options)
+
+
+def test_memory_plan_is_what_is_allocated(xs):
+    learner = compiled(xs)
+    plan = learner.memory_plan(T)
+    assert {key: trace.value.nbytes for key, trace in learner.traces.items()} == plan.traces
+    assert (
+        sum(n for key, n in plan.traces.items() if 'cell.Wrz.weight.weight' in key[0]) == B * 2 * H * (INPUTS + H) * 4
+    )
+    short, long = learner.memory_plan(100), learner.memory_plan(1000)
+    assert long.one_pass - short.one_pass < 900 * 16  # the losses themselves
+    assert long.bptt > 8 * short.bptt
+    assert long.two_pass < long.bptt
+    assert 'KiB' in str(long)
+
+
+def test_oversized_traces_are_refused_before_they_are_made(xs):
+    learner = compiled(xs, max_trace_bytes=100)
+    assert learner.traces == {}
+    with pytest.raises(braintrace.NotSupportedError, match=r'pp_prop.*bfloat16'):
+        learner.etrace_grad(xs, step_fn=squares(learner))
+
+
+def test_passes_are_chosen_by_size_or_by_the_caller(xs):
+    wanted = compiled(xs)
+    reference = wanted.etrace_grad(xs, step_fn=squares(wanted), fresh=True)
+    for passes in (1, 2):
+        learner = compiled(xs, model=wanted.model, passes=passes, block=2)
+        assert_close(learner.etrace_grad(xs, step_fn=squares(learner), fresh=True), reference)
+    with pytest.raises(ValueError, match='passes=3'):
+        compiled(xs, passes=3)
+
+
+def test_traces_in_half_precision(xs):
+    learner = compiled(xs, trace_dtype=jnp.bfloat16, block=1)
+    assert {t.value.dtype for t in learner.traces.values()} == {jnp.dtype(jnp.bfloat16)}
+    found = learner.etrace_grad(xs, step_fn=squares(learner))
+    whole = compiled(xs, model=learner.model, block=1)
+    wanted = whole.etrace_grad(xs, step_fn=squares(whole))
+    error = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)]
+    assert 0 < max(error) < 0.02
+
+
+def test_sparse_weights_carry_one_entry_for_each_synapse(xs):
+    learner = compiled(xs, model=SparseNet(), block=2)
+    (trace,) = learner.get_etrace_of(('w',)).values()
+    assert trace.shape == (6, B, 1)
+    found = learner.etrace_grad(xs, step_fn=squares(learner))
+    exact = compiled(xs, 'bptt', model=learner.model)
+    assert_close(found, exact.etrace_grad(xs, step_fn=squares(exact)))
+
+
+def test_vmap_is_the_batched_model(xs):
+    model = Net(brainstate.nn.LSTMCell)
+    batched = compiled(xs, model=model)
+    wanted = batched.etrace_grad(xs, step_fn=squares(batched), fresh=True)
+    mapped = braintrace.compile(model, 'd_rtrl', xs[0, 0], batch_size=B, vmap=True, block=2)
+    for fresh in (True, False):
+        mapped.reset_state()
+        assert_close(mapped.etrace_grad(xs, step_fn=squares(mapped), fresh=fresh), wanted)
+
+
+def test_only_chosen_parameters_are_traced(xs):
+    marked = compiled(xs, model=Net(braintrace.nn.GRUCell), trace='marked')
+    assert marked.traces
+    assert not compiled(xs, trace='marked').traces
+    learner = compiled(xs, trace=lambda path: 'Wh' in path)
+    assert all('Wh' in name for key in learner.traces for name in key[0])
+    whole = compiled(xs, model=learner.model)
+    found = learner.etrace_grad(xs, step_fn=squares(learner), fresh=True)
+    wanted = whole.etrace_grad(xs, step_fn=squares(whole), fresh=True)
+    assert_close(found['cell', 'Wh', 'weight'], wanted['cell', 'Wh', 'weight'])
+    assert np.abs(found['cell', 'Wrz', 'weight']['weight'] - wanted['cell', 'Wrz', 'weight']['weight']).max() > 1e-3
+
+
+def test_gradient_check_tells_exact_from_local(xs):
+    learner = compiled(xs)
+    before = learner.model.cell.h.value
+    check = learner.gradient_check(xs, step_fn=squares(learner))
+    assert learner.model.cell.h.value is before
+    assert check['readout.weight.weight'].credit == 'exact'
+    assert check['readout.weight.weight'].relative_error < 1e-5
+    assert check['cell.Wh.weight.weight'].credit == 'local'
+    assert check['cell.Wh.weight.weight'].relative_error > 1e-3
+    assert 'cosine' in str(check)
+
+
+def test_rules_by_name_and_class(xs):
+    assert isinstance(compiled(xs, 'D_rtrl'), braintrace.D_RTRL)
+    assert isinstance(compiled(xs, braintrace.pp_prop, decay_or_rank=9), braintrace.ES_D_RTRL)
+    with pytest.raises(ValueError, match="'d_rtrl', 'pp_prop'"):
+        compiled(xs, 'backprop')
+    with pytest.raises(TypeError, match='options of D_RTRL only'):
+        compiled(xs, 'd_rtrl', decay_or_rank=0.9)
+    with pytest.raises(ValueError, match=r'decay_or_rank=1\.5'):
+        compiled(xs, 'pp_prop', decay_or_rank=1.5)
+    with pytest.warns(UserWarning, match='automatic here'):
+        compiled(xs, 'd_rtrl', fast_solve=True)
+    with pytest.raises(braintrace.NotSupportedError, match='exact windows'):
+        compiled(xs, 'pp_prop', vjp_method='multi-step')
