@@ -148,7 +148,8 @@ class Plan:
     @cached_property
     def taps(self) -> dict[int, Tap]:
         """All taps by the index of their equation."""
-        return {i: Tap(e, tuple(k)) for i, e in enumerate(self.equations) if (k := weight_operands(self.facts, e))}
+        found = ((i, Tap(e, tuple(weight_operands(self.facts, e)))) for i, e in enumerate(self.equations))
+        return {i: tap for i, tap in found if tap.weights and tap.results}
 
     @cached_property
     def tap_results(self) -> tuple[Var, ...]:
