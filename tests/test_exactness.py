@@ -16,15 +16,16 @@ from dataclasses import dataclass
 
 import brainstate
 import braintools
-import braintrace
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from braintrace import BPTT, D_RTRL, TBPTT, CompilationError, MultiStepData, pp_prop
 from jax.flatten_util import ravel_pytree
 from jax.nn import sigmoid, softplus
+
+import braintrace
+from braintrace import BPTT, D_RTRL, TBPTT, CompilationError, MultiStepData, pp_prop
 
 nn = brainstate.nn
 spike = braintools.surrogate.sigmoid
@@ -407,7 +408,9 @@ def lru_stack():
     def layer(p, s, x, at):
         q = {name: p[*at, name] for name in ('nu_log', 'theta_log', 'gamma_log', 'B_re', 'B_im', 'C_re', 'C_im', 'D')}
         decay = jnp.exp(-jnp.exp(q['nu_log']) + 1j * jnp.exp(q['theta_log']))
-        state = decay * (s[*at, 're'] + 1j * s[*at, 'im']) + jnp.exp(q['gamma_log']) * (x @ (q['B_re'] + 1j * q['B_im']))
+        state = decay * (s[*at, 're'] + 1j * s[*at, 'im']) + jnp.exp(q['gamma_log']) * (
+            x @ (q['B_re'] + 1j * q['B_im'])
+        )
         y = (state @ (q['C_re'] + 1j * q['C_im'])).real + x @ q['D']
         return {(*at, 're'): state.real, (*at, 'im'): state.imag}, y
 
@@ -712,7 +715,7 @@ def pp_prop_adaptive_lif(data, decays):
     p, V, a = {k[0]: v for k, v in data.p.items()}, data.s['V',], data.s['a',]
     beta = logistic(p['beta'])
     sites = {name: Factors(*decays) for name in ('w', 'r', 'b', 'beta')}
-    total = {name: 0.0 for name in p}
+    total = dict.fromkeys(p, 0.0)
     for x, y in zip(data.xs, data.ys, strict=True):
         u = V - 0.1 - 0.2 * a
         fired, d = (u > 0).astype(float), slope_of(u)
@@ -795,7 +798,7 @@ def advanced(step, p, s, trace, xs):
 
 @functools.partial(jax.jit, static_argnums=0)
 def one_window(step, p, s, trace, xs, ys):
-    """Exact reverse mode inside the window and γ_0 · ε_0 across; the loss is one for all outputs and the last states."""
+    """Exact reverse mode inside the window and γ_0 · ε_0 across; one loss for all outputs and the last states."""
 
     def value(p, s):
         outs = []
@@ -840,7 +843,9 @@ def test_single_step_windows_are_the_local_rule():
     s, trace, total = data.s, no_trace(data.p, data.s), jax.tree.map(jnp.zeros_like, data.p)
     for t, xy in enumerate(zip(data.xs, data.ys, strict=True)):
         rest = k if (t + 1) % k == 0 else 0  # the loss reads states and weights at the window's end
-        gradient, s, trace = jax.jit(recursion, static_argnums=0)(MODELS['gru'].step, data.p, s, trace, *xy, 1 / k, rest)
+        gradient, s, trace = jax.jit(recursion, static_argnums=0)(
+            MODELS['gru'].step, data.p, s, trace, *xy, 1 / k, rest
+        )
         total = added(total, gradient)
     assert_equal(step_by_step(learner, *windows_of(data, k), window_step_of(learner)), total)
 
@@ -1159,7 +1164,10 @@ class Restartable(nn.Module):
     def __init__(self):
         super().__init__()
         data = data_of('tied')
-        self.w, self.r = brainstate.ParamState(jnp.asarray(data.p['w',])), brainstate.ParamState(jnp.asarray(data.p['r',]))
+        self.w, self.r = (
+            brainstate.ParamState(jnp.asarray(data.p['w',])),
+            brainstate.ParamState(jnp.asarray(data.p['r',])),
+        )
 
     def init_state(self, batch_size=None):
         self.h = hidden(batch_size, H)
@@ -1269,9 +1277,7 @@ OPTIMIZERS = {
 def test_online_is_a_loop_by_hand(optimizer, every, mask):
     make, update = OPTIMIZERS[optimizer]
     learner, data, step_fn = small()
-    found = learner.etrace_online(
-        data.xs, data.ys, step_fn=step_fn, optimizer=make(), update_every=every, mask=mask
-    )
+    found = learner.etrace_online(data.xs, data.ys, step_fn=step_fn, optimizer=make(), update_every=every, mask=mask)
     p, values = by_hand(update, every, mask)
     assert_equal({k: v.value for k, v in learner.param_states.items()}, p, 1e-9)
     assert_equal(found, values, 1e-9)
