@@ -18,7 +18,7 @@ import numpy as np
 from ..compat import Equation, evaluate_equation, is_differentiable
 from .labels import CONFLICT, NONE, Labels
 
-_LIMIT, _LARGE = 1 << 16, 1 << 22
+_LIMIT, _LARGE = 1 << 16, 1 << 20
 
 
 def is_elementwise(eqn: Equation) -> bool:
@@ -78,29 +78,32 @@ def _probe(eqn: Equation, moved: list[int], shape: tuple[int, ...], size: int, s
 
 
 def confirmed(eqn: Equation, outs: list[Labels], operands: list[Labels]) -> list[Labels]:
-    """Operand labels of a call with its own derivative: CONFLICT where that contradicts its body.
+    """Operand labels of a call with its own derivative; all CONFLICT where that contradicts its body.
 
-    With cotangents at half of the positions only, every gradient must be what it was with all of
-    them if its own position is among them, and zero if not.
+    With cotangents at the positions with a given bit only, every gradient must be what it was with
+    all of them if its own position has the bit, and zero if not.
     """
     given = {i: x for i, x in enumerate(outs) if x is not None and is_differentiable(eqn.outvars[i])}
     moved = {k: x for k, x in enumerate(operands) if x is not None and is_differentiable(eqn.invars[k])}
     if not given or not moved or sum(v.aval.size for v in eqn.invars) > _LARGE:
         return operands
     found = list(operands)
-    positions = 1 + max(int(x.max()) for x in given.values())
+    index = np.arange(1 + max(int(x.max()) for x in given.values()))
+    chosen = np.stack(
+        [index >> bit & 1 == side for bit in range(max(len(index) - 1, 1).bit_length()) for side in (0, 1)]
+    )
     try:
         with jax.ensure_compile_time_eval():
             pull = _pull_back(eqn, list(moved), list(given), 0)
             draw = np.random.default_rng(0)
             cotangents = [np.where(x == NONE, 0, draw.uniform(0.5, 1, x.shape)) for x in given.values()]
             every = pull(cotangents)
-            for chosen in draw.permuted(np.arange(4 * positions).reshape(4, positions) % 2 == 0, axis=1):
-                some = pull([c * chosen[x] for c, x in zip(cotangents, given.values(), strict=True)])
-                for (k, labels), full, part in zip(moved.items(), every, some, strict=True):
-                    wanted = np.where((labels >= 0) & chosen[np.maximum(labels, 0)], full, 0)
-                    wrong = ~np.isclose(part, wanted, rtol=1e-2, atol=1e-6) & np.isfinite(full)
-                    found[k] = np.where(wrong, CONFLICT, found[k]).astype(np.int32)  # type: ignore[arg-type]
+            some = jax.vmap(pull)([c * chosen[:, x] for c, x in zip(cotangents, given.values(), strict=True)])
     except Exception:
         return operands  # a derivative that fails here fails in training too, and says so there
+    for (k, labels), full, part in zip(moved.items(), every, some, strict=True):
+        wanted = np.where((labels >= 0) & chosen[:, np.maximum(labels, 0)], full, 0)
+        wrong = ~np.isclose(part, wanted, rtol=1e-2, atol=1e-6) & np.isfinite(full)
+        if (wrong & (labels != CONFLICT)).any():
+            found[k] = np.full_like(labels, CONFLICT)
     return found
