@@ -156,5 +156,46 @@ def test_rules_by_name_and_class(xs):
         compiled(xs, 'pp_prop', decay_or_rank=1.5)
     with pytest.warns(UserWarning, match='automatic here'):
         compiled(xs, 'd_rtrl', fast_solve=True)
-    with pytest.raises(braintrace.NotSupportedError, match='exact windows'):
-        compiled(xs, 'pp_prop', vjp_method='multi-step')
+
+
+def in_loop(learner, xs, loop, call=None):
+    """Gradients of single steps, summed by hand in a loop of brainstate's."""
+    call = call or learner
+    weights = learner.param_states
+    one = lambda x: dict(brainstate.transform.grad(lambda: jnp.sum(call(x) ** 2), weights)())
+    if loop == 'for_loop':
+        stacked = brainstate.transform.jit(lambda xs: brainstate.transform.for_loop(one, xs))(xs)
+        return jax.tree.map(lambda g: g.sum(axis=0), stacked)
+    zero = {path: jax.tree.map(jnp.zeros_like, state.value) for path, state in weights.items()}
+    return brainstate.transform.scan(lambda total, x: (jax.tree.map(jnp.add, total, one(x)), None), zero, xs)[0]
+
+
+@pytest.mark.parametrize('loop', ['for_loop', 'scan'])
+def test_steps_inside_loops_and_jit(xs, loop):
+    learner = compiled(xs)
+    wanted = learner.etrace_grad(xs, step_fn=squares(learner), reduction='sum')
+    learner.reset_state()
+    assert_close(in_loop(learner, xs, loop), wanted)
+    learner.reset_state()
+    jitted = brainstate.transform.jit(lambda xs: learner.etrace_grad(xs, step_fn=squares(learner), reduction='sum'))
+    assert_close(jitted(xs), wanted)
+
+
+def test_compiled_for_one_sample_and_mapped_by_the_caller(xs):
+    whole = compiled(xs)
+    wanted = whole.etrace_grad(xs, step_fn=squares(whole), reduction='sum')
+    brainstate.random.seed(0)
+    learner = braintrace.D_RTRL(Net())
+    for path, state in learner.param_states.items():
+        state.value = whole.param_states[path].value
+
+    @brainstate.transform.vmap_new_states(state_tag='new', axis_size=B)
+    def start():
+        brainstate.nn.init_all_states(learner.model)
+        learner.compile_graph(xs[0, 0])
+
+    start()
+    mapped = brainstate.nn.Vmap(learner, vmap_states='new')
+    for _ in range(2):
+        assert_close(in_loop(learner, xs, 'for_loop', mapped), wanted)
+        learner.reset_state()

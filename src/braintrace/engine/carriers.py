@@ -283,6 +283,10 @@ class Factorised(_Site):
         gradient = self._product(fixed, steps, after, signals) + self._product(fixed, steps, before, reads)
         return last, gradient
 
+    def gradient(self, trace: FactorTrace, fixed: Operands, first: Operands, gamma: jax.Array) -> jax.Array:
+        """γ · ε, in the shape of w; ``first`` are the operands of the step that follows, stacked over one."""
+        return self._product(fixed, first, jax.tree.map(lambda x: x[None], trace), gamma[None])
+
     def _product(self, fixed: Operands, steps: Operands, trace: FactorTrace, signals: jax.Array) -> jax.Array:
         """Σ_t (signal_t · ε_f) ⊗ ε_x, corrected for the traces' start."""
         correction = 1 - self.decay[1] ** trace.steps.astype(signals.dtype)

@@ -163,7 +163,7 @@ class Sequencer:
         def one(carry: tuple, xs: Values) -> tuple:
             moving, traces = carry
             done = forward(self.plan, const, moving, xs)
-            traces = self._trace_only(const, done.steps, traces)
+            traces = self._trace_only(const, complete(self.plan, const, done.steps), traces)
             extra = jax.vmap(lambda step: self.plan.compute(self.aux, const | step).pick(self.aux))(done.steps)
             return (done.states, traces), extra
 
@@ -213,9 +213,9 @@ class Sequencer:
             found = window_gradient(plan, parameters, states, inputs, plan.targets[:1], [weights], self.aux, deep)
             gradients, gamma, new, values = found
             if traces:
-                through = self._from_traces(through, traces, gamma)
-                done = forward(plan, const, self._moving(states), inputs)
-                traces = self._trace_only(const, done.steps, traces)
+                steps = self._steps(const, states, inputs)
+                through = self._across(through, traces, gamma, const, steps)
+                traces = self._trace_only(const, steps, traces)
             return (new, traces, _add(total, gradients), through), (values[plan.targets[0]], values.pick(self.aux))
 
         carry, losses, extras = (states, traces, total, self._no_gradient(const)), [], []
@@ -235,8 +235,7 @@ class Sequencer:
         values = Values(zip(self._values, found, strict=True))
         if traces:
             const = constants(self.plan, parameters | self._fixed(states))
-            done = forward(self.plan, const, self._moving(states), inputs)
-            traces = self._trace_only(const, done.steps, traces)
+            traces = self._trace_only(const, self._steps(const, states, inputs), traces)
         return values, new, traces
 
     def exact_window_gradient(
@@ -248,7 +247,8 @@ class Sequencer:
         if not traces:
             return gradients
         const = constants(self.plan, parameters | self._fixed(states))
-        through = self._from_traces(self._no_gradient(const), traces, gamma)
+        steps = self._steps(const, states, inputs)
+        through = self._across(self._no_gradient(const), traces, gamma, const, steps)
         return _add(gradients, self._pull(parameters, states, through))
 
     # ------------------------------------------------------------ one block
@@ -308,7 +308,7 @@ class Sequencer:
         return frozenset((s.group, s.result) for s in self.sites if isinstance(s.carrier, Factorised))
 
     def _from_traces(self, total: Values, traces: Trace, gamma: Sequence[jax.Array]) -> Values:
-        """Add γ_0 · ε_0: what the block learned about everything before it."""
+        """Add γ_0 · ε_0: what the block learned about everything before it; factorised traces apart."""
         for site, trace in zip(self.sites, traces, strict=True):
             if isinstance(site.carrier, Factorised):
                 continue
@@ -316,6 +316,27 @@ class Sequencer:
             wide = trace.astype(site.result.aval.dtype)
             total = _add(total, {weight: site.carrier.gradient(wide, gamma[site.group]).astype(weight.aval.dtype)})
         return total
+
+    def _steps(self, const: Values, states: Values, inputs: Values) -> Values:
+        """A few steps from some states, completed."""
+        return complete(self.plan, const, forward(self.plan, const, self._moving(states), inputs).steps)
+
+    def _across(self, total: Values, traces: Trace, gamma: Sequence[jax.Array], const: Values, steps: Values) -> Values:
+        """Add γ_0 · ε_0 at the start of a window of completed steps, factorised traces included."""
+        total = self._from_traces(total, traces, gamma)
+        operands = tap_operands(self.plan, const, jax.tree.map(lambda x: x[:1], steps))
+        for site, trace in zip(self.sites, traces, strict=True):
+            if isinstance(site.carrier, Factorised):
+                weight = self.plan.equations[site.equation].invars[site.operand]
+                stacked = operands[site.equation]
+                gradient = site.carrier.gradient(trace, self._unmoved(site, const, stacked), stacked, gamma[site.group])
+                total = _add(total, {weight: gradient.astype(weight.aval.dtype)})
+        return total
+
+    def _unmoved(self, site: Site, const: Values, stacked: dict[int, Any]) -> dict[int, Any]:
+        """Operands of a site's operation that stay the same, the weight among them."""
+        invars = self.plan.equations[site.equation].invars
+        return {k: const[v] if is_var(v) else v.val for k, v in enumerate(invars) if k not in stacked}
 
     def _advance(self, const: Values, steps: Values, found: Credit, traces: Trace, total: Values) -> tuple:
         """Traces after the block, ε = P_0 ε_0 + Σ_t P_t ∂h_t/∂w; factorised ones give their gradient here."""
@@ -328,12 +349,11 @@ class Sequencer:
         new = []
         for site, trace in zip(self.sites, traces, strict=True):
             g, stacked = site.group, operands[site.equation]
-            invars = self.plan.equations[site.equation].invars
-            fixed = {k: const[v] if is_var(v) else v.val for k, v in enumerate(invars) if k not in stacked}
+            fixed = self._unmoved(site, const, stacked)
             if isinstance(site.carrier, Factorised):
                 at = (slopes[g][site.result], found.jacobians[g], found.signals[g], found.reads[g])
                 trace, gradient = site.carrier.block(trace, fixed, stacked, *at)
-                weight = invars[site.operand]
+                weight = self.plan.equations[site.equation].invars[site.operand]
                 total = _add(total, {weight: gradient.astype(weight.aval.dtype)})
                 new.append(trace)
             else:
@@ -343,8 +363,7 @@ class Sequencer:
         return new, total
 
     def _trace_only(self, const: Values, steps: Values, traces: Trace) -> Trace:
-        """Traces after a block without a loss."""
-        steps = complete(self.plan, const, steps)
+        """Traces after a block of completed steps without a loss."""
         transitions = jacobians(self.plan, const, steps)
         silent = [jnp.zeros(d.shape[:-1], d.dtype) for d in transitions]
         found = Credit([], Values(), Values(), silent, silent, transitions)

@@ -307,11 +307,14 @@ def _check_new_value(path: Path, old: Any, new: Any) -> None:
     old_shapes = [(x.shape, str(x.dtype)) for x in map(jax.numpy.asarray, jax.tree.leaves(old))]
     new_shapes = [(tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(new)]
     if old_shapes != new_shapes:
+        instead = 'states initialised with the shape (batch axis included) and dtype that the step gives them'
+        if [shape for shape, _ in old_shapes] == [shape for shape, _ in new_shapes]:
+            instead = f'inputs of the type of the state, or brainstate.environ.set(precision=64) first; or {instead}'
         raise CompilationError(
             three_parts(
                 f'a step that turns state {path_name(path)} from {old_shapes} into {new_shapes}',
                 'a step is repeated, so every state must keep its shape and type',
-                'states initialised with the shape (batch axis included) and dtype that the step gives them',
+                instead,
             )
         )
 

@@ -8,20 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import CompilationError, NotSupportedError, three_parts
+from ..errors import CompilationError, three_parts
 from ..program import Path
-from ..rules import Rule
-
-
-def check_windows(rule: Rule) -> None:
-    if rule.trace == 'io_factorized':
-        raise NotSupportedError(
-            three_parts(
-                f'{rule.name} with exact windows',
-                'its factorised traces cannot meet the exact credit at the start of a window',
-                "vjp_method='single-step' without chunk_size, or D_RTRL",
-            )
-        )
 
 
 def results(

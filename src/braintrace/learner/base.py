@@ -25,14 +25,13 @@ from .arguments import (
     check_aux,
     check_choice,
     check_finite_values,
-    check_windows,
     length_of,
     never_called,
     read_mask,
     results,
 )
 from .check import GradientCheck, MemoryPlan, compare, size_text
-from .data import EligibilityTrace, MultiStepData, SingleStepData
+from .data import EligibilityTrace, MultiStepData, SingleStepData, StartValue
 from .online import apply_by, online_step
 from .traced import Traced, shapes_of
 
@@ -76,11 +75,9 @@ class Learner(brainstate.nn.Module):
         self.rule = replace(rule, deep=reach == 'deep')
         check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
         self._exact_windows = vjp_method == 'multi-step' or rule.trace == 'none'
-        if vjp_method == 'multi-step':
-            check_windows(rule)
         self.model = model
-        self._call = self._mapped if vmap else model
-        self.executor = ETraceGraphExecutor(model, self._call)
+        self.vmap = vmap
+        self.executor = ETraceGraphExecutor(model, self._call if vmap else None)
         self.block = block
         if passes not in (None, 1, 2):
             raise ValueError(three_parts(f'passes={passes!r}', 'a sequence is run in one pass or two', '1, 2 or None'))
@@ -92,7 +89,7 @@ class Learner(brainstate.nn.Module):
         self.max_trace_bytes = max_trace_bytes
         self.check_finite = check_finite
         self.traces: dict[tuple, EligibilityTrace] = {}
-        self._start: dict[Path, Any] = {}
+        self._start: dict[Path, StartValue] = {}
         self._programs: dict[tuple, tuple] = {}
         self._tracing = False
         self._in_chunk = False
@@ -109,7 +106,7 @@ class Learner(brainstate.nn.Module):
         self._example = args
         self.traces = {}
         self._start = {
-            path: state.value
+            path: StartValue(state.value)
             for path, state in self.model.states().items()
             if not isinstance(state, brainstate.ParamState) and not isinstance(state, brainstate.random.RandomState)
         }
@@ -168,8 +165,10 @@ class Learner(brainstate.nn.Module):
         self._write_traces(traced, traces, fresh=False)
         return traced.outputs(outputs)
 
-    def _mapped(self, *args: Any) -> Any:
-        """The model of one sample, mapped over the batch axis of its current states."""
+    def _call(self, *args: Any) -> Any:
+        """The model, or the model of one sample mapped over the batch axis of its current states."""
+        if not self.vmap:
+            return self.model(*args)
         states = brainstate.ShortTermState
         return brainstate.nn.Vmap(self.model, vmap_states=states, vmap_out_states=states)(*args)
 
@@ -181,9 +180,7 @@ class Learner(brainstate.nn.Module):
         if key not in self._programs:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
             example = jax.tree.map(lambda x: jnp.asarray(x)[0], args) if window else args
-            traced = Traced(
-                lambda *a: self._call(*a), self.model, example, False, self.rule, self.trace_dtype, self.trace
-            )
+            traced = Traced(self._call, self.model, example, False, self.rule, self.trace_dtype, self.trace)
             self._programs[key] = (traced, jax.jit(online_step(traced, window, exact)))
         return self._programs[key]
 
@@ -241,7 +238,6 @@ class Learner(brainstate.nn.Module):
                     'a sequence whose length is a multiple of chunk_size',
                 )
             )
-        check_windows(self.rule)
         count = length // size
         mask = jnp.ones(count) if mask is None else read_mask(mask, count, 'windows')
         cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
@@ -310,29 +306,24 @@ class Learner(brainstate.nn.Module):
         parameters, states = traced.read()
         states = self._restarted(traced, states) if fresh else states
         traces = self._read_traces(traced, fresh)
-        inputs = Values(zip(traced.info.program.inputs, map(jnp.asarray, jax.tree.leaves(sequences)), strict=True))
-        return traced, solve(parameters, states, traces, inputs, cotangents), cotangents
+        return traced, solve(parameters, states, traces, traced.inputs(sequences), cotangents), cotangents
 
-    def etrace_evolve(self, *sequences: Any, return_outputs: bool = False) -> Any:
-        """Advance states and traces along a sequence without a loss; the model's outputs if asked for."""
+    def etrace_evolve(
+        self, *sequences: Any, step_fn: Callable[..., Any] | None = None, return_outputs: bool = False
+    ) -> Any:
+        """Advance states and traces along a sequence without a loss.
+
+        ``step_fn(*slices)`` calls the learner, by default on all of them; what it returns is given, stacked over
+        time, if ``return_outputs``.
+        """
         length = length_of(sequences)
-        traced, _ = self._step_program(jax.tree.map(lambda x: jnp.asarray(x)[0], sequences))
-        key = ('evolve', traced)
-        if key not in self._programs:
-            block = self.block or _BLOCK
-            self._programs[key] = (
-                traced,
-                jax.jit(lambda *a: traced.engine.evolve(*a, min(block, length_of(jax.tree.leaves(a[-1]))))),
-            )
+        traced, evolve = self._program(step_fn or self, sequences, False, self.rule, evolve=True)
         parameters, states = traced.read()
         traces = self._read_traces(traced, fresh=False)
-        inputs = Values(zip(traced.info.program.inputs, map(jnp.asarray, jax.tree.leaves(sequences)), strict=True))
-        solved = self._programs[key][1](parameters, states, traces, inputs)
+        solved = evolve(parameters, states, traces, traced.inputs(sequences))
         traced.write(solved.states)
         self._write_traces(traced, solved.traces, fresh=False)
-        if return_outputs:
-            return traced.stacked(solved.aux, length)
-        return None
+        return traced.stacked(solved.aux, length) if return_outputs else None
 
     def etrace_online(
         self,
@@ -364,8 +355,8 @@ class Learner(brainstate.nn.Module):
 
         def one(window: tuple, weights: jax.Array) -> jax.Array:
             parameters, states = traced.read()
-            inputs = Values(zip(traced.info.program.inputs, jax.tree.leaves(window), strict=True))
-            solved = solve(parameters, states, self._read_traces(traced, fresh=False), inputs, weights)
+            traces = self._read_traces(traced, fresh=False)
+            solved = solve(parameters, states, traces, traced.inputs(window), weights)
             traced.write(solved.states)
             self._write_traces(traced, solved.traces, fresh=False)
             apply(traced.gradients_by_path(solved.gradients), jnp.any(weights != 0))
@@ -420,16 +411,20 @@ class Learner(brainstate.nn.Module):
 
     # ------------------------------------------------------------ programs
 
-    def _program(self, step_fn: Callable, sequences: tuple, fresh: bool, rule: Rule) -> tuple[Traced, Callable]:
-        """The traced step and its compiled solver; made once for each step_fn and shape."""
+    def _program(
+        self, step_fn: Callable, sequences: tuple, fresh: bool, rule: Rule, evolve: bool = False
+    ) -> tuple[Traced, Callable]:
+        """The traced step and its compiled solver, or without a loss its evolution; made once for each shape."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), sequences)
         leaves, structure = jax.tree.flatten(shapes)
-        key = (step_fn, structure, tuple((x.shape, x.dtype) for x in leaves), fresh, rule, self._state_shapes())
+        sizes = tuple((x.shape, x.dtype) for x in leaves)
+        key = (step_fn, structure, sizes, fresh, rule, evolve, self._state_shapes())
         if key not in self._programs:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
-            traced = self._trace(step_fn, jax.tree.map(lambda x: jnp.asarray(x)[0], sequences), rule)
-            self._programs[key] = (traced, jax.jit(self._solver(traced, fresh, rule)))
+            traced = self._trace(step_fn, jax.tree.map(lambda x: jnp.asarray(x)[0], sequences), rule, not evolve)
+            run = self._evolution(traced) if evolve else self._solver(traced, fresh, rule)
+            self._programs[key] = (traced, jax.jit(run))
         return self._programs[key]
 
     def _state_shapes(self) -> tuple:
@@ -437,11 +432,11 @@ class Learner(brainstate.nn.Module):
             (jnp.shape(x), jnp.result_type(x)) for s in self.hidden_states.values() for x in jax.tree.leaves(s.value)
         )
 
-    def _trace(self, step_fn: Callable, example: tuple, rule: Rule) -> Traced:
+    def _trace(self, step_fn: Callable, example: tuple, rule: Rule, loss: bool = True) -> Traced:
         self.graph  # noqa: B018 - refuses a learner that was not compiled
         self._tracing, before = True, self._updates
         try:
-            traced = Traced(step_fn, self.model, example, True, rule, self.trace_dtype, self.trace)
+            traced = Traced(step_fn, self.model, example, loss, rule, self.trace_dtype, self.trace)
             if self._updates == before:
                 raise never_called()
         finally:
@@ -463,6 +458,13 @@ class Learner(brainstate.nn.Module):
 
         return solve
 
+    def _evolution(self, traced: Traced) -> Callable[..., Solved]:
+        def evolve(parameters: Values, states: Values, traces: list, inputs: Values) -> Solved:
+            block = min(self.block or _BLOCK, length_of(tuple(inputs.values())))
+            return traced.engine.evolve(parameters, states, traces, inputs, block)
+
+        return evolve
+
     def _two_passes(self, traced: Traced, length: int) -> bool:
         """Two passes need no trace; one pass if the caller says so or the sequence is too long to keep."""
         if self.passes is not None:
@@ -478,7 +480,7 @@ class Learner(brainstate.nn.Module):
         for state, tree in pairs:
             path = traced.info.state_id_to_path[id(state)]
             if path in self._start:
-                start.update(zip(jax.tree.leaves(tree), jax.tree.leaves(self._start[path]), strict=True))
+                start.update(zip(jax.tree.leaves(tree), jax.tree.leaves(self._start[path].value), strict=True))
         return Values((v, start.get(v, x)) for v, x in states.items())
 
     def _read_traces(self, traced: Traced, fresh: bool) -> list[jax.Array]:
@@ -534,11 +536,13 @@ class Learner(brainstate.nn.Module):
         if batch_size is None:
             for path, state in self.model.states().items():
                 if path in self._start:
-                    state.value = self._start[path]
+                    state.value = self._start[path].value
         else:
-            if self._call is self.model:
-                brainstate.nn.init_all_states(self.model, batch_size)
-            else:
+            if self.vmap:
                 brainstate.nn.vmap_init_all_states(self.model, axis_size=batch_size)
-            self._start = {p: s.value for p, s in self.model.states().items() if p in self._start}
+            else:
+                brainstate.nn.init_all_states(self.model, batch_size)
+            current = self.model.states()
+            for path, start in self._start.items():
+                start.value = current[path].value
         self._clear_traces()

@@ -12,6 +12,10 @@ class EligibilityTrace(brainstate.ShortTermState):
     """The state that holds one trace."""
 
 
+class StartValue(brainstate.State):
+    """The value of a model's state at the start of a fresh sequence."""
+
+
 @dataclass(frozen=True)
 class SingleStepData:
     """Inputs of one time step."""

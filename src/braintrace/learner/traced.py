@@ -141,7 +141,8 @@ class Traced:
 
     def inputs(self, args: Sequence[Any]) -> Values:
         """Inputs by variable."""
-        return Values(zip(self.info.program.inputs, jax.tree.leaves(tuple(args)), strict=True))
+        leaves = map(jnp.asarray, jax.tree.leaves(tuple(args)))
+        return Values(zip(self.info.program.inputs, leaves, strict=True))
 
     def outputs(self, values: Sequence[Any]) -> Any:
         """Outputs in the structure the step function gives."""
