@@ -1003,7 +1003,7 @@ def test_traces_are_the_dense_ones():
     units = np.arange(H)
     dense = np.asarray(columns['w',]).reshape(2, B, H, I, H)[:, :, units, :, units]  # (h, s, b, i)
     (mine,) = learner.get_etrace_of(('w',)).values()
-    assert_equal(mine, dense.transpose(2, 0, 1, 3))
+    assert_equal(mine, dict(enumerate(dense.transpose(1, 2, 0, 3))))
     assert_equal(*map(list, (learner.get_etrace_of(learner.param_states['w',]).values(), [mine])))
 
 

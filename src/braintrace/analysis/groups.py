@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..compat import Jaxpr, Var, evaluate
 from ..errors import NotSupportedError, three_parts
@@ -114,23 +113,34 @@ class HiddenGroup(NamedTuple):
 
     def concat_hidden(self, vals: Sequence[Any]) -> jax.Array:
         """Stack the states, without units, along a new last axis."""
-        columns = []
-        for state, value in zip(self.hidden_states, vals, strict=True):
-            value = jnp.asarray(getattr(value, 'mantissa', value))
-            value = value if _on_last_axis(state) else value[..., None]
-            columns += [value.real, value.imag] if jnp.iscomplexobj(value) else [value]
-        return jnp.concatenate(columns, axis=-1)
+        return jnp.stack(self.components(vals), axis=-1)
 
     def split_hidden(self, array: jax.Array) -> list[jax.Array]:
         """The inverse of :meth:`concat_hidden`: one array for each state."""
-        parts = jnp.split(array, np.cumsum(self._widths)[:-1], axis=-1)
-        values = []
-        for part, var in zip(parts, self.hidden_invars, strict=True):
-            aval = var.aval
-            if _is_complex(aval):
-                real, imag = jnp.split(part, 2, axis=-1)
-                part = jax.lax.complex(real, imag)
-            values.append(part.reshape(aval.shape).astype(aval.dtype))
+        return self.from_components([array[..., i] for i in range(array.shape[-1])])
+
+    @property
+    def owners(self) -> list[int]:
+        """The number of the hidden state that each component belongs to."""
+        return [k for k, width in enumerate(self._widths) for _ in range(width)]
+
+    def components(self, vals: Sequence[Any]) -> list[jax.Array]:
+        """One array of the shape of the positions for each state of a position."""
+        found = []
+        for state, value in zip(self.hidden_states, vals, strict=True):
+            value = jnp.asarray(getattr(value, 'mantissa', value))
+            for real in [value.real, value.imag] if jnp.iscomplexobj(value) else [value]:
+                found += [real[..., i] for i in range(real.shape[-1])] if _on_last_axis(state) else [real]
+        return found
+
+    def from_components(self, components: Sequence[jax.Array]) -> list[jax.Array]:
+        """The inverse of :meth:`components`: one array for each state."""
+        values, rest = [], list(components)
+        for state, var, width in zip(self.hidden_states, self.hidden_invars, self._widths, strict=True):
+            mine, rest = rest[:width], rest[width:]
+            half = width // 2 if _is_complex(var.aval) else width
+            parts = [jnp.stack(p, -1) if _on_last_axis(state) else p[0] for p in (mine[:half], mine[half:]) if p]
+            values.append((jax.lax.complex(*parts) if len(parts) == 2 else parts[0]).astype(var.aval.dtype))
         return values
 
     def dict(self) -> dict[str, Any]:

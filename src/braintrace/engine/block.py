@@ -1,6 +1,7 @@
 """The block solver: K consecutive steps, forward and then all derivatives at once.
 
-Axes: t steps of the block, then those of the positions, s and r states of a position.
+Values of a group are kept apart by component, a state of every position: products of small matrices are written
+out, and entries that are zero by structure never appear. Axes: t steps of the block, then those of the positions.
 
     γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t                     credit, backward inside the block
     gradient = Σ_t ∂ℓ_t/∂θ + Σ_t (∂h_t/∂θ|local)ᵀ γ_t    one product for each weight
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from ..compat import Var, evaluate_equation, is_var
 from ..program import cut_inside
-from .plan import LocalStep, Plan, Values
+from .plan import Components, Jacobian, LocalStep, Plan, Values
 from .signal import joint_targets
 
 
@@ -29,14 +30,17 @@ class Forward(NamedTuple):
 
 
 class Credit(NamedTuple):
-    """Signals of a block, stacked over its steps; ``groups[g]`` has axes (t, positions, s)."""
+    """Signals L, direct reads R and transitions D of a block, group by group; every array is stacked over its steps.
+
+    ``results`` holds the one-step gradients of tap results.
+    """
 
     targets: list[jax.Array]
     aux: Values
     results: Values
-    signals: list[jax.Array]
-    reads: list[jax.Array]
-    jacobians: list[jax.Array]
+    signals: list[Components]
+    reads: list[Components]
+    jacobians: list[Jacobian]
 
 
 def constants(plan: Plan, inputs: Values) -> Values:
@@ -89,10 +93,10 @@ def credit(plan: Plan, const: Values, steps: Values, cotangents: Sequence[jax.Ar
     return Credit(*jax.vmap(one)(steps, list(cotangents)), jacobians(plan, const, steps))
 
 
-def jacobians(plan: Plan, const: Values, steps: Values) -> list[jax.Array]:
+def jacobians(plan: Plan, const: Values, steps: Values) -> list[Jacobian]:
     """D_t of every group and step."""
 
-    def one(step: Values) -> list[jax.Array]:
+    def one(step: Values) -> list[Jacobian]:
         return [_jacobian(local, const | step) for local in plan.locals]
 
     return jax.vmap(one)(steps)
@@ -100,69 +104,88 @@ def jacobians(plan: Plan, const: Values, steps: Values) -> list[jax.Array]:
 
 def _signals(plan: Plan, env: Values, cotangents: list[jax.Array]) -> tuple[list[jax.Array], tuple]:
     ys = [env[v] for v in plan.tap_results]
-    old = [group.concat_hidden([env[v] for v in group.hidden_invars]) for group in plan.groups]
-    deltas = [jnp.zeros_like(h) for h in old]
+    old = [group.components([env[v] for v in group.hidden_invars]) for group in plan.groups]
+    deltas = jax.tree.map(jnp.zeros_like, old)
     targets, pull = jax.vjp(lambda *moving: joint_targets(plan, env, *moving), ys, deltas, old)
     grads = pull([c.astype(t.dtype) for c, t in zip(cotangents, targets, strict=True)])
     silent = jnp.all(jnp.stack([jnp.all(c == 0) for c in cotangents]))
     ys_bar, signals, reads = jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), grads)
-    return targets, (Values(zip(plan.tap_results, ys_bar, strict=True)), signals, reads)
+    direct = [
+        {j: found[j] for j, k in enumerate(group.owners) if group.hidden_invars[k] in plan.direct_reads}
+        for group, found in zip(plan.groups, reads, strict=True)
+    ]
+    return targets, (Values(zip(plan.tap_results, ys_bar, strict=True)), [dict(enumerate(s)) for s in signals], direct)
 
 
-def _local(local: LocalStep, env: Values) -> tuple[jax.Array, list[Any]]:
-    old = local.group.concat_hidden([env[v] for v in local.group.hidden_invars])
-    return old, [env[v] for v in local.taps]
+def _jacobian(local: LocalStep, env: Values) -> Jacobian:
+    """D_t: one reverse pass for each component that depends on any."""
+    old = local.group.components([env[v] for v in local.group.hidden_invars])
+    ys = [env[v] for v in local.taps]
+    found = {}
+    for i in sorted({i for i, _ in local.pattern}):
+        new, pull = jax.vjp(lambda h, i=i: local(env, h, ys)[i], old)
+        (row,) = pull(jnp.ones_like(new))
+        found.update({(i, j): x for j, x in enumerate(row) if (i, j) in local.pattern})
+    return found
 
 
-def _jacobian(local: LocalStep, env: Values) -> jax.Array:
-    """D_t: one reverse pass for each state."""
-    old, ys = _local(local, env)
-    new, pull = jax.vjp(lambda h: local(env, h, ys), old)
-    rows = [pull(jnp.zeros_like(new).at[..., s].set(1))[0] for s in range(new.shape[-1])]
-    return jnp.stack(rows, axis=-2)
+def credit_back(found: Credit, last: Sequence[Components], length: int) -> tuple[list[Components], list[Components]]:
+    """γ of every step and group from γ at the block's end, and γ at its start; of living components only."""
 
-
-def credit_back(found: Credit, last: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    """γ of every step and group from γ at the block's end, and γ at its start."""
-
-    def step(gamma: list[jax.Array], at: tuple) -> tuple:
-        signals, reads, jacobians = at
-        rows = zip(gamma, signals, reads, jacobians, strict=True)
-        earlier = [jnp.einsum('...ij,...i->...j', d, x + g) + r for g, x, r, d in rows]
+    def step(gamma: list[Components], at: tuple) -> tuple:
+        earlier = []
+        for later, signals, reads, jacobian in zip(gamma, *at, strict=True):
+            whole = {i: x + later[i] if i in later else x for i, x in signals.items()}
+            terms = {j: [d * whole[i] for (i, k), d in jacobian.items() if k == j] for j in later}
+            earlier.append({j: _sum([*x, *([reads[j]] if j in reads else [])], later[j]) for j, x in terms.items()})
         return earlier, gamma
 
-    first, gammas = jax.lax.scan(step, list(last), (found.signals, found.reads, found.jacobians), reverse=True)
+    first, gammas = jax.lax.scan(step, list(last), (found.signals, found.reads, found.jacobians), length, reverse=True)
     return gammas, first
 
 
-def remaining(jacobians: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sum(terms: Sequence[jax.Array], like: jax.Array) -> jax.Array:
+    return sum(terms[1:], terms[0]).astype(like.dtype) if terms else jnp.zeros_like(like)
+
+
+def remaining(local: LocalStep, jacobian: Jacobian, length: int) -> tuple[Jacobian, Jacobian]:
     """P_t of every step of one group, and P_0 of the whole block."""
-    size = jacobians.shape[-1]
-    unit = jnp.broadcast_to(jnp.eye(size, dtype=jacobians.dtype), jacobians.shape[1:])
+    dtypes = [x.dtype for x in jacobian.values()] or [v.aval.dtype for v in local.group.hidden_invars]
+    real = jnp.finfo(jnp.result_type(*dtypes)).dtype
+    unit = {(i, j): jnp.full(local.group.varshape, float(i == j), real) for i, j in sorted(local.closure)}
 
-    def step(product: jax.Array, jacobian: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.einsum('...ij,...jk->...ik', product, jacobian), product
+    def step(product: Jacobian, now: Jacobian) -> tuple[Jacobian, Jacobian]:
+        earlier = {}
+        for i, j in product:
+            terms = [product[i, k] * d for (k, m), d in now.items() if m == j and (i, k) in product]
+            earlier[i, j] = _sum(terms, product[i, j])
+        return earlier, product
 
-    first, products = jax.lax.scan(step, unit, jacobians, reverse=True)
+    first, products = jax.lax.scan(step, unit, jacobian, length, reverse=True)
     return products, first
 
 
-def local_pull(plan: Plan, const: Values, steps: Values, gammas: Sequence[jax.Array]) -> list[Values]:
-    """(∂h_t/∂y|local)ᵀ γ_t of every group, tap result y and step."""
+def local_pull(plan: Plan, const: Values, steps: Values, gammas: Sequence[Components]) -> list[Values]:
+    """(∂h_t/∂y|local)ᵀ γ_t of every group, step and tap result y that reaches a component of γ."""
 
-    def one(step: Values, gammas: list[jax.Array]) -> list[Values]:
+    def one(step: Values, gammas: list[Components]) -> list[Values]:
         env = const | step
-        pairs = zip(plan.locals, gammas, strict=True)
-        return [Values(zip(local.taps, pull_one(local, env, gamma), strict=True)) for local, gamma in pairs]
+        return [pull_one(local, env, gamma) for local, gamma in zip(plan.locals, gammas, strict=True)]
 
     return jax.vmap(one)(steps, list(gammas))
 
 
-def pull_one(local: LocalStep, env: Values, gamma: jax.Array) -> list[jax.Array]:
+def pull_one(local: LocalStep, env: Values, gamma: Components) -> Values:
     """(∂h/∂y|local)ᵀ γ of one group at one step."""
-    old, ys = _local(local, env)
-    new, pull = jax.vjp(lambda ys: local(env, old, ys), ys)
-    return pull(gamma.astype(new.dtype))[0]
+    old = local.group.components([env[v] for v in local.group.hidden_invars])
+    moving = Values((y, env[y]) for y in local.taps if set(local.reached(y)) & set(gamma))
+
+    def new(moving: Values) -> Components:
+        found = local(env, old, [moving.get(y, env[y]) for y in local.taps])
+        return {i: found[i] for i in gamma}
+
+    values, pull = jax.vjp(new, moving)
+    return pull({i: g.astype(values[i].dtype) for i, g in gamma.items()})[0]
 
 
 def weight_gradients(plan: Plan, const: Values, steps: Values, whole: Values, local: Sequence[Values]) -> Values:

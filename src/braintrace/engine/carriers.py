@@ -1,13 +1,13 @@
 """Trace carriers: how ε = ∂h/∂w of one tap result y and weight w is laid out between blocks.
 
-Axes: y those of the tap's result, s states of a position, c the axes a product contracts. D acts on s at
-the position that each element of y reaches, and so every carrier keeps y's own order:
+A trace is one array for each component of the states that y can reach. D acts at the position that each element of
+y reaches, and so every carrier keeps y's own order. Axes: y those of the tap's result, c those a product contracts.
 
-    Product      (y, s, c)       dense layers, einsum, grouped: a weight meets one element of y a row of x
-    Elementwise  (y, s)          bias, gain, threshold, time constant, scalars
-    Sparse       (w, rows, s)    brainevent products: one entry for each synapse and sample
-    Full         (p, s, w)       anything else: the whole influence of w on every position p
-    Factorised   x and (y, s)    pp_prop: input and state traces apart, memory linear in neurons
+    Product      (y, c)        dense layers, einsum, grouped: a weight meets one element of y a row of x
+    Elementwise  (y,)          bias, gain, threshold, time constant, scalars
+    Sparse       (w, rows)     brainevent products: one entry for each synapse and sample
+    Full         (p, w)        anything else: the whole influence of w on every position p
+    Factorised   x and (y,)    pp_prop: input and state traces apart, memory linear in neurons
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ import numpy as np
 from ..analysis.families import TABLE
 from ..analysis.groups import HiddenGroup
 from ..compat import Equation, Var, evaluate_equation
+from .plan import Components, Jacobian
 
 Operands = dict[int, Any]
 
 
 class Carrier(Protocol):
-    """One trace: its shape, how a block adds to it, what it gives to the gradient."""
+    """One trace, component by component: its shape, what a block adds to it, what it gives to the gradient."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the trace."""
+        """Shape of each component's trace."""
         ...
 
     def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
-        """Σ_t P_t ∂h_t/∂w from ``rows`` (t, y, s) = P_t ∂h_t/∂y.
+        """Σ_t P_t ∂h_t/∂w from ``rows`` (t, y) = P_t ∂h_t/∂y.
 
         ``fixed`` are operands that stay the same, the weight among them; ``steps`` are stacked over t.
         """
         ...
 
-    def advance(self, trace: jax.Array, product: jax.Array) -> jax.Array:
-        """P_0 ε: the trace after the block's transitions ``product`` (positions, s, r)."""
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        """The trace times one factor for each position."""
         ...
 
     def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
@@ -61,22 +62,16 @@ class _Site:
     positions: np.ndarray
 
     @property
-    def states(self) -> int:
-        return self.group.num_state
-
-    @property
     def weight(self) -> Any:
         return self.equation.invars[self.operand].aval
 
-    def at_result(self, values: jax.Array, axes: int) -> jax.Array:
-        """Values of the positions, with ``axes`` trailing axes, at the elements of y; zero where y reaches none."""
-        tail = values.shape[values.ndim - axes :]
-        flat = values.reshape(-1, *tail)
+    def at_result(self, values: jax.Array) -> jax.Array:
+        """Values of the positions at the elements of y; zero where y reaches none."""
+        flat = values.reshape(-1)
         if np.array_equal(self.positions.reshape(-1), np.arange(len(flat))):
-            return flat.reshape(*self.positions.shape, *tail)
+            return flat.reshape(self.positions.shape)
         picked = flat[np.maximum(self.positions, 0)]
-        reached = (self.positions >= 0).reshape(*self.positions.shape, *(1,) * axes)
-        return jnp.where(reached, picked, jnp.zeros_like(picked))
+        return picked if (self.positions >= 0).all() else jnp.where(self.positions >= 0, picked, 0)
 
     def run(self, operands: Operands, weight: Any) -> Any:
         """y of one step."""
@@ -106,17 +101,16 @@ class Elementwise(_Site):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.result.aval.shape, self.states)
+        return self.result.aval.shape
 
     def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
-        slopes = self.slopes(fixed, steps, len(rows)).astype(rows.dtype)
-        return jnp.einsum('t...s,t...->...s', rows, slopes)
+        return jnp.sum(rows * self.slopes(fixed, steps, len(rows)).astype(rows.dtype), axis=0)
 
-    def advance(self, trace: jax.Array, product: jax.Array) -> jax.Array:
-        return jnp.einsum('...sr,...r->...s', self.at_result(product, 2), trace)
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return self.at_result(factor) * trace
 
     def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
-        return self.spread(jnp.einsum('...s,...s->...', self.at_result(gamma, 1), trace))
+        return self.spread(self.scaled(trace, gamma))
 
 
 @dataclass(frozen=True)
@@ -144,19 +138,19 @@ class Product(_Site):
     def shape(self) -> tuple[int, ...]:
         x, _, _, contracted = self._letters
         sizes = dict(zip(x, self.equation.invars[1 - self.operand].aval.shape, strict=True))
-        return (*self.result.aval.shape, self.states, *(sizes[c] for c in contracted))
+        return (*self.result.aval.shape, *(sizes[c] for c in contracted))
 
     def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
         x, _, y, contracted = self._letters
-        return jnp.einsum(f't{y}s,t{x}->{y}s{contracted}', rows, steps[1 - self.operand].astype(rows.dtype))
+        return jnp.einsum(f't{y},t{x}->{y}{contracted}', rows, steps[1 - self.operand].astype(rows.dtype))
 
-    def advance(self, trace: jax.Array, product: jax.Array) -> jax.Array:
-        _, _, y, contracted = self._letters
-        return jnp.einsum(f'{y}sr,{y}r{contracted}->{y}s{contracted}', self.at_result(product, 2), trace)
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        factor = self.at_result(factor)
+        return factor.reshape(*factor.shape, *(1,) * (trace.ndim - factor.ndim)) * trace
 
     def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
         _, weight, y, contracted = self._letters
-        return jnp.einsum(f'{y}s,{y}s{contracted}->{weight}', self.at_result(gamma, 1), trace)
+        return jnp.einsum(f'{y},{y}{contracted}->{weight}', self.at_result(gamma), trace)
 
 
 @dataclass(frozen=True)
@@ -168,17 +162,16 @@ class Sparse(_Site):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.post), *self.result.aval.shape[1:], self.states)
+        return (len(self.post), *self.result.aval.shape[1:])
 
     def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
-        x = steps[_SPARSE_INPUT].astype(rows.dtype)
-        return jnp.einsum('te...s,te...->e...s', rows[:, self.post], x[:, self.pre])
+        return jnp.sum(rows[:, self.post] * steps[_SPARSE_INPUT].astype(rows.dtype)[:, self.pre], axis=0)
 
-    def advance(self, trace: jax.Array, product: jax.Array) -> jax.Array:
-        return jnp.einsum('...sr,...r->...s', self.at_result(product, 2)[self.post], trace)
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return self.at_result(factor)[self.post] * trace
 
     def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
-        return jnp.einsum('e...s,e...s->e', self.at_result(gamma, 1)[self.post], trace)
+        return jnp.sum(self.scaled(trace, gamma), axis=range(1, trace.ndim))
 
 
 _SPARSE_INPUT = 3
@@ -205,7 +198,7 @@ class Full(_Site):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self._places, self.states, *self.weight.shape)
+        return (self._places, *self.weight.shape)
 
     def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
         def block(w: Any) -> Any:
@@ -213,25 +206,24 @@ class Full(_Site):
 
         y, pull = jax.vjp(block, fixed[self.operand])
 
-        def influence(place: jax.Array, state: jax.Array) -> Any:
+        def influence(place: jax.Array) -> Any:
             here = (jnp.asarray(self.positions) == place).astype(y.dtype)
-            return pull(rows[..., state].astype(y.dtype) * here)[0]
+            return pull(rows.astype(y.dtype) * here)[0]
 
-        over_states = jax.vmap(influence, (None, 0))
-        return jax.vmap(over_states, (0, None))(jnp.arange(self._places), jnp.arange(self.states))
+        return jax.vmap(influence)(jnp.arange(self._places))
 
-    def advance(self, trace: jax.Array, product: jax.Array) -> jax.Array:
-        return jnp.einsum('psr,pr...->ps...', product.reshape(self._places, self.states, self.states), trace)
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return factor.reshape(-1, *(1,) * (trace.ndim - 1)) * trace
 
     def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
-        return jnp.einsum('ps,ps...->...', gamma.reshape(self._places, self.states), trace)
+        return jnp.einsum('p,p...->...', gamma.reshape(-1), trace)
 
 
 class FactorTrace(NamedTuple):
-    """ε_x, ε_f and the number of steps they have seen."""
+    """ε_x, ε_f by component, and the number of steps they have seen."""
 
     x: jax.Array
-    f: jax.Array
+    f: Components
     steps: jax.Array
 
 
@@ -248,55 +240,44 @@ class Factorised(_Site):
     data: int | None
     decay: tuple[float, float]
 
-    def init(self) -> FactorTrace:
+    def init(self, components: Sequence[int]) -> FactorTrace:
         """Traces of a fresh sequence."""
         x = () if self.data is None else self.equation.invars[self.data].aval.shape
-        dtype = self.result.aval.dtype
-        f = jnp.zeros((*self.result.aval.shape, self.states), dtype)
-        return FactorTrace(jnp.zeros(x, dtype), f, jnp.zeros((), jnp.int32))
+        zero = jnp.zeros(self.result.aval.shape, self.result.aval.dtype)
+        return FactorTrace(jnp.zeros(x, zero.dtype), dict.fromkeys(components, zero), jnp.zeros((), jnp.int32))
 
-    def block(
-        self,
-        trace: FactorTrace,
-        fixed: Operands,
-        steps: Operands,
-        rows: jax.Array,
-        jacobians: jax.Array,
-        signals: jax.Array,
-        reads: jax.Array,
-    ) -> tuple[FactorTrace, jax.Array]:
-        """The traces after a block, and the gradient of w in it; ``rows`` (t, y, s) = ∂h_t/∂y_t."""
+    def drive(self, fixed: Operands, steps: Operands, rows: Components, length: int) -> tuple[jax.Array, Components]:
+        """x_t and ∂h_t/∂y_t of every step, the latter taken through to an element-wise parameter."""
+        if self.data is not None:
+            return steps[self.data].astype(self.result.aval.dtype), rows
+        slopes = self.slopes(fixed, steps, length)
+        return jnp.ones(length, self.result.aval.dtype), {s: r * slopes.astype(r.dtype) for s, r in rows.items()}
+
+    def step(self, old: FactorTrace, x: jax.Array, rows: Components, jacobian: Jacobian, after: Any) -> FactorTrace:
+        """One step of both recursions; ``after``: the components of ε_f that are wanted."""
         decay_x, decay_f = self.decay
+        new: Components = {}
+        for s in after:
+            terms = [decay_f * self.at_result(jacobian[s, r]) * f for r, f in old.f.items() if (s, r) in jacobian]
+            terms += [(1 - decay_f) * rows[s]] if s in rows else []
+            new[s] = sum(terms[1:], terms[0]) if terms else jnp.zeros(self.result.aval.shape, self.result.aval.dtype)
+        return FactorTrace(decay_x * old.x + x, new, old.steps + 1)
+
+    def told(self, trace: FactorTrace, signals: Components) -> jax.Array:
+        """signal · ε_f at every element of y, corrected for the traces' start."""
+        count = trace.steps.astype(self.result.aval.dtype)
+        scale = jnp.where(
+            trace.steps == 0, 0.0, 1 / jnp.maximum(1 - self.decay[1] ** count, jnp.finfo(count.dtype).tiny)
+        )
+        terms = [self.at_result(x) * trace.f[s] for s, x in signals.items() if s in trace.f]
+        total = sum(terms[1:], terms[0]) if terms else jnp.zeros(self.result.aval.shape, count.dtype)
+        return (total * scale.astype(total.dtype)).astype(count.dtype)
+
+    def gradient(self, fixed: Operands, steps: Operands, y_bars: jax.Array, xs: jax.Array) -> jax.Array:
+        """Σ_t y_bar_t ⊗ ε_x,t in the shape of w."""
         if self.data is None:
-            rows = rows * self.slopes(fixed, steps, len(rows))[..., None].astype(rows.dtype)
-            inputs = jnp.ones(len(rows), rows.dtype)
-        else:
-            inputs = steps[self.data].astype(rows.dtype)
-
-        def step(old: FactorTrace, at: tuple) -> tuple:
-            x, row, jacobian = at
-            kept = jnp.einsum('...sr,...r->...s', self.at_result(jacobian, 2), old.f)
-            new = FactorTrace(decay_x * old.x + x, decay_f * kept + (1 - decay_f) * row, old.steps + 1)
-            return new, (old, new)
-
-        last, (before, after) = jax.lax.scan(step, trace, (inputs, rows, jacobians))
-        gradient = self._product(fixed, steps, after, signals) + self._product(fixed, steps, before, reads)
-        return last, gradient
-
-    def gradient(self, trace: FactorTrace, fixed: Operands, first: Operands, gamma: jax.Array) -> jax.Array:
-        """γ · ε, in the shape of w; ``first`` are the operands of the step that follows, stacked over one."""
-        return self._product(fixed, first, jax.tree.map(lambda x: x[None], trace), gamma[None])
-
-    def _product(self, fixed: Operands, steps: Operands, trace: FactorTrace, signals: jax.Array) -> jax.Array:
-        """Σ_t (signal_t · ε_f) ⊗ ε_x, corrected for the traces' start."""
-        correction = 1 - self.decay[1] ** trace.steps.astype(signals.dtype)
-        scale = jnp.where(trace.steps == 0, 0.0, 1 / jnp.where(trace.steps == 0, 1.0, correction))
-        at_y = jax.vmap(lambda s: self.at_result(s, 1))(signals)
-        y_bars = jnp.einsum('t...s,t...s,t->t...', at_y.astype(trace.f.dtype), trace.f, scale.astype(trace.f.dtype))
-        if self.data is None:
-            total = jnp.einsum('t...,t->...', y_bars, trace.x)
-            return self.spread(total)
-        moved = {**steps, self.data: trace.x.astype(steps[self.data].dtype)}
+            return self.spread(jnp.einsum('t...,t->...', y_bars, xs))
+        moved = {**steps, self.data: xs.astype(steps[self.data].dtype)}
 
         def block(w: Any) -> Any:
             return jax.vmap(lambda step: self.run({**fixed, **step}, w), axis_size=len(y_bars))(moved)

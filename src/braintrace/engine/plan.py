@@ -100,7 +100,8 @@ def _replayed_jvp(equation: Equation, data: tuple, places: tuple, primals: Any, 
 class Plan:
     """A step program sorted for block-wise work.
 
-    ``targets`` are the values to be differentiated, ``aux`` others that are wanted of every step.
+    ``targets`` are the values to be differentiated, ``aux`` others that are wanted of every step. ``whole``: credit
+    may come back to every old state, even to those that no later local step reads (exact windows).
     """
 
     facts: Facts
@@ -109,6 +110,7 @@ class Plan:
     positions: tuple[Positions, ...]
     targets: tuple[Atom, ...]
     aux: tuple[Var, ...] = ()
+    whole: bool = False
 
     @property
     def program(self) -> StepProgram:
@@ -168,6 +170,14 @@ class Plan:
     def locals(self) -> tuple[LocalStep, ...]:
         """The local step of every group."""
         return tuple(LocalStep(self, g, found) for g, found in zip(self.groups, self.positions, strict=True))
+
+    @cached_property
+    def direct_reads(self) -> frozenset[Var]:
+        """Old hidden states that a target can read along a path without any new hidden state."""
+        known = {v for group in self.groups for v in group.hidden_outvars}
+        atoms = [*self.targets, *(v for i in self.needed(self.targets, known) for v in self.equations[i].invars)]
+        read = {v for v in atoms if is_var(v)}
+        return frozenset(v for group in self.groups for v in group.hidden_invars if v in read)
 
     # ------------------------------------------------------------ stages
 
@@ -235,6 +245,13 @@ class Plan:
         return tuple(dict.fromkeys(taps + frontier))
 
 
+Components = dict[int, jax.Array]
+"""Values of some states of a group's positions, by their number; each of the shape of the positions."""
+
+Jacobian = dict[tuple[int, int], jax.Array]
+"""``[i, j] = ∂new_i/∂old_j`` at every position; entries that are zero by structure are missing."""
+
+
 @dataclass(frozen=True)
 class LocalStep:
     """One group's new states from its old ones and from the results of taps, cuts in place."""
@@ -262,10 +279,10 @@ class LocalStep:
         reads = [v for e in equations for v in e.invars] + list(self.group.hidden_outvars)
         return tuple(v for v in dict.fromkeys(v for v in reads if is_var(v)) if v not in made)
 
-    def __call__(self, env: Values, old: jax.Array, ys: Sequence[Any]) -> jax.Array:
-        """New states ``(*varshape, num_state)``; ``env`` holds the constants, ``ys`` the taps' results."""
+    def __call__(self, env: Values, old: Sequence[jax.Array], ys: Sequence[Any]) -> list[jax.Array]:
+        """Components of the new states; ``env`` holds the constants, ``ys`` the taps' results."""
         kept = dict(zip(self.taps, ys, strict=True))
-        env = {**env, **dict(zip(self.group.hidden_invars, self.group.split_hidden(old), strict=True)), **kept}
+        env = {**env, **dict(zip(self.group.hidden_invars, self.group.from_components(old), strict=True)), **kept}
         for i in self._indices:
             *stops, eqn = cut_equation_at(i, self.plan.equations[i], self.found.cuts)
             for stop in stops:
@@ -275,4 +292,62 @@ class LocalStep:
                 env.update(replay(eqn, tap.data, operands, {v: kept[v] for v in tap.results if v in kept}))
             else:
                 env.update(zip(eqn.outvars, evaluate_equation(eqn, operands), strict=True))
-        return self.group.concat_hidden([env[v] for v in self.group.hidden_outvars])
+        return self.group.components([env[v] for v in self.group.hidden_outvars])
+
+    # ------------------------------------------------------------ structure
+
+    @cached_property
+    def _sources(self) -> dict[Var, frozenset[Var]]:
+        """Which old states and taps each value can depend on."""
+        found = {v: frozenset([v]) for v in (*self.group.hidden_invars, *self.taps)}
+        cuts, kept = self.found.cuts, set(self._indices)
+        for i, k in sorted(self.found.edges):
+            eqn = self.plan.equations[i]
+            if i in kept and eqn.invars[k] in found and not cuts.whole(i, k):
+                found.update((v, found.get(v, frozenset()) | found[eqn.invars[k]]) for v in eqn.outvars)
+        return found
+
+    def _reads(self, new: int) -> frozenset[Var]:
+        return self._sources.get(self.group.hidden_outvars[self.group.owners[new]], frozenset())
+
+    @cached_property
+    def pattern(self) -> frozenset[tuple[int, int]]:
+        """(i, j) where the new component i can depend on the old component j."""
+        owners, old = self.group.owners, self.group.hidden_invars
+        every = range(len(owners))
+        return frozenset((i, j) for i in every for j in every if old[owners[j]] in self._reads(i))
+
+    @cached_property
+    def alive(self) -> tuple[int, ...]:
+        """Components whose old values matter: read by the next step's local transition, or directly by a target."""
+        owners, old = self.group.owners, self.group.hidden_invars
+        read = {j for _, j in self.pattern}
+        return tuple(
+            j for j, k in enumerate(owners) if self.plan.whole or j in read or old[k] in self.plan.direct_reads
+        )
+
+    @cached_property
+    def closure(self) -> frozenset[tuple[int, int]]:
+        """(i, k) of living components where k now can matter for i at any later time, now included."""
+        found = {(i, i) for i in self.alive}
+        while more := {(i, j) for i, k in found for m, j in self.pattern if k == m and j in self.alive} - found:
+            found |= more
+        return frozenset(found)
+
+    def reached(self, y: Var) -> tuple[int, ...]:
+        """Components of the new states that a tap's result can reach."""
+        return tuple(i for i in range(len(self.group.owners)) if y in self._reads(i))
+
+    def carried(self, y: Var) -> tuple[int, ...]:
+        """Living components that a tap's result can reach at any later time: those its trace is made of."""
+        reached = self.reached(y)
+        return tuple(s for s in self.alive if any((s, k) in self.closure for k in reached))
+
+    def after(self, y: Var) -> tuple[int, ...]:
+        """Components that a tap's result or its past can reach in one step."""
+        past = self.carried(y)
+        return tuple(
+            s
+            for s in range(len(self.group.owners))
+            if s in self.reached(y) or any((s, r) in self.pattern for r in past)
+        )

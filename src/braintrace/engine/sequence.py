@@ -25,8 +25,8 @@ from .block import (
     tap_operands,
     weight_gradients,
 )
-from .carriers import Carrier, Factorised, carrier_for, factorised_for
-from .plan import Plan, Values
+from .carriers import Carrier, Factorised, FactorTrace, carrier_for, factorised_for
+from .plan import Components, Jacobian, Plan, Values
 from .window import run_window, window_gradient
 
 Trace = list[Any]
@@ -77,7 +77,7 @@ class Sequencer:
             for k in tap.weights if self.traced(i) else ():
                 for v in tap.results:
                     for g, local in enumerate(plan.locals):
-                        if v in local.taps:
+                        if v in local.taps and local.carried(v):
                             equation = cut_inside(i, tap.equation, local.found.cuts)
                             place = (plan.groups[g], equation, k, v, local.found.labels[v])
                             factors = factorised_for(*place, tap.data, self.decay) if self.decay else None
@@ -86,12 +86,15 @@ class Sequencer:
 
     def init_traces(self) -> Trace:
         """Traces of a fresh sequence."""
-        return [
-            s.carrier.init()
-            if isinstance(s.carrier, Factorised)
-            else jnp.zeros(s.carrier.shape, self.trace_dtype or s.result.aval.dtype)
-            for s in self.sites
-        ]
+        traces: Trace = []
+        for s in self.sites:
+            carried = self.plan.locals[s.group].carried(s.result)
+            if isinstance(s.carrier, Factorised):
+                traces.append(s.carrier.init(carried))
+            else:
+                dtype = self.trace_dtype or s.result.aval.dtype
+                traces.append({i: jnp.zeros(s.carrier.shape, dtype) for i in carried})
+        return traces
 
     def two_pass_bytes(self, steps: int) -> int:
         """What two passes keep of a sequence: old states, and what the time loop hands on, of every step."""
@@ -117,7 +120,7 @@ class Sequencer:
         if tail_w.size:
             done = forward(self.plan, const, moving, tail)
             moving, last_steps = done.states, done.steps
-        gamma = [jnp.zeros_like(g.concat_hidden([moving[v] for v in g.hidden_invars])) for g in self.plan.groups]
+        gamma = self._no_credit(moving)
         total = self._no_gradient(const)
         losses, extras = [], []
         if tail_w.size:
@@ -213,7 +216,7 @@ class Sequencer:
             found = window_gradient(plan, parameters, states, inputs, plan.targets[:1], [weights], self.aux, deep)
             gradients, gamma, new, values = found
             if traces:
-                steps = self._steps(const, states, inputs)
+                steps = self._completed(const, states, inputs)
                 through = self._across(through, traces, gamma, const, steps)
                 traces = self._trace_only(const, steps, traces)
             return (new, traces, _add(total, gradients), through), (values[plan.targets[0]], values.pick(self.aux))
@@ -235,7 +238,7 @@ class Sequencer:
         values = Values(zip(self._values, found, strict=True))
         if traces:
             const = constants(self.plan, parameters | self._fixed(states))
-            traces = self._trace_only(const, self._steps(const, states, inputs), traces)
+            traces = self._trace_only(const, self._completed(const, states, inputs), traces)
         return values, new, traces
 
     def exact_window_gradient(
@@ -247,7 +250,7 @@ class Sequencer:
         if not traces:
             return gradients
         const = constants(self.plan, parameters | self._fixed(states))
-        steps = self._steps(const, states, inputs)
+        steps = self._completed(const, states, inputs)
         through = self._across(self._no_gradient(const), traces, gamma, const, steps)
         return _add(gradients, self._pull(parameters, states, through))
 
@@ -256,7 +259,7 @@ class Sequencer:
     def _back(self, const: Values, steps: Values, weights: jax.Array, gamma: list, total: Values) -> tuple:
         steps = complete(self.plan, const, steps)
         found = credit(self.plan, const, steps, [weights], self.aux)
-        gammas, first = credit_back(found, gamma)
+        gammas, first = credit_back(found, gamma, len(weights))
         local = self._of_traced(local_pull(self.plan, const, steps, gammas))
         total = _add(total, weight_gradients(self.plan, const, steps, found.results, local))
         return first, _add(total, self._of_constants([weights])), found.targets[0], found.aux
@@ -285,16 +288,16 @@ class Sequencer:
         if not traces:
             total = _add(total, weight_gradients(plan, const, steps, found.results, []))
             return (done.states, traces, total), found
-        gammas, first = credit_back(found, [jnp.zeros_like(s[0]) for s in found.signals])
-        local = self._of_traced(local_pull(plan, const, steps, gammas))
-        if self.decay is not None:
+        local: list[Values] = [Values() for _ in plan.groups]
+        if self._exact:
+            gammas, first = credit_back(found, self._no_credit(states), len(cotangents[0]))
+            local = self._of_traced(local_pull(plan, const, steps, gammas))
+            total = self._from_traces(total, traces, first)
+        if self._factored:
             now = local_pull(plan, const, steps, found.signals)
-            local = [
-                Values((v, -now[g][v] if (g, v) in self._factored else y) for v, y in bars.items())
-                for g, bars in enumerate(local)
-            ]
+            for g, v in self._factored:
+                local[g][v] = -now[g][v]
         total = _add(total, weight_gradients(plan, const, steps, found.results, local))
-        total = self._from_traces(total, traces, first)
         traces, total = self._advance(const, steps, found, traces, total)
         return (done.states, traces, total), found
 
@@ -307,30 +310,48 @@ class Sequencer:
     def _factored(self) -> frozenset[tuple[int, Var]]:
         return frozenset((s.group, s.result) for s in self.sites if isinstance(s.carrier, Factorised))
 
-    def _from_traces(self, total: Values, traces: Trace, gamma: Sequence[jax.Array]) -> Values:
+    @cached_property
+    def _exact(self) -> bool:
+        """Whether any trace is not factorised."""
+        return any(not isinstance(s.carrier, Factorised) for s in self.sites)
+
+    def _no_credit(self, states: Values) -> list[Components]:
+        found = []
+        for local in self.plan.locals:
+            components = local.group.components([states[v] for v in local.group.hidden_invars])
+            found.append({j: jnp.zeros_like(components[j]) for j in local.alive})
+        return found
+
+    def _from_traces(self, total: Values, traces: Trace, gamma: Sequence[Components]) -> Values:
         """Add γ_0 · ε_0: what the block learned about everything before it; factorised traces apart."""
         for site, trace in zip(self.sites, traces, strict=True):
-            if isinstance(site.carrier, Factorised):
-                continue
-            weight = self.plan.equations[site.equation].invars[site.operand]
-            wide = trace.astype(site.result.aval.dtype)
-            total = _add(total, {weight: site.carrier.gradient(wide, gamma[site.group]).astype(weight.aval.dtype)})
+            if not isinstance(site.carrier, Factorised):
+                dtype = site.result.aval.dtype
+                for s, component in trace.items():
+                    gradient = site.carrier.gradient(component.astype(dtype), gamma[site.group][s])
+                    total = self._told(total, site, gradient)
         return total
 
-    def _steps(self, const: Values, states: Values, inputs: Values) -> Values:
+    def _told(self, total: Values, site: Site, gradient: jax.Array) -> Values:
+        weight = self.plan.equations[site.equation].invars[site.operand]
+        return _add(total, {weight: gradient.astype(weight.aval.dtype)})
+
+    def _completed(self, const: Values, states: Values, inputs: Values) -> Values:
         """A few steps from some states, completed."""
         return complete(self.plan, const, forward(self.plan, const, self._moving(states), inputs).steps)
 
-    def _across(self, total: Values, traces: Trace, gamma: Sequence[jax.Array], const: Values, steps: Values) -> Values:
+    def _across(
+        self, total: Values, traces: Trace, gamma: Sequence[Components], const: Values, steps: Values
+    ) -> Values:
         """Add γ_0 · ε_0 at the start of a window of completed steps, factorised traces included."""
         total = self._from_traces(total, traces, gamma)
         operands = tap_operands(self.plan, const, jax.tree.map(lambda x: x[:1], steps))
         for site, trace in zip(self.sites, traces, strict=True):
             if isinstance(site.carrier, Factorised):
-                weight = self.plan.equations[site.equation].invars[site.operand]
                 stacked = operands[site.equation]
-                gradient = site.carrier.gradient(trace, self._unmoved(site, const, stacked), stacked, gamma[site.group])
-                total = _add(total, {weight: gradient.astype(weight.aval.dtype)})
+                y_bar, x = site.carrier.told(trace, gamma[site.group]), trace.x
+                gradient = site.carrier.gradient(self._unmoved(site, const, stacked), stacked, y_bar[None], x[None])
+                total = self._told(total, site, gradient)
         return total
 
     def _unmoved(self, site: Site, const: Values, stacked: dict[int, Any]) -> dict[int, Any]:
@@ -340,49 +361,103 @@ class Sequencer:
 
     def _advance(self, const: Values, steps: Values, found: Credit, traces: Trace, total: Values) -> tuple:
         """Traces after the block, ε = P_0 ε_0 + Σ_t P_t ∂h_t/∂w; factorised ones give their gradient here."""
-        products = [remaining(d) for d in found.jacobians]
-        units = [jnp.broadcast_to(jnp.eye(d.shape[-1], dtype=d.dtype), d.shape) for d in found.jacobians]
-        exact = any(not isinstance(s.carrier, Factorised) for s in self.sites)
-        rows = self._rows(const, steps, [p for p, _ in products]) if exact else []
-        slopes = self._rows(const, steps, units) if self._factored else []
         operands = tap_operands(self.plan, const, steps)
-        new = []
-        for site, trace in zip(self.sites, traces, strict=True):
-            g, stacked = site.group, operands[site.equation]
-            fixed = self._unmoved(site, const, stacked)
-            if isinstance(site.carrier, Factorised):
-                at = (slopes[g][site.result], found.jacobians[g], found.signals[g], found.reads[g])
-                trace, gradient = site.carrier.block(trace, fixed, stacked, *at)
-                weight = self.plan.equations[site.equation].invars[site.operand]
-                total = _add(total, {weight: gradient.astype(weight.aval.dtype)})
-                new.append(trace)
-            else:
-                inside = site.carrier.instantaneous(fixed, stacked, rows[g][site.result])
-                kept = site.carrier.advance(trace.astype(inside.dtype), products[g][1])
-                new.append((kept + inside).astype(trace.dtype))
+        new, total = self._advance_factors(const, operands, steps, found, traces, total)
+        if not self._exact:
+            return new, total
+        length = _steps(steps)
+        products = [remaining(local, d, length) for local, d in zip(self.plan.locals, found.jacobians, strict=True)]
+        cotangents = []
+        for local, (product, _) in zip(self.plan.locals, products, strict=True):
+            cotangents.append({s: {k: p for (i, k), p in product.items() if i == s} for s in local.alive})
+        rows = self._rows(const, steps, cotangents)
+        for n, (site, trace) in enumerate(zip(self.sites, traces, strict=True)):
+            if not isinstance(site.carrier, Factorised):
+                g, stacked = site.group, operands[site.equation]
+                fixed = self._unmoved(site, const, stacked)
+                new[n] = self._advance_one(site, trace, fixed, stacked, rows[g][site.result], products[g][1])
+        return new, total
+
+    def _advance_one(
+        self, site: Site, trace: Components, fixed: dict, stacked: dict, rows: Components, product: Jacobian
+    ) -> Components:
+        carrier, wide = site.carrier, {r: x.astype(site.result.aval.dtype) for r, x in trace.items()}
+        new = {}
+        for s in trace:
+            kept = [carrier.scaled(x, product[s, r]) for r, x in wide.items() if (s, r) in product]
+            inside = [carrier.instantaneous(fixed, stacked, rows[s])] if s in rows else []
+            new[s] = sum([*kept, *inside]).astype(trace[s].dtype)
+        return new
+
+    def _advance_factors(
+        self, const: Values, operands: dict, steps: Values, found: Credit, traces: Trace, total: Values
+    ) -> tuple:
+        """Factorised traces after the block and their gradients; all sites in one loop over its steps."""
+        mine = [n for n, s in enumerate(self.sites) if isinstance(s.carrier, Factorised)]
+        new: Trace = list(traces)
+        if not mine:
+            return new, total
+        length, locals_ = _steps(steps), self.plan.locals
+        ones = [
+            {s: {s: jnp.ones((length, *local.group.varshape), x.dtype)} for s, x in signals.items()}
+            for local, signals in zip(locals_, found.signals, strict=True)
+        ]
+        rows = self._rows(const, steps, ones)
+        fixed = {n: self._unmoved(self.sites[n], const, operands[self.sites[n].equation]) for n in mine}
+        drives = {}
+        for n in mine:
+            site = self.sites[n]
+            given = (fixed[n], operands[site.equation], rows[site.group].get(site.result, {}))
+            drives[n] = site.carrier.drive(*given, length)
+
+        def step(old: dict[int, FactorTrace], at: tuple) -> tuple:
+            drives, signals, reads, jacobians = at
+            carry, told = {}, {}
+            for n, trace in old.items():
+                _, _, y, g, carrier = self.sites[n]
+                after = carrier.step(trace, *drives[n], jacobians[g], locals_[g].after(y))
+                carry[n] = after._replace(f={s: after.f[s] for s in trace.f})
+                told[n] = [(carrier.told(after, signals[g]), after.x)]
+                if reads[g]:
+                    told[n].append((carrier.told(trace, reads[g]), trace.x))
+            return carry, told
+
+        start = {n: traces[n] for n in mine}
+        last, told = jax.lax.scan(step, start, (drives, found.signals, found.reads, found.jacobians))
+        for n in mine:
+            site = self.sites[n]
+            new[n] = last[n]
+            for y_bars, xs in told[n]:
+                gradient = site.carrier.gradient(fixed[n], operands[site.equation], y_bars, xs)
+                total = self._told(total, site, gradient)
         return new, total
 
     def _trace_only(self, const: Values, steps: Values, traces: Trace) -> Trace:
         """Traces after a block of completed steps without a loss."""
         transitions = jacobians(self.plan, const, steps)
-        silent = [jnp.zeros(d.shape[:-1], d.dtype) for d in transitions]
-        found = Credit([], Values(), Values(), silent, silent, transitions)
+        old = [jax.vmap(group.components)([steps[v] for v in group.hidden_invars]) for group in self.plan.groups]
+        silent = [{i: jnp.zeros_like(x) for i, x in enumerate(components)} for components in old]
+        found = Credit([], Values(), Values(), silent, [{} for _ in silent], transitions)
         return self._advance(const, steps, found, traces, self._no_gradient(const))[0]
 
-    def _rows(self, const: Values, steps: Values, products: list[jax.Array]) -> list[Values]:
-        """P_t ∂h_t/∂y of every group, tap result and step: axes (t, y, s)."""
+    def _rows(
+        self, const: Values, steps: Values, cotangents: list[dict[int, Components]]
+    ) -> list[dict[Var, Components]]:
+        """Pull-backs to every group's tap results, one for each named cotangent of its new states: axes (t, y)."""
         plan = self.plan
 
-        def one(step: Values, products: list[jax.Array]) -> list[Values]:
-            env = plan.compute(plan.derivative_variables, {**const, **step})
-            result = []
-            for local, product in zip(plan.locals, products, strict=True):
-                pulls = [pull_one(local, env, product[..., s, :]) for s in range(product.shape[-1])]
-                stacked = [jnp.stack(columns, axis=-1) for columns in zip(*pulls, strict=True)]
-                result.append(Values(zip(local.taps, stacked, strict=True)))
+        def one(step: Values, cotangents: list[dict[int, Components]]) -> list[dict[Var, Components]]:
+            env = const | step
+            result: list[dict[Var, Components]] = []
+            for local, named in zip(plan.locals, cotangents, strict=True):
+                found: dict[Var, Components] = {}
+                for s, bars in named.items():
+                    for y, row in pull_one(local, env, bars).items():
+                        found.setdefault(y, {})[s] = row
+                result.append(Values(found))
             return result
 
-        return jax.vmap(one)(steps, products)
+        return jax.vmap(one)(steps, cotangents)
 
     # ------------------------------------------------------------ parameters and states
 

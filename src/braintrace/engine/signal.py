@@ -82,11 +82,11 @@ def _needed_views(
     return views
 
 
-def _deltas(groups: Sequence[HiddenGroup], deltas: Sequence[jax.Array]) -> dict[Var, Any]:
+def _deltas(groups: Sequence[HiddenGroup], deltas: Sequence[Sequence[jax.Array]]) -> dict[Var, Any]:
     return {
         v: d
         for group, delta in zip(groups, deltas, strict=True)
-        for v, d in zip(group.hidden_outvars, group.split_hidden(delta), strict=True)
+        for v, d in zip(group.hidden_outvars, group.from_components(delta), strict=True)
     }
 
 
@@ -105,19 +105,24 @@ def joint_outputs(
     jaxpr = program.closed.jaxpr
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.closed.consts, *inputs], strict=True))
     run = lambda i, operands: evaluate_equation(jaxpr.eqns[i], operands)
-    return evaluate_views(jaxpr.eqns, program.outputs, owner_of(groups), env, {}, _deltas(groups, deltas), run)
+    components = [[delta[..., i] for i in range(delta.shape[-1])] for delta in deltas]
+    return evaluate_views(jaxpr.eqns, program.outputs, owner_of(groups), env, {}, _deltas(groups, components), run)
 
 
 def joint_targets(
-    plan: Plan, env: Values, ys: Sequence[Any], deltas: Sequence[jax.Array], old: Sequence[jax.Array]
+    plan: Plan,
+    env: Values,
+    ys: Sequence[Any],
+    deltas: Sequence[Sequence[jax.Array]],
+    old: Sequence[Sequence[jax.Array]],
 ) -> list[jax.Array]:
-    """The targets of one step as functions of tap results, perturbations and directly read old states."""
+    """The targets of one step as functions of tap results and of components: perturbations, old states read."""
     kept = dict(zip(plan.tap_results, ys, strict=True))
     fixed = {v: x for v, x in env.items() if v not in plan.moving}
     loss_env = {
         v: x
         for group, h in zip(plan.groups, old, strict=True)
-        for v, x in zip(group.hidden_invars, group.split_hidden(h), strict=True)
+        for v, x in zip(group.hidden_invars, group.from_components(h), strict=True)
     }
 
     def run(i: int, operands: list[Any]) -> list[Any]:

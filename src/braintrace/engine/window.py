@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..compat import Atom, evaluate_equation, is_differentiable, is_var
-from .plan import Plan, Values
+from .plan import Components, Plan, Values
 from .signal import evaluate_views, owner_of
 
 
@@ -97,8 +97,8 @@ def _deep_step(plan: Plan, env: Values, wanted: Sequence[Atom], run: Run) -> lis
     delta = {}
     for local in plan.locals:
         group = local.group
-        new = local(known, group.concat_hidden([env[v] for v in group.hidden_invars]), [known[v] for v in local.taps])
-        moved = group.split_hidden(new - jax.lax.stop_gradient(new))
+        new = local(known, group.components([env[v] for v in group.hidden_invars]), [known[v] for v in local.taps])
+        moved = group.from_components([x - jax.lax.stop_gradient(x) for x in new])
         delta.update(zip(group.hidden_outvars, moved, strict=True))
     return evaluate_views(plan.equations, wanted, owner_of(plan.groups), still, env.pick(hidden), delta, run)
 
@@ -112,22 +112,25 @@ def window_gradient(
     cotangents: Sequence[jax.Array],
     others: Sequence[Atom] = (),
     deep: bool = False,
-) -> tuple[Values, list[jax.Array], Values, Values]:
+) -> tuple[Values, list[Components], Values, Values]:
     """Reverse mode through a window for cotangents (t, ...) of targets.
 
     Gradients of the parameters, credit γ of every group at the window's start, the last states, and the values
     of targets and others.
     """
-    hidden = [v for group in plan.groups for v in group.hidden_invars]
+    old = [group.components([states[v] for v in group.hidden_invars]) for group in plan.groups]
     silent = _silent(plan, targets, cotangents)
 
-    def window(parameters: Values, old: Values) -> tuple[list[jax.Array], tuple]:
-        new, values = run_window(plan, parameters, states | old, inputs, [*targets, *others], deep, silent)
+    def window(parameters: Values, old: list[list[jax.Array]]) -> tuple[list[jax.Array], tuple]:
+        moved = Values()
+        for group, components in zip(plan.groups, old, strict=True):
+            moved.update(zip(group.hidden_invars, group.from_components(components), strict=True))
+        new, values = run_window(plan, parameters, states | moved, inputs, [*targets, *others], deep, silent)
         return values[: len(targets)], (new, values)
 
-    values, pull, (new, every) = jax.vjp(window, parameters, states.pick(hidden), has_aux=True)
+    values, pull, (new, every) = jax.vjp(window, parameters, old, has_aux=True)
     gradients, bars = pull([c.astype(v.dtype) for c, v in zip(cotangents, values, strict=True)])
-    gamma = [group.concat_hidden([bars[v] for v in group.hidden_invars]) for group in plan.groups]
+    gamma = [{j: found[j] for j in local.alive} for local, found in zip(plan.locals, bars, strict=True)]
     return gradients, gamma, new, Values(zip([*targets, *others], every, strict=True))
 
 

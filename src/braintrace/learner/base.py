@@ -176,11 +176,11 @@ class Learner(brainstate.nn.Module):
         """The traced step of the model alone, and its compiled form with the online gradient."""
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(args))
         exact = window and (self._exact_windows or self._in_chunk)
-        key = ('step', window, exact, jax.tree.structure(args), shapes, self._state_shapes())
+        key = ('step', window, exact, self._in_chunk, jax.tree.structure(args), shapes, self._state_shapes())
         if key not in self._programs:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
             example = jax.tree.map(lambda x: jnp.asarray(x)[0], args) if window else args
-            traced = Traced(self._call, self.model, example, False, self.rule, self.trace_dtype, self.trace)
+            traced = self._traced(self._call, example, False, self.rule)
             self._programs[key] = (traced, jax.jit(online_step(traced, window, exact)))
         return self._programs[key]
 
@@ -436,12 +436,16 @@ class Learner(brainstate.nn.Module):
         self.graph  # noqa: B018 - refuses a learner that was not compiled
         self._tracing, before = True, self._updates
         try:
-            traced = Traced(step_fn, self.model, example, loss, rule, self.trace_dtype, self.trace)
+            traced = self._traced(step_fn, example, loss, rule)
             if self._updates == before:
                 raise never_called()
         finally:
             self._tracing = False
         return traced
+
+    def _traced(self, function: Callable, example: tuple, loss: bool, rule: Rule) -> Traced:
+        whole = self._exact_windows or self._in_chunk
+        return Traced(function, self.model, example, loss, rule, self.trace_dtype, self.trace, whole)
 
     def _solver(self, traced: Traced, fresh: bool, rule: Rule) -> Callable[..., Solved]:
         engine, window = traced.engine, rule.window

@@ -28,6 +28,7 @@ class Traced:
     """One traced step: its plan, and how its variables map to the model's states.
 
     ``loss_first``: the first output is the loss to differentiate; otherwise all outputs and new states are.
+    ``whole``: exact windows may send credit to every state.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Traced:
         rule: Rule,
         trace_dtype: Any = None,
         trace: str | Callable[[Path], bool] = 'auto',
+        whole: bool = False,
     ):
         self.model = model
         self.info: ModuleInfo = trace_step(function, model, args, {})
@@ -54,7 +56,7 @@ class Traced:
             aux = program.outputs
         aux = tuple(dict.fromkeys(v for v in aux if is_var(v)))
         found = (analysed.facts, tuple(analysed.members), analysed.groups, tuple(analysed.positions))
-        self.plan = Plan(*found, targets, aux)
+        self.plan = Plan(*found, targets, aux, whole)
         self.trace = trace
         self.engine = Sequencer(self.plan, trace_dtype, rule.decay, self._is_traced)
 
