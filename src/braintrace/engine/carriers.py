@@ -12,7 +12,6 @@ y reaches, and so every carrier keeps y's own order. Axes: y those of the tap's 
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +23,7 @@ import numpy as np
 from ..analysis.families import TABLE
 from ..analysis.groups import HiddenGroup
 from ..compat import Equation, Var, evaluate_equation
+from .letters import Letters
 from .plan import Components, Jacobian
 
 Operands = dict[int, Any]
@@ -118,30 +118,17 @@ class Product(_Site):
     """A weight contracted with x by ``dot_general``, in any layout."""
 
     @property
-    def _letters(self) -> tuple[str, str, str, str]:
-        """Axes of x, of w, of y, and the contracted ones, as letters."""
-        (left, right), (batch_left, batch_right) = self.equation.params['dimension_numbers']
-        shapes = [v.aval.ndim for v in self.equation.invars]
-        names = iter(string.ascii_lowercase.replace('s', '').replace('r', '').replace('t', ''))
-        first = [next(names) for _ in range(shapes[0])]
-        second: list[str] = [''] * shapes[1]
-        for a, b in zip((*batch_left, *left), (*batch_right, *right), strict=True):
-            second[b] = first[a]
-        second = [c or next(names) for c in second]
-        contracted = [first[a] for a in left]
-        batch = [first[a] for a in batch_left]
-        free = [c for c in (*first, *second) if c not in batch and c not in contracted]
-        weight, x = (first, second) if self.operand == 0 else (second, first)
-        return ''.join(x), ''.join(weight), ''.join([*batch, *free]), ''.join(contracted)
+    def _letters(self) -> Letters:
+        return Letters.of(self.equation, self.operand)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        x, _, _, contracted = self._letters
+        x, _, _, contracted, _ = self._letters
         sizes = dict(zip(x, self.equation.invars[1 - self.operand].aval.shape, strict=True))
         return (*self.result.aval.shape, *(sizes[c] for c in contracted))
 
     def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
-        x, _, y, contracted = self._letters
+        x, _, y, contracted, _ = self._letters
         return jnp.einsum(f't{y},t{x}->{y}{contracted}', rows, steps[1 - self.operand].astype(rows.dtype))
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
@@ -149,7 +136,7 @@ class Product(_Site):
         return factor.reshape(*factor.shape, *(1,) * (trace.ndim - factor.ndim)) * trace
 
     def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
-        _, weight, y, contracted = self._letters
+        _, weight, y, contracted, _ = self._letters
         return jnp.einsum(f'{y},{y}{contracted}->{weight}', self.at_result(gamma), trace)
 
 

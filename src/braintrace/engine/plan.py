@@ -96,6 +96,17 @@ def _replayed_jvp(equation: Equation, data: tuple, places: tuple, primals: Any, 
     return ys, [a + b for a, b in zip(tangents[0], moved, strict=True)]
 
 
+@jax.custom_jvp
+def valued(known: Any, computed: Any) -> Any:
+    """A value that is known already, with the derivative of its computation."""
+    return known
+
+
+@valued.defjvp
+def _valued_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[1]
+
+
 @dataclass(frozen=True)
 class Plan:
     """A step program sorted for block-wise work.
@@ -280,7 +291,8 @@ class LocalStep:
         return tuple(v for v in dict.fromkeys(v for v in reads if is_var(v)) if v not in made)
 
     def __call__(self, env: Values, old: Sequence[jax.Array], ys: Sequence[Any]) -> list[jax.Array]:
-        """Components of the new states; ``env`` holds the constants, ``ys`` the taps' results."""
+        """Components of the new states; ``env`` holds the constants and new states, ``ys`` the taps' results."""
+        new = {v: env[v] for v in self.group.hidden_outvars if v in env}
         kept = dict(zip(self.taps, ys, strict=True))
         env = {**env, **dict(zip(self.group.hidden_invars, self.group.from_components(old), strict=True)), **kept}
         for i in self._indices:
@@ -292,6 +304,7 @@ class LocalStep:
                 env.update(replay(eqn, tap.data, operands, {v: kept[v] for v in tap.results if v in kept}))
             else:
                 env.update(zip(eqn.outvars, evaluate_equation(eqn, operands), strict=True))
+            env.update((v, valued(new[v], env[v])) for v in eqn.outvars if v in new)
         return self.group.components([env[v] for v in self.group.hidden_outvars])
 
     # ------------------------------------------------------------ structure

@@ -113,9 +113,9 @@ class Sequencer:
 
             def ahead(states: Values, xs: Values) -> tuple[Values, Values]:
                 done = forward(self.plan, const, states, xs)
-                return done.states, done.steps.pick(v for v in done.steps if v not in xs)
+                return done.states, (done.steps.pick(v for v in done.steps if v not in xs), self._hidden(done.states))
 
-            moving, steps = jax.lax.scan(ahead, moving, head)
+            moving, (steps, ends) = jax.lax.scan(ahead, moving, head)
         last_steps = None
         if tail_w.size:
             done = forward(self.plan, const, moving, tail)
@@ -124,16 +124,16 @@ class Sequencer:
         total = self._no_gradient(const)
         losses, extras = [], []
         if tail_w.size:
-            gamma, total, loss, extra = self._back(const, last_steps, tail_w, gamma, total)
+            gamma, total, loss, extra = self._back(const, last_steps, moving, tail_w, gamma, total)
             losses, extras = [loss], [extra]
         if head_w.size:
 
             def back(carry: tuple, xs: tuple) -> tuple:
-                kept, given, w = xs
-                gamma, total, loss, extra = self._back(const, kept | given, w, *carry)
+                kept, end, given, w = xs
+                gamma, total, loss, extra = self._back(const, kept | given, end, w, *carry)
                 return (gamma, total), (loss, extra)
 
-            (_, total), (loss, extra) = jax.lax.scan(back, (gamma, total), (steps, head, head_w), reverse=True)
+            (_, total), (loss, extra) = jax.lax.scan(back, (gamma, total), (steps, ends, head, head_w), reverse=True)
             losses, extras = [_flat(loss), *losses], [jax.tree.map(_flat, extra), *extras]
         return Solved(self._pull(parameters, states, total), *_joined(losses, extras), self._all(states, moving), [])
 
@@ -166,7 +166,7 @@ class Sequencer:
         def one(carry: tuple, xs: Values) -> tuple:
             moving, traces = carry
             done = forward(self.plan, const, moving, xs)
-            traces = self._trace_only(const, complete(self.plan, const, done.steps), traces)
+            traces = self._trace_only(const, complete(self.plan, const, done.steps, done.states), traces)
             extra = jax.vmap(lambda step: self.plan.compute(self.aux, const | step).pick(self.aux))(done.steps)
             return (done.states, traces), extra
 
@@ -256,8 +256,10 @@ class Sequencer:
 
     # ------------------------------------------------------------ one block
 
-    def _back(self, const: Values, steps: Values, weights: jax.Array, gamma: list, total: Values) -> tuple:
-        steps = complete(self.plan, const, steps)
+    def _back(
+        self, const: Values, steps: Values, last: Values, weights: jax.Array, gamma: list, total: Values
+    ) -> tuple:
+        steps = complete(self.plan, const, steps, last)
         found = credit(self.plan, const, steps, [weights], self.aux)
         gammas, first = credit_back(found, gamma, len(weights))
         local = self._of_traced(local_pull(self.plan, const, steps, gammas))
@@ -282,7 +284,7 @@ class Sequencer:
         """One block forward: next states, next traces, gradients added to ``total``."""
         plan = self.plan
         done = forward(plan, const, states, inputs)
-        steps = complete(plan, const, done.steps)
+        steps = complete(plan, const, done.steps, done.states)
         found = credit(plan, const, steps, cotangents, self.aux)
         total = _add(total, self._of_constants(cotangents))
         if not traces:
@@ -338,7 +340,8 @@ class Sequencer:
 
     def _completed(self, const: Values, states: Values, inputs: Values) -> Values:
         """A few steps from some states, completed."""
-        return complete(self.plan, const, forward(self.plan, const, self._moving(states), inputs).steps)
+        done = forward(self.plan, const, self._moving(states), inputs)
+        return complete(self.plan, const, done.steps, done.states)
 
     def _across(
         self, total: Values, traces: Trace, gamma: Sequence[Components], const: Values, steps: Values
@@ -467,6 +470,9 @@ class Sequencer:
 
     def _moving(self, states: Values) -> Values:
         return states.pick(old for old, _ in self.plan.carried)
+
+    def _hidden(self, states: Values) -> Values:
+        return states.pick(h.invar for h in self.plan.program.hidden)
 
     def _all(self, states: Values, moving: Values) -> Values:
         return states | moving

@@ -17,7 +17,7 @@ import jax
 
 from ..analysis.groups import HiddenGroup
 from ..compat import Atom, Equation, Var, evaluate_equation, is_var
-from .plan import Plan, Values, replay
+from .plan import Plan, Values, replay, valued
 
 LOSS = -1
 
@@ -30,11 +30,13 @@ def evaluate_views(
     loss_env: Mapping[Var, Any],
     delta: Mapping[Var, Any],
     run: Callable[[int, list[Any]], list[Any]],
+    known: Mapping[Var, Any] = {},
 ) -> list[Any]:
     """Outputs in the view of the loss.
 
-    ``owner``: the group of each new state. ``env``: values that are the same in every view, ``loss_env``
-    what the view of the loss reads instead. ``run(i, operands)`` evaluates equation i.
+    ``owner``: the group of each new state; ``known``: their values, where these need not be computed again.
+    ``env``: values that are the same in every view, ``loss_env`` what the view of the loss reads instead.
+    ``run(i, operands)`` evaluates equation i.
     """
     views = _needed_views(equations, outputs, owner, env)
     raw: dict[tuple[Var, int], Any] = {}
@@ -59,6 +61,8 @@ def evaluate_views(
             raw.update({(v, view): value for v, value in zip(eqn.outvars, shared[key], strict=True)})
         for v in eqn.outvars:
             if v in owner and views[v]:
+                if v in known:
+                    raw[v, owner[v]] = valued(known[v], raw[v, owner[v]])
                 shown[v] = raw[v, owner[v]] + delta[v]
     return [read(v, LOSS) for v in outputs]
 
@@ -133,4 +137,6 @@ def joint_targets(
         return evaluate_equation(eqn, operands)
 
     delta = _deltas(plan.groups, deltas)
-    return evaluate_views(plan.equations, plan.targets, owner_of(plan.groups), fixed, loss_env, delta, run)
+    owner = owner_of(plan.groups)
+    known = {v: env[v] for v in owner if v in env}
+    return evaluate_views(plan.equations, plan.targets, owner, fixed, loss_env, delta, run, known)
