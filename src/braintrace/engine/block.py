@@ -10,7 +10,6 @@ out, and entries that are zero by structure never appear. Axes: t steps of the b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +18,8 @@ import jax.numpy as jnp
 
 from ..compat import Var, evaluate_equation, is_var
 from ..program import cut_inside
-from .letters import Letters
 from .plan import Components, Jacobian, LocalStep, Plan, Values
+from .products import product_gradient
 from .signal import joint_targets
 
 
@@ -252,28 +251,6 @@ def _pull_tap(equation: Any, weights: Sequence[int], const: Values, operands: di
 
     _, pull = jax.vjp(block, {k: given[k] for k in weights})
     return pull([y_bars[v] for v in equation.outvars if v in y_bars])[0]
-
-
-def product_gradient(equation: Any, operand: int, xs: jax.Array, y_bars: jax.Array) -> jax.Array:
-    """Σ_t x_t ⊗ ȳ_t of a product in the shape of its weight: one matrix product with all steps as rows.
-
-    The input is laid out with its contracted axes first: products whose left side runs along its rows are faster
-    on CPUs than transposed ones.
-    """
-    letters = Letters.of(equation, operand)
-    weight = equation.invars[operand].aval
-    y_bars = y_bars.astype(weight.dtype)
-    xs = xs.astype(weight.dtype)
-    if letters.batch:
-        return jnp.einsum(f't{letters.x},t{letters.y}->{letters.weight}', xs, y_bars)
-    rows = 't' + ''.join(c for c in letters.x if c not in letters.contracted)
-    free = ''.join(c for c in letters.y if c not in rows)
-    left = jnp.einsum(f't{letters.x}->{letters.contracted}{rows}', xs)
-    right = jnp.einsum(f't{letters.y}->{rows}{free}', y_bars)
-    inner = math.prod(left.shape[len(letters.contracted) :])
-    product = jax.lax.optimization_barrier(left.reshape(-1, inner)) @ right.reshape(inner, -1)
-    shape = (*left.shape[: len(letters.contracted)], *right.shape[len(rows) :])
-    return jnp.einsum(f'{letters.contracted}{free}->{letters.weight}', product.reshape(shape))
 
 
 def tap_operands(plan: Plan, const: Values, steps: Values) -> dict[int, dict[int, jax.Array]]:

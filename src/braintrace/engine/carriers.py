@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,33 +24,34 @@ import numpy as np
 from ..analysis.families import TABLE
 from ..analysis.groups import HiddenGroup
 from ..compat import Equation, Var, evaluate_equation
-from .letters import Letters
 from .plan import Components, Jacobian
+from .products import Letters, product_gradient
 
 Operands = dict[int, Any]
 
 
 class Carrier(Protocol):
-    """One trace, component by component: its shape, what a block adds to it, what it gives to the gradient."""
+    """One trace: its shape, and what a block does with it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of each component's trace."""
         ...
 
-    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
-        """Σ_t P_t ∂h_t/∂w from ``rows`` (t, y) = P_t ∂h_t/∂y.
+    def solve(
+        self,
+        trace: Components,
+        fixed: Operands,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        gamma: Components,
+    ) -> tuple[Components, jax.Array]:
+        """The trace after a block, P_0 ε + Σ_t P_t ∂h_t/∂w, and γ · ε of the trace before it, in the shape of w.
 
-        ``fixed`` are operands that stay the same, the weight among them; ``steps`` are stacked over t.
+        ``rows[s]`` (t, y) = P_t ∂h_t/∂y, ``product`` = P_0. ``fixed`` are operands that stay the same, the weight
+        among them; ``steps`` are stacked over t.
         """
-        ...
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        """The trace times one factor for each position."""
-        ...
-
-    def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
-        """γ · ε, in the shape of w."""
         ...
 
 
@@ -95,8 +97,42 @@ class _Site:
         return pull(y_bar)[0]
 
 
+class _Whole(_Site):
+    """A trace that is small enough to be solved in one piece."""
+
+    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
+        """Σ_t P_t ∂h_t/∂w of one component."""
+        raise NotImplementedError
+
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        """A component's trace times one factor for each position."""
+        raise NotImplementedError
+
+    def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
+        """γ · ε of one component."""
+        raise NotImplementedError
+
+    def solve(
+        self,
+        trace: Components,
+        fixed: Operands,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        gamma: Components,
+    ) -> tuple[Components, jax.Array]:
+        wide = {s: e.astype(self.result.aval.dtype) for s, e in trace.items()}
+        new = {}
+        for s in trace:
+            terms = [self.scaled(e, product[s, r]) for r, e in wide.items() if (s, r) in product]
+            terms += [self.instantaneous(fixed, steps, rows[s])] if s in rows else []
+            new[s] = sum(terms[1:], terms[0]).astype(trace[s].dtype)
+        told = [self.gradient(e, gamma[s]) for s, e in wide.items() if s in gamma]
+        return new, sum(told[1:], told[0]) if told else jnp.zeros(self.weight.shape, self.weight.dtype)
+
+
 @dataclass(frozen=True)
-class Elementwise(_Site):
+class Elementwise(_Whole):
     """A weight that meets one element of y each, broadcast or not."""
 
     @property
@@ -115,33 +151,91 @@ class Elementwise(_Site):
 
 @dataclass(frozen=True)
 class Product(_Site):
-    """A weight contracted with x by ``dot_general``, in any layout."""
+    """A weight contracted with x by ``dot_general``, in any layout; of y only the part that reaches the group.
 
-    @property
+    Samples, the first axis of x and y, are solved one after the other: each one's trace is read and written once a
+    block, while it is in the cache.
+    """
+
+    @cached_property
     def _letters(self) -> Letters:
         return Letters.of(self.equation, self.operand)
+
+    @cached_property
+    def _part(self) -> tuple[slice, ...]:
+        """The smallest box of y with all the elements that reach the group."""
+        places = np.nonzero(self.positions >= 0)
+        return tuple(slice(int(i.min()), int(i.max()) + 1) for i in places)
 
     @property
     def shape(self) -> tuple[int, ...]:
         x, _, _, contracted, _ = self._letters
         sizes = dict(zip(x, self.equation.invars[1 - self.operand].aval.shape, strict=True))
-        return (*self.result.aval.shape, *(sizes[c] for c in contracted))
+        return (*(p.stop - p.start for p in self._part), *(sizes[c] for c in contracted))
 
-    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
-        x, _, y, contracted, _ = self._letters
-        return jnp.einsum(f't{y},t{x}->{y}{contracted}', rows, steps[1 - self.operand].astype(rows.dtype))
+    def solve(
+        self,
+        trace: Components,
+        fixed: Operands,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        gamma: Components,
+    ) -> tuple[Components, jax.Array]:
+        x, _, y, _, batch = self._letters
+        xs = steps[1 - self.operand].astype(self.result.aval.dtype)
+        here = lambda value: self.at_result(value)[self._part]
+        given = (
+            {s: row[:, *self._part] for s, row in rows.items()},
+            {at: here(p) for at, p in product.items()},
+            {s: here(g) for s, g in gamma.items()},
+        )
+        if y[0] not in x or y[0] in batch or len(y) == 1:
+            new, total = self._one(x, y, trace, xs, *given)
+        else:
+            sample = y[0]
+            xs = jnp.moveaxis(xs[(slice(None),) * (1 + x.index(sample)) + (self._part[0],)], 1 + x.index(sample), 0)
+            rows, product, gamma = given
+            rows = {s: jnp.moveaxis(row, 1, 0) for s, row in rows.items()}
+            x, y = x.replace(sample, ''), y[1:]
 
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        factor = self.at_result(factor)
-        return factor.reshape(*factor.shape, *(1,) * (trace.ndim - factor.ndim)) * trace
+            def one(total: jax.Array, at: tuple) -> tuple:
+                new, told = self._one(x, y, *at)
+                return total + told, new
 
-    def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
-        _, weight, y, contracted, _ = self._letters
-        return jnp.einsum(f'{y},{y}{contracted}->{weight}', self.at_result(gamma), trace)
+            start = jnp.zeros(self.shape[1:], xs.dtype)
+            total, new = jax.lax.scan(one, start, (trace, xs, rows, product, gamma))
+        return new, self._as_weight(total, y)
+
+    def _one(
+        self, x: str, y: str, trace: Components, xs: jax.Array, rows: Components, product: Jacobian, gamma: Components
+    ) -> tuple[Components, jax.Array]:
+        """Traces after a block and γ · ε before it, of one sample or of all."""
+        contracted = self._letters.contracted
+        wide = {s: e.astype(xs.dtype) for s, e in trace.items()}
+        over = lambda factor: factor.reshape(*factor.shape, *(1,) * len(contracted))
+        new = {}
+        for s in trace:
+            terms = [over(product[s, r]) * e for r, e in wide.items() if (s, r) in product]
+            if s in rows:
+                left = jax.lax.optimization_barrier(jnp.moveaxis(rows[s], 0, -1))
+                terms.append(jnp.einsum(f'{y}t,t{x}->{y}{contracted}', left, xs))
+            new[s] = sum(terms[1:], terms[0]).astype(trace[s].dtype)
+        told = [over(gamma[s]) * e for s, e in wide.items() if s in gamma]
+        shape = next(iter(wide.values())).shape
+        return new, sum(told[1:], told[0]) if told else jnp.zeros(shape, xs.dtype)
+
+    def _as_weight(self, told: jax.Array, y: str) -> jax.Array:
+        """What a part of y says about each weight, summed over what the weight does not know."""
+        _, weight, every, contracted, _ = self._letters
+        part = {c: p for c, p in zip(every, self._part, strict=True) if c in weight}
+        gradient = jnp.einsum(f'{y}{contracted}->{weight}', told)
+        box = tuple(part.get(c, slice(None)) for c in weight)
+        return jnp.zeros(self.weight.shape, gradient.dtype).at[box].set(gradient)
 
 
 @dataclass(frozen=True)
-class Sparse(_Site):
+class Sparse(_Whole):
     """A weight for each synapse of a compressed sparse matrix; synapse e leads from ``pre[e]`` to ``post[e]``."""
 
     pre: np.ndarray
@@ -176,7 +270,7 @@ def _synapses(equation: Equation, operand: int, constant: Callable[[Any], Any]) 
 
 
 @dataclass(frozen=True)
-class Full(_Site):
+class Full(_Whole):
     """Any operation: the influence of every element of w on every position."""
 
     @property
@@ -264,6 +358,8 @@ class Factorised(_Site):
         """Σ_t y_bar_t ⊗ ε_x,t in the shape of w."""
         if self.data is None:
             return self.spread(jnp.einsum('t...,t->...', y_bars, xs))
+        if self.equation.primitive.name == 'dot_general':
+            return product_gradient(self.equation, self.operand, xs, y_bars)
         moved = {**steps, self.data: xs.astype(steps[self.data].dtype)}
 
         def block(w: Any) -> Any:

@@ -26,7 +26,7 @@ from .block import (
     weight_gradients,
 )
 from .carriers import Carrier, Factorised, FactorTrace, carrier_for, factorised_for
-from .plan import Components, Jacobian, Plan, Values
+from .plan import Components, Plan, Values
 from .window import run_window, window_gradient
 
 Trace = list[Any]
@@ -166,7 +166,8 @@ class Sequencer:
         def one(carry: tuple, xs: Values) -> tuple:
             moving, traces = carry
             done = forward(self.plan, const, moving, xs)
-            traces = self._trace_only(const, complete(self.plan, const, done.steps, done.states), traces)
+            steps = complete(self.plan, const, done.steps, done.states)
+            traces, _ = self._trace_only(const, steps, traces, self._no_gradient(const), self._no_signal)
             extra = jax.vmap(lambda step: self.plan.compute(self.aux, const | step).pick(self.aux))(done.steps)
             return (done.states, traces), extra
 
@@ -216,9 +217,7 @@ class Sequencer:
             found = window_gradient(plan, parameters, states, inputs, plan.targets[:1], [weights], self.aux, deep)
             gradients, gamma, new, values = found
             if traces:
-                steps = self._completed(const, states, inputs)
-                through = self._across(through, traces, gamma, const, steps)
-                traces = self._trace_only(const, steps, traces)
+                traces, through = self._across(const, states, inputs, traces, through, gamma)
             return (new, traces, _add(total, gradients), through), (values[plan.targets[0]], values.pick(self.aux))
 
         carry, losses, extras = (states, traces, total, self._no_gradient(const)), [], []
@@ -238,7 +237,7 @@ class Sequencer:
         values = Values(zip(self._values, found, strict=True))
         if traces:
             const = constants(self.plan, parameters | self._fixed(states))
-            traces = self._trace_only(const, self._completed(const, states, inputs), traces)
+            traces, _ = self._across(const, states, inputs, traces, self._no_gradient(const), self._no_signal)
         return values, new, traces
 
     def exact_window_gradient(
@@ -250,8 +249,7 @@ class Sequencer:
         if not traces:
             return gradients
         const = constants(self.plan, parameters | self._fixed(states))
-        steps = self._completed(const, states, inputs)
-        through = self._across(self._no_gradient(const), traces, gamma, const, steps)
+        _, through = self._across(const, states, inputs, traces, self._no_gradient(const), gamma)
         return _add(gradients, self._pull(parameters, states, through))
 
     # ------------------------------------------------------------ one block
@@ -291,16 +289,16 @@ class Sequencer:
             total = _add(total, weight_gradients(plan, const, steps, found.results, []))
             return (done.states, traces, total), found
         local: list[Values] = [Values() for _ in plan.groups]
+        first = self._no_signal
         if self._exact:
             gammas, first = credit_back(found, self._no_credit(states), len(cotangents[0]))
             local = self._of_traced(local_pull(plan, const, steps, gammas))
-            total = self._from_traces(total, traces, first)
         if self._factored:
             now = local_pull(plan, const, steps, found.signals)
             for g, v in self._factored:
                 local[g][v] = -now[g][v]
         total = _add(total, weight_gradients(plan, const, steps, found.results, local))
-        traces, total = self._advance(const, steps, found, traces, total)
+        traces, total = self._advance(const, steps, found, traces, total, first)
         return (done.states, traces, total), found
 
     def _of_traced(self, local: list[Values]) -> list[Values]:
@@ -324,30 +322,27 @@ class Sequencer:
             found.append({j: jnp.zeros_like(components[j]) for j in local.alive})
         return found
 
-    def _from_traces(self, total: Values, traces: Trace, gamma: Sequence[Components]) -> Values:
-        """Add γ_0 · ε_0: what the block learned about everything before it; factorised traces apart."""
-        for site, trace in zip(self.sites, traces, strict=True):
-            if not isinstance(site.carrier, Factorised):
-                dtype = site.result.aval.dtype
-                for s, component in trace.items():
-                    gradient = site.carrier.gradient(component.astype(dtype), gamma[site.group][s])
-                    total = self._told(total, site, gradient)
-        return total
-
     def _told(self, total: Values, site: Site, gradient: jax.Array) -> Values:
         weight = self.plan.equations[site.equation].invars[site.operand]
         return _add(total, {weight: gradient.astype(weight.aval.dtype)})
 
-    def _completed(self, const: Values, states: Values, inputs: Values) -> Values:
-        """A few steps from some states, completed."""
-        done = forward(self.plan, const, self._moving(states), inputs)
-        return complete(self.plan, const, done.steps, done.states)
+    @property
+    def _no_signal(self) -> list[Components]:
+        return [{} for _ in self.plan.groups]
 
     def _across(
+        self, const: Values, states: Values, inputs: Values, traces: Trace, total: Values, gamma: Sequence[Components]
+    ) -> tuple[Trace, Values]:
+        """Traces after a window without signals of its own; γ_0 · ε_0 at its start is added to the gradient."""
+        done = forward(self.plan, const, self._moving(states), inputs)
+        steps = complete(self.plan, const, done.steps, done.states)
+        total = self._from_factors(total, traces, gamma, const, steps)
+        return self._trace_only(const, steps, traces, total, gamma)
+
+    def _from_factors(
         self, total: Values, traces: Trace, gamma: Sequence[Components], const: Values, steps: Values
     ) -> Values:
-        """Add γ_0 · ε_0 at the start of a window of completed steps, factorised traces included."""
-        total = self._from_traces(total, traces, gamma)
+        """Add γ_0 · ε_0 of factorised traces at the start of a window of completed steps."""
         operands = tap_operands(self.plan, const, jax.tree.map(lambda x: x[:1], steps))
         for site, trace in zip(self.sites, traces, strict=True):
             if isinstance(site.carrier, Factorised):
@@ -362,8 +357,19 @@ class Sequencer:
         invars = self.plan.equations[site.equation].invars
         return {k: const[v] if is_var(v) else v.val for k, v in enumerate(invars) if k not in stacked}
 
-    def _advance(self, const: Values, steps: Values, found: Credit, traces: Trace, total: Values) -> tuple:
-        """Traces after the block, ε = P_0 ε_0 + Σ_t P_t ∂h_t/∂w; factorised ones give their gradient here."""
+    def _advance(
+        self,
+        const: Values,
+        steps: Values,
+        found: Credit,
+        traces: Trace,
+        total: Values,
+        gamma: Sequence[Components],
+    ) -> tuple[Trace, Values]:
+        """Traces after a block, ε = P_0 ε_0 + Σ_t P_t ∂h_t/∂w; γ_0 · ε_0 is added to the gradient.
+
+        Factorised traces give the gradient of each step of the block instead.
+        """
         operands = tap_operands(self.plan, const, steps)
         new, total = self._advance_factors(const, operands, steps, found, traces, total)
         if not self._exact:
@@ -377,20 +383,10 @@ class Sequencer:
         for n, (site, trace) in enumerate(zip(self.sites, traces, strict=True)):
             if not isinstance(site.carrier, Factorised):
                 g, stacked = site.group, operands[site.equation]
-                fixed = self._unmoved(site, const, stacked)
-                new[n] = self._advance_one(site, trace, fixed, stacked, rows[g][site.result], products[g][1])
+                given = (self._unmoved(site, const, stacked), stacked, rows[g][site.result], products[g][1], gamma[g])
+                new[n], gradient = site.carrier.solve(trace, *given)
+                total = self._told(total, site, gradient)
         return new, total
-
-    def _advance_one(
-        self, site: Site, trace: Components, fixed: dict, stacked: dict, rows: Components, product: Jacobian
-    ) -> Components:
-        carrier, wide = site.carrier, {r: x.astype(site.result.aval.dtype) for r, x in trace.items()}
-        new = {}
-        for s in trace:
-            kept = [carrier.scaled(x, product[s, r]) for r, x in wide.items() if (s, r) in product]
-            inside = [carrier.instantaneous(fixed, stacked, rows[s])] if s in rows else []
-            new[s] = sum([*kept, *inside]).astype(trace[s].dtype)
-        return new
 
     def _advance_factors(
         self, const: Values, operands: dict, steps: Values, found: Credit, traces: Trace, total: Values
@@ -435,13 +431,15 @@ class Sequencer:
                 total = self._told(total, site, gradient)
         return new, total
 
-    def _trace_only(self, const: Values, steps: Values, traces: Trace) -> Trace:
+    def _trace_only(
+        self, const: Values, steps: Values, traces: Trace, total: Values, gamma: Sequence[Components]
+    ) -> tuple[Trace, Values]:
         """Traces after a block of completed steps without a loss."""
         transitions = jacobians(self.plan, const, steps)
         old = [jax.vmap(group.components)([steps[v] for v in group.hidden_invars]) for group in self.plan.groups]
         silent = [{i: jnp.zeros_like(x) for i, x in enumerate(components)} for components in old]
-        found = Credit([], Values(), Values(), silent, [{} for _ in silent], transitions)
-        return self._advance(const, steps, found, traces, self._no_gradient(const))[0]
+        found = Credit([], Values(), Values(), silent, self._no_signal, transitions)
+        return self._advance(const, steps, found, traces, total, gamma)
 
     def _rows(
         self, const: Values, steps: Values, cotangents: list[dict[int, Components]]
