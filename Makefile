@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: train test zoo lint bench clean
+.PHONY: train test zoo lint bench bench-compile clean
 
 train: $(READY)
 	$(RUN) scripts/train.py
@@ -23,6 +23,9 @@ lint: $(READY)
 	$(RUN) -m mypy
 
 bench: $(READY)
+	$(RUN) benchmarks/run.py $(ARGS)
+
+bench-compile: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) benchmarks/compile_time.py
 
 $(READY): pyproject.toml
@@ -33,4 +36,4 @@ $(READY): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) .venv-peer out

@@ -1,6 +1,6 @@
 """Compile time of the graph: a stack of GRUs, and growth with equations and positions.
 
-make bench
+make bench-compile
 """
 
 import time

@@ -197,13 +197,15 @@ def pull_one(local: LocalStep, env: Values, gamma: Components) -> Values:
 def weight_gradients(plan: Plan, const: Values, steps: Values, whole: Values, local: Sequence[Values]) -> Values:
     """Gradient of every weight operand: one pull-back of each tap over all steps of the block.
 
-    ``whole`` holds the one-step gradients of tap results, ``local[g]`` what the credit of group g adds. An
+    ``whole`` holds the one-step gradients of tap results that count, ``local[g]`` what the credit of group g adds. An
     operation with cuts inside is pulled back with them for its local part.
     """
     total = Values()
     operands = tap_operands(plan, const, steps)
     for i, tap in plan.taps.items():
-        y_bars = {v: whole[v] for v in tap.results}
+        y_bars = {v: whole[v] for v in tap.results if v in whole}
+        if not y_bars:
+            continue
         parts = []
         for g, bars in enumerate(local):
             cut = cut_inside(i, tap.equation, plan.positions[g].cuts)

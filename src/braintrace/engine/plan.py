@@ -183,10 +183,24 @@ class Plan:
         return tuple(LocalStep(self, g, found) for g, found in zip(self.groups, self.positions, strict=True))
 
     @cached_property
+    def ends(self) -> frozenset[Var]:
+        """All new hidden states."""
+        return frozenset(v for group in self.groups for v in group.hidden_outvars)
+
+    @cached_property
+    def consumers(self) -> dict[Var, list[tuple[int, int]]]:
+        """(equation, operand) where each value is read on the way to a target or to a new hidden state."""
+        found: dict[Var, list[tuple[int, int]]] = {}
+        for i in self.needed((*self.targets, *self.ends), ()):
+            for k, v in enumerate(self.equations[i].invars):
+                if is_var(v):
+                    found.setdefault(v, []).append((i, k))
+        return found
+
+    @cached_property
     def direct_reads(self) -> frozenset[Var]:
         """Old hidden states that a target can read along a path without any new hidden state."""
-        known = {v for group in self.groups for v in group.hidden_outvars}
-        atoms = [*self.targets, *(v for i in self.needed(self.targets, known) for v in self.equations[i].invars)]
+        atoms = [*self.targets, *(v for i in self.needed(self.targets, self.ends) for v in self.equations[i].invars)]
         read = {v for v in atoms if is_var(v)}
         return frozenset(v for group in self.groups for v in group.hidden_invars if v in read)
 
@@ -364,3 +378,23 @@ class LocalStep:
             for s in range(len(self.group.owners))
             if s in self.reached(y) or any((s, r) in self.pattern for r in past)
         )
+
+    def covers(self, y: Var) -> bool:
+        """True if all that a tap's result does within a step it does through this group, along uncut paths."""
+        plan, own = self.plan, set(self.group.hidden_outvars)
+        inside = set(plan.needed(own, ()))
+        todo, seen = [y], {y}
+        while todo:
+            v = todo.pop()
+            if v not in own and (v in plan.ends or any(v is t for t in plan.targets)):
+                return False
+            for i, k in plan.consumers.get(v, ()):
+                if v in own and i not in inside:
+                    continue
+                made = [o for o in plan.equations[i].outvars if is_differentiable(o)]
+                cut = (i, k) in self.found.cuts.edges or any(e == i for e, _ in self.found.cuts.bodies)
+                if made and (cut or (i, k) not in self.found.edges):
+                    return False
+                todo += [o for o in made if o not in seen]
+                seen.update(made)
+        return True
