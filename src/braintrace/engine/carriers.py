@@ -75,6 +75,24 @@ class _Site:
         picked = flat[np.maximum(self.positions, 0)]
         return picked if (self.positions >= 0).all() else jnp.where(self.positions >= 0, picked, 0)
 
+    @cached_property
+    def part(self) -> tuple[slice, ...]:
+        """The smallest box of y with all the elements that reach the group."""
+        return tuple(slice(int(i.min()), int(i.max()) + 1) for i in np.nonzero(self.positions >= 0))
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        return tuple(p.stop - p.start for p in self.part)
+
+    def here(self, values: jax.Array) -> jax.Array:
+        """Values of the positions at the part of y that reaches them."""
+        return self.at_result(values)[self.part]
+
+    def padded(self, part: jax.Array) -> jax.Array:
+        """All of y, zero around its part; leading axes are left alone."""
+        sides = [(p.start, n - p.stop) for p, n in zip(self.part, self.result.aval.shape, strict=True)]
+        return jnp.pad(part, [(0, 0)] * (part.ndim - len(sides)) + sides)
+
     def run(self, operands: Operands, weight: Any) -> Any:
         """y of one step."""
         values = [weight if k == self.operand else operands[k] for k in range(len(self.equation.invars))]
@@ -161,17 +179,11 @@ class Product(_Site):
     def _letters(self) -> Letters:
         return Letters.of(self.equation, self.operand)
 
-    @cached_property
-    def _part(self) -> tuple[slice, ...]:
-        """The smallest box of y with all the elements that reach the group."""
-        places = np.nonzero(self.positions >= 0)
-        return tuple(slice(int(i.min()), int(i.max()) + 1) for i in places)
-
     @property
     def shape(self) -> tuple[int, ...]:
         x, _, _, contracted, _ = self._letters
         sizes = dict(zip(x, self.equation.invars[1 - self.operand].aval.shape, strict=True))
-        return (*(p.stop - p.start for p in self._part), *(sizes[c] for c in contracted))
+        return (*self.part_shape, *(sizes[c] for c in contracted))
 
     def solve(
         self,
@@ -184,17 +196,16 @@ class Product(_Site):
     ) -> tuple[Components, jax.Array]:
         x, _, y, _, batch = self._letters
         xs = steps[1 - self.operand].astype(self.result.aval.dtype)
-        here = lambda value: self.at_result(value)[self._part]
         given = (
-            {s: row[:, *self._part] for s, row in rows.items()},
-            {at: here(p) for at, p in product.items()},
-            {s: here(g) for s, g in gamma.items()},
+            {s: row[:, *self.part] for s, row in rows.items()},
+            {at: self.here(p) for at, p in product.items()},
+            {s: self.here(g) for s, g in gamma.items()},
         )
         if y[0] not in x or y[0] in batch or len(y) == 1:
             new, total = self._one(x, y, trace, xs, *given)
         else:
             sample = y[0]
-            xs = jnp.moveaxis(xs[(slice(None),) * (1 + x.index(sample)) + (self._part[0],)], 1 + x.index(sample), 0)
+            xs = jnp.moveaxis(xs[(slice(None),) * (1 + x.index(sample)) + (self.part[0],)], 1 + x.index(sample), 0)
             rows, product, gamma = given
             rows = {s: jnp.moveaxis(row, 1, 0) for s, row in rows.items()}
             x, y = x.replace(sample, ''), y[1:]
@@ -228,7 +239,7 @@ class Product(_Site):
     def _as_weight(self, told: jax.Array, y: str) -> jax.Array:
         """What a part of y says about each weight, summed over what the weight does not know."""
         _, weight, every, contracted, _ = self._letters
-        part = {c: p for c, p in zip(every, self._part, strict=True) if c in weight}
+        part = {c: p for c, p in zip(every, self.part, strict=True) if c in weight}
         gradient = jnp.einsum(f'{y}{contracted}->{weight}', told)
         box = tuple(part.get(c, slice(None)) for c in weight)
         return jnp.zeros(self.weight.shape, gradient.dtype).at[box].set(gradient)
@@ -324,14 +335,15 @@ class Factorised(_Site):
     def init(self, components: Sequence[int]) -> FactorTrace:
         """Traces of a fresh sequence."""
         x = () if self.data is None else self.equation.invars[self.data].aval.shape
-        zero = jnp.zeros(self.result.aval.shape, self.result.aval.dtype)
+        zero = jnp.zeros(self.part_shape, self.result.aval.dtype)
         return FactorTrace(jnp.zeros(x, zero.dtype), dict.fromkeys(components, zero), jnp.zeros((), jnp.int32))
 
     def drive(self, fixed: Operands, steps: Operands, rows: Components, length: int) -> tuple[jax.Array, Components]:
         """x_t and ∂h_t/∂y_t of every step, the latter taken through to an element-wise parameter."""
+        rows = {s: row[:, *self.part] for s, row in rows.items()}
         if self.data is not None:
             return steps[self.data].astype(self.result.aval.dtype), rows
-        slopes = self.slopes(fixed, steps, length)
+        slopes = self.slopes(fixed, steps, length)[:, *self.part]
         return jnp.ones(length, self.result.aval.dtype), {s: r * slopes.astype(r.dtype) for s, r in rows.items()}
 
     def step(self, old: FactorTrace, x: jax.Array, rows: Components, jacobian: Jacobian, after: Any) -> FactorTrace:
@@ -339,9 +351,9 @@ class Factorised(_Site):
         decay_x, decay_f = self.decay
         new: Components = {}
         for s in after:
-            terms = [decay_f * self.at_result(jacobian[s, r]) * f for r, f in old.f.items() if (s, r) in jacobian]
+            terms = [decay_f * self.here(jacobian[s, r]) * f for r, f in old.f.items() if (s, r) in jacobian]
             terms += [(1 - decay_f) * rows[s]] if s in rows else []
-            new[s] = sum(terms[1:], terms[0]) if terms else jnp.zeros(self.result.aval.shape, self.result.aval.dtype)
+            new[s] = sum(terms[1:], terms[0]) if terms else jnp.zeros(self.part_shape, self.result.aval.dtype)
         return FactorTrace(decay_x * old.x + x, new, old.steps + 1)
 
     def told(self, trace: FactorTrace, signals: Components) -> jax.Array:
@@ -350,16 +362,17 @@ class Factorised(_Site):
         scale = jnp.where(
             trace.steps == 0, 0.0, 1 / jnp.maximum(1 - self.decay[1] ** count, jnp.finfo(count.dtype).tiny)
         )
-        terms = [self.at_result(x) * trace.f[s] for s, x in signals.items() if s in trace.f]
-        total = sum(terms[1:], terms[0]) if terms else jnp.zeros(self.result.aval.shape, count.dtype)
+        terms = [self.here(x) * trace.f[s] for s, x in signals.items() if s in trace.f]
+        total = sum(terms[1:], terms[0]) if terms else jnp.zeros(self.part_shape, count.dtype)
         return (total * scale.astype(total.dtype)).astype(count.dtype)
 
     def gradient(self, fixed: Operands, steps: Operands, y_bars: jax.Array, xs: jax.Array) -> jax.Array:
         """Σ_t y_bar_t ⊗ ε_x,t in the shape of w."""
         if self.data is None:
-            return self.spread(jnp.einsum('t...,t->...', y_bars, xs))
+            return self.spread(self.padded(jnp.einsum('t...,t->...', y_bars, xs)))
         if self.equation.primitive.name == 'dot_general':
-            return product_gradient(self.equation, self.operand, xs, y_bars)
+            return product_gradient(self.equation, self.operand, xs, y_bars, self.part)
+        y_bars = self.padded(y_bars)
         moved = {**steps, self.data: xs.astype(steps[self.data].dtype)}
 
         def block(w: Any) -> Any:

@@ -37,23 +37,29 @@ class Letters(NamedTuple):
         return cls(*map(''.join, (x, weight, [*batch, *free], contracted, batch)))
 
 
-def product_gradient(equation: Any, operand: int, xs: jax.Array, y_bars: jax.Array) -> jax.Array:
+def product_gradient(
+    equation: Any, operand: int, xs: jax.Array, y_bars: jax.Array, part: tuple[slice, ...] | None = None
+) -> jax.Array:
     """Σ_t x_t ⊗ ȳ_t of a product in the shape of its weight: one matrix product with all steps as rows.
 
-    The input is laid out with its contracted axes first: products whose left side runs along its rows are faster
-    on CPUs than transposed ones.
+    ``part``: the box of y that ``y_bars`` holds. The input is laid out with its contracted axes first: products
+    whose left side runs along its rows are faster on CPUs than transposed ones.
     """
     letters = Letters.of(equation, operand)
     weight = equation.invars[operand].aval
-    y_bars = y_bars.astype(weight.dtype)
-    xs = xs.astype(weight.dtype)
+    xs, y_bars = xs.astype(weight.dtype), y_bars.astype(weight.dtype)
+    boxes = {} if part is None else dict(zip(letters.y, part, strict=True))
+    xs = xs[:, *(boxes.get(c, slice(None)) for c in letters.x)]
     if letters.batch:
-        return jnp.einsum(f't{letters.x},t{letters.y}->{letters.weight}', xs, y_bars)
-    rows = 't' + ''.join(c for c in letters.x if c not in letters.contracted)
-    free = ''.join(c for c in letters.y if c not in rows)
-    left = jnp.einsum(f't{letters.x}->{letters.contracted}{rows}', xs)
-    right = jnp.einsum(f't{letters.y}->{rows}{free}', y_bars)
-    inner = math.prod(left.shape[len(letters.contracted) :])
-    product = jax.lax.optimization_barrier(left.reshape(-1, inner)) @ right.reshape(inner, -1)
-    shape = (*left.shape[: len(letters.contracted)], *right.shape[len(rows) :])
-    return jnp.einsum(f'{letters.contracted}{free}->{letters.weight}', product.reshape(shape))
+        gradient = jnp.einsum(f't{letters.x},t{letters.y}->{letters.weight}', xs, y_bars)
+    else:
+        rows = 't' + ''.join(c for c in letters.x if c not in letters.contracted)
+        free = ''.join(c for c in letters.y if c not in rows)
+        left = jnp.einsum(f't{letters.x}->{letters.contracted}{rows}', xs)
+        right = jnp.einsum(f't{letters.y}->{rows}{free}', y_bars)
+        inner = math.prod(left.shape[len(letters.contracted) :])
+        product = jax.lax.optimization_barrier(left.reshape(-1, inner)) @ right.reshape(inner, -1)
+        shape = (*left.shape[: len(letters.contracted)], *right.shape[len(rows) :])
+        gradient = jnp.einsum(f'{letters.contracted}{free}->{letters.weight}', product.reshape(shape))
+    box = tuple(boxes.get(c, slice(None)) for c in letters.weight)
+    return gradient if gradient.shape == weight.shape else jnp.zeros(weight.shape, weight.dtype).at[box].set(gradient)
