@@ -5,8 +5,9 @@ before     depends on inputs but on no state: once a block, all steps together
 core       needed for the next states: inside the time loop
 the rest   losses, read-outs, derivatives: once a block, all steps together
 
-A tap is an equation where parameters meet data, ``y = op(x, w)``. The forward pass keeps y, and the
-derivative programs start there, so that no product is run again and each weight gets one product a block.
+A tap is an equation where parameters meet data, ``y = op(x, w)``. The derivative programs start at y, so that
+each weight gets one product a block. The forward pass keeps new states and anchors, the values that derivatives
+need; a tap's own result is kept only if it is one of them, and no product is run again.
 """
 
 from __future__ import annotations
@@ -251,14 +252,57 @@ class Plan:
         return tuple(v for v in dict.fromkeys(v for v in wanted if is_var(v)) if v in self.facts.producer)
 
     @cached_property
+    def _core(self) -> frozenset[Var]:
+        """Values that the time loop makes."""
+        return frozenset(
+            v for i in self.needed((new for _, new in self.carried), ()) for v in self.equations[i].outvars
+        )
+
+    @cached_property
+    def _readers(self) -> dict[Var, list[int]]:
+        """Equations on the way to anything the derivative stage wants, by what they read."""
+        found: dict[Var, list[int]] = {}
+        for i in self.needed((*self.derivative_variables, *self.ends, *self.aux), ()):
+            for v in self.equations[i].invars:
+                if is_var(v):
+                    found.setdefault(v, []).append(i)
+        return found
+
+    def _wanted(self, v: Var) -> bool:
+        """True if the value itself is wanted: by a tap, by an operation that is not linear, or by the caller."""
+        if any(v is x for x in (*self.targets, *self.aux)):
+            return True
+        return any(i in self.taps or not _is_linear(self.equations[i]) for i in self._readers.get(v, ()))
+
+    @cached_property
+    def anchors(self) -> tuple[Var, ...]:
+        """Values kept in place of the tap results they are sums of: the arguments of nonlinear functions."""
+        sums, found = set(self.tap_results), []
+        for i, eqn in enumerate(self.equations):
+            if i not in self.taps and _is_linear(eqn) and any(is_var(v) and v in sums for v in eqn.invars):
+                for v in eqn.outvars:
+                    if v in self._core and v not in self.ends and self._wanted(v):
+                        found.append(v)
+                    else:
+                        sums.add(v)
+        return tuple(found)
+
+    def _is_needed(self, v: Var) -> bool:
+        """True if a value cannot be done without, given anchors and new states."""
+        if self._wanted(v):
+            return True
+        known = {*self.anchors, *self.ends}
+        made = (o for i in self._readers.get(v, ()) for o in self.equations[i].outvars)
+        return any(o not in known and self._is_needed(o) for o in made)
+
+    @cached_property
     def kept(self) -> tuple[Var, ...]:
         """What the time loop hands to the derivative stage for every step.
 
-        Results of taps in the core, and values that depend on other states without carrying credit, so
-        that those states themselves need not be kept.
+        Anchors, results of taps in the core that are wanted themselves, and values that depend on other states
+        without carrying credit, so that those states themselves need not be kept.
         """
-        core = {v for i in self.needed((new for _, new in self.carried), ()) for v in self.equations[i].outvars}
-        taps = [v for v in self.tap_results if v in core and self._bits(v).reads & self._states]
+        taps = [v for v in self.tap_results if v in self._core and self._bits(v).reads & self._states]
         others = sum(self.facts.bit[o.invar] for o in self.program.others)
         credit = self.facts.parameters | self.facts.old(self.program.hidden) | sum(self.facts.new_bit.values())
         silent = lambda v: is_var(v) and self._bits(v).reads & others and not self._bits(v).grads & credit
@@ -267,7 +311,35 @@ class Plan:
             eqn = self.equations[i]
             if any(self._bits(v).grads & credit for v in eqn.outvars):
                 frontier += filter(silent, eqn.invars)
-        return tuple(dict.fromkeys(taps + frontier))
+        return tuple(dict.fromkeys([*self.anchors, *filter(self._is_needed, taps), *frontier]))
+
+
+_LINEAR = frozenset(
+    [
+        'add',
+        'sub',
+        'neg',
+        'add_any',
+        'convert_element_type',
+        'reshape',
+        'broadcast_in_dim',
+        'squeeze',
+        'expand_dims',
+        'transpose',
+        'slice',
+        'split',
+        'concatenate',
+        'reduce_sum',
+        'rev',
+        'copy',
+    ]
+)
+
+
+def _is_linear(equation: Equation) -> bool:
+    """True if the derivative of an operation needs no value of its operands."""
+    name, constant = equation.primitive.name, any(not is_var(v) for v in equation.invars)
+    return name in _LINEAR or (name == 'mul' and constant) or (name == 'div' and not is_var(equation.invars[1]))
 
 
 Components = dict[int, jax.Array]
@@ -305,8 +377,8 @@ class LocalStep:
         return tuple(v for v in dict.fromkeys(v for v in reads if is_var(v)) if v not in made)
 
     def __call__(self, env: Values, old: Sequence[jax.Array], ys: Sequence[Any]) -> list[jax.Array]:
-        """Components of the new states; ``env`` holds the constants and new states, ``ys`` the taps' results."""
-        new = {v: env[v] for v in self.group.hidden_outvars if v in env}
+        """Components of the new states; ``env`` holds constants, anchors and new states, ``ys`` the taps' results."""
+        new = {v: env[v] for v in (*self.group.hidden_outvars, *self.plan.anchors) if v in env}
         kept = dict(zip(self.taps, ys, strict=True))
         env = {**env, **dict(zip(self.group.hidden_invars, self.group.from_components(old), strict=True)), **kept}
         for i in self._indices:

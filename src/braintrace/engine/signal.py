@@ -34,7 +34,7 @@ def evaluate_views(
 ) -> list[Any]:
     """Outputs in the view of the loss.
 
-    ``owner``: the group of each new state; ``known``: their values, where these need not be computed again.
+    ``owner``: the group of each new state; ``known``: values that need not be computed again.
     ``env``: values that are the same in every view, ``loss_env`` what the view of the loss reads instead.
     ``run(i, operands)`` evaluates equation i.
     """
@@ -57,12 +57,11 @@ def evaluate_views(
             operands = [read(v, view) for v in eqn.invars]
             key = tuple(map(id, operands))
             if key not in shared:
-                shared[key] = run(i, operands)
+                results = zip(eqn.outvars, run(i, operands), strict=True)
+                shared[key] = [valued(known[v], x) if v in known else x for v, x in results]
             raw.update({(v, view): value for v, value in zip(eqn.outvars, shared[key], strict=True)})
         for v in eqn.outvars:
             if v in owner and views[v]:
-                if v in known:
-                    raw[v, owner[v]] = valued(known[v], raw[v, owner[v]])
                 shown[v] = raw[v, owner[v]] + delta[v]
     return [read(v, LOSS) for v in outputs]
 
@@ -138,5 +137,5 @@ def joint_targets(
 
     delta = _deltas(plan.groups, deltas)
     owner = owner_of(plan.groups)
-    known = {v: env[v] for v in owner if v in env}
+    known = {v: env[v] for v in (*owner, *plan.anchors) if v in env}
     return evaluate_views(plan.equations, plan.targets, owner, fixed, loss_env, delta, run, known)
