@@ -4,6 +4,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import braintrace
@@ -199,3 +200,40 @@ def test_compiled_for_one_sample_and_mapped_by_the_caller(xs):
     for _ in range(2):
         assert_close(in_loop(learner, xs, 'for_loop', mapped), wanted)
         learner.reset_state()
+
+
+def test_learner_is_a_module_before_and_after_training(xs):
+    learner = compiled(xs)
+    learner.etrace_grad(xs, step_fn=squares(learner), fresh=True)
+    learner.etrace_online(xs, step_fn=squares(learner), optimizer=optax.sgd(0.1))
+    paths = learner.states()
+    assert ('model', 'cell', 'h') in paths
+    assert any(path[0] == 'traces' for path in paths)
+
+
+class ConvNet(brainstate.nn.Module):
+    """Leaky units behind a convolution with every option of its own."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.conv = brainstate.nn.Conv2d((5, 6, 2), 3, (3, 2), **options)
+
+    def init_state(self, batch_size=None):
+        self.V = brainstate.HiddenState(jnp.zeros((batch_size, *self.conv.out_size)))
+
+    def update(self, x):
+        self.V.value = 0.8 * self.V.value + jnp.tanh(self.conv(x))
+        return self.V.value
+
+
+@pytest.mark.parametrize('options', [{}, {'stride': 2, 'padding': 'VALID'}, {'rhs_dilation': 2}])
+def test_filters_carry_one_entry_for_each_element_and_patch(options):
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(T, B, 5, 6, 2)), jnp.float32)
+    learner = compiled(xs, model=ConvNet(**options), block=2)
+    (trace,) = [t for key, t in learner.get_etrace_of(('conv', 'weight')).items() if 'weight.weight' in key[0][0]]
+    assert trace[0].size == learner.model.V.value.size * 3 * 2 * 2
+    wanted = compiled(xs, 'bptt', model=learner.model)
+    wanted = wanted.etrace_grad(xs, step_fn=squares(wanted), fresh=True)
+    learner.reset_state()
+    assert_close(learner.etrace_grad(xs, step_fn=squares(learner)), wanted, 1e-4)
+    assert_close(learner.etrace_grad(xs, step_fn=squares(learner), fresh=True), wanted, 1e-4)

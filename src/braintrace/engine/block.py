@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ..compat import Var, evaluate_equation, is_var
 from ..program import cut_inside
 from .plan import Components, Jacobian, LocalStep, Plan, Values
-from .products import product_gradient
+from .products import linear_gradient
 from .signal import joint_targets
 
 
@@ -217,7 +217,7 @@ def weight_gradients(plan: Plan, const: Values, steps: Values, whole: Values, lo
         reaches_states = any(v in bars for bars in local for v in tap.results)
         data = operands[i] if reaches_states else _spared(operands[i], y_bars)
         for equation, bars in [(tap.equation, y_bars), *parts]:
-            grads = _pull_tap(equation, tap.weights, const, data, bars)
+            grads = _pull_tap(equation, tap.weights, const, data, bars, plan.facts.constant)
             for k, grad in grads.items():
                 v = equation.invars[k]
                 total[v] = total[v] + grad if v in total else grad
@@ -237,10 +237,13 @@ def _spared(operands: dict[int, jax.Array], y_bars: Values) -> dict[int, jax.Arr
     return {k: spare(x) for k, x in operands.items()}
 
 
-def _pull_tap(equation: Any, weights: Sequence[int], const: Values, operands: dict, y_bars: Values) -> dict[int, Any]:
-    if equation.primitive.name == 'dot_general' and len(weights) == 1:
-        k = weights[0]
-        return {k: product_gradient(equation, k, operands[1 - k], y_bars[equation.outvars[0]])}
+def _pull_tap(
+    equation: Any, weights: Sequence[int], const: Values, operands: dict, y_bars: Values, constant: Any
+) -> dict[int, Any]:
+    if len(weights) == 1 and len(equation.outvars) == 1:
+        found = linear_gradient(equation, weights[0], operands, y_bars[equation.outvars[0]], constant)
+        if found is not None:
+            return {weights[0]: found}
     given = {k: const[v] if is_var(v) else v.val for k, v in enumerate(equation.invars) if k not in operands}
 
     def block(moving: dict[int, Any]) -> list[Any]:

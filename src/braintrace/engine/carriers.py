@@ -5,6 +5,7 @@ y reaches, and so every carrier keeps y's own order. Axes: y those of the tap's 
 
     Product      (y, c)        dense layers, einsum, grouped: a weight meets one element of y a row of x
     Elementwise  (y,)          bias, gain, threshold, time constant, scalars
+    Convolved    (r, c, o)     convolutions: rows of y, elements of a patch, filters
     Sparse       (w, rows)     brainevent products: one entry for each synapse and sample
     Full         (p, w)        anything else: the whole influence of w on every position p
     Factorised   x and (y,)    pp_prop: input and state traces apart, memory linear in neurons
@@ -25,7 +26,7 @@ from ..analysis.families import TABLE
 from ..analysis.groups import HiddenGroup
 from ..compat import Equation, Var, evaluate_equation
 from .plan import Components, Jacobian
-from .products import Letters, product_gradient
+from .products import Letters, Patches, Synapses, linear_gradient, product_gradient
 
 Operands = dict[int, Any]
 
@@ -247,37 +248,54 @@ class Product(_Site):
 
 @dataclass(frozen=True)
 class Sparse(_Whole):
-    """A weight for each synapse of a compressed sparse matrix; synapse e leads from ``pre[e]`` to ``post[e]``."""
+    """A weight for each synapse of a compressed sparse matrix."""
 
-    pre: np.ndarray
-    post: np.ndarray
+    synapses: Synapses
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.post), *self.result.aval.shape[1:])
+        return (len(self.synapses.post), *self.result.aval.shape[1:])
 
     def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
-        return jnp.sum(rows[:, self.post] * steps[_SPARSE_INPUT].astype(rows.dtype)[:, self.pre], axis=0)
+        pre, post = self.synapses
+
+        def step(total: jax.Array, at: tuple) -> tuple:
+            row, x = at
+            return total + row[post] * x[pre], None
+
+        start = jnp.zeros(self.shape, rows.dtype)
+        return jax.lax.scan(step, start, (rows, steps[Synapses.INPUT].astype(rows.dtype)))[0]
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.at_result(factor)[self.post] * trace
+        return self.at_result(factor)[self.synapses.post] * trace
 
     def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
         return jnp.sum(self.scaled(trace, gamma), axis=range(1, trace.ndim))
 
 
-_SPARSE_INPUT = 3
+@dataclass(frozen=True)
+class Convolved(_Whole):
+    """A filter shared by all places: one entry for each element of y and of its patch."""
 
+    patches: Patches
 
-def _synapses(equation: Equation, operand: int, constant: Callable[[Any], Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Where each weight of a compressed sparse row product leads from and to, if that is known."""
-    if operand != 0 or equation.primitive.name.removeprefix('binary_') not in ('csrmv', 'csrmm'):
-        return None
-    indices, starts = (constant(v) for v in equation.invars[1:3])
-    if indices is None or starts is None or equation.invars[0].aval.shape != indices.shape:
-        return None
-    rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    return (rows, indices) if equation.params['transpose'] else (indices, rows)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        filters = self.result.aval.shape[self.equation.params['dimension_numbers'].out_spec[1]]
+        return (self.result.aval.size // filters, self.patches.size, filters)
+
+    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
+        def step(total: jax.Array, at: tuple) -> tuple:
+            x, row = at
+            return total + self.patches.of_input(x)[:, :, None] * self.patches.of_result(row)[:, None], None
+
+        return jax.lax.scan(step, jnp.zeros(self.shape, rows.dtype), (steps[0].astype(rows.dtype), rows))[0]
+
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return self.patches.of_result(self.at_result(factor))[:, None] * trace
+
+    def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
+        return self.patches.as_weight(jnp.sum(self.scaled(trace, gamma), axis=0))
 
 
 @dataclass(frozen=True)
@@ -302,7 +320,7 @@ class Full(_Whole):
             here = (jnp.asarray(self.positions) == place).astype(y.dtype)
             return pull(rows.astype(y.dtype) * here)[0]
 
-        return jax.vmap(influence)(jnp.arange(self._places))
+        return jax.lax.map(influence, jnp.arange(self._places))
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
         return factor.reshape(-1, *(1,) * (trace.ndim - 1)) * trace
@@ -331,6 +349,7 @@ class Factorised(_Site):
 
     data: int | None
     decay: tuple[float, float]
+    constant: Callable[[Any], Any]
 
     def init(self, components: Sequence[int]) -> FactorTrace:
         """Traces of a fresh sequence."""
@@ -374,6 +393,9 @@ class Factorised(_Site):
             return product_gradient(self.equation, self.operand, xs, y_bars, self.part)
         y_bars = self.padded(y_bars)
         moved = {**steps, self.data: xs.astype(steps[self.data].dtype)}
+        found = linear_gradient(self.equation, self.operand, moved, y_bars, self.constant)
+        if found is not None:
+            return found
 
         def block(w: Any) -> Any:
             return jax.vmap(lambda step: self.run({**fixed, **step}, w), axis_size=len(y_bars))(moved)
@@ -390,13 +412,14 @@ def factorised_for(
     positions: np.ndarray,
     data: Sequence[int],
     decay: tuple[float, float],
+    constant: Callable[[Any], Any],
 ) -> Factorised | None:
     """A factorised carrier where the operation is a product of x and w or element-wise; None elsewhere."""
     family = TABLE.get(equation.primitive.name)
     if family is None or (family.kind == 'product' and len(data) != 1) or family.kind not in ('product', 'elementwise'):
         return None
     x = data[0] if family.kind == 'product' else None
-    return Factorised(group, equation, operand, result, positions, x, decay)
+    return Factorised(group, equation, operand, result, positions, x, decay, constant)
 
 
 def carrier_for(
@@ -414,6 +437,8 @@ def carrier_for(
         return Product(*place)
     if family is not None and family.kind == 'elementwise':
         return Elementwise(*place)
-    if synapses := _synapses(equation, operand, constant):
-        return Sparse(*place, *synapses)
+    if synapses := Synapses.of(equation, operand, constant):
+        return Sparse(*place, synapses)
+    if patches := Patches.of(equation, operand):
+        return Convolved(*place, patches)
     return Full(*place)

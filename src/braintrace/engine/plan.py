@@ -315,24 +315,8 @@ class Plan:
 
 
 _LINEAR = frozenset(
-    [
-        'add',
-        'sub',
-        'neg',
-        'add_any',
-        'convert_element_type',
-        'reshape',
-        'broadcast_in_dim',
-        'squeeze',
-        'expand_dims',
-        'transpose',
-        'slice',
-        'split',
-        'concatenate',
-        'reduce_sum',
-        'rev',
-        'copy',
-    ]
+    ['add', 'sub', 'neg', 'add_any', 'convert_element_type', 'copy', 'reduce_sum']
+    + ['reshape', 'broadcast_in_dim', 'squeeze', 'expand_dims', 'transpose', 'slice', 'split', 'concatenate', 'rev']
 )
 
 

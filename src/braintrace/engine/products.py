@@ -1,13 +1,20 @@
-"""The axes of a ``dot_general`` between data and a weight, as letters for ``einsum``."""
+"""Operations that are linear in one weight, and their gradients over many steps at once.
+
+dense         ``dot_general``: one matrix product with all steps and samples as rows
+convolution   the same on patches of the input
+sparse        brainevent's compressed rows: step by step, one entry for each synapse
+"""
 
 from __future__ import annotations
 
 import math
 import string
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Letters(NamedTuple):
@@ -63,3 +70,113 @@ def product_gradient(
         gradient = jnp.einsum(f'{letters.contracted}{free}->{letters.weight}', product.reshape(shape))
     box = tuple(boxes.get(c, slice(None)) for c in letters.weight)
     return gradient if gradient.shape == weight.shape else jnp.zeros(weight.shape, weight.dtype).at[box].set(gradient)
+
+
+class Patches(NamedTuple):
+    """A convolution as a product: every element of y is a patch of x times one filter.
+
+    Axes: r rows (sample and place), c elements of a patch, o filters.
+    """
+
+    equation: Any
+
+    @classmethod
+    def of(cls, equation: Any, operand: int) -> Patches | None:
+        """The convolution of an equation, if it is one with a filter for its second operand and without groups."""
+        params = equation.params
+        plain = equation.primitive.name == 'conv_general_dilated' and operand == 1
+        return cls(equation) if plain and params['feature_group_count'] == params['batch_group_count'] == 1 else None
+
+    @property
+    def _numbers(self) -> Any:
+        return self.equation.params['dimension_numbers']
+
+    @property
+    def size(self) -> int:
+        """Elements of a patch."""
+        shape, (out, *_) = self.equation.invars[1].aval.shape, self._numbers.rhs_spec
+        return math.prod(shape) // shape[out]
+
+    def of_input(self, x: jax.Array) -> jax.Array:
+        """(r, c) of one input."""
+        batch, feature, *space = self._numbers.lhs_spec
+        params = self.equation.params
+        window = [self.equation.invars[1].aval.shape[d] for d in self._numbers.rhs_spec[2:]]
+        found = jax.lax.conv_general_dilated_patches(
+            x.transpose(batch, feature, *space),
+            window,
+            params['window_strides'],
+            params['padding'],
+            params['lhs_dilation'],
+            params['rhs_dilation'],
+        )
+        return jnp.moveaxis(found, 1, -1).reshape(-1, self.size)
+
+    def of_result(self, y: jax.Array) -> jax.Array:
+        """(r, o) of one result."""
+        batch, feature, *space = self._numbers.out_spec
+        return y.transpose(batch, *space, feature).reshape(-1, y.shape[feature])
+
+    def as_weight(self, filters: jax.Array) -> jax.Array:
+        """(c, o) in the layout of the weight."""
+        spec, shape = self._numbers.rhs_spec, self.equation.invars[1].aval.shape
+        parts = filters.reshape(*(shape[d] for d in spec[1:]), shape[spec[0]])
+        return jnp.moveaxis(parts, -1, 0).transpose(np.argsort(spec))
+
+    def gradient(self, xs: jax.Array, y_bars: jax.Array) -> jax.Array:
+        """Σ_t of every step's gradient, in the shape of the weight."""
+
+        def step(total: jax.Array, at: tuple) -> tuple:
+            x, y_bar = at
+            return total + self.of_input(x).T @ self.of_result(y_bar), None
+
+        weight = self.equation.invars[1].aval
+        start = jnp.zeros((self.size, weight.shape[self._numbers.rhs_spec[0]]), y_bars.dtype)
+        total, _ = jax.lax.scan(step, start, (xs.astype(y_bars.dtype), y_bars))
+        return self.as_weight(total)
+
+
+class Synapses(NamedTuple):
+    """A weight for each synapse of a compressed sparse matrix; synapse e leads from ``pre[e]`` to ``post[e]``."""
+
+    pre: np.ndarray
+    post: np.ndarray
+
+    INPUT = 3
+    """The operand with the input: x (pre, samples...), y (post, samples...)."""
+
+    @classmethod
+    def of(cls, equation: Any, operand: int, constant: Callable[[Any], Any]) -> Synapses | None:
+        """Where each weight of a compressed sparse row product leads from and to, if that is known."""
+        if operand != 0 or equation.primitive.name.removeprefix('binary_') not in ('csrmv', 'csrmm'):
+            return None
+        indices, starts = (constant(v) for v in equation.invars[1:3])
+        if indices is None or starts is None or equation.invars[0].aval.shape != indices.shape:
+            return None
+        rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        return cls(*((rows, indices) if equation.params['transpose'] else (indices, rows)))
+
+    def gradient(self, xs: jax.Array, y_bars: jax.Array) -> jax.Array:
+        """Σ_t of every step's gradient: no more than one entry for each synapse at a time."""
+
+        def step(total: jax.Array, at: tuple) -> tuple:
+            x, y_bar = at
+            told = x[self.pre] * y_bar[self.post]
+            return total + told.sum(axis=tuple(range(1, told.ndim))), None
+
+        start = jnp.zeros(len(self.pre), y_bars.dtype)
+        return jax.lax.scan(step, start, (xs.astype(y_bars.dtype), y_bars))[0]
+
+
+def linear_gradient(
+    equation: Any, operand: int, steps: dict[int, jax.Array], y_bars: jax.Array, constant: Callable[[Any], Any]
+) -> jax.Array | None:
+    """Gradient of one weight over many steps, if the operation is one of those above."""
+    dtype = equation.invars[operand].aval.dtype
+    if equation.primitive.name == 'dot_general' and 1 - operand in steps:
+        return product_gradient(equation, operand, steps[1 - operand], y_bars)
+    if (patches := Patches.of(equation, operand)) and 0 in steps:
+        return patches.gradient(steps[0], y_bars).astype(dtype)
+    if (synapses := Synapses.of(equation, operand, constant)) and Synapses.INPUT in steps:
+        return synapses.gradient(steps[Synapses.INPUT], y_bars).astype(dtype)
+    return None

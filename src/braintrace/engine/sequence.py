@@ -80,8 +80,9 @@ class Sequencer:
                         if v in local.taps and local.carried(v):
                             equation = cut_inside(i, tap.equation, local.found.cuts)
                             place = (plan.groups[g], equation, k, v, local.found.labels[v])
-                            factors = factorised_for(*place, tap.data, self.decay) if self.decay else None
-                            sites.append(Site(i, k, v, g, factors or carrier_for(*place, plan.facts.constant)))
+                            constant = plan.facts.constant
+                            factors = factorised_for(*place, tap.data, self.decay, constant) if self.decay else None
+                            sites.append(Site(i, k, v, g, factors or carrier_for(*place, constant)))
         return tuple(sites)
 
     def init_traces(self) -> Trace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import brainstate
@@ -37,6 +37,15 @@ from .traced import Traced, shapes_of
 
 _MOST_PROGRAMS = 16
 _BLOCK = 20
+
+
+@dataclass
+class _Made:
+    """What is no part of the module's tree: programs, states of optax transformations, the zeros traces start from."""
+
+    programs: dict[tuple, tuple]
+    optimizers: dict[Any, brainstate.State]
+    zeros: dict[tuple, Any]
 
 
 class Learner(brainstate.nn.Module):
@@ -90,11 +99,10 @@ class Learner(brainstate.nn.Module):
         self.check_finite = check_finite
         self.traces: dict[tuple, EligibilityTrace] = {}
         self._start: dict[Path, StartValue] = {}
-        self._programs: dict[tuple, tuple] = {}
+        self._made = _Made({}, {}, {})
         self._tracing = False
         self._in_chunk = False
         self._updates = 0
-        self._optimizers: dict[Any, brainstate.State] = {}
         self._example: tuple = ()
 
     # ------------------------------------------------------------ compiling
@@ -102,7 +110,7 @@ class Learner(brainstate.nn.Module):
     def compile_graph(self, *args: Any) -> None:
         """Compile the model for example inputs of one step; its current states are where a fresh sequence starts."""
         self.executor.compile_graph(*args)
-        self._programs.clear()
+        self._made.programs.clear()
         self._example = args
         self.traces = {}
         self._start = {
@@ -177,12 +185,12 @@ class Learner(brainstate.nn.Module):
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(args))
         exact = window and (self._exact_windows or self._in_chunk)
         key = ('step', window, exact, self._in_chunk, jax.tree.structure(args), shapes, self._state_shapes())
-        if key not in self._programs:
+        if key not in self._made.programs:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
             example = jax.tree.map(lambda x: jnp.asarray(x)[0], args) if window else args
             traced = self._traced(self._call, example, False, self.rule)
-            self._programs[key] = (traced, jax.jit(online_step(traced, window, exact)))
-        return self._programs[key]
+            self._made.programs[key] = (traced, jax.jit(online_step(traced, window, exact)))
+        return self._made.programs[key]
 
     # ------------------------------------------------------------ sequences
 
@@ -242,7 +250,7 @@ class Learner(brainstate.nn.Module):
         mask = jnp.ones(count) if mask is None else read_mask(mask, count, 'windows')
         cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
         key = ('chunks', step_fn, size, has_aux, self._state_shapes(), *self._held())
-        if key not in self._programs:
+        if key not in self._made.programs:
             parameters = self.model.states(brainstate.ParamState)
 
             def one(total: Any, xs: tuple) -> tuple:
@@ -264,14 +272,14 @@ class Learner(brainstate.nn.Module):
                 zero = {path: jax.tree.map(jnp.zeros_like, s.value) for path, s in parameters.items()}
                 return brainstate.transform.scan(one, zero, (chunks, cotangents))
 
-            self._programs[key] = (None, brainstate.transform.jit(run))
+            self._made.programs[key] = (None, brainstate.transform.jit(run))
         chunks = jax.tree.map(lambda x: jnp.asarray(x).reshape(count, size, *jnp.shape(x)[1:]), sequences)
         with self._undone_on_error():
             self._in_chunk = True
             try:
                 if fresh:
                     self.reset_state()
-                gradients, (losses, aux) = self._programs[key][1](chunks, cotangents)
+                gradients, (losses, aux) = self._made.programs[key][1](chunks, cotangents)
             finally:
                 self._in_chunk = False
             if self.check_finite:
@@ -351,7 +359,7 @@ class Learner(brainstate.nn.Module):
         first = jax.tree.map(lambda x: jnp.asarray(x)[:update_every], sequences)
         traced, solve = self._program(step_fn, first, False, self.rule)
         self._read_traces(traced, fresh=False)
-        apply = apply_by(optimizer, self.param_states, self._optimizers)
+        apply = apply_by(optimizer, self.param_states, self._made.optimizers)
 
         def one(window: tuple, weights: jax.Array) -> jax.Array:
             parameters, states = traced.read()
@@ -363,11 +371,11 @@ class Learner(brainstate.nn.Module):
             return solved.losses
 
         key = ('online', traced, optimizer, update_every, *self._held())
-        if key not in self._programs:
+        if key not in self._made.programs:
             loop = brainstate.transform.jit(lambda xs, w: brainstate.transform.for_loop(one, xs, w))
-            self._programs[key] = (traced, loop)
+            self._made.programs[key] = (traced, loop)
         windows = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, update_every, *jnp.shape(x)[1:]), sequences)
-        return self._programs[key][1](windows, mask.reshape(-1, update_every)).reshape(-1)
+        return self._made.programs[key][1](windows, mask.reshape(-1, update_every)).reshape(-1)
 
     def gradient_check(self, *sequences: Any, step_fn: Callable[..., Any], **options: Any) -> GradientCheck:
         """Compare this rule's gradient of a fresh sequence with BPTT's; states stay as they were."""
@@ -419,13 +427,13 @@ class Learner(brainstate.nn.Module):
         leaves, structure = jax.tree.flatten(shapes)
         sizes = tuple((x.shape, x.dtype) for x in leaves)
         key = (step_fn, structure, sizes, fresh, rule, evolve, self._state_shapes())
-        if key not in self._programs:
-            if len(self._programs) >= _MOST_PROGRAMS:
-                self._programs.pop(next(iter(self._programs)))
+        if key not in self._made.programs:
+            if len(self._made.programs) >= _MOST_PROGRAMS:
+                self._made.programs.pop(next(iter(self._made.programs)))
             traced = self._trace(step_fn, jax.tree.map(lambda x: jnp.asarray(x)[0], sequences), rule, not evolve)
             run = self._evolution(traced) if evolve else self._solver(traced, fresh, rule)
-            self._programs[key] = (traced, jax.jit(run))
-        return self._programs[key]
+            self._made.programs[key] = (traced, jax.jit(run))
+        return self._made.programs[key]
 
     def _state_shapes(self) -> tuple:
         return tuple(
@@ -524,11 +532,14 @@ class Learner(brainstate.nn.Module):
                 self.traces[key].value = value
 
     def _clear_traces(self) -> None:
-        for trace in self.traces.values():
-            trace.value = jax.tree.map(jnp.zeros_like, trace.value)
+        for key, trace in self.traces.items():
+            if trace.value is not self._made.zeros.get(key):
+                trace.value = jax.tree.map(jnp.zeros_like, trace.value)
+                if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trace.value)):
+                    self._made.zeros[key] = trace.value
 
     def get_etrace_of(self, path: Path | brainstate.State) -> dict[tuple, jax.Array]:
-        """The traces of one parameter, by their names."""
+        """The traces of one parameter, by their names; a trace is one array for each state it is carried on."""
         if isinstance(path, brainstate.State):
             path = next(p for p, s in self.param_states.items() if s is path)
         start = '.'.join(map(str, path))
