@@ -287,13 +287,13 @@ class Plan:
                         sums.add(v)
         return tuple(found)
 
-    def _is_needed(self, v: Var) -> bool:
+    def is_needed(self, v: Var) -> bool:
         """True if a value cannot be done without, given anchors and new states."""
         if self._wanted(v):
             return True
         known = {*self.anchors, *self.ends}
         made = (o for i in self._readers.get(v, ()) for o in self.equations[i].outvars)
-        return any(o not in known and self._is_needed(o) for o in made)
+        return any(o not in known and self.is_needed(o) for o in made)
 
     @cached_property
     def kept(self) -> tuple[Var, ...]:
@@ -311,7 +311,7 @@ class Plan:
             eqn = self.equations[i]
             if any(self._bits(v).grads & credit for v in eqn.outvars):
                 frontier += filter(silent, eqn.invars)
-        return tuple(dict.fromkeys([*self.anchors, *filter(self._is_needed, taps), *frontier]))
+        return tuple(dict.fromkeys([*self.anchors, *filter(self.is_needed, taps), *frontier]))
 
 
 _LINEAR = frozenset(

@@ -97,10 +97,22 @@ class Sequencer:
                 traces.append({i: jnp.zeros(s.carrier.shape, dtype) for i in carried})
         return traces
 
-    def two_pass_bytes(self, steps: int) -> int:
-        """What two passes keep of a sequence: old states, and what the time loop hands on, of every step."""
-        kept = {*self.plan.kept, *self.plan.before, *(h.invar for h in self.plan.program.hidden)}
-        return steps * sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+    @cached_property
+    def step_bytes(self) -> int:
+        """What the derivatives of one step need of it: old states, and what the time loop hands on."""
+        before = [v for v in self.plan.before if self.plan.is_needed(v)]
+        kept = {*self.plan.kept, *before, *(h.invar for h in self.plan.program.hidden)}
+        return max(sum(v.aval.size * v.aval.dtype.itemsize for v in kept), 1)
+
+    def block_length(self, steps: int, carried: bool) -> int:
+        """Steps to solve together: what a block keeps should stay near the processor.
+
+        A block reads and writes all of the traces it carries, so that longer ones pay then. A length that divides
+        the steps spares a second program for the rest.
+        """
+        least, room = (16, 2**22) if carried and self._exact else (4, 2**20)
+        longest = min(max(room // self.step_bytes, least), 64, steps)
+        return next((k for k in range(longest, longest // 2, -1) if steps % k == 0), longest)
 
     # ------------------------------------------------------------ drivers
 

@@ -36,7 +36,6 @@ from .online import apply_by, online_step
 from .traced import Traced, shapes_of
 
 _MOST_PROGRAMS = 16
-_BLOCK = 20
 
 
 @dataclass
@@ -403,7 +402,7 @@ class Learner(brainstate.nn.Module):
         inputs = Values((v, stack(v)) for v in traced.info.program.inputs)
         weights = jax.ShapeDtypeStruct((steps,), jnp.result_type(float))
         traces = jax.eval_shape(engine.init_traces)
-        block = min(self.block or _BLOCK, steps)
+        block = lambda carried: self._block(traced, steps, carried)
 
         def temporary(run: Callable, *args: Any) -> int:
             found = jax.jit(run).lower(*args).compile().memory_analysis()
@@ -412,8 +411,8 @@ class Learner(brainstate.nn.Module):
         return MemoryPlan(
             steps,
             dict(zip(traced.trace_keys, map(bytes_of, traces), strict=True)),
-            temporary(lambda *a: engine.one_pass(*a, block), parameters, states, traces, inputs, weights),
-            temporary(lambda *a: engine.two_pass(*a, block), parameters, states, inputs, weights),
+            temporary(lambda *a: engine.one_pass(*a, block(True)), parameters, states, traces, inputs, weights),
+            temporary(lambda *a: engine.two_pass(*a, block(False)), parameters, states, inputs, weights),
             temporary(lambda *a: engine.windows(*a, steps), parameters, states, [], inputs, weights),
         )
 
@@ -462,26 +461,28 @@ class Learner(brainstate.nn.Module):
             length = len(weights)
             if window is not None or rule.deep:
                 return engine.windows(parameters, states, traces, inputs, weights, window or length, rule.deep)
-            block = min(self.block or _BLOCK, length)
             if fresh and rule.trace == 'per_param' and self._two_passes(traced, length):
-                return engine.two_pass(parameters, states, inputs, weights, block)
+                return engine.two_pass(parameters, states, inputs, weights, self._block(traced, length, False))
             traces = engine.init_traces() if fresh else traces
-            return engine.one_pass(parameters, states, traces, inputs, weights, block)
+            return engine.one_pass(parameters, states, traces, inputs, weights, self._block(traced, length, True))
 
         return solve
 
     def _evolution(self, traced: Traced) -> Callable[..., Solved]:
         def evolve(parameters: Values, states: Values, traces: list, inputs: Values) -> Solved:
-            block = min(self.block or _BLOCK, length_of(tuple(inputs.values())))
+            block = self._block(traced, length_of(tuple(inputs.values())), True)
             return traced.engine.evolve(parameters, states, traces, inputs, block)
 
         return evolve
+
+    def _block(self, traced: Traced, steps: int, carried: bool) -> int:
+        return min(self.block, steps) if self.block else traced.engine.block_length(steps, carried)
 
     def _two_passes(self, traced: Traced, length: int) -> bool:
         """Two passes need no trace; one pass if the caller says so or the sequence is too long to keep."""
         if self.passes is not None:
             return self.passes == 2
-        return traced.engine.two_pass_bytes(length) <= self.max_trace_bytes
+        return length * traced.engine.step_bytes <= self.max_trace_bytes
 
     # ------------------------------------------------------------ states and traces
 
