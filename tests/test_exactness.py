@@ -869,6 +869,16 @@ def test_pp_prop_is_exact_for_one_step():
     assert_equal(found, bptt(MODELS['tied'].step, data.p, data.s, data.xs[:1], data.ys[:1])[0])
 
 
+def test_pp_prop_is_exact_without_memory_under_constant_inputs():
+    data, learner = data_of('vanilla'), learner_of('vanilla', pp_prop, decay_or_rank=0.6, block=2)
+    xs = np.repeat(data.xs[:1], T, axis=0)
+    found = learner.etrace_grad(xs, data.ys, step_fn=step_of(learner), reduction='sum')
+    wanted = bptt(MODELS['vanilla'].step, data.p, data.s, xs, data.ys, FULL, True)[0]
+    same = lambda gradient: gradient['cell', 'W', 'weight']['weight']
+    assert_equal(same(found)[:I], same(wanted)[:I])  # what meets the inputs
+    assert relative_error(same(found)[I:], same(wanted)[I:]) > 1e-3  # states are not constant
+
+
 # ---------------------------------------------------------------- windows
 
 

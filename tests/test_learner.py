@@ -237,3 +237,19 @@ def test_filters_carry_one_entry_for_each_element_and_patch(options):
     learner.reset_state()
     assert_close(learner.etrace_grad(xs, step_fn=squares(learner)), wanted, 1e-4)
     assert_close(learner.etrace_grad(xs, step_fn=squares(learner), fresh=True), wanted, 1e-4)
+
+
+def test_no_tracer_is_left_behind(xs):
+    learner = compiled(xs)
+    one = brainstate.transform.jit(
+        lambda x: brainstate.transform.grad(lambda: jnp.sum(learner(x) ** 2), learner.param_states)()
+    )
+    with jax.checking_leaks():
+        learner.etrace_grad(xs, step_fn=squares(learner), fresh=True)
+        learner.etrace_grad(xs, step_fn=squares(learner))
+        learner.etrace_evolve(xs)
+        one(xs[0])
+        learner.etrace_online(xs, step_fn=squares(learner), optimizer=optax.sgd(0.1))
+        learner.reset_state()
+    for state in learner.states().values():
+        assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state.value))

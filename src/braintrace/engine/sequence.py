@@ -77,12 +77,16 @@ class Sequencer:
             for k in tap.weights if self.traced(i) else ():
                 for v in tap.results:
                     for g, local in enumerate(plan.locals):
-                        if v in local.taps and local.carried(v):
-                            equation = cut_inside(i, tap.equation, local.found.cuts)
-                            place = (plan.groups[g], equation, k, v, local.found.labels[v])
-                            constant = plan.facts.constant
-                            factors = factorised_for(*place, tap.data, self.decay, constant) if self.decay else None
-                            sites.append(Site(i, k, v, g, factors or carrier_for(*place, constant)))
+                        if v not in local.taps or not local.reached(v):
+                            continue
+                        equation = cut_inside(i, tap.equation, local.found.cuts)
+                        place = (plan.groups[g], equation, k, v, local.found.labels[v])
+                        constant = plan.facts.constant
+                        factors = factorised_for(*place, tap.data, self.decay, constant) if self.decay else None
+                        if factors:
+                            sites.append(Site(i, k, v, g, factors))
+                        elif local.carried(v):
+                            sites.append(Site(i, k, v, g, carrier_for(*place, constant)))
         return tuple(sites)
 
     def init_traces(self) -> Trace:

@@ -39,7 +39,13 @@ def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rul
                 'decay_or_rank=0.9, decay_or_rank=19, or a pair (x side, f side)',
             )
         )
-    return Rule('pp_prop', 'io_factorized', None, 'one step, or inputs and Jacobians constant in time', decays)
+    return Rule(
+        'pp_prop',
+        'io_factorized',
+        None,
+        'one step; or one decay, states without memory and inputs constant in time',
+        decays,
+    )
 
 
 def tbptt(k: int) -> Rule:
