@@ -10,7 +10,7 @@ out, and entries that are zero by structure never appear. Axes: t steps of the b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -194,10 +194,18 @@ def pull_one(local: LocalStep, env: Values, gamma: Components) -> Values:
     return pull({i: g.astype(values[i].dtype) for i, g in gamma.items()})[0]
 
 
-def weight_gradients(plan: Plan, const: Values, steps: Values, whole: Values, local: Sequence[Values]) -> Values:
+def weight_gradients(
+    plan: Plan,
+    const: Values,
+    steps: Values,
+    whole: Values,
+    local: Sequence[Values],
+    boxes: Mapping[Var, tuple[slice, ...] | None] = {},
+) -> Values:
     """Gradient of every weight operand: one pull-back of each tap over all steps of the block.
 
-    ``whole`` holds the one-step gradients of tap results that count, ``local[g]`` what the credit of group g adds. An
+    ``whole`` holds the one-step gradients of tap results that count, ``local[g]`` what the credit of group g adds;
+    outside of its box in ``boxes`` their sum is zero. An
     operation with cuts inside is pulled back with them for its local part.
     """
     total = Values()
@@ -217,7 +225,7 @@ def weight_gradients(plan: Plan, const: Values, steps: Values, whole: Values, lo
         reaches_states = any(v in bars for bars in local for v in tap.results)
         data = operands[i] if reaches_states else _spared(operands[i], y_bars)
         for equation, bars in [(tap.equation, y_bars), *parts]:
-            grads = _pull_tap(equation, tap.weights, const, data, bars, plan.facts.constant)
+            grads = _pull_tap(plan, equation, tap.weights, const, data, bars, boxes)
             for k, grad in grads.items():
                 v = equation.invars[k]
                 total[v] = total[v] + grad if v in total else grad
@@ -238,10 +246,17 @@ def _spared(operands: dict[int, jax.Array], y_bars: Values) -> dict[int, jax.Arr
 
 
 def _pull_tap(
-    equation: Any, weights: Sequence[int], const: Values, operands: dict, y_bars: Values, constant: Any
+    plan: Plan,
+    equation: Any,
+    weights: Sequence[int],
+    const: Values,
+    operands: dict,
+    y_bars: Values,
+    boxes: Mapping[Var, tuple[slice, ...] | None],
 ) -> dict[int, Any]:
     if len(weights) == 1 and len(equation.outvars) == 1:
-        found = linear_gradient(equation, weights[0], operands, y_bars[equation.outvars[0]], constant)
+        (y,) = equation.outvars
+        found = linear_gradient(equation, weights[0], operands, y_bars[y], plan.facts.constant, boxes.get(y))
         if found is not None:
             return {weights[0]: found}
     given = {k: const[v] if is_var(v) else v.val for k, v in enumerate(equation.invars) if k not in operands}

@@ -18,10 +18,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..analysis.dependence import Bits, of, union
 from ..analysis.facts import Facts
+from ..analysis.families import TABLE
 from ..analysis.groups import HiddenGroup
+from ..analysis.labels import NONE, Labels, join
 from ..analysis.positions import Positions
 from ..analysis.sites import weight_operands
 from ..compat import Atom, Equation, Var, evaluate_equation, is_differentiable, is_var, sub_programs
@@ -187,16 +190,6 @@ class Plan:
     def ends(self) -> frozenset[Var]:
         """All new hidden states."""
         return frozenset(v for group in self.groups for v in group.hidden_outvars)
-
-    @cached_property
-    def consumers(self) -> dict[Var, list[tuple[int, int]]]:
-        """(equation, operand) where each value is read on the way to a target or to a new hidden state."""
-        found: dict[Var, list[tuple[int, int]]] = {}
-        for i in self.needed((*self.targets, *self.ends), ()):
-            for k, v in enumerate(self.equations[i].invars):
-                if is_var(v):
-                    found.setdefault(v, []).append((i, k))
-        return found
 
     @cached_property
     def direct_reads(self) -> frozenset[Var]:
@@ -435,22 +428,35 @@ class LocalStep:
             if s in self.reached(y) or any((s, r) in self.pattern for r in past)
         )
 
-    def covers(self, y: Var) -> bool:
-        """True if all that a tap's result does within a step it does through this group, along uncut paths."""
-        plan, own = self.plan, set(self.group.hidden_outvars)
+    @cached_property
+    def _escaping(self) -> dict[Var, Labels]:
+        """Elements, labelled 0, that act within a step on more than this group along its uncut paths."""
+        plan, cuts, own = self.plan, self.found.cuts, set(self.group.hidden_outvars)
         inside = set(plan.needed(own, ()))
-        todo, seen = [y], {y}
-        while todo:
-            v = todo.pop()
-            if v not in own and (v in plan.ends or any(v is t for t in plan.targets)):
-                return False
-            for i, k in plan.consumers.get(v, ()):
-                if v in own and i not in inside:
+        every = lambda v: np.zeros(v.aval.shape, np.int32)
+        found: dict[Var, Labels] = {v: every(v) for v in (*plan.targets, *plan.ends) if is_var(v) and v not in own}
+        for i in reversed(plan.needed((*plan.targets, *plan.ends), ())):
+            eqn = plan.equations[i]
+            outs = [found.get(v) for v in eqn.outvars]
+            family = TABLE.get(eqn.primitive.name)
+            pulled = family.rule(eqn, outs, plan.facts.constant) if family else None
+            closed = any(e == i for e, _ in cuts.bodies) or (pulled is None and any(x is not None for x in outs))
+            for k, v in enumerate(eqn.invars) if any(map(is_differentiable, eqn.outvars)) else ():
+                if not is_var(v) or not is_differentiable(v) or (v in own and i not in inside):
                     continue
-                made = [o for o in plan.equations[i].outvars if is_differentiable(o)]
-                cut = (i, k) in self.found.cuts.edges or any(e == i for e, _ in self.found.cuts.bodies)
-                if made and (cut or (i, k) not in self.found.edges):
-                    return False
-                todo += [o for o in made if o not in seen]
-                seen.update(made)
-        return True
+                if closed or (i, k) not in self.found.edges:
+                    labels: Labels = every(v)
+                else:
+                    labels = pulled[k] if pulled else None
+                if (i, k) in cuts.edges:
+                    labels = join(labels, np.where(cuts.edges[i, k], 0, NONE).astype(np.int32))
+                found[v] = join(found.get(v), labels)
+        return found
+
+    def escape(self, y: Var) -> tuple[slice, ...] | None:
+        """The smallest box of a tap's result that acts within a step on more than this group; None if nothing does."""
+        labels = self._escaping.get(y)
+        places = np.nonzero(labels != NONE) if labels is not None else ()
+        if labels is None or not np.any(labels != NONE):
+            return None
+        return tuple(slice(int(i.min()), int(i.max()) + 1) for i in places)

@@ -169,12 +169,21 @@ class Synapses(NamedTuple):
 
 
 def linear_gradient(
-    equation: Any, operand: int, steps: dict[int, jax.Array], y_bars: jax.Array, constant: Callable[[Any], Any]
+    equation: Any,
+    operand: int,
+    steps: dict[int, jax.Array],
+    y_bars: jax.Array,
+    constant: Callable[[Any], Any],
+    part: tuple[slice, ...] | None = None,
 ) -> jax.Array | None:
-    """Gradient of one weight over many steps, if the operation is one of those above."""
+    """Gradient of one weight over many steps, if the operation is one of those above.
+
+    ``part``: a box outside of which ``y_bars`` is zero.
+    """
     dtype = equation.invars[operand].aval.dtype
     if equation.primitive.name == 'dot_general' and 1 - operand in steps:
-        return product_gradient(equation, operand, steps[1 - operand], y_bars)
+        y_bars = y_bars if part is None else y_bars[:, *part]
+        return product_gradient(equation, operand, steps[1 - operand], y_bars, part)
     if (patches := Patches.of(equation, operand)) and 0 in steps:
         return patches.gradient(steps[0], y_bars).astype(dtype)
     if (synapses := Synapses.of(equation, operand, constant)) and Synapses.INPUT in steps:

@@ -310,13 +310,13 @@ class Sequencer:
         if self._exact:
             gammas, first = credit_back(found, self._no_credit(states), len(cotangents[0]))
             local = self._of_traced(local_pull(plan, const, steps, gammas))
-        whole = found.results.pick(v for v in found.results if v not in self._replaced)
+        whole = found.results.pick(v for v in found.results if self._rest.get(v, True))
         if self._factored:
             now = local_pull(plan, const, steps, found.signals)
             for g, v in self._factored:
                 if v in whole:
                     local[g][v] = -now[g][v]
-        total = _add(total, weight_gradients(plan, const, steps, whole, local))
+        total = _add(total, weight_gradients(plan, const, steps, whole, local, self._rest))
         traces, total = self._advance(const, steps, found, traces, total, first)
         return (done.states, traces, total), found
 
@@ -330,9 +330,9 @@ class Sequencer:
         return frozenset((s.group, s.result) for s in self.sites if isinstance(s.carrier, Factorised))
 
     @cached_property
-    def _replaced(self) -> frozenset[Var]:
-        """Results of taps whose one-step gradient is local as a whole, so that factors take its place."""
-        return frozenset(v for g, v in self._factored if self.plan.locals[g].covers(v))
+    def _rest(self) -> dict[Var, tuple[slice, ...] | None]:
+        """The part of a factorised tap's result whose one-step gradient its factors do not replace as a whole."""
+        return {v: self.plan.locals[g].escape(v) for g, v in self._factored}
 
     @cached_property
     def _exact(self) -> bool:
