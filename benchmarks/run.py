@@ -11,6 +11,7 @@ everything measured to ``results.json`` and a picture to ``results.svg``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
@@ -82,7 +83,8 @@ class Side:
 
     def close(self) -> None:
         """End the process."""
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait()
 
@@ -92,7 +94,8 @@ def measure(index: int, workload: Workload, sides: dict[str, Side], rounds: int,
     started = time.perf_counter()
     print(f'[{workload.key}] {workload.title}: set up', end='', flush=True)
     for side in sides.values():
-        side('open', index=index, quick=quick)
+        if error := side('open', index=index, quick=quick).get('error'):
+            sys.exit(f'\n{side.name}: {error}\nworker.py {side.name} 0, run by hand in its environment, tells why')
     plan = [('ours', v) for v in (*BASELINES, *workload.variants)]
     if 'peer' in sides:
         plan += [('peer', v) for v in workload.peer]
