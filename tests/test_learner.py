@@ -1,6 +1,7 @@
 """What a learner carries, how much of it, and the ways to choose."""
 
 import brainstate
+import braintools
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -253,3 +254,52 @@ def test_no_tracer_is_left_behind(xs):
         learner.reset_state()
     for state in learner.states().values():
         assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state.value))
+
+
+def test_bad_options_are_refused_where_they_are_given(xs):
+    for options in ({'block': 0}, {'block': 1.5}, {'trace_dtype': jnp.int32}, {'trace_dtype': 'foo'}):
+        (name,) = options
+        with pytest.raises(ValueError, match=f'{name}=.*\n.*\n'):
+            compiled(xs, **options)
+    for rule, options in (('tbptt', {'k': 0}), ('pp_prop', {'decay_or_rank': -1}), ('pp_prop', {'decay_or_rank': 'a'})):
+        with pytest.raises(ValueError, match='what to write instead'):
+            compiled(xs, rule, **options)
+    with pytest.raises(TypeError, match='reach, vjp_method'):
+        compiled(xs, rank=3)
+    with pytest.raises(ValueError, match='silently share one input'):
+        braintrace.compile(Net(), 'd_rtrl', xs[0, 0], batch_size=B)
+    learner = compiled(xs)
+    with pytest.raises(braintrace.CompilationError, match='batch axis included'):
+        learner.etrace_grad(xs[:, 0], step_fn=squares(learner))
+    with pytest.raises(ValueError, match='no such parameter'):
+        learner.get_etrace_of('zz')
+    with pytest.raises(TypeError, match='no way to update'):
+        learner.etrace_online(xs, step_fn=squares(learner), optimizer='adam')
+
+
+def test_online_learning_refuses_what_is_not_finite_and_undoes_it(xs):
+    learner = compiled(xs, check_finite=True)
+    for optimizer in (optax.adam(0.1), braintools.optim.Adam(lr=0.1)):
+        learner.etrace_online(xs, step_fn=squares(learner), optimizer=optimizer)
+        before = jax.device_get({path: state.value for path, state in learner.states().items()})
+        with pytest.raises(FloatingPointError, match='step 3'):
+            learner.etrace_online(xs.at[3].set(jnp.nan), step_fn=squares(learner), optimizer=optimizer)
+        after = {path: state.value for path, state in learner.states().items()}
+        jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_plan_after_another_batch_size(xs):
+    learner = compiled(xs)
+    small = learner.memory_plan(T)
+    learner.reset_state(batch_size=3 * B)
+    large = learner.memory_plan(T)
+    assert sum(large.traces.values()) == 3 * sum(small.traces.values())
+
+
+@pytest.mark.parametrize('rule', ['pp_prop', 'tbptt'])
+def test_convolutions_learn_by_every_rule(rule):
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(1, B, 5, 6, 2)), jnp.float32)
+    learner = compiled(xs, rule, model=ConvNet())
+    exact = compiled(xs, 'bptt', model=learner.model)
+    wanted = exact.etrace_grad(xs, step_fn=squares(exact), fresh=True)
+    assert_close(learner.etrace_grad(xs, step_fn=squares(learner), fresh=True), wanted, 1e-4)

@@ -439,8 +439,9 @@ class LocalStep:
             eqn = plan.equations[i]
             outs = [found.get(v) for v in eqn.outvars]
             family = TABLE.get(eqn.primitive.name)
-            pulled = family.rule(eqn, outs, plan.facts.constant) if family else None
-            closed = any(e == i for e, _ in cuts.bodies) or (pulled is None and any(x is not None for x in outs))
+            silent = all(x is None for x in outs)
+            pulled = family.rule(eqn, outs, plan.facts.constant) if family and not silent else None
+            closed = any(e == i for e, _ in cuts.bodies) or (family is None and not silent)
             for k, v in enumerate(eqn.invars) if any(map(is_differentiable, eqn.outvars)) else ():
                 if not is_var(v) or not is_differentiable(v) or (v in own and i not in inside):
                     continue

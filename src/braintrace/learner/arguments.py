@@ -91,6 +91,55 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         )
 
 
+def check_block(block: Any) -> None:
+    if block is not None and (not isinstance(block, int) or block < 1):
+        raise ValueError(
+            three_parts(f'block={block!r}', 'a block has at least one step', 'a whole number from 1, or None')
+        )
+
+
+def check_trace_dtype(dtype: Any) -> None:
+    """Raise unless a type can hold traces."""
+    try:
+        fits = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            three_parts(f'trace_dtype={dtype!r}', 'traces are real numbers', 'jnp.bfloat16, jnp.float32 or None')
+        )
+
+
+def check_rank(args: tuple, example: tuple, extra: int) -> None:
+    """Raise if an input has lost or gained an axis since the model was compiled."""
+    got, wanted = jax.tree.leaves(args), jax.tree.leaves(example)
+    if len(got) != len(wanted):
+        return
+    for x, e in zip(got, wanted, strict=True):
+        if jnp.ndim(x) != jnp.ndim(e) + extra:
+            raise CompilationError(
+                three_parts(
+                    f'learner(...) on an input of shape {jnp.shape(x)}',
+                    f'the model was compiled for inputs of shape {jnp.shape(e)}, batch axis included'
+                    + (', and a window adds a time axis in front' if extra else ''),
+                    'inputs with the axes of the compiled example; MultiStepData(x) for a window of steps',
+                )
+            )
+
+
+def check_batch(inputs: tuple, batch_size: int | None) -> None:
+    """Raise if no example input has an axis of the size of the batch."""
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(inputs) if jnp.ndim(x)]
+    if batch_size is not None and shapes and not any(batch_size in shape for shape in shapes):
+        raise ValueError(
+            three_parts(
+                f'batch_size={batch_size} with example inputs of shapes {shapes}',
+                'no input has an axis of that size, so all samples would silently share one input',
+                f'example inputs with their batch axis, e.g. ({batch_size}, ...); or vmap=True for one sample',
+            )
+        )
+
+
 def length_of(sequences: tuple) -> int:
     lengths = {jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(sequences)}
     if len(lengths) != 1 or None in lengths or 0 in lengths:
@@ -107,6 +156,14 @@ def length_of(sequences: tuple) -> int:
 
 def check_finite_values(losses: jax.Array, weights: jax.Array, gradients: dict[str, Any], what: str) -> None:
     """Raise on a loss of a step (or window) that counts, or on a gradient, that is not finite."""
+    if isinstance(losses, jax.core.Tracer):
+        raise ValueError(
+            three_parts(
+                'check_finite=True inside jit',
+                'values are not known while a program is traced, so nothing could be raised',
+                'the call outside jit (it is compiled anyway), or check_finite=False',
+            )
+        )
     bad = ~jnp.isfinite(losses) & (weights != 0)
     if bool(jnp.any(bad)):
         raise FloatingPointError(f'the loss of {what} {int(jnp.argmax(bad))} is not finite; nothing was updated')

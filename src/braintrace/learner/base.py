@@ -23,8 +23,11 @@ from ..rules import Rule
 from .arguments import (
     bytes_of,
     check_aux,
+    check_block,
     check_choice,
     check_finite_values,
+    check_rank,
+    check_trace_dtype,
     length_of,
     never_called,
     read_mask,
@@ -83,6 +86,8 @@ class Learner(brainstate.nn.Module):
         self.rule = replace(rule, deep=reach == 'deep')
         check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
         self._exact_windows = vjp_method == 'multi-step' or rule.trace == 'none'
+        check_block(block)
+        check_trace_dtype(trace_dtype)
         self.model = model
         self.vmap = vmap
         self.executor = ETraceGraphExecutor(model, self._call if vmap else None)
@@ -162,6 +167,7 @@ class Learner(brainstate.nn.Module):
         window = any(isinstance(a, MultiStepData) for a in args)
         args = tuple(a.data if isinstance(a, (SingleStepData, MultiStepData)) else a for a in args)
         self._updates += 1
+        check_rank(args, self._example, int(window))
         if self._tracing:
             return brainstate.transform.for_loop(self._call, *args) if window else self._call(*args)
         traced, step = self._step_program(args, window)
@@ -211,7 +217,8 @@ class Learner(brainstate.nn.Module):
         ``step_fn(*slices)`` calls the learner and returns a scalar loss (or ``(loss, aux)``). ``mask`` (T,)
         weights the losses; 'mean' divides by max(Σ mask, 1). ``fresh=True``: the sequence is whole, so states
         start from where they were compiled and no trace is wanted after. ``weights`` selects parameters by path.
-        ``chunk_size=k`` hands windows of k steps to ``step_fn``, which wraps them in :class:`MultiStepData`.
+        ``chunk_size=k`` hands windows of k steps to ``step_fn``, which wraps them in :class:`MultiStepData`: exact
+        reverse mode inside each, whatever ``vjp_method`` says, and traces across.
         With ``return_value`` the losses follow, with ``has_aux`` the auxiliary values, stacked over time.
         """
         check_choice('loss_output', loss_output, ('per_step', 'reduced'))
@@ -293,8 +300,10 @@ class Learner(brainstate.nn.Module):
         return (*self.model.states().values(), *self.traces.values())
 
     @contextlib.contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        before = [(state, state.value) for state in self._held()]
+    def _undone_on_error(self, optimizer: Any = None) -> Iterator[None]:
+        own = brainstate.graph.states(optimizer).values() if hasattr(optimizer, 'param_states') else ()
+        moving = (*self._held(), *own, *self._made.optimizers.values())
+        before = [(state, state.value) for state in moving]
         try:
             yield
         except BaseException:
@@ -342,9 +351,18 @@ class Learner(brainstate.nn.Module):
     ) -> jax.Array:
         """Train along a sequence: weights change every ``update_every`` steps inside the compiled loop.
 
-        ``optimizer``: one of braintools, or any optax transformation. A masked step neither teaches nor, if all
-        steps since the last update are masked, updates. Returns the loss of every step.
+        ``optimizer``: one of braintools, or any optax transformation; it is given the sum of the steps' gradients,
+        and its state lives on from call to call. A masked step neither teaches nor, if all steps since the last
+        update are masked, updates; states and traces go on. Returns the loss of every step.
         """
+        if not hasattr(optimizer, 'update'):
+            raise TypeError(
+                three_parts(
+                    f'optimizer={optimizer!r}',
+                    'it has no way to update weights',
+                    'braintools.optim.Adam(lr=1e-3), optax.adam(1e-3) or the like',
+                )
+            )
         length = length_of(sequences)
         if update_every < 1 or length % update_every:
             raise ValueError(
@@ -360,21 +378,28 @@ class Learner(brainstate.nn.Module):
         self._read_traces(traced, fresh=False)
         apply = apply_by(optimizer, self.param_states, self._made.optimizers)
 
-        def one(window: tuple, weights: jax.Array) -> jax.Array:
+        def one(window: tuple, weights: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
             parameters, states = traced.read()
             traces = self._read_traces(traced, fresh=False)
             solved = solve(parameters, states, traces, traced.inputs(window), weights)
             traced.write(solved.states)
             self._write_traces(traced, solved.traces, fresh=False)
             apply(traced.gradients_by_path(solved.gradients), jnp.any(weights != 0))
-            return solved.losses
+            named = {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
+            finite = {name: jnp.all(jnp.isfinite(g)) for name, g in named.items()} if self.check_finite else {}
+            return solved.losses, finite
 
         key = ('online', traced, optimizer, update_every, *self._held())
         if key not in self._made.programs:
             loop = brainstate.transform.jit(lambda xs, w: brainstate.transform.for_loop(one, xs, w))
             self._made.programs[key] = (traced, loop)
         windows = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, update_every, *jnp.shape(x)[1:]), sequences)
-        return self._made.programs[key][1](windows, mask.reshape(-1, update_every)).reshape(-1)
+        with self._undone_on_error(optimizer):
+            losses, finite = self._made.programs[key][1](windows, mask.reshape(-1, update_every))
+            if self.check_finite:
+                marks = {name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()}
+                check_finite_values(losses.reshape(-1), mask, marks, 'step')
+        return losses.reshape(-1)
 
     def gradient_check(self, *sequences: Any, step_fn: Callable[..., Any], **options: Any) -> GradientCheck:
         """Compare this rule's gradient of a fresh sequence with BPTT's; states stay as they were."""
@@ -539,8 +564,18 @@ class Learner(brainstate.nn.Module):
                 if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trace.value)):
                     self._made.zeros[key] = trace.value
 
-    def get_etrace_of(self, path: Path | brainstate.State) -> dict[tuple, jax.Array]:
-        """The traces of one parameter, by their names; a trace is one array for each state it is carried on."""
+    def get_etrace_of(self, path: Path | str | brainstate.State) -> dict[tuple, Any]:
+        """The traces of one parameter, by their names.
+
+        A name holds parameters, operation and hidden states; a trace is one array for each of these states that it
+        is carried on, by number. pp_prop's traces are :class:`FactorTrace` of an input and such arrays.
+        """
+        path = (path,) if isinstance(path, str) else path
+        if not isinstance(path, brainstate.State) and tuple(path) not in self.param_states:
+            names = ', '.join(map(repr, self.param_states))
+            raise ValueError(
+                three_parts(f'get_etrace_of({path!r})', 'the model has no such parameter', f'one of {names}')
+            )
         if isinstance(path, brainstate.State):
             path = next(p for p, s in self.param_states.items() if s is path)
         start = '.'.join(map(str, path))
@@ -548,7 +583,10 @@ class Learner(brainstate.nn.Module):
         return {key: trace.value for key, trace in self.traces.items() if mine(key[0])}
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        """Start afresh: the model's states as they were compiled (or anew for another batch size), traces zero."""
+        """Start afresh: the model's states as they were compiled, traces zero.
+
+        With a ``batch_size`` the states are made anew for it, and that is where fresh sequences start from then on.
+        """
         if batch_size is None:
             for path, state in self.model.states().items():
                 if path in self._start:
@@ -558,7 +596,11 @@ class Learner(brainstate.nn.Module):
                 brainstate.nn.vmap_init_all_states(self.model, axis_size=batch_size)
             else:
                 brainstate.nn.init_all_states(self.model, batch_size)
+            old = next((jnp.shape(x)[0] for x in jax.tree.leaves([s.value for s in self._start.values()])), None)
             current = self.model.states()
             for path, start in self._start.items():
                 start.value = current[path].value
+            resized = lambda x: jnp.zeros((batch_size, *jnp.shape(x)[1:]), jnp.result_type(x))
+            same = lambda x: jnp.ndim(x) and jnp.shape(x)[0] == old
+            self._example = jax.tree.map(lambda x: resized(x) if same(x) else x, self._example)
         self._clear_traces()

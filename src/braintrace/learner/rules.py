@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from .. import rules
 from ..errors import three_parts
+from .arguments import check_batch
 from .base import Learner
 
 
@@ -100,15 +102,26 @@ def compile(
         example_inputs = jax.tree.map(batched, example_inputs)
     else:
         brainstate.nn.init_all_states(model, **({} if batch_size is None else {'batch_size': batch_size}))
+    check_batch(example_inputs, batch_size)
     for switch in _AUTOMATIC & options.keys():
         warnings.warn(f'{switch}={options.pop(switch)!r} is ignored: this is automatic here', stacklevel=2)
     try:
         learner = kind(model, vmap=vmap, **options)
     except TypeError as error:
         raise TypeError(
-            three_parts(f'compile(..., {kind.__name__}, {options})', str(error), f'options of {kind.__name__} only')
+            three_parts(
+                f'compile(..., {kind.__name__}, {options})',
+                str(error),
+                f'options of {kind.__name__} only: {_names(kind)}',
+            )
         ) from error
     learner.compile_graph(*example_inputs)
     if verbose:
         learner.report.show()
     return learner
+
+
+def _names(kind: type[Learner]) -> str:
+    """The options of a rule."""
+    found = [*inspect.signature(kind.__init__).parameters, *inspect.signature(Learner.__init__).parameters]
+    return ', '.join(dict.fromkeys(n for n in found if n not in ('self', 'model', 'rule', 'options')))

@@ -30,8 +30,8 @@ BPTT = Rule('BPTT', 'none', 0, 'always')
 def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rule:
     """Factorised traces: a decay in (0, 1), a rank r ≥ 1 that means (r - 1)/(r + 1), or a pair for (x, f)."""
     pair = decay_or_rank if isinstance(decay_or_rank, tuple) else (decay_or_rank, decay_or_rank)
-    decays = tuple((d - 1) / (d + 1) if isinstance(d, int) else float(d) for d in pair)
-    if len(decays) != 2 or not all(0 <= d < 1 for d in decays):
+    fits = lambda d: isinstance(d, (int, float)) and (d >= 1 if isinstance(d, int) else 0 <= d < 1)
+    if len(pair) != 2 or not all(map(fits, pair)):
         raise ValueError(
             three_parts(
                 f'decay_or_rank={decay_or_rank!r}',
@@ -39,6 +39,7 @@ def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rul
                 'decay_or_rank=0.9, decay_or_rank=19, or a pair (x side, f side)',
             )
         )
+    decays = tuple((d - 1) / (d + 1) if isinstance(d, int) else d for d in pair)
     return Rule(
         'pp_prop',
         'io_factorized',
@@ -50,4 +51,6 @@ def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rul
 
 def tbptt(k: int) -> Rule:
     """Truncated BPTT: exact inside windows of k steps, nothing across them."""
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(three_parts(f'k={k!r}', 'a window has at least one step', 'a whole number from 1'))
     return Rule(f'TBPTT({k})', 'none', k, 'no credit crosses a window')
