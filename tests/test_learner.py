@@ -205,7 +205,9 @@ def test_compiled_for_one_sample_and_mapped_by_the_caller(xs):
 
 def test_learner_is_a_module_before_and_after_training(xs):
     learner = compiled(xs)
+    before = {key: trace.value for key, trace in learner.traces.items()}
     learner.etrace_grad(xs, step_fn=squares(learner), fresh=True)
+    assert all(trace.value is before[key] for key, trace in learner.traces.items())  # nothing was written
     learner.etrace_online(xs, step_fn=squares(learner), optimizer=optax.sgd(0.1))
     paths = learner.states()
     assert ('model', 'cell', 'h') in paths

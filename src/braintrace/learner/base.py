@@ -536,6 +536,7 @@ class Learner(brainstate.nn.Module):
                 )
             self._check_size(traced)
             self.traces = dict(zip(keys, map(EligibilityTrace, traced.engine.init_traces()), strict=True))
+            self._remember_zeros()
         return [self.traces[k].value for k in keys]
 
     def _check_size(self, traced: Traced) -> None:
@@ -561,8 +562,12 @@ class Learner(brainstate.nn.Module):
         for key, trace in self.traces.items():
             if trace.value is not self._made.zeros.get(key):
                 trace.value = jax.tree.map(jnp.zeros_like, trace.value)
-                if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trace.value)):
-                    self._made.zeros[key] = trace.value
+        self._remember_zeros()
+
+    def _remember_zeros(self) -> None:
+        """Traces that are cleared need not be cleared again."""
+        known = lambda trace: not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trace.value))
+        self._made.zeros = {key: trace.value for key, trace in self.traces.items() if known(trace)}
 
     def get_etrace_of(self, path: Path | str | brainstate.State) -> dict[tuple, Any]:
         """The traces of one parameter, by their names.
