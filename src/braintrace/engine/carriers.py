@@ -79,7 +79,8 @@ class _Site:
     @cached_property
     def part(self) -> tuple[slice, ...]:
         """The smallest box of y with all the elements that reach the group."""
-        return tuple(slice(int(i.min()), int(i.max()) + 1) for i in np.nonzero(self.positions >= 0))
+        places = np.argwhere(self.positions >= 0)
+        return tuple(slice(int(a), int(b) + 1) for a, b in zip(places.min(axis=0), places.max(axis=0), strict=True))
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -202,7 +203,7 @@ class Product(_Site):
             {at: self.here(p) for at, p in product.items()},
             {s: self.here(g) for s, g in gamma.items()},
         )
-        if y[0] not in x or y[0] in batch or len(y) == 1:
+        if len(y) < 2 or y[0] not in x or y[0] in batch:
             new, total = self._one(x, y, trace, xs, *given)
         else:
             sample = y[0]
@@ -235,7 +236,7 @@ class Product(_Site):
             new[s] = sum(terms[1:], terms[0]).astype(trace[s].dtype)
         told = [over(gamma[s]) * e for s, e in wide.items() if s in gamma]
         shape = next(iter(wide.values())).shape
-        return new, sum(told[1:], told[0]) if told else jnp.zeros(shape, xs.dtype)
+        return new, sum(told[1:], told[0]).astype(xs.dtype) if told else jnp.zeros(shape, xs.dtype)
 
     def _as_weight(self, told: jax.Array, y: str) -> jax.Array:
         """What a part of y says about each weight, summed over what the weight does not know."""

@@ -457,7 +457,7 @@ class LocalStep:
     def escape(self, y: Var) -> tuple[slice, ...] | None:
         """The smallest box of a tap's result that acts within a step on more than this group; None if nothing does."""
         labels = self._escaping.get(y)
-        places = np.nonzero(labels != NONE) if labels is not None else ()
         if labels is None or not np.any(labels != NONE):
             return None
-        return tuple(slice(int(i.min()), int(i.max()) + 1) for i in places)
+        places = np.argwhere(labels != NONE)
+        return tuple(slice(int(a), int(b) + 1) for a, b in zip(places.min(axis=0), places.max(axis=0), strict=True))
