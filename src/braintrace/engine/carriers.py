@@ -13,6 +13,7 @@ y reaches, and so every carrier keeps y's own order. Axes: y those of the tap's 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,20 +118,20 @@ class _Site:
         return pull(y_bar)[0]
 
 
-class _Whole(_Site):
+class _Whole(_Site, ABC):
     """A trace that is small enough to be solved in one piece."""
 
+    @abstractmethod
     def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
         """Σ_t P_t ∂h_t/∂w of one component."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
         """A component's trace times one factor for each position."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradient(self, trace: jax.Array, gamma: jax.Array) -> jax.Array:
         """γ · ε of one component."""
-        raise NotImplementedError
 
     def solve(
         self,
