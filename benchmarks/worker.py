@@ -119,8 +119,10 @@ class Run:
     def _gradient(self, side: str, variant: str) -> Callable:
         learner = self.learner
         step = lambda x, y: models.loss(learner(x), y)
-        options = {'fresh': variant == 'd_rtrl_fresh'} if side == 'ours' else {}
-        return brainstate.transform.jit(lambda xs, ys: dict(learner.etrace_grad(xs, ys, step_fn=step, **options)))
+        if side == 'ours':  # compiled once for each shape by itself; the published package compiles on every call
+            fresh = variant == 'd_rtrl_fresh'
+            return lambda xs, ys: dict(learner.etrace_grad(xs, ys, step_fn=step, fresh=fresh))
+        return brainstate.transform.jit(lambda xs, ys: dict(learner.etrace_grad(xs, ys, step_fn=step)))
 
     def _online(self, side: str, variant: str) -> Callable:
         learner, weights = self.learner, self._weights

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ..compat import Var, evaluate_equation, is_var
 from ..program import cut_inside
 from .plan import Components, Jacobian, LocalStep, Plan, Values
-from .products import linear_gradient
+from .products import linear_gradient, turned
 from .signal import joint_targets
 
 
@@ -48,7 +48,11 @@ def constants(plan: Plan, inputs: Values) -> Values:
     """Everything that depends on parameters and constants only."""
     closed = plan.program.closed
     env = Values(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    return plan.compute(plan.constants, env | inputs)
+    env = plan.compute(plan.constants, env | inputs)
+    for i, (k, v) in plan.turned.items():
+        equation = plan.equations[i]
+        env[v] = turned(equation, k, env[equation.invars[k]])
+    return env
 
 
 def forward(plan: Plan, const: Values, states: Values, inputs: Values) -> Forward:

@@ -71,11 +71,7 @@ class _Site:
 
     def at_result(self, values: jax.Array) -> jax.Array:
         """Values of the positions at the elements of y; zero where y reaches none."""
-        flat = values.reshape(-1)
-        if np.array_equal(self.positions.reshape(-1), np.arange(len(flat))):
-            return flat.reshape(self.positions.shape)
-        picked = flat[np.maximum(self.positions, 0)]
-        return picked if (self.positions >= 0).all() else jnp.where(self.positions >= 0, picked, 0)
+        return _picked(values, self.positions)
 
     @cached_property
     def part(self) -> tuple[slice, ...]:
@@ -89,7 +85,7 @@ class _Site:
 
     def here(self, values: jax.Array) -> jax.Array:
         """Values of the positions at the part of y that reaches them."""
-        return self.at_result(values)[self.part]
+        return _picked(values, self.positions[self.part])
 
     def padded(self, part: jax.Array) -> jax.Array:
         """All of y, zero around its part; leading axes are left alone."""
@@ -116,6 +112,15 @@ class _Site:
         broadcast = lambda w: jnp.broadcast_to(w, self.result.aval.shape)
         _, pull = jax.vjp(broadcast, jnp.zeros(self.weight.shape, y_bar.dtype))
         return pull(y_bar)[0]
+
+
+def _picked(values: jax.Array, positions: np.ndarray) -> jax.Array:
+    """Values by their flat position, without a gather where they keep their order; zero where it is negative."""
+    flat = values.reshape(-1)
+    if np.array_equal(positions.reshape(-1), np.arange(len(flat))):
+        return flat.reshape(positions.shape)
+    picked = flat[np.maximum(positions, 0)]
+    return picked if (positions >= 0).all() else jnp.where(positions >= 0, picked, 0)
 
 
 class _Whole(_Site, ABC):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,8 +27,9 @@ from ..analysis.groups import HiddenGroup
 from ..analysis.labels import NONE, Labels, join
 from ..analysis.positions import Positions
 from ..analysis.sites import weight_operands
-from ..compat import Atom, Equation, Var, evaluate_equation, is_differentiable, is_var, sub_programs
+from ..compat import Atom, Equation, Var, evaluate_equation, is_differentiable, is_var, new_var, sub_programs
 from ..program import Hidden, StepProgram, cut_equation_at, equations_between
+from .products import is_turnable, turned_product
 
 
 class Values(dict[Var, Any]):
@@ -63,6 +64,13 @@ class Tap:
     def data(self) -> tuple[int, ...]:
         """Operands through which gradient passes on to the data."""
         return tuple(k for k, v in enumerate(self.equation.invars) if k not in self.weights and is_differentiable(v))
+
+
+class Turned(NamedTuple):
+    """A product whose weight is one of its operands, and the variable of that weight laid out anew."""
+
+    operand: int
+    weight: Var
 
 
 def replay(equation: Equation, data: Sequence[int], operands: Sequence[Any], kept: Values) -> Values:
@@ -142,6 +150,10 @@ class Plan:
         env = Values(env)
         for i in self.needed(targets, env):
             eqn = self.equations[i]
+            if (turned := self.turned.get(i)) and turned.weight in env:
+                x = env[eqn.invars[1 - turned.operand]]
+                env[eqn.outvars[0]] = turned_product(eqn, turned.operand, env[turned.weight], x)
+                continue
             operands = [env[v] if is_var(v) else v.val for v in eqn.invars]
             env.update(
                 (v, x) for v, x in zip(eqn.outvars, evaluate_equation(eqn, operands), strict=True) if v not in env
@@ -197,6 +209,18 @@ class Plan:
         atoms = [*self.targets, *(v for i in self.needed(self.targets, self.ends) for v in self.equations[i].invars)]
         read = {v for v in atoms if is_var(v)}
         return frozenset(v for group in self.groups for v in group.hidden_invars if v in read)
+
+    @cached_property
+    def turned(self) -> dict[int, Turned]:
+        """Products of the time loop whose weight is laid out for it once a call."""
+        fixed = {*self.constants, *(p.invar for p in self.program.parameters)}
+        found = {}
+        for i in self.needed((new for _, new in self.carried), self.before) if jax.default_backend() == 'cpu' else ():
+            eqn = self.equations[i]
+            for k, v in enumerate(eqn.invars):
+                if is_var(v) and v in fixed and is_turnable(eqn, k):
+                    found[i] = Turned(k, new_var(v.aval))
+        return found
 
     # ------------------------------------------------------------ stages
 

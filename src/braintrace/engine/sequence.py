@@ -111,10 +111,10 @@ class Sequencer:
     def block_length(self, steps: int, carried: bool) -> int:
         """Steps to solve together: what a block keeps should stay near the processor.
 
-        A block reads and writes all of the traces it carries, so that longer ones pay then. A length that divides
-        the steps spares a second program for the rest.
+        A block reads and writes all of the traces it carries, so that longer ones pay then, unless the traces are
+        as small as a step. A length that divides the steps spares a second program for the rest.
         """
-        least, room = (16, 2**22) if carried and self._exact else (4, 2**20)
+        least, room = ((16, 2**23) if self._exact else (4, 2**19)) if carried else (8, 2**20)
         longest = min(max(room // self.step_bytes, least), 64, steps)
         return next((k for k in range(longest, longest // 2, -1) if steps % k == 0), longest)
 

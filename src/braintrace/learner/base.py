@@ -321,8 +321,9 @@ class Learner(brainstate.nn.Module):
         traced, solve = self._program(step_fn, sequences, fresh, rule)
         parameters, states = traced.read()
         states = self._restarted(traced, states) if fresh else states
-        traces = self._read_traces(traced, fresh)
-        return traced, solve(parameters, states, traces, traced.inputs(sequences), cotangents), cotangents
+        traces = self._read_traces(traced, fresh, given=not self.check_finite)
+        with self._cleared_on_error():
+            return traced, solve(parameters, states, traces, traced.inputs(sequences), cotangents), cotangents
 
     def etrace_evolve(
         self, *sequences: Any, step_fn: Callable[..., Any] | None = None, return_outputs: bool = False
@@ -335,8 +336,9 @@ class Learner(brainstate.nn.Module):
         length = length_of(sequences)
         traced, evolve = self._program(step_fn or self, sequences, False, self.rule, evolve=True)
         parameters, states = traced.read()
-        traces = self._read_traces(traced, fresh=False)
-        solved = evolve(parameters, states, traces, traced.inputs(sequences))
+        traces = self._read_traces(traced, fresh=False, given=True)
+        with self._cleared_on_error():
+            solved = evolve(parameters, states, traces, traced.inputs(sequences))
         traced.write(solved.states)
         self._write_traces(traced, solved.traces, fresh=False)
         return traced.stacked(solved.aux, length) if return_outputs else None
@@ -456,7 +458,7 @@ class Learner(brainstate.nn.Module):
                 self._made.programs.pop(next(iter(self._made.programs)))
             traced = self._trace(step_fn, jax.tree.map(lambda x: jnp.asarray(x)[0], sequences), rule, not evolve)
             run = self._evolution(traced) if evolve else self._solver(traced, fresh, rule)
-            self._made.programs[key] = (traced, jax.jit(run))
+            self._made.programs[key] = (traced, jax.jit(run, donate_argnums=2))
         return self._made.programs[key]
 
     def _state_shapes(self) -> tuple:
@@ -521,12 +523,13 @@ class Learner(brainstate.nn.Module):
                 start.update(zip(jax.tree.leaves(tree), jax.tree.leaves(self._start[path].value), strict=True))
         return Values((v, start.get(v, x)) for v, x in states.items())
 
-    def _read_traces(self, traced: Traced, fresh: bool) -> list[jax.Array]:
+    def _read_traces(self, traced: Traced, fresh: bool, given: bool = False) -> list[jax.Array]:
+        """The traces of a step, made if there are none yet; ``given``: in memory that the call may write to."""
         if fresh or self.rule.trace == 'none':
             return []
         keys, shapes = traced.trace_keys, traced.trace_shapes
-        if shapes != {key: shapes_of(trace.value) for key, trace in self.traces.items()}:
-            if any(bool(jnp.any(x != 0)) for t in self.traces.values() for x in jax.tree.leaves(t.value)):
+        if shapes != {key: shapes_of(trace.peek()) for key, trace in self.traces.items()}:
+            if any(bool(jnp.any(x != 0)) for t in self.traces.values() for x in jax.tree.leaves(t.peek())):
                 raise CompilationError(
                     three_parts(
                         'a step_fn whose traces differ from those carried so far',
@@ -537,7 +540,19 @@ class Learner(brainstate.nn.Module):
             self._check_size(traced)
             self.traces = dict(zip(keys, map(EligibilityTrace, traced.engine.init_traces()), strict=True))
             self._remember_zeros()
-        return [self.traces[k].value for k in keys]
+        return [self.traces[k].give_up() if given else self.traces[k].value for k in keys]
+
+    @contextlib.contextmanager
+    def _cleared_on_error(self) -> Iterator[None]:
+        """Traces given up to a call that does not return begin anew."""
+        try:
+            yield
+        except BaseException:
+            for trace in self.traces.values():
+                lost = lambda x: isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+                if any(map(lost, jax.tree.leaves(trace.peek()))):
+                    trace.keep(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trace.peek()))
+            raise
 
     def _check_size(self, traced: Traced) -> None:
         needed = sum(map(bytes_of, jax.eval_shape(traced.engine.init_traces)))
@@ -556,18 +571,18 @@ class Learner(brainstate.nn.Module):
             self._clear_traces()
         elif self.rule.trace != 'none':
             for key, value in zip(traced.trace_keys, values, strict=True):
-                self.traces[key].value = value
+                self.traces[key].keep(value)
 
     def _clear_traces(self) -> None:
         for key, trace in self.traces.items():
-            if trace.value is not self._made.zeros.get(key):
-                trace.value = jax.tree.map(jnp.zeros_like, trace.value)
+            if trace.peek() is not self._made.zeros.get(key):
+                trace.keep(jax.tree.map(jnp.zeros_like, trace.peek()))
         self._remember_zeros()
 
     def _remember_zeros(self) -> None:
         """Traces that are cleared need not be cleared again."""
-        known = lambda trace: not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trace.value))
-        self._made.zeros = {key: trace.value for key, trace in self.traces.items() if known(trace)}
+        known = lambda trace: not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trace.peek()))
+        self._made.zeros = {key: trace.peek() for key, trace in self.traces.items() if known(trace)}
 
     def get_etrace_of(self, path: Path | str | brainstate.State) -> dict[tuple, Any]:
         """The traces of one parameter, by their names.

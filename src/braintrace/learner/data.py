@@ -6,10 +6,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import brainstate
+import jax
+import jax.numpy as jnp
 
 
 class EligibilityTrace(brainstate.ShortTermState):
-    """The state that holds one trace."""
+    """The state that holds one trace.
+
+    The learner gives its arrays up to the next call, which writes the new ones into the same memory; once someone
+    else has seen them, it gives up a copy.
+    """
+
+    _seen = False
+
+    @property
+    def value(self) -> Any:
+        """The trace."""
+        self._seen = True
+        return self.peek()
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._seen = True
+        brainstate.ShortTermState.value.fset(self, value)
+
+    def keep(self, value: Any) -> None:
+        """Hold a value that nobody else holds."""
+        self.value = value
+        self._seen = False
+
+    def peek(self) -> Any:
+        """The trace, for a look at its shapes."""
+        return brainstate.ShortTermState.value.fget(self)
+
+    def give_up(self) -> Any:
+        """The trace, in arrays that nobody will miss."""
+        return jax.tree.map(jnp.copy, self.peek()) if self._seen else self.peek()
 
 
 class StartValue(brainstate.State):
