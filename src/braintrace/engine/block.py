@@ -20,6 +20,7 @@ from ..compat import Var, evaluate_equation, is_var
 from ..program import cut_inside
 from .plan import Components, Jacobian, LocalStep, Plan, Values
 from .products import linear_gradient, turned
+from .recursion import Recursion
 from .signal import joint_targets
 
 
@@ -97,7 +98,7 @@ def credit(plan: Plan, const: Values, steps: Values, cotangents: Sequence[jax.Ar
 
     def one(step: Values, cotangents: list[jax.Array]) -> tuple:
         env = const | step
-        targets, (ys, signals, reads) = _signals(plan, env, cotangents)
+        targets, (ys, signals, reads) = signals_of(plan, env, cotangents)
         return targets, plan.compute(aux, env).pick(aux), ys, signals, reads
 
     return Credit(*jax.vmap(one)(steps, list(cotangents)), jacobians(plan, const, steps))
@@ -112,11 +113,17 @@ def jacobians(plan: Plan, const: Values, steps: Values) -> list[Jacobian]:
     return jax.vmap(one)(steps)
 
 
-def _signals(plan: Plan, env: Values, cotangents: list[jax.Array]) -> tuple[list[jax.Array], tuple]:
+def signals_of(
+    plan: Plan, env: Values, cotangents: list[jax.Array], back: Mapping[int, Mapping[int, Any]] = {}
+) -> tuple[list[jax.Array], tuple[Values, list[Components], list[Components]]]:
+    """Targets of a step; one-step gradients of tap results, signals and direct reads.
+
+    ``back[i]``: operands of tap i that replace its weights on the way back.
+    """
     ys = [env[v] for v in plan.tap_results]
     old = [group.components([env[v] for v in group.hidden_invars]) for group in plan.groups]
     deltas = jax.tree.map(jnp.zeros_like, old)
-    targets, pull = jax.vjp(lambda *moving: joint_targets(plan, env, *moving), ys, deltas, old)
+    targets, pull = jax.vjp(lambda *moving: joint_targets(plan, env, *moving, back), ys, deltas, old)
     grads = pull([c.astype(t.dtype) for c, t in zip(cotangents, targets, strict=True)])
     silent = jnp.all(jnp.stack([jnp.all(c == 0) for c in cotangents]))
     ys_bar, signals, reads = jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), grads)
@@ -145,8 +152,8 @@ def credit_back(found: Credit, last: Sequence[Components], length: int) -> tuple
     def step(gamma: list[Components], at: tuple) -> tuple:
         earlier = []
         for later, signals, reads, jacobian in zip(gamma, *at, strict=True):
-            whole = {i: x + later[i] if i in later else x for i, x in signals.items()}
-            terms = {j: [d * whole[i] for (i, k), d in jacobian.items() if k == j] for j in later}
+            whole = later | {i: x + later[i] if i in later else x for i, x in signals.items()}
+            terms = {j: [d * whole[i] for (i, k), d in jacobian.items() if k == j and i in whole] for j in later}
             earlier.append({j: _sum([*x, *([reads[j]] if j in reads else [])], later[j]) for j, x in terms.items()})
         return earlier, gamma
 
@@ -158,11 +165,12 @@ def _sum(terms: Sequence[jax.Array], like: jax.Array) -> jax.Array:
     return sum(terms[1:], terms[0]).astype(like.dtype) if terms else jnp.zeros_like(like)
 
 
-def remaining(local: LocalStep, jacobian: Jacobian, length: int) -> tuple[Jacobian, Jacobian]:
+def remaining(recursion: Recursion, jacobian: Jacobian, length: int) -> tuple[Jacobian, Jacobian]:
     """P_t of every step of one group, and P_0 of the whole block."""
-    dtypes = [x.dtype for x in jacobian.values()] or [v.aval.dtype for v in local.group.hidden_invars]
+    group = recursion.local.group
+    dtypes = [x.dtype for x in jacobian.values()] or [v.aval.dtype for v in group.hidden_invars]
     real = jnp.finfo(jnp.result_type(*dtypes)).dtype
-    unit = {(i, j): jnp.full(local.group.varshape, float(i == j), real) for i, j in sorted(local.closure)}
+    unit = {(i, j): jnp.full(group.varshape, float(i == j), real) for i, j in sorted(recursion.closure)}
 
     def step(product: Jacobian, now: Jacobian) -> tuple[Jacobian, Jacobian]:
         earlier = {}

@@ -82,7 +82,7 @@ def replay(equation: Equation, data: Sequence[int], operands: Sequence[Any], kep
     ys = [kept[equation.outvars[i]] for i in places]
     if data and any(sub_programs(equation)):
         results = evaluate_equation(equation, operands)
-        ys = [results[i] + (y - jax.lax.stop_gradient(y)) for i, y in zip(places, ys, strict=True)]
+        ys = [valued(y, results[i] + y) for i, y in zip(places, ys, strict=True)]
     elif data:
         ys = _replayed(equation, tuple(data), tuple(places), ys, list(operands))
     return Values((equation.outvars[i], y) for i, y in zip(places, ys, strict=True))
@@ -124,7 +124,9 @@ class Plan:
     """A step program sorted for block-wise work.
 
     ``targets`` are the values to be differentiated, ``aux`` others that are wanted of every step. ``whole``: credit
-    may come back to every old state, even to those that no later local step reads (exact windows).
+    may come back to every old state, even to those that no later local step reads (exact windows). ``standing``:
+    values of the learner's own that its rule reads at every step. ``weighted``: the one target is a loss, and its
+    cotangent the weight of the step.
     """
 
     facts: Facts
@@ -134,6 +136,8 @@ class Plan:
     targets: tuple[Atom, ...]
     aux: tuple[Var, ...] = ()
     whole: bool = False
+    standing: tuple[Atom, ...] = ()
+    weighted: bool = False
 
     @property
     def program(self) -> StepProgram:
@@ -261,7 +265,7 @@ class Plan:
     @cached_property
     def derivative_variables(self) -> tuple[Var, ...]:
         """What derivative programs read: operands and results of taps, constants of local steps, targets."""
-        wanted = list(self.targets)
+        wanted = [*self.targets, *self.standing]
         for tap in self.taps.values():
             wanted += [*tap.equation.invars, *tap.results]
         for local in self.locals:
@@ -287,7 +291,7 @@ class Plan:
 
     def _wanted(self, v: Var) -> bool:
         """True if the value itself is wanted: by a tap, by an operation that is not linear, or by the caller."""
-        if any(v is x for x in (*self.targets, *self.aux)):
+        if any(v is x for x in (*self.targets, *self.aux, *self.standing)):
             return True
         return any(i in self.taps or not _is_linear(self.equations[i]) for i in self._readers.get(v, ()))
 
@@ -323,7 +327,7 @@ class Plan:
         others = sum(self.facts.bit[o.invar] for o in self.program.others)
         credit = self.facts.parameters | self.facts.old(self.program.hidden) | sum(self.facts.new_bit.values())
         silent = lambda v: is_var(v) and self._bits(v).reads & others and not self._bits(v).grads & credit
-        frontier = [v for v in (*self.targets, *self.aux) if silent(v)]
+        frontier = [v for v in (*self.targets, *self.aux, *self.standing) if silent(v)]
         for i in self.needed((*self.derivative_variables, *self.aux), ()):
             eqn = self.equations[i]
             if any(self._bits(v).grads & credit for v in eqn.outvars):
@@ -417,40 +421,9 @@ class LocalStep:
         every = range(len(owners))
         return frozenset((i, j) for i in every for j in every if old[owners[j]] in self._reads(i))
 
-    @cached_property
-    def alive(self) -> tuple[int, ...]:
-        """Components whose old values matter: read by the next step's local transition, or directly by a target."""
-        owners, old = self.group.owners, self.group.hidden_invars
-        read = {j for _, j in self.pattern}
-        return tuple(
-            j for j, k in enumerate(owners) if self.plan.whole or j in read or old[k] in self.plan.direct_reads
-        )
-
-    @cached_property
-    def closure(self) -> frozenset[tuple[int, int]]:
-        """(i, k) of living components where k now can matter for i at any later time, now included."""
-        found = {(i, i) for i in self.alive}
-        while more := {(i, j) for i, k in found for m, j in self.pattern if k == m and j in self.alive} - found:
-            found |= more
-        return frozenset(found)
-
     def reached(self, y: Var) -> tuple[int, ...]:
         """Components of the new states that a tap's result can reach."""
         return tuple(i for i in range(len(self.group.owners)) if y in self._reads(i))
-
-    def carried(self, y: Var) -> tuple[int, ...]:
-        """Living components that a tap's result can reach at any later time: those its trace is made of."""
-        reached = self.reached(y)
-        return tuple(s for s in self.alive if any((s, k) in self.closure for k in reached))
-
-    def after(self, y: Var) -> tuple[int, ...]:
-        """Components that a tap's result or its past can reach in one step."""
-        past = self.carried(y)
-        return tuple(
-            s
-            for s in range(len(self.group.owners))
-            if s in self.reached(y) or any((s, r) in self.pattern for r in past)
-        )
 
     @cached_property
     def _escaping(self) -> dict[Var, Labels]:

@@ -118,8 +118,12 @@ def joint_targets(
     ys: Sequence[Any],
     deltas: Sequence[Sequence[jax.Array]],
     old: Sequence[Sequence[jax.Array]],
+    back: Mapping[int, Mapping[int, Any]] = {},
 ) -> list[jax.Array]:
-    """The targets of one step as functions of tap results and of components: perturbations, old states read."""
+    """The targets of one step as functions of tap results and of components: perturbations, old states read.
+
+    ``back[i]``: operands of tap i that replace its weights in derivatives.
+    """
     kept = dict(zip(plan.tap_results, ys, strict=True))
     fixed = {v: x for v, x in env.items() if v not in plan.moving}
     loss_env = {
@@ -131,6 +135,7 @@ def joint_targets(
     def run(i: int, operands: list[Any]) -> list[Any]:
         eqn = plan.equations[i]
         if tap := plan.taps.get(i):
+            operands = [back.get(i, {}).get(k, x) for k, x in enumerate(operands)]
             replayed = replay(eqn, tap.data, operands, {v: kept[v] for v in tap.results})
             return [replayed.get(v, env.get(v)) for v in eqn.outvars]
         return evaluate_equation(eqn, operands)

@@ -34,7 +34,7 @@ def run_window(
     moving = [old for old, _ in plan.carried]
     fixed = parameters | states.pick(v for v in states if v not in moving)
     new = [n for _, n in plan.carried]
-    step = _deep_step if deep else _exact_step
+    step = _deep_step if deep else exact_step
 
     def one(old: Values, xs: tuple[Values, jax.Array | None]) -> tuple[Values, list[Any]]:
         inputs, silent = xs
@@ -77,7 +77,9 @@ def _quiet(silent: jax.Array, x: jax.Array) -> jax.Array:
 _quiet.defvjp(lambda silent, x: (x, silent), lambda silent, bar: (None, jnp.where(silent, jnp.zeros_like(bar), bar)))
 
 
-def _exact_step(plan: Plan, env: Values, wanted: Sequence[Atom], run: Run) -> list[Any]:
+def exact_step(plan: Plan, env: Values, wanted: Sequence[Atom], run: Run | None = None) -> list[Any]:
+    """Wanted values of one step; ``run(i, operands)`` evaluates equation i."""
+    run = run or (lambda i, operands: evaluate_equation(plan.equations[i], operands))
     jaxpr, consts = plan.program.closed.jaxpr, plan.program.closed.consts
     known = {**env, **dict(zip(jaxpr.constvars, consts, strict=True))}
     read = lambda v: known[v] if is_var(v) else v.val
@@ -130,8 +132,7 @@ def window_gradient(
 
     values, pull, (new, every) = jax.vjp(window, parameters, old, has_aux=True)
     gradients, bars = pull([c.astype(v.dtype) for c, v in zip(cotangents, values, strict=True)])
-    gamma = [{j: found[j] for j in local.alive} for local, found in zip(plan.locals, bars, strict=True)]
-    return gradients, gamma, new, Values(zip([*targets, *others], every, strict=True))
+    return gradients, [dict(enumerate(found)) for found in bars], new, Values(zip([*targets, *others], every, strict=True))
 
 
 def _silent(plan: Plan, targets: Sequence[Atom], cotangents: Sequence[jax.Array]) -> jax.Array | None:

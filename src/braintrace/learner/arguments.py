@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..errors import CompilationError, three_parts
 from ..program import Path
+from ..rules import Rule
 
 
 def results(
@@ -89,6 +90,34 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(
             three_parts(f'{name}={value!r}', 'it has no such choice', f'one of {", ".join(map(repr, choices))}')
         )
+
+
+def check_combination(rule: Rule, vjp_method: str, trace: Any, trace_dtype: Any) -> None:
+    """Raise where options of a learner have no meaning together with its rule."""
+    plain = rule.is_local and rule.scheme.is_plain
+    wrong = [
+        (
+            vjp_method == 'multi-step' and not plain,
+            f'exact windows with {rule.name}',
+            "a window's exact credit enters traces as the derivative of its loss, and this rule reads them otherwise",
+            "vjp_method='single-step' and no chunk_size, or rule 'd_rtrl' or 'pp_prop'",
+        ),
+        (
+            rule.deep and not plain,
+            f"reach='deep' with {rule.name}",
+            'credit from layer to layer is that of the local rule',
+            "reach='local', or rule 'd_rtrl' or 'pp_prop'",
+        ),
+        (
+            not rule.is_local and (trace != 'auto' or trace_dtype is not None),
+            f'a choice of traces with {rule.name}',
+            'it holds one influence of all parameters on all states',
+            "trace='auto' and no trace_dtype",
+        ),
+    ]
+    for is_wrong, *parts in wrong:
+        if is_wrong:
+            raise ValueError(three_parts(*parts))
 
 
 def check_block(block: Any) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..analysis.graph import ETraceGraph
 from ..engine.executor import ETraceGraphExecutor
 from ..engine.plan import Values
-from ..engine.sequence import Solved
+from ..engine.sequence import Sequencer, Solved
 from ..errors import CompilationError, NotSupportedError, three_parts
 from ..program import Path
 from ..program.step import path_name
@@ -25,6 +25,7 @@ from .arguments import (
     check_aux,
     check_block,
     check_choice,
+    check_combination,
     check_finite_values,
     check_rank,
     check_trace_dtype,
@@ -34,7 +35,7 @@ from .arguments import (
     results,
 )
 from .check import GradientCheck, MemoryPlan, compare, size_text
-from .data import EligibilityTrace, MultiStepData, SingleStepData, StartValue
+from .data import EligibilityTrace, MultiStepData, SingleStepData, Standing, StartValue
 from .online import apply_by, online_step
 from .traced import Traced, shapes_of
 
@@ -85,6 +86,7 @@ class Learner(brainstate.nn.Module):
         check_choice('reach', reach, ('local', 'deep'))
         self.rule = replace(rule, deep=reach == 'deep')
         check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
+        check_combination(self.rule, vjp_method, trace, trace_dtype)
         self._exact_windows = vjp_method == 'multi-step' or rule.trace == 'none'
         check_block(block)
         check_trace_dtype(trace_dtype)
@@ -102,6 +104,11 @@ class Learner(brainstate.nn.Module):
         self.max_trace_bytes = max_trace_bytes
         self.check_finite = check_finite
         self.traces: dict[tuple, EligibilityTrace] = {}
+        self.standing: Standing | None = None
+        if rule.signal == 'modulatory':
+            self.standing = Standing(jnp.ones(()))
+        elif rule.trace == 'random_projection' or (rule.feedback and rule.feedback.align is not None):
+            self.standing = Standing(jnp.zeros((), jnp.int32))
         self._start: dict[Path, StartValue] = {}
         self._made = _Made({}, {}, {})
         self._tracing = False
@@ -157,8 +164,8 @@ class Learner(brainstate.nn.Module):
 
     # ------------------------------------------------------------ one step
 
-    def update(self, *args: Any) -> Any:
-        """One step: the model's output; states and traces advance.
+    def update(self, *args: Any, modulator: Any = None) -> Any:
+        """One step: the model's output; states and traces advance. ``modulator``: see :class:`ThreeFactor`.
 
         Under ``brainstate.transform.grad`` the parameters' gradient is the rule's online gradient. Inputs wrapped
         in :class:`MultiStepData` are a window of steps: with ``vjp_method='multi-step'`` exact reverse mode inside,
@@ -167,6 +174,8 @@ class Learner(brainstate.nn.Module):
         window = any(isinstance(a, MultiStepData) for a in args)
         args = tuple(a.data if isinstance(a, (SingleStepData, MultiStepData)) else a for a in args)
         self._updates += 1
+        if modulator is not None:
+            self._set_modulator(modulator)
         check_rank(args, self._example, int(window))
         if self._tracing:
             return brainstate.transform.for_loop(self._call, *args) if window else self._call(*args)
@@ -178,8 +187,19 @@ class Learner(brainstate.nn.Module):
         self._write_traces(traced, traces, fresh=False)
         return traced.outputs(outputs)
 
+    def _set_modulator(self, value: Any) -> None:
+        if self.standing is None or self.rule.signal != 'modulatory':
+            raise ValueError(
+                three_parts(
+                    f'a modulator for {self.rule.name}', 'its traces are taught by the loss', "rule 'three_factor'"
+                )
+            )
+        self.standing.value = jnp.asarray(value, jnp.result_type(float))
+
     def _call(self, *args: Any) -> Any:
         """The model, or the model of one sample mapped over the batch axis of its current states."""
+        if self.standing is not None:
+            self.standing.value  # noqa: B018 - the step reads it
         if not self.vmap:
             return self.model(*args)
         states = brainstate.ShortTermState
@@ -224,6 +244,7 @@ class Learner(brainstate.nn.Module):
         check_choice('loss_output', loss_output, ('per_step', 'reduced'))
         check_choice('reduction', reduction, ('mean', 'sum'))
         if chunk_size is not None:
+            check_combination(self.rule, 'multi-step', self.trace, self.trace_dtype)
             found = self._chunks(sequences, step_fn, mask, chunk_size, reduction, has_aux, fresh)
             return results(*found, weights, loss_output, return_value, has_aux)
         traced, solved, cotangents = self._solve(sequences, step_fn, mask, reduction, fresh, self.rule)
@@ -233,6 +254,7 @@ class Learner(brainstate.nn.Module):
             check_finite_values(solved.losses, cotangents, named, 'step')
         traced.write(solved.states)
         self._write_traces(traced, solved.traces, fresh)
+        self._count()
         gradients = traced.gradients_by_path(solved.gradients)
         aux = None
         if has_aux:
@@ -297,7 +319,13 @@ class Learner(brainstate.nn.Module):
 
     def _held(self) -> tuple[brainstate.State, ...]:
         """The states that a compiled loop of brainstate holds on to."""
-        return (*self.model.states().values(), *self.traces.values())
+        own = () if self.standing is None else (self.standing,)
+        return (*self.model.states().values(), *self.traces.values(), *own)
+
+    def _count(self) -> None:
+        """Another gradient was asked for."""
+        if self.standing is not None and self.rule.signal != 'modulatory':
+            self.standing.value = self.standing.value + 1
 
     @contextlib.contextmanager
     def _undone_on_error(self, optimizer: Any = None) -> Iterator[None]:
@@ -386,6 +414,7 @@ class Learner(brainstate.nn.Module):
             solved = solve(parameters, states, traces, traced.inputs(window), weights)
             traced.write(solved.states)
             self._write_traces(traced, solved.traces, fresh=False)
+            self._count()
             apply(traced.gradients_by_path(solved.gradients), jnp.any(weights != 0))
             named = {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
             finite = {name: jnp.all(jnp.isfinite(g)) for name, g in named.items()} if self.check_finite else {}
@@ -430,6 +459,7 @@ class Learner(brainstate.nn.Module):
         weights = jax.ShapeDtypeStruct((steps,), jnp.result_type(float))
         traces = jax.eval_shape(engine.init_traces)
         block = lambda carried: self._block(traced, steps, carried)
+        two, bptt = getattr(engine, 'two_pass', None), Sequencer(traced.plan)
 
         def temporary(run: Callable, *args: Any) -> int:
             found = jax.jit(run).lower(*args).compile().memory_analysis()
@@ -439,8 +469,8 @@ class Learner(brainstate.nn.Module):
             steps,
             dict(zip(traced.trace_keys, map(bytes_of, traces), strict=True)),
             temporary(lambda *a: engine.one_pass(*a, block(True)), parameters, states, traces, inputs, weights),
-            temporary(lambda *a: engine.two_pass(*a, block(False)), parameters, states, inputs, weights),
-            temporary(lambda *a: engine.windows(*a, steps), parameters, states, [], inputs, weights),
+            None if two is None else temporary(lambda *a: two(*a, block(False)), parameters, states, inputs, weights),
+            temporary(lambda *a: bptt.windows(*a, steps), parameters, states, [], inputs, weights),
         )
 
     # ------------------------------------------------------------ programs
@@ -479,7 +509,9 @@ class Learner(brainstate.nn.Module):
 
     def _traced(self, function: Callable, example: tuple, loss: bool, rule: Rule) -> Traced:
         whole = self._exact_windows or self._in_chunk
-        return Traced(function, self.model, example, loss, rule, self.trace_dtype, self.trace, whole)
+        return Traced(
+            function, self.model, example, loss, rule, self.trace_dtype, self.trace, whole, self.standing
+        )
 
     def _solver(self, traced: Traced, fresh: bool, rule: Rule) -> Callable[..., Solved]:
         engine, window = traced.engine, rule.window
@@ -488,7 +520,7 @@ class Learner(brainstate.nn.Module):
             length = len(weights)
             if window is not None or rule.deep:
                 return engine.windows(parameters, states, traces, inputs, weights, window or length, rule.deep)
-            if fresh and rule.trace == 'per_param' and self._two_passes(traced, length):
+            if fresh and rule.is_local and rule.trace == 'per_param' and self._two_passes(traced, length):
                 return engine.two_pass(parameters, states, inputs, weights, self._block(traced, length, False))
             traces = engine.init_traces() if fresh else traces
             return engine.one_pass(parameters, states, traces, inputs, weights, self._block(traced, length, True))

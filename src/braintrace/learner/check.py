@@ -57,7 +57,7 @@ class MemoryPlan:
     steps: int
     traces: dict[tuple, int]
     one_pass: int
-    two_pass: int
+    two_pass: int | None
     bptt: int
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class MemoryPlan:
         lines += [f'  trace of {", ".join(key[0])} in {key[1]}: {size_text(n)}' for key, n in self.traces.items()]
         lines += [
             f'one pass, traces carried: {size_text(self.one_pass)}',
-            f'two passes, no trace:     {size_text(self.two_pass)}',
+            *([] if self.two_pass is None else [f'two passes, no trace:     {size_text(self.two_pass)}']),
             f'BPTT:                     {size_text(self.bptt)}',
         ]
         return '\n'.join(lines)

@@ -44,6 +44,10 @@ class EligibilityTrace(brainstate.ShortTermState):
         return jax.tree.map(jnp.copy, self.peek()) if self._seen else self.peek()
 
 
+class Standing(brainstate.State):
+    """A value of the learner's own that its rule reads: a modulator, or how often a gradient was asked for."""
+
+
 class StartValue(brainstate.State):
     """The value of a model's state at the start of a fresh sequence."""
 

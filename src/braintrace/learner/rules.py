@@ -36,6 +36,99 @@ class pp_prop(Learner):
 ES_D_RTRL = pp_prop
 
 
+class OSTLRecurrent(Learner):
+    """Online spatio-temporal learning with the Jacobian of the unit's own states: the same trace as D_RTRL."""
+
+    def __init__(self, model: brainstate.nn.Module, **options: Any):
+        super().__init__(model, rules.OSTL_RECURRENT, **options)
+
+
+class OSTLFeedforward(Learner):
+    """Traces of inputs and of states apart that decay by a number, whatever the units do."""
+
+    def __init__(self, model: brainstate.nn.Module, decay_or_rank: Any = 0.9, **options: Any):
+        super().__init__(model, rules.ostl_feedforward(decay_or_rank), **options)
+
+
+class OTTT(Learner):
+    """A leaky trace of the inputs; the other side is that of the step itself. Memory linear in inputs."""
+
+    def __init__(self, model: brainstate.nn.Module, leak: float = 0.9, **options: Any):
+        super().__init__(model, rules.ottt(leak), **options)
+
+
+class RFLO(Learner):
+    """One trace for each weight that leaks by a number: random feedback local online learning's trace."""
+
+    def __init__(self, model: brainstate.nn.Module, leak: float = 0.9, **options: Any):
+        super().__init__(model, rules.rflo(leak), **options)
+
+
+class EProp(Learner):
+    """The trace of D_RTRL, low-passed, taught by the error at the read-out.
+
+    ``feedback``: 'symmetric' sends it back by the read-out's own weights, 'random' by fixed random ones, 'adaptive' by
+    random ones that come closer to the read-out's with every update; or a :class:`FixedRandomFeedback`.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        feedback: str | rules.FixedRandomFeedback = 'symmetric',
+        kappa_filter_decay: float | rules.KappaFilter | None = None,
+        random_feedback_key: int = 0,
+        **options: Any,
+    ):
+        super().__init__(model, rules.eprop(kappa_filter_decay, feedback, random_feedback_key), **options)
+
+
+class SnAp(Learner):
+    """The influence of each parameter on the states that it reaches within n steps."""
+
+    def __init__(self, model: brainstate.nn.Module, n: int = 1, **options: Any):
+        super().__init__(model, rules.snap(n), **options)
+
+
+class RTRL(Learner):
+    """The whole influence of parameters on states: BPTT's gradient, forward in time, for small models."""
+
+    def __init__(self, model: brainstate.nn.Module, **options: Any):
+        super().__init__(model, rules.RTRL, **options)
+
+
+class UORO(Learner):
+    """One random direction in place of the whole influence: noisy, right in the mean."""
+
+    def __init__(self, model: brainstate.nn.Module, seed: int = 0, **options: Any):
+        super().__init__(model, rules.uoro(seed), **options)
+
+
+class ThreeFactor(Learner):
+    """The trace of D_RTRL taught by a modulator in the place of ∂loss/∂h: one number, one for each sample or neuron.
+
+    A standing one by ``modulator=`` here or ``learner.standing.value``; another for a step by
+    ``learner(x, modulator=m)``, also inside a ``step_fn``, where it may be computed from anything. What minimises is
+    positive: a reward goes in with a minus. Parameters beyond the traces keep the gradient of the loss.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        modulator: Any = 1.0,
+        kappa_filter_decay: float | None = None,
+        **options: Any,
+    ):
+        super().__init__(model, rules.three_factor(kappa_filter_decay), **options)
+        self._set_modulator(modulator)
+
+
+class Configured(Learner):
+    """A rule put together from parts."""
+
+    def __init__(self, model: brainstate.nn.Module, config: rules.ETraceConfig, **options: Any):
+        super().__init__(model, config.rule, **options)
+
+
 class BPTT(Learner):
     """Plain backpropagation through the whole sequence: the baseline."""
 
@@ -57,6 +150,15 @@ RULES: dict[str, type[Learner]] = {
     'd_rtrl': D_RTRL,
     'pp_prop': pp_prop,
     'es_d_rtrl': ES_D_RTRL,
+    'eprop': EProp,
+    'ostlrecurrent': OSTLRecurrent,
+    'ostlfeedforward': OSTLFeedforward,
+    'ottt': OTTT,
+    'rflo': RFLO,
+    'snap': SnAp,
+    'rtrl': RTRL,
+    'uoro': UORO,
+    'threefactor': ThreeFactor,
     'bptt': BPTT,
     'tbptt': TBPTT,
 }
@@ -64,7 +166,7 @@ RULES: dict[str, type[Learner]] = {
 
 def compile(
     model: brainstate.nn.Module,
-    rule: str | type[Learner],
+    rule: str | type[Learner] | rules.ETraceConfig,
     *example_inputs: Any,
     batch_size: int | None = None,
     seed: int | None = None,
@@ -74,7 +176,7 @@ def compile(
 ) -> Learner:
     """Initialise a model's states, compile it, and give it a learning rule.
 
-    ``rule`` is a learner class or its name in any case. ``options`` go to the learner. With ``vmap`` the model
+    ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`. ``options`` go to the learner. With ``vmap`` the model
     and the example inputs are of one sample, and the learner maps over a batch of ``batch_size``.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
@@ -85,7 +187,9 @@ def compile(
     >>> gradients['Wh', 'weight']['weight'].shape
     (7, 4)
     """
-    kind = RULES.get(rule.lower()) if isinstance(rule, str) else rule
+    kind = RULES.get(rule.lower()) or RULES.get(rule.lower().replace('_', '')) if isinstance(rule, str) else rule
+    if isinstance(rule, rules.ETraceConfig):
+        kind, options = Configured, {'config': rule, **options}
     if not (isinstance(kind, type) and issubclass(kind, Learner)):
         raise ValueError(
             three_parts(f'rule={rule!r}', 'there is no such rule', f'one of {", ".join(map(repr, RULES))}')

@@ -14,12 +14,13 @@ from ..analysis.dependence import union
 from ..analysis.graph import analyse
 from ..analysis.sites import MARK
 from ..compat import is_differentiable, is_var, scope
+from ..engine.influence import Forward
 from ..engine.plan import Plan, Values
 from ..engine.rewrite import split_products
 from ..engine.sequence import Sequencer
 from ..errors import CompilationError, three_parts
 from ..frontends.brainstate import ModuleInfo, trace_step
-from ..program import Path
+from ..program import Path, StepProgram
 from ..program.step import path_name
 from ..rules import Rule
 
@@ -28,7 +29,7 @@ class Traced:
     """One traced step: its plan, and how its variables map to the model's states.
 
     ``loss_first``: the first output is the loss to differentiate; otherwise all outputs and new states are.
-    ``whole``: exact windows may send credit to every state.
+    ``whole``: exact windows may send credit to every state. ``standing``: a state of the learner's own for its rule.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Traced:
         trace_dtype: Any = None,
         trace: str | Callable[[Path], bool] = 'auto',
         whole: bool = False,
+        standing: brainstate.State | None = None,
     ):
         self.model = model
         self.info: ModuleInfo = trace_step(function, model, args, {})
@@ -56,9 +58,20 @@ class Traced:
             aux = program.outputs
         aux = tuple(dict.fromkeys(v for v in aux if is_var(v)))
         found = (analysed.facts, tuple(analysed.members), analysed.groups, tuple(analysed.positions))
-        self.plan = Plan(*found, targets, aux, whole)
+        self.plan = Plan(*found, targets, aux, whole, self._standing(program, standing), loss_first)
         self.trace = trace
-        self.engine = Sequencer(self.plan, trace_dtype, rule.decay, self._is_traced)
+        self.engine: Sequencer | Forward
+        if rule.is_local:
+            self.engine = Sequencer(self.plan, rule.scheme, trace_dtype, self._is_traced)
+        else:
+            self.engine = Forward(self.plan, 0 if rule.trace == 'random_projection' else rule.sparse_n, rule.seed)
+
+    def _standing(self, program: StepProgram, state: brainstate.State | None) -> tuple:
+        """Values of the learner's own state at the end of a step."""
+        pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
+        mine = [v for found, tree in pairs if found is state for v in jax.tree.leaves(tree)]
+        new = {o.invar: o.outvar for o in program.others if o.outvar is not None}
+        return tuple(new.get(v, v) for v in mine)
 
     def _is_traced(self, equation: int) -> bool:
         """Whether the parameters of a tap are to be traced."""
@@ -75,13 +88,8 @@ class Traced:
     @property
     def trace_keys(self) -> list[tuple]:
         """A name for every trace: parameters, operation, group, and how many like it came before."""
-        facts = self.plan.facts
         keys: list[tuple] = []
-        for site in self.engine.sites:
-            equation = self.plan.equations[site.equation]
-            grads = facts.total[equation.invars[site.operand]].grads
-            names = tuple(p.name for p in facts.program.parameters if grads & facts.bit[p.invar])
-            key = (names, equation.primitive.name, self.plan.groups[site.group].hidden_paths)
+        for key in self.engine.labels:
             keys.append((*key, sum(k[:3] == key for k in keys)))
         return keys
 

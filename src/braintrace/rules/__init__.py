@@ -1,34 +1,345 @@
-"""Learning rules as data."""
+"""Learning rules as data: a trace, its recursion, its scope, the signal that reads it, a filter, a window."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from ..engine.recursion import Scheme
 from ..errors import three_parts
+
+PARTS = {
+    'trace_factorization': ('per_param', 'io_factorized', 'random_projection', 'none'),
+    'temporal_recursion': ('jacobian', 'scalar_leak', 'none'),
+    'recurrence_scope': ('diagonal', 'coupled', 'sparse_n'),
+    'learning_signal': ('symmetric', 'random_feedback', 'modulatory', 'bootstrapped'),
+    'trace_filter': ('none', 'kappa'),
+    'update_schedule': ('per_step', 'window', 'sequence_end'),
+}
+"""The values of every part of a rule."""
+
+
+@dataclass(frozen=True)
+class FixedRandomFeedback:
+    """Weights that carry errors back from a read-out: random, of the read-out's own shape, and kept.
+
+    ``scale``: their standard deviation; by default one over the root of the read-out's inputs. ``align``: what each
+    update leaves of their distance to the read-out's weights; None keeps them as they are.
+    """
+
+    key: int = 0
+    scale: float | None = None
+    align: float | None = None
+
+    def __call__(self, place: int, shape: Sequence[int], dtype: Any) -> jax.Array:
+        """The weights of one read-out of a model."""
+        scale = self.scale if self.scale is not None else 1 / max(shape[0] if shape else 1, 1) ** 0.5
+        key = jax.random.fold_in(jax.random.key(self.key), place)
+        return scale * jax.random.normal(key, tuple(shape), dtype)
+
+
+@dataclass(frozen=True)
+class KappaFilter:
+    """The low-pass filter of a trace: ē_t = κ ē_{t-1} + ε_t."""
+
+    kappa: float
+
+    def __post_init__(self) -> None:
+        _check_decay('kappa', self.kappa)
+
+
+@dataclass(frozen=True)
+class GradExpon:
+    """A running mean of gradients: ḡ = decay · ḡ + (1 - decay) · g, without the pull of its start at zero.
+
+    A pure function of trees: ``mean, state = GradExpon(0.9)(gradients, state)``, first with ``state=None``.
+    """
+
+    decay: float
+
+    def __post_init__(self) -> None:
+        _check_decay('decay', self.decay)
+
+    def __call__(self, gradients: Any, state: Any = None) -> tuple[Any, Any]:
+        """The mean after these gradients, and the state for the next."""
+        start = (jax.tree.map(jnp.zeros_like, gradients), jnp.zeros(()))
+        mean, count = start if state is None else state
+        mean = jax.tree.map(lambda m, g: self.decay * m + (1 - self.decay) * g, mean, gradients)
+        count = count + 1
+        corrected = jax.tree.map(lambda m: m / (1 - self.decay**count).astype(m.dtype), mean)
+        return corrected, (mean, count)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a learner carries from block to block, and how far exact reverse mode reaches.
+    """What a learner carries from block to block, how it goes on, what reads it, how far exact reverse mode reaches.
 
-    ``trace``: 'per_param' carries ε, 'io_factorized' its two factors with their own decays, 'none' nothing.
-    ``window``: None for the local rule, 0 for one window over the whole sequence, k for windows of k steps.
+    ``window``: None for traces, 0 for one exact window over the whole sequence, k for exact windows of k steps.
+    ``exact_when``: where the rule's gradient is BPTT's. ``cost``: memory and time in B batch, I inputs, H units,
+    S states of a unit, T steps.
     """
 
     name: str
-    trace: str
-    window: int | None
-    exact_when: str
+    trace: str = 'per_param'
+    recursion: str = 'jacobian'
+    scope: str = 'diagonal'
+    signal: str = 'symmetric'
+    kappa: float | None = None
     decay: tuple[float, float] | None = None
+    leak: float | None = None
+    sparse_n: int | None = None
+    window: int | None = None
+    feedback: FixedRandomFeedback | None = None
+    exact_when: str = 'no position feeds another across time'
+    cost: tuple[str, str] = ('B·I·H·S', 'T·B·I·H')
     deep: bool = False
+    seed: int = 0
+
+    @property
+    def scheme(self) -> Scheme:
+        """The rule's traces, for the engine."""
+        leak = {'jacobian': None, 'scalar_leak': self.leak, 'none': 0.0}[self.recursion]
+        align = self.feedback.align if self.feedback else None
+        signal = 'symmetric' if self.signal == 'bootstrapped' else self.signal
+        return Scheme(self.decay, leak, self.kappa, signal, self.feedback, align)
+
+    @property
+    def is_local(self) -> bool:
+        """True if traces live at positions; otherwise one influence of parameters on all states is kept."""
+        return self.scope == 'diagonal' and self.trace != 'random_projection'
 
 
-D_RTRL = Rule('D_RTRL', 'per_param', None, 'no position feeds another across time')
-BPTT = Rule('BPTT', 'none', 0, 'always')
+_LOCAL = 'no position feeds another across time'
+_FACTORS = ('B·(I + H·S)', 'T·B·I·H')
+D_RTRL = Rule('D_RTRL')
+OSTL_RECURRENT = Rule('OSTLRecurrent')
+BPTT = Rule('BPTT', 'none', window=0, exact_when='always', cost=('T·B·H·S', 'T·B·I·H'))
+RTRL = Rule('RTRL', scope='coupled', exact_when='always', cost=('B·H²·I·S', 'T·B·H³·I'))
 
 
 def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rule:
     """Factorised traces: a decay in (0, 1), a rank r ≥ 1 that means (r - 1)/(r + 1), or a pair for (x, f)."""
+    when = 'one step; or one decay, states without memory and inputs constant in time'
+    return Rule('pp_prop', 'io_factorized', decay=_decays(decay_or_rank), exact_when=when, cost=_FACTORS)
+
+
+def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rule:
+    """Factorised traces that decay by a number in place of D."""
+    return Rule(
+        'OSTLFeedforward',
+        'io_factorized',
+        'scalar_leak',
+        leak=1.0,
+        decay=_decays(decay_or_rank),
+        exact_when='one step',
+        cost=_FACTORS,
+    )
+
+
+def ottt(leak: float) -> Rule:
+    """A presynaptic trace that leaks; the postsynaptic side is that of the step."""
+    _check_decay('leak', leak)
+    when = 'units that leak by this number, with no other memory'
+    return Rule('OTTT', 'io_factorized', 'none', decay=(leak, 0.0), exact_when=when, cost=('B·I', 'T·B·I·H'))
+
+
+def rflo(leak: float) -> Rule:
+    """One trace a parameter that leaks by a number in place of D."""
+    _check_decay('leak', leak)
+    when = 'units that leak by this number, with no other memory and no weights between them'
+    return Rule('RFLO', 'per_param', 'scalar_leak', leak=leak, exact_when=when)
+
+
+def eprop(kappa: float | KappaFilter | None, feedback: str | FixedRandomFeedback, key: int) -> Rule:
+    """The local trace, low-passed, read by the error at the read-out: sent back by its own weights or by others."""
+    kappa = kappa.kappa if isinstance(kappa, KappaFilter) else kappa
+    if kappa is not None:
+        _check_decay('kappa_filter_decay', kappa)
+    kinds = {'symmetric': None, 'random': FixedRandomFeedback(key), 'adaptive': FixedRandomFeedback(key, align=0.999)}
+    if not isinstance(feedback, FixedRandomFeedback) and feedback not in kinds:
+        allowed = f'one of {", ".join(map(repr, kinds))}, or a FixedRandomFeedback'
+        raise ValueError(three_parts(f'feedback={feedback!r}', 'there is no such feedback', allowed))
+    fixed = kinds[feedback] if isinstance(feedback, str) else feedback
+    when = f'{_LOCAL}, symmetric feedback and no filter' if fixed or kappa else _LOCAL
+    return Rule(
+        'EProp', signal='random_feedback' if fixed else 'symmetric', kappa=kappa, feedback=fixed, exact_when=when
+    )
+
+
+def snap(n: int) -> Rule:
+    """The influence of a parameter on the states that it reaches within n steps."""
+    _check_count('n', n)
+    when = 'no parameter reaches more states than it does within n steps'
+    cost = ('B·I·H·S·(states within n steps)', 'T·B·H³·I')
+    return Rule(f'SnAp({n})', scope='sparse_n', sparse_n=n, exact_when=when, cost=cost)
+
+
+def uoro(seed: int) -> Rule:
+    """One random direction stands for the influence on all states; right in the mean."""
+    cost = ('I·H + B·H·S', 'T·B·I·H')
+    when = 'in the mean over seeds'
+    return Rule('UORO', 'random_projection', scope='coupled', exact_when=when, cost=cost, seed=seed)
+
+
+def three_factor(kappa: float | None) -> Rule:
+    """The local trace, read by the caller's modulator in place of the loss."""
+    if kappa is not None:
+        _check_decay('kappa_filter_decay', kappa)
+    when = 'the modulator is ∂loss/∂h, no filter, and no position feeds another across time'
+    return Rule('ThreeFactor', signal='modulatory', kappa=kappa, exact_when=when)
+
+
+def dni(window: int) -> Rule:
+    """Exact windows; a learned predictor sends credit back from what comes after each."""
+    _check_count('window', window)
+    when = 'the predictor is right'
+    return Rule(
+        f'DNI({window})',
+        'none',
+        signal='bootstrapped',
+        window=window,
+        exact_when=when,
+        cost=('window·B·H·S', 'T·B·I·H'),
+    )
+
+
+def tbptt(k: int) -> Rule:
+    """Truncated BPTT: exact inside windows of k steps, nothing across them."""
+    _check_count('k', k)
+    return Rule(f'TBPTT({k})', 'none', window=k, exact_when='no credit crosses a window', cost=('k·B·H·S', 'T·B·I·H'))
+
+
+@dataclass(frozen=True)
+class ETraceConfig:
+    """A learning rule put together from its parts.
+
+    ``decay``: of factorised traces (a decay, a rank, or a pair) or the number of a scalar leak.
+    """
+
+    trace_factorization: str = 'per_param'
+    temporal_recursion: str = 'jacobian'
+    recurrence_scope: str = 'diagonal'
+    learning_signal: str = 'symmetric'
+    trace_filter: str = 'none'
+    update_schedule: str = 'per_step'
+    decay: float | int | tuple | None = None
+    kappa: float | None = None
+    sparse_n: int | None = None
+    window_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for part, allowed in PARTS.items():
+            if getattr(self, part) not in allowed:
+                raise ValueError(
+                    three_parts(
+                        f'{part}={getattr(self, part)!r}', 'there is no such part', f'one of {", ".join(allowed)}'
+                    )
+                )
+        for wrong, reason, instead in self._contradictions():
+            if wrong:
+                given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+                raise ValueError(three_parts(f'ETraceConfig({_written(given)})', reason, instead))
+
+    def _contradictions(self) -> list[tuple[Any, str, str]]:
+        """(whether it is one, why it cannot work, what to write instead)."""
+        factors, projection = (self.trace_factorization == kind for kind in ('io_factorized', 'random_projection'))
+        kappa, bootstrapped = self.trace_filter == 'kappa', self.learning_signal == 'bootstrapped'
+        full = self.recurrence_scope != 'diagonal' or projection
+        windows = self.update_schedule == 'window'
+        return [
+            (kappa != (self.kappa is not None), 'a filter and its kappa go together', "trace_filter='kappa', kappa=0.9"),
+            (
+                kappa and (factors or full or windows or self.trace_factorization == 'none'),
+                'the filter acts on one trace for each parameter and position',
+                "trace_factorization='per_param', recurrence_scope='diagonal'",
+            ),
+            (
+                full and self.temporal_recursion != 'jacobian',
+                'states that feed each other do so by their Jacobian',
+                "temporal_recursion='jacobian'",
+            ),
+            (
+                full and self.learning_signal != 'symmetric',
+                'an influence on all states is read by the derivative of the loss',
+                "learning_signal='symmetric'",
+            ),
+            (
+                factors and full,
+                'two factors hold the influence on a position itself, not on others',
+                "recurrence_scope='diagonal'",
+            ),
+            (
+                projection and self.recurrence_scope == 'sparse_n',
+                'one random direction stands for all states',
+                "recurrence_scope='coupled'",
+            ),
+            (
+                (self.recurrence_scope == 'sparse_n') != (self.sparse_n is not None),
+                'the sparse scope and its number of steps go together',
+                "recurrence_scope='sparse_n', sparse_n=1",
+            ),
+            (
+                factors and self.decay is None,
+                'factors decay',
+                'decay=0.9',
+            ),
+            (
+                self.trace_factorization == 'per_param'
+                and (self.temporal_recursion == 'scalar_leak') != (self.decay is not None),
+                'a scalar leak and its number go together',
+                "temporal_recursion='scalar_leak', decay=0.9",
+            ),
+            (
+                windows != (self.window_size is not None),
+                'windows and their size go together',
+                "update_schedule='window', window_size=20",
+            ),
+            (
+                (windows or self.update_schedule == 'sequence_end') != (self.trace_factorization == 'none'),
+                'exact windows need no trace, and without a trace there are only windows',
+                "trace_factorization='none' with update_schedule='window' or 'sequence_end'",
+            ),
+            (
+                bootstrapped and not windows,
+                'a predictor stands at the end of a window',
+                "trace_factorization='none', update_schedule='window', window_size=20",
+            ),
+            (
+                self.trace_factorization == 'none' and self.learning_signal in ('random_feedback', 'modulatory'),
+                'that signal reads a trace',
+                "trace_factorization='per_param'",
+            ),
+        ]
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of these parts."""
+        number = self.decay[0] if isinstance(self.decay, tuple) else self.decay
+        factors = self.trace_factorization == 'io_factorized'
+        decay = _decays(self.decay) if factors else None
+        if factors and self.temporal_recursion == 'none':
+            decay = (decay[0], 0.0)
+        return Rule(
+            'ETraceConfig',
+            self.trace_factorization,
+            self.temporal_recursion,
+            self.recurrence_scope,
+            self.learning_signal,
+            self.kappa,
+            decay,
+            1.0 if factors else number,
+            self.sparse_n,
+            0 if self.update_schedule == 'sequence_end' else self.window_size,
+            FixedRandomFeedback() if self.learning_signal == 'random_feedback' else None,
+            'as its parts are',
+        )
+
+
+def _decays(decay_or_rank: Any) -> tuple[float, float]:
     pair = decay_or_rank if isinstance(decay_or_rank, tuple) else (decay_or_rank, decay_or_rank)
     fits = lambda d: isinstance(d, (int, float)) and (d >= 1 if isinstance(d, int) else 0 <= d < 1)
     if len(pair) != 2 or not all(map(fits, pair)):
@@ -39,18 +350,19 @@ def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rul
                 'decay_or_rank=0.9, decay_or_rank=19, or a pair (x side, f side)',
             )
         )
-    decays = tuple((d - 1) / (d + 1) if isinstance(d, int) else d for d in pair)
-    return Rule(
-        'pp_prop',
-        'io_factorized',
-        None,
-        'one step; or one decay, states without memory and inputs constant in time',
-        decays,
-    )
+    x, f = ((d - 1) / (d + 1) if isinstance(d, int) else d for d in pair)
+    return x, f
 
 
-def tbptt(k: int) -> Rule:
-    """Truncated BPTT: exact inside windows of k steps, nothing across them."""
-    if not isinstance(k, int) or k < 1:
-        raise ValueError(three_parts(f'k={k!r}', 'a window has at least one step', 'a whole number from 1'))
-    return Rule(f'TBPTT({k})', 'none', k, 'no credit crosses a window')
+def _check_decay(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(three_parts(f'{name}={value!r}', 'a decay lies between 0 and 1', f'{name}=0.9'))
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(three_parts(f'{name}={value!r}', 'it counts steps', f'a whole number from 1, as {name}=20'))
+
+
+def _written(given: dict[str, Any]) -> str:
+    return ', '.join(f'{k}={v!r}' for k, v in given.items())

@@ -1,0 +1,323 @@
+"""The influence of all parameters on all states, carried forward: the exact reference, and two ways to hold less.
+
+    whole     RTRL     every parameter, every state: G_t = J_t G_{t-1} + ∂s_t/∂θ
+    sparse    SnAp-n   only states that a parameter reaches within n steps
+    rank one  UORO     s̃ ⊗ θ̃, whose mean over random signs is G
+
+The gradient of a step is ∂ℓ_t/∂θ + ∂ℓ_t/∂s_{t-1} · G_{t-1}, both by reverse mode of the whole step: nothing is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from ..compat import Atom, Var, is_differentiable, is_var
+from .plan import Plan, Values
+from .sequence import Solved
+from .window import exact_step
+
+Influence = Any
+_TOGETHER = 256
+"""Parameters whose influence is moved on at once."""
+_DRAWS = 8
+"""Random states at which the reach of a parameter is looked for."""
+
+
+class Carried(NamedTuple):
+    """An influence, and the steps it has seen."""
+
+    value: Influence
+    steps: jax.Array
+
+
+class Forward:
+    """Solves sequences of one plan by carrying an influence forward. Pure, with the interface of a Sequencer.
+
+    ``reach``: None for all states, n for those within n steps, 0 for a rank-one estimate with random signs from
+    ``seed``.
+    """
+
+    def __init__(self, plan: Plan, reach: int | None, seed: int = 0):
+        self.plan = plan
+        self.aux = plan.aux
+        self.reach = reach
+        self.seed = seed
+
+    @property
+    def labels(self) -> list[tuple]:
+        """The one influence: of all parameters, on all states."""
+        names = tuple(p.name for p in self.plan.program.parameters)
+        return [(names, 'influence', tuple(h.path for h in self.plan.program.hidden))]
+
+    @property
+    def step_bytes(self) -> int:
+        """Nothing is kept of a step."""
+        return 1
+
+    def block_length(self, steps: int, carried: bool) -> int:
+        """Steps are solved one by one."""
+        return 1
+
+    # ------------------------------------------------------------ the step
+
+    @cached_property
+    def _moving(self) -> tuple[tuple[Var, Atom], ...]:
+        """(old, new) of every state that can carry a derivative."""
+        return tuple((old, new) for old, new in self.plan.carried if is_differentiable(old))
+
+    @property
+    def _parameters(self) -> tuple[Var, ...]:
+        return tuple(p.invar for p in self.plan.program.parameters)
+
+    def _step(self, env: Values, wanted: Sequence[Atom]) -> Callable[[Values, Values], tuple[Values, list[Any]]]:
+        """A step as a function of parameters and of states that carry a derivative: the new ones, wanted values."""
+        new = [n for _, n in self._moving]
+
+        def step(parameters: Values, states: Values) -> tuple[Values, list[Any]]:
+            results = exact_step(self.plan, env | parameters | states, [*new, *wanted])
+            moved = zip((old for old, _ in self._moving), results, strict=False)
+            return Values((v, _shaped(x, v)) for v, x in moved), results[len(new) :]
+
+        return step
+
+    def _others(self, env: Values) -> Values:
+        """New values of states that carry no derivative."""
+        pairs = [(old, new) for old, new in self.plan.carried if not is_differentiable(old)]
+        found = exact_step(self.plan, env, [new for _, new in pairs])
+        return Values((old, x) for (old, _), x in zip(pairs, found, strict=True))
+
+    # ------------------------------------------------------------ the influence
+
+    @cached_property
+    def _count(self) -> int:
+        return sum(v.aval.size for v in self._parameters)
+
+    @cached_property
+    def _places(self) -> int:
+        return sum(old.aval.size for old, _ in self._moving)
+
+    @cached_property
+    def reached(self) -> np.ndarray:
+        """(parameters, places): the states that each parameter reaches within n steps; the rest is padding.
+
+        Found at random parameters, states and inputs: whatever moves at any of them is reached.
+        """
+        direct = np.zeros((self._count, self._places), bool)
+        onward = np.zeros((self._places, self._places), bool)
+        rng = np.random.default_rng(0)
+        with jax.ensure_compile_time_eval():
+            for scale in np.geomspace(0.1, 3.0, _DRAWS):
+                jacobian = self._jacobian_at(rng, scale)
+                direct |= jacobian[:, : self._count].T
+                onward |= jacobian[:, self._count :].T
+        found = direct
+        for _ in range(self.reach - 1):
+            found = direct | (found.astype(np.int64) @ onward.astype(np.int64) > 0)
+        width = max(int(found.sum(axis=1).max()), 1)
+        order = np.argsort(~found, axis=1, kind='stable')[:, :width]
+        return np.where(np.take_along_axis(found, order, axis=1), order, self._places)
+
+    def _jacobian_at(self, rng: np.random.Generator, scale: float) -> np.ndarray:
+        """(places, parameters and places): where the derivative of a step is not zero, at random values."""
+        env = Values((v, _drawn(v, rng, scale)) for v in self.plan.program.closed.jaxpr.invars)
+        moving = (env.pick(self._parameters), env.pick(old for old, _ in self._moving))
+        flat, unravel = ravel_pytree(moving)
+        step = lambda x: ravel_pytree(self._step(env, ())(*unravel(x))[0])[0]
+        return np.asarray(jax.jacfwd(step)(flat)) != 0
+
+    def init_traces(self) -> list[Carried]:
+        """The influence at the start: none."""
+        none = lambda *shape: jnp.zeros(shape, self._dtype)
+        if self.reach == 0:
+            zeros = lambda variables: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
+            value: Influence = (zeros(old for old, _ in self._moving), zeros(self._parameters))
+        elif self.reach is None:
+            value = none(self._count, self._places)
+        else:
+            value = none(*self.reached.shape)
+        return [Carried(value, jnp.zeros((), jnp.int32))]
+
+    @property
+    def _dtype(self) -> Any:
+        return jnp.result_type(*(v.aval.dtype for v in (*self._parameters, *(old for old, _ in self._moving))))
+
+    def _advance(self, env: Values, parameters: Values, states: Values, trace: Carried) -> Carried:
+        """The influence after a step."""
+        step = lambda p, s: self._step(env, ())(p, s)[0]
+        if self.reach == 0:
+            value = self._rank_one(env, step, parameters, states, trace)
+        else:
+            value = self._columns(step, parameters, states, trace.value)
+        return Carried(value, trace.steps + 1)
+
+    def _columns(self, step: Callable, parameters: Values, states: Values, trace: jax.Array) -> jax.Array:
+        """Each parameter's influence, moved on by one forward derivative of the step."""
+        weights, to_parameters = ravel_pytree(parameters)
+        flat, to_states = ravel_pytree(states)
+        index = None if self.reach is None else jnp.asarray(self.reached)
+
+        def one(at: tuple) -> jax.Array:
+            k, column = at
+            if index is not None:
+                column = jnp.zeros(self._places + 1, column.dtype).at[index[k]].set(column)[:-1]
+            unit = jnp.zeros(self._count, weights.dtype).at[k].set(1)
+            tangents = (to_parameters(unit), to_states(column.astype(flat.dtype)))
+            moved, _ = ravel_pytree(jax.jvp(step, (parameters, states), tangents)[1])
+            return (moved if index is None else jnp.append(moved, 0)[index[k]]).astype(self._dtype)
+
+        return jax.lax.map(one, (jnp.arange(self._count), trace), batch_size=min(_TOGETHER, self._count))
+
+    def _rank_one(self, env: Values, step: Callable, parameters: Values, states: Values, trace: Carried) -> Influence:
+        """s̃ and θ̃ after a step, balanced so that neither grows without need."""
+        s, theta = self._factors(trace)
+        key = jax.random.fold_in(jax.random.key(self.seed), self._number(env))
+        key = jax.random.fold_in(key, trace.steps)
+        still = jax.tree.map(jnp.zeros_like, parameters)
+        new, pushed = jax.jvp(step, (parameters, states), (still, s))
+        leaves, structure = jax.tree.flatten(new)
+        keys = jax.random.split(key, len(leaves))
+        signs = [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+        nu = jax.tree.unflatten(structure, signs)
+        (pulled,) = jax.vjp(lambda p: step(p, states), parameters)[1](nu)
+        tiny = float(jnp.finfo(self._dtype).tiny) ** 0.5
+        past = jnp.sqrt((_norm(theta) + tiny) / (_norm(pushed) + tiny))
+        now = jnp.sqrt((_norm(pulled) + tiny) / (_norm(nu) + tiny))
+        s = jax.tree.map(lambda a, b: past * a + now * b, pushed, nu)
+        theta = jax.tree.map(lambda a, b: a / past + b / now, theta, pulled)
+        return [s[old] for old, _ in self._moving], [theta[v] for v in self._parameters]
+
+    def _factors(self, trace: Carried) -> tuple[Values, Values]:
+        states, parameters = trace.value
+        old = (old for old, _ in self._moving)
+        return Values(zip(old, states, strict=True)), Values(zip(self._parameters, parameters, strict=True))
+
+    def _number(self, env: Values) -> Any:
+        """How often the learner has been asked: no two sequences see the same signs."""
+        (atom,) = self.plan.standing
+        return env[atom] if is_var(atom) else atom.val
+
+    def _told(self, trace: Carried, bar: Values) -> Values:
+        """∂ℓ/∂s · G in the shape of the parameters."""
+        if self.reach == 0:
+            s, theta = self._factors(trace)
+            factor = jnp.real(sum(jnp.sum(a * s[v]) for v, a in bar.items()))
+            return jax.tree.map(lambda x: (factor * x).astype(x.dtype), theta)
+        flat, _ = ravel_pytree(bar)
+        if self.reach is None:
+            told = trace.value @ flat.astype(self._dtype)
+        else:
+            told = jnp.sum(trace.value * jnp.append(flat, 0)[jnp.asarray(self.reached)], axis=1)
+        zeros = Values((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in self._parameters)
+        weights, to_parameters = ravel_pytree(zeros)
+        return to_parameters(jnp.real(told).astype(weights.dtype))
+
+    # ------------------------------------------------------------ drivers
+
+    def one_pass(
+        self, parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array, block: int
+    ) -> Solved:
+        """A sequence step by step: gradients, losses, next states, next influence."""
+        wanted = (*self.plan.targets, *self.aux)
+        silent = lambda w: jnp.all(w == 0)
+
+        def one(carry: tuple, at: tuple) -> tuple:
+            states, trace, total = carry
+            xs, weight = at
+            env = self._environment(parameters, states, xs)
+            found = self._gradient(env, parameters, states, trace, [weight], silent(weight))
+            new, trace, values, gradients = (*self._moved(env, parameters, states, trace, wanted), found)
+            total = jax.tree.map(jnp.add, total, gradients)
+            return (new, trace, total), (values[0], Values(zip(self.aux, values[1:], strict=True)))
+
+        zero = jax.tree.map(jnp.zeros_like, parameters)
+        (states, trace, total), (losses, aux) = jax.lax.scan(one, (states, traces[0], zero), (inputs, weights))
+        return Solved(total, losses, aux, states, [trace])
+
+    def evolve(self, parameters: Values, states: Values, traces: list, inputs: Values, block: int) -> Solved:
+        """Advance states and influence without a loss; ``aux`` values of every step come along."""
+
+        def one(carry: tuple, xs: Values) -> tuple:
+            states, trace = carry
+            env = self._environment(parameters, states, xs)
+            states, trace, values = self._moved(env, parameters, states, trace, self.aux)
+            return (states, trace), Values(zip(self.aux, values, strict=True))
+
+        (states, trace), aux = jax.lax.scan(one, (states, traces[0]), inputs)
+        return Solved(Values(), jnp.zeros(0), aux, states, [trace])
+
+    def run(self, parameters: Values, states: Values, traces: list, inputs: Values) -> tuple[Values, Values, list]:
+        """A few steps: targets and auxiliary values of each, next states, next influence."""
+        wanted = tuple(dict.fromkeys((*self.plan.targets, *self.aux)))
+
+        def one(carry: tuple, xs: Values) -> tuple:
+            states, trace = carry
+            env = self._environment(parameters, states, xs)
+            states, trace, values = self._moved(env, parameters, states, trace, wanted)
+            return (states, trace), values
+
+        (states, trace), values = jax.lax.scan(one, (states, traces[0]), inputs)
+        return Values(zip(wanted, values, strict=True)), states, [trace]
+
+    def block_gradient(
+        self, parameters: Values, states: Values, traces: list, inputs: Values, cotangents: Sequence[jax.Array]
+    ) -> Values:
+        """Gradient of a few steps for cotangents (t, ...) of their targets."""
+
+        def one(carry: tuple, at: tuple) -> tuple:
+            states, trace, total = carry
+            xs, bars = at
+            env = self._environment(parameters, states, xs)
+            found = self._gradient(env, parameters, states, trace, bars, False)
+            states, trace, _ = self._moved(env, parameters, states, trace, ())
+            return (states, trace, jax.tree.map(jnp.add, total, found)), None
+
+        zero = jax.tree.map(jnp.zeros_like, parameters)
+        (_, _, total), _ = jax.lax.scan(one, (states, traces[0], zero), (inputs, list(cotangents)))
+        return total
+
+    def _environment(self, parameters: Values, states: Values, inputs: Values) -> Values:
+        closed = self.plan.program.closed
+        return Values(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | parameters | states | inputs
+
+    def _split(self, states: Values) -> Values:
+        return states.pick(old for old, _ in self._moving)
+
+    def _gradient(
+        self, env: Values, parameters: Values, states: Values, trace: Carried, bars: Sequence[jax.Array], silent: Any
+    ) -> Values:
+        targets = self.plan.targets
+        values, pull = jax.vjp(lambda p, s: self._step(env, targets)(p, s)[1], parameters, self._split(states))
+        mine, past = pull([jnp.asarray(b).astype(x.dtype) for b, x in zip(bars, values, strict=True)])
+        found = jax.tree.map(jnp.add, mine, self._told(trace, past))
+        return jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), found)
+
+    def _moved(
+        self, env: Values, parameters: Values, states: Values, trace: Carried, wanted: Sequence[Atom]
+    ) -> tuple[Values, Carried, list[Any]]:
+        """States, influence and wanted values after a step."""
+        moving = self._split(states)
+        new, values = self._step(env, wanted)(parameters, moving)
+        return states | new | self._others(env), self._advance(env, parameters, moving, trace), values
+
+
+def _shaped(x: Any, v: Var) -> jax.Array:
+    return jnp.broadcast_to(x, v.aval.shape).astype(v.aval.dtype)
+
+
+def _drawn(v: Var, rng: np.random.Generator, scale: float) -> jax.Array:
+    if is_differentiable(v):
+        return jnp.asarray(rng.normal(size=v.aval.shape, scale=scale), v.aval.dtype)
+    if jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), v.aval.shape)
+    return jnp.asarray(rng.integers(0, 2, v.aval.shape), v.aval.dtype)
+
+
+def _norm(tree: Any) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in jax.tree.leaves(tree)))
