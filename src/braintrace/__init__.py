@@ -24,16 +24,27 @@ from .frontends.brainstate import ModuleInfo, extract_module_info
 from .learner import (
     BPTT,
     D_RTRL,
+    DNI,
     ES_D_RTRL,
+    OTTT,
+    RFLO,
+    RTRL,
     TBPTT,
+    UORO,
     EligibilityTrace,
+    EProp,
     GradientCheck,
     Learner,
     MemoryPlan,
     MultiStepData,
+    OSTLFeedforward,
+    OSTLRecurrent,
     SingleStepData,
+    SnAp,
+    ThreeFactor,
     compile,
     pp_prop,
+    train_synthetic_gradient,
 )
 from .ops import (
     conv,
@@ -45,6 +56,7 @@ from .ops import (
     matmul,
     sparse_matmul,
 )
+from .rules import ETraceConfig, FixedRandomFeedback, GradExpon, KappaFilter, SyntheticGradient
 
 # Names under which code written for the published package knows these classes.
 ETraceAlgorithm = ETraceVjpAlgorithm = Learner

@@ -9,6 +9,7 @@ The gradient of a step is ∂ℓ_t/∂θ + ∂ℓ_t/∂s_{t-1} · G_{t-1}, both 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,8 +27,8 @@ from .window import exact_step
 Influence = Any
 _TOGETHER = 256
 """Parameters whose influence is moved on at once."""
-_DRAWS = 8
-"""Random states at which the reach of a parameter is looked for."""
+_DRAWS = 64
+"""Random values at which the reach of a parameter is looked for."""
 
 
 class Carried(NamedTuple):
@@ -109,14 +110,13 @@ class Forward:
 
         Found at random parameters, states and inputs: whatever moves at any of them is reached.
         """
-        direct = np.zeros((self._count, self._places), bool)
-        onward = np.zeros((self._places, self._places), bool)
         rng = np.random.default_rng(0)
+        variables = self.plan.program.closed.jaxpr.invars
         with jax.ensure_compile_time_eval():
-            for scale in np.geomspace(0.1, 3.0, _DRAWS):
-                jacobian = self._jacobian_at(rng, scale)
-                direct |= jacobian[:, : self._count].T
-                onward |= jacobian[:, self._count :].T
+            draws = [[_drawn(v, rng, scale) for v in variables] for scale in np.geomspace(0.1, 3.0, _DRAWS)]
+            moved = jax.jit(self._moves)
+            jacobian = functools.reduce(np.logical_or, (np.asarray(moved(draw)) for draw in draws))
+        direct, onward = jacobian[:, : self._count].T, jacobian[:, self._count :].T
         found = direct
         for _ in range(self.reach - 1):
             found = direct | (found.astype(np.int64) @ onward.astype(np.int64) > 0)
@@ -124,13 +124,12 @@ class Forward:
         order = np.argsort(~found, axis=1, kind='stable')[:, :width]
         return np.where(np.take_along_axis(found, order, axis=1), order, self._places)
 
-    def _jacobian_at(self, rng: np.random.Generator, scale: float) -> np.ndarray:
-        """(places, parameters and places): where the derivative of a step is not zero, at random values."""
-        env = Values((v, _drawn(v, rng, scale)) for v in self.plan.program.closed.jaxpr.invars)
+    def _moves(self, values: list[jax.Array]) -> jax.Array:
+        """(places, parameters and places): where the derivative of a step is not zero."""
+        env = Values(zip(self.plan.program.closed.jaxpr.invars, values, strict=True))
         moving = (env.pick(self._parameters), env.pick(old for old, _ in self._moving))
         flat, unravel = ravel_pytree(moving)
-        step = lambda x: ravel_pytree(self._step(env, ())(*unravel(x))[0])[0]
-        return np.asarray(jax.jacfwd(step)(flat)) != 0
+        return jax.jacfwd(lambda x: ravel_pytree(self._step(env, ())(*unravel(x))[0])[0])(flat) != 0
 
     def init_traces(self) -> list[Carried]:
         """The influence at the start: none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,22 @@ class Solved(NamedTuple):
     aux: Values
     states: Values
     traces: Trace
+    learned: Sequence[jax.Array] = ()
+    """Gradients of a predictor's weights."""
+    error: Any = 0.0
+    """Its error."""
+
+
+class Predictor(Protocol):
+    """Guesses the credit that states get from what follows, by group and component."""
+
+    def __call__(self, weights: Sequence[jax.Array], states: list[Components]) -> list[Components]:
+        """The guess."""
+        ...
+
+    def error(self, weights: Sequence[jax.Array], states: list[Components], right: list[Components]) -> jax.Array:
+        """How far the guess is from what is right."""
+        ...
 
 
 class Sequencer:
@@ -73,7 +89,7 @@ class Sequencer:
         as small as a step. A length that divides the steps spares a second program for the rest.
         """
         least, room = ((16, 2**23) if self.traces.exact else (4, 2**19)) if carried else (8, 2**20)
-        longest = min(max(room // self.step_bytes, least), 64, steps)
+        longest = min(max(room // self.step_bytes, least), 50, steps)
         return next((k for k in range(longest, longest // 2, -1) if steps % k == 0), longest)
 
     # ------------------------------------------------------------ drivers
@@ -181,32 +197,56 @@ class Sequencer:
         weights: jax.Array,
         length: int,
         deep: bool = False,
+        predictor: Predictor | None = None,
+        whole: bool = False,
     ) -> Solved:
-        """Reverse mode inside windows of a length; across them the traces, if there are any."""
+        """Reverse mode inside windows of a length; across them the traces, if there are any, or a predictor.
+
+        ``whole``: nothing came before the sequence and nothing follows it.
+        """
         plan = self.plan
         (head, head_w), (tail, tail_w) = _split((inputs, weights), length)
         const = constants(plan, parameters | self._fixed(states))
         total = Values((v, jnp.zeros_like(x)) for v, x in parameters.items())
+        count = len(head_w) + bool(tail_w.size)
+        numbers = jnp.arange(count)
+        unit = jnp.maximum(jnp.max(weights), jnp.finfo(weights.dtype).tiny)
+        learned = [*(jnp.zeros_like(const[v]) for v in plan.standing), jnp.zeros(())] if predictor else [jnp.zeros(())]
 
         def one(carry: tuple, xs: tuple) -> tuple:
-            states, traces, total, through = carry
-            inputs, weights = xs
-            found = window_gradient(plan, parameters, states, inputs, plan.targets[:1], [weights], self.aux, deep)
+            states, traces, total, through, learned = carry
+            inputs, weights, n = xs
+            later = None
+            if predictor:
+                follows = jnp.where(whole & (n == count - 1), 0.0, unit)
+                wisdom = [const[v] for v in plan.standing]
+                later = lambda end: jax.tree.map(lambda x: follows.astype(x.dtype) * x, predictor(wisdom, end))
+            found = window_gradient(
+                plan, parameters, states, inputs, plan.targets[:1], [weights], self.aux, deep, later
+            )
             gradients, gamma, new, values = found
+            if predictor:
+                preceded = jnp.where(whole & (n == 0), 0.0, 1.0)
+                start = [dict(enumerate(g.components([states[v] for v in g.hidden_invars]))) for g in plan.groups]
+                right = jax.tree.map(lambda x: x / unit.astype(x.dtype), gamma)
+                error, taught = jax.value_and_grad(lambda w: predictor.error(w, start, right))(wisdom)
+                learned = [a + preceded.astype(b.dtype) * b for a, b in zip(learned, [*taught, error], strict=True)]
             if traces:
                 traces, through = self._across(const, states, inputs, traces, through, gamma)
-            return (new, traces, add(total, gradients), through), (values[plan.targets[0]], values.pick(self.aux))
+            carry = (new, traces, add(total, gradients), through, learned)
+            return carry, (values[plan.targets[0]], values.pick(self.aux))
 
-        carry, losses, extras = (states, traces, total, self._no_gradient(const)), [], []
+        carry, losses, extras = (states, traces, total, self._no_gradient(const), learned), [], []
         if head_w.size:
-            carry, (loss, extra) = jax.lax.scan(one, carry, (head, head_w))
+            carry, (loss, extra) = jax.lax.scan(one, carry, (head, head_w, numbers[: len(head_w)]))
             losses, extras = [_flat(loss)], [jax.tree.map(_flat, extra)]
         if tail_w.size:
-            carry, (loss, extra) = one(carry, (tail, tail_w))
+            carry, (loss, extra) = one(carry, (tail, tail_w, numbers[-1]))
             losses, extras = [*losses, loss], [*extras, extra]
-        states, traces, total, through = carry
+        states, traces, total, through, learned = carry
         total = add(total, self._pull(parameters, states, through)) if traces else total
-        return Solved(total, *_joined(losses, extras), states, traces)
+        *learned, error = (x / count for x in learned)
+        return Solved(total, *_joined(losses, extras), states, traces, learned, error)
 
     def run(self, parameters: Values, states: Values, traces: Trace, inputs: Values) -> tuple[Values, Values, Trace]:
         """A few steps: targets and auxiliary values of each, next states, next traces."""

@@ -114,25 +114,35 @@ def window_gradient(
     cotangents: Sequence[jax.Array],
     others: Sequence[Atom] = (),
     deep: bool = False,
+    later: Callable[[list[Components]], list[Components]] | None = None,
 ) -> tuple[Values, list[Components], Values, Values]:
     """Reverse mode through a window for cotangents (t, ...) of targets.
 
     Gradients of the parameters, credit γ of every group at the window's start, the last states, and the values
-    of targets and others.
+    of targets and others. ``later``: the credit that states at the window's end get from what follows.
     """
-    old = [group.components([states[v] for v in group.hidden_invars]) for group in plan.groups]
+    parts = lambda states: [group.components([states[v] for v in group.hidden_invars]) for group in plan.groups]
     silent = _silent(plan, targets, cotangents)
 
-    def window(parameters: Values, old: list[list[jax.Array]]) -> tuple[list[jax.Array], tuple]:
+    def window(parameters: Values, old: list[list[jax.Array]]) -> tuple[tuple, tuple]:
         moved = Values()
         for group, components in zip(plan.groups, old, strict=True):
             moved.update(zip(group.hidden_invars, group.from_components(components), strict=True))
         new, values = run_window(plan, parameters, states | moved, inputs, [*targets, *others], deep, silent)
-        return values[: len(targets)], (new, values)
+        return (values[: len(targets)], parts(new)), (new, values)
 
-    values, pull, (new, every) = jax.vjp(window, parameters, old, has_aux=True)
-    gradients, bars = pull([c.astype(v.dtype) for c, v in zip(cotangents, values, strict=True)])
-    return gradients, [dict(enumerate(found)) for found in bars], new, Values(zip([*targets, *others], every, strict=True))
+    (values, end), pull, (new, every) = jax.vjp(window, parameters, parts(states), has_aux=True)
+    after = jax.tree.map(jnp.zeros_like, end)
+    if later is not None:
+        told = later([dict(enumerate(x)) for x in end])
+        after = [[told[g][i].astype(x.dtype) for i, x in enumerate(found)] for g, found in enumerate(end)]
+    gradients, bars = pull(([c.astype(v.dtype) for c, v in zip(cotangents, values, strict=True)], after))
+    return (
+        gradients,
+        [dict(enumerate(found)) for found in bars],
+        new,
+        Values(zip([*targets, *others], every, strict=True)),
+    )
 
 
 def _silent(plan: Plan, targets: Sequence[Atom], cotangents: Sequence[jax.Array]) -> jax.Array | None:

@@ -3,9 +3,29 @@
 from .base import Learner
 from .check import CheckRow, GradientCheck, MemoryPlan
 from .data import EligibilityTrace, MultiStepData, SingleStepData
-from .rules import BPTT, D_RTRL, ES_D_RTRL, RULES, TBPTT, compile, pp_prop
+from .rules import (
+    BPTT,
+    D_RTRL,
+    DNI,
+    ES_D_RTRL,
+    OTTT,
+    RFLO,
+    RTRL,
+    RULES,
+    TBPTT,
+    UORO,
+    EProp,
+    OSTLFeedforward,
+    OSTLRecurrent,
+    SnAp,
+    ThreeFactor,
+    compile,
+    pp_prop,
+    train_synthetic_gradient,
+)
 
 __all__ = [
-    'BPTT', 'D_RTRL', 'ES_D_RTRL', 'RULES', 'TBPTT', 'CheckRow', 'EligibilityTrace', 'GradientCheck', 'Learner',
-    'MemoryPlan', 'MultiStepData', 'SingleStepData', 'compile', 'pp_prop',
+    'BPTT', 'DNI', 'D_RTRL', 'ES_D_RTRL', 'OTTT', 'RFLO', 'RTRL', 'RULES', 'TBPTT', 'UORO', 'CheckRow', 'EProp',
+    'EligibilityTrace', 'GradientCheck', 'Learner', 'MemoryPlan', 'MultiStepData', 'OSTLFeedforward', 'OSTLRecurrent',
+    'SingleStepData', 'SnAp', 'ThreeFactor', 'compile', 'pp_prop', 'train_synthetic_gradient',
 ]  # fmt: skip

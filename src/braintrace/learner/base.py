@@ -51,6 +51,14 @@ class _Made:
     zeros: dict[tuple, Any]
 
 
+class _OtherShape(Exception):
+    """A modulator of a step has another shape than the standing one."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__(shape)
+        self.shape = shape
+
+
 class Learner(brainstate.nn.Module):
     """A model with a learning rule.
 
@@ -129,6 +137,11 @@ class Learner(brainstate.nn.Module):
             for path, state in self.model.states().items()
             if not isinstance(state, brainstate.ParamState) and not isinstance(state, brainstate.random.RandomState)
         }
+        if self.rule.predictor is not None:
+            groups = self.graph.hidden_groups
+            self.standing = Standing(
+                self.rule.predictor.init([(g.num_state, g.varshape, g.hidden_invars[0].aval.dtype) for g in groups])
+            )
         with contextlib.suppress(NotSupportedError):  # refused again, with the reason, when a trace is needed
             self._read_traces(self._step_program(args)[0], fresh=False)
 
@@ -194,7 +207,10 @@ class Learner(brainstate.nn.Module):
                     f'a modulator for {self.rule.name}', 'its traces are taught by the loss', "rule 'three_factor'"
                 )
             )
-        self.standing.value = jnp.asarray(value, jnp.result_type(float))
+        value = jnp.asarray(value, jnp.result_type(float))
+        if isinstance(value, jax.core.Tracer) and value.shape != jnp.shape(self.standing.value):
+            raise _OtherShape(value.shape)
+        self.standing.value = value
 
     def _call(self, *args: Any) -> Any:
         """The model, or the model of one sample mapped over the batch axis of its current states."""
@@ -254,7 +270,7 @@ class Learner(brainstate.nn.Module):
             check_finite_values(solved.losses, cotangents, named, 'step')
         traced.write(solved.states)
         self._write_traces(traced, solved.traces, fresh)
-        self._count()
+        self._learned(solved)
         gradients = traced.gradients_by_path(solved.gradients)
         aux = None
         if has_aux:
@@ -322,9 +338,18 @@ class Learner(brainstate.nn.Module):
         own = () if self.standing is None else (self.standing,)
         return (*self.model.states().values(), *self.traces.values(), *own)
 
-    def _count(self) -> None:
-        """Another gradient was asked for."""
-        if self.standing is not None and self.rule.signal != 'modulatory':
+    def teach_predictor(self, sequences: tuple, step_fn: Callable[..., Any]) -> float:
+        """One update of the rule's predictor from a fresh sequence, nothing else changed; its error before."""
+        _, solved, _ = self._solve(sequences, step_fn, None, 'mean', True, self.rule)
+        self._learned(solved)
+        return float(solved.error)
+
+    def _learned(self, solved: Solved) -> None:
+        """What a gradient leaves for the rule itself: one more has been asked for, and a predictor knows better."""
+        if self.standing is not None and self.rule.predictor is not None:
+            rate = self.rule.predictor.rate
+            self.standing.value = [w - rate * g for w, g in zip(self.standing.value, solved.learned, strict=True)]
+        elif self.standing is not None and self.rule.signal != 'modulatory':
             self.standing.value = self.standing.value + 1
 
     @contextlib.contextmanager
@@ -414,7 +439,7 @@ class Learner(brainstate.nn.Module):
             solved = solve(parameters, states, traces, traced.inputs(window), weights)
             traced.write(solved.states)
             self._write_traces(traced, solved.traces, fresh=False)
-            self._count()
+            self._learned(solved)
             apply(traced.gradients_by_path(solved.gradients), jnp.any(weights != 0))
             named = {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
             finite = {name: jnp.all(jnp.isfinite(g)) for name, g in named.items()} if self.check_finite else {}
@@ -459,18 +484,23 @@ class Learner(brainstate.nn.Module):
         weights = jax.ShapeDtypeStruct((steps,), jnp.result_type(float))
         traces = jax.eval_shape(engine.init_traces)
         block = lambda carried: self._block(traced, steps, carried)
-        two, bptt = getattr(engine, 'two_pass', None), Sequencer(traced.plan)
 
         def temporary(run: Callable, *args: Any) -> int:
             found = jax.jit(run).lower(*args).compile().memory_analysis()
             return int(found.temp_size_in_bytes + found.output_size_in_bytes)
 
+        window = lambda length: temporary(
+            lambda *a: Sequencer(traced.plan).windows(*a, length), parameters, states, [], inputs, weights
+        )
+        if self.rule.trace == 'none':
+            return MemoryPlan(steps, {}, window(self.rule.window or steps), None, window(steps))
+        two = getattr(engine, 'two_pass', None)
         return MemoryPlan(
             steps,
             dict(zip(traced.trace_keys, map(bytes_of, traces), strict=True)),
             temporary(lambda *a: engine.one_pass(*a, block(True)), parameters, states, traces, inputs, weights),
             None if two is None else temporary(lambda *a: two(*a, block(False)), parameters, states, inputs, weights),
-            temporary(lambda *a: bptt.windows(*a, steps), parameters, states, [], inputs, weights),
+            window(steps),
         )
 
     # ------------------------------------------------------------ programs
@@ -492,9 +522,9 @@ class Learner(brainstate.nn.Module):
         return self._made.programs[key]
 
     def _state_shapes(self) -> tuple:
-        return tuple(
-            (jnp.shape(x), jnp.result_type(x)) for s in self.hidden_states.values() for x in jax.tree.leaves(s.value)
-        )
+        parameters, hidden = self.param_states.values(), self.hidden_states.values()
+        states = [*parameters, *hidden, *([] if self.standing is None else [self.standing])]
+        return tuple((jnp.shape(x), jnp.result_type(x)) for s in states for x in jax.tree.leaves(s.value))
 
     def _trace(self, step_fn: Callable, example: tuple, rule: Rule, loss: bool = True) -> Traced:
         self.graph  # noqa: B018 - refuses a learner that was not compiled
@@ -509,9 +539,17 @@ class Learner(brainstate.nn.Module):
 
     def _traced(self, function: Callable, example: tuple, loss: bool, rule: Rule) -> Traced:
         whole = self._exact_windows or self._in_chunk
-        return Traced(
-            function, self.model, example, loss, rule, self.trace_dtype, self.trace, whole, self.standing
-        )
+        given = (function, example, loss, rule, whole)
+        try:
+            return self._traced_now(*given)
+        except CompilationError as error:
+            if not isinstance(error.__cause__, _OtherShape):
+                raise
+            self.standing.value = jnp.zeros(error.__cause__.shape)  # the step brings a modulator of its own
+            return self._traced_now(*given)
+
+    def _traced_now(self, function: Callable, example: tuple, loss: bool, rule: Rule, whole: bool) -> Traced:
+        return Traced(function, self.model, example, loss, rule, self.trace_dtype, self.trace, whole, self.standing)
 
     def _solver(self, traced: Traced, fresh: bool, rule: Rule) -> Callable[..., Solved]:
         engine, window = traced.engine, rule.window
@@ -519,7 +557,8 @@ class Learner(brainstate.nn.Module):
         def solve(parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array) -> Solved:
             length = len(weights)
             if window is not None or rule.deep:
-                return engine.windows(parameters, states, traces, inputs, weights, window or length, rule.deep)
+                given = (parameters, states, traces, inputs, weights, window or length, rule.deep)
+                return engine.windows(*given, rule.predictor, fresh)
             if fresh and rule.is_local and rule.trace == 'per_param' and self._two_passes(traced, length):
                 return engine.two_pass(parameters, states, inputs, weights, self._block(traced, length, False))
             traces = engine.init_traces() if fresh else traces

@@ -64,7 +64,7 @@ class MemoryPlan:
         lines = [f'memory for {self.steps} steps']
         lines += [f'  trace of {", ".join(key[0])} in {key[1]}: {size_text(n)}' for key, n in self.traces.items()]
         lines += [
-            f'one pass, traces carried: {size_text(self.one_pass)}',
+            f'one pass, {"traces carried:" if self.traces else "windows:       "} {size_text(self.one_pass)}',
             *([] if self.two_pass is None else [f'two passes, no trace:     {size_text(self.two_pass)}']),
             f'BPTT:                     {size_text(self.bptt)}',
         ]

@@ -122,6 +122,34 @@ class ThreeFactor(Learner):
         self._set_modulator(modulator)
 
 
+class DNI(Learner):
+    """Exact windows of k steps, and from what follows each the credit that a predictor expects.
+
+    The predictor learns at every call from the credit that comes back to each window's start.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        window: int = 10,
+        predictor: rules.SyntheticGradient | None = None,
+        **options: Any,
+    ):
+        super().__init__(model, rules.dni(window, predictor or rules.SyntheticGradient()), **options)
+
+
+def train_synthetic_gradient(learner: Learner, *sequences: Any, step_fn: Any, updates: int = 100) -> list[float]:
+    """Let the predictor of a :class:`DNI` learner learn from whole sequences, the model's weights left alone.
+
+    Returns its mean squared distance to the right credit before each update.
+    """
+    if learner.rule.predictor is None:
+        raise ValueError(
+            three_parts(f'train_synthetic_gradient of {learner.rule.name}', 'it has no predictor', "rule 'dni'")
+        )
+    return [learner.teach_predictor(sequences, step_fn) for _ in range(updates)]
+
+
 class Configured(Learner):
     """A rule put together from parts."""
 
@@ -159,6 +187,7 @@ RULES: dict[str, type[Learner]] = {
     'rtrl': RTRL,
     'uoro': UORO,
     'threefactor': ThreeFactor,
+    'dni': DNI,
     'bptt': BPTT,
     'tbptt': TBPTT,
 }

@@ -94,8 +94,8 @@ class Traced:
         return keys
 
     @cached_property
-    def trace_shapes(self) -> dict[tuple, list[tuple[int, ...]]]:
-        """The shapes of every trace."""
+    def trace_shapes(self) -> dict[tuple, list[tuple]]:
+        """Shapes and types of every trace."""
         traces = jax.eval_shape(self.engine.init_traces)
         return dict(zip(self.trace_keys, map(shapes_of, traces), strict=True))
 
@@ -164,9 +164,9 @@ class Traced:
         return self.outputs([values[v] if is_var(v) else repeated(v) for v in self.plan.program.outputs])
 
 
-def shapes_of(tree: Any) -> list[tuple[int, ...]]:
-    """The shapes of the arrays in a tree."""
-    return [x.shape for x in jax.tree.leaves(tree)]
+def shapes_of(tree: Any) -> list[tuple]:
+    """Shapes and types of the arrays in a tree."""
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
 def _check_loss(outputs: Sequence[Any]) -> None:

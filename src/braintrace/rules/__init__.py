@@ -75,6 +75,47 @@ class GradExpon:
 
 
 @dataclass(frozen=True)
+class SyntheticGradient:
+    """A predictor of the credit that a group's states get from the future: one hidden layer over its units.
+
+    ``width``: of the hidden layer; ``rate``: of its own gradient descent, once a call of the learner. It starts by
+    predicting nothing, so that learning starts as truncated BPTT.
+    """
+
+    width: int = 64
+    rate: float = 0.1
+    seed: int = 0
+
+    def init(self, shapes: Sequence[tuple[int, tuple[int, ...], Any]]) -> list[jax.Array]:
+        """Weights for groups of so many states of a shape and type."""
+        weights: list[jax.Array] = []
+        for g, (count, shape, dtype) in enumerate(shapes):
+            size = count * (shape[-1] if shape else 1)
+            key = jax.random.fold_in(jax.random.key(self.seed), g)
+            weights.append(jax.random.normal(key, (size, self.width), dtype) / size**0.5)
+            weights.append(jnp.zeros(self.width, dtype))
+            weights.append(jnp.zeros((self.width, size), dtype))
+            weights.append(jnp.zeros(size, dtype))
+        return weights
+
+    def __call__(self, weights: Sequence[jax.Array], states: list[dict[int, jax.Array]]) -> list[dict[int, jax.Array]]:
+        """The credit of every state."""
+        found = []
+        for g, parts in enumerate(states):
+            a, b, c, d = weights[4 * g : 4 * g + 4]
+            x = jnp.concatenate([jnp.atleast_1d(p) for p in parts.values()], axis=-1)
+            y = jnp.tanh(x @ a + b) @ c + d
+            pieces = jnp.split(y, len(parts), axis=-1)
+            found.append({i: p.reshape(parts[i].shape) for i, p in zip(parts, pieces, strict=True)})
+        return found
+
+    def error(self, weights: Sequence[jax.Array], states: list, right: list) -> jax.Array:
+        """Mean squared distance to the right credit."""
+        pairs = zip(jax.tree.leaves(self(weights, states)), jax.tree.leaves(right), strict=True)
+        return sum(jnp.mean((a - b) ** 2) for a, b in pairs)
+
+
+@dataclass(frozen=True)
 class Rule:
     """What a learner carries from block to block, how it goes on, what reads it, how far exact reverse mode reaches.
 
@@ -94,6 +135,7 @@ class Rule:
     sparse_n: int | None = None
     window: int | None = None
     feedback: FixedRandomFeedback | None = None
+    predictor: SyntheticGradient | None = None
     exact_when: str = 'no position feeds another across time'
     cost: tuple[str, str] = ('B·I·H·S', 'T·B·I·H')
     deep: bool = False
@@ -193,7 +235,7 @@ def three_factor(kappa: float | None) -> Rule:
     return Rule('ThreeFactor', signal='modulatory', kappa=kappa, exact_when=when)
 
 
-def dni(window: int) -> Rule:
+def dni(window: int, predictor: SyntheticGradient) -> Rule:
     """Exact windows; a learned predictor sends credit back from what comes after each."""
     _check_count('window', window)
     when = 'the predictor is right'
@@ -202,6 +244,7 @@ def dni(window: int) -> Rule:
         'none',
         signal='bootstrapped',
         window=window,
+        predictor=predictor,
         exact_when=when,
         cost=('window·B·H·S', 'T·B·I·H'),
     )
@@ -251,7 +294,11 @@ class ETraceConfig:
         full = self.recurrence_scope != 'diagonal' or projection
         windows = self.update_schedule == 'window'
         return [
-            (kappa != (self.kappa is not None), 'a filter and its kappa go together', "trace_filter='kappa', kappa=0.9"),
+            (
+                kappa != (self.kappa is not None),
+                'a filter and its kappa go together',
+                "trace_filter='kappa', kappa=0.9",
+            ),
             (
                 kappa and (factors or full or windows or self.trace_factorization == 'none'),
                 'the filter acts on one trace for each parameter and position',
@@ -335,6 +382,7 @@ class ETraceConfig:
             self.sparse_n,
             0 if self.update_schedule == 'sequence_end' else self.window_size,
             FixedRandomFeedback() if self.learning_signal == 'random_feedback' else None,
+            SyntheticGradient() if self.learning_signal == 'bootstrapped' else None,
             'as its parts are',
         )
 

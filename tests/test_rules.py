@@ -1,0 +1,666 @@
+"""Every learning rule against its formula, written densely in plain JAX.
+
+A model exists as a module and as plain functions of flat vectors: the whole step, the step with cuts by hand, and
+the read-out. Influences are dense matrices by `jax.jacrev`; nothing is shared with the package.
+"""
+
+import itertools
+
+import brainstate
+import braintools
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+from jax.nn import sigmoid
+
+import braintrace
+from braintrace import ETraceConfig, FixedRandomFeedback, GradExpon, KappaFilter, MultiStepData, SyntheticGradient
+
+nn = brainstate.nn
+spike = braintools.surrogate.sigmoid
+B, I, H, O, T = 2, 3, 4, 2, 6  # batch, inputs, units, outputs, steps  # noqa: E741
+stop = jax.lax.stop_gradient
+
+
+@pytest.fixture(autouse=True)
+def _double(x64):
+    """All of this file is in float64."""
+
+
+# ---------------------------------------------------------------- models
+
+
+class Leaky(nn.Module):
+    """Leaky units; ``mixing`` wires them to each other."""
+
+    def __init__(self, leak=0.8, mixing=True):
+        super().__init__()
+        self.leak, self.mixing = leak, mixing
+        self.feed, self.recur = nn.Linear(I, H), nn.Linear(H, H, b_init=None)
+        self.out = nn.Linear(H, O)
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+
+    def update(self, x):
+        h = self.h.value
+        drive = self.feed(x) + self.recur(h) if self.mixing else self.feed(x)
+        self.h.value = self.leak * h + (drive if not self.mixing else jnp.tanh(drive))
+        return self.out(self.h.value)
+
+
+def leaky(p, h, x, cut, leak=0.8, mixing=True):
+    h = h['h']
+    held = stop(h) if cut else h
+    drive = x @ p['feed', 'weight']['weight'] + p['feed', 'weight']['bias']
+    if mixing:
+        drive = jnp.tanh(drive + held @ p['recur', 'weight']['weight'])
+    return {'h': leak * h + drive}
+
+
+class Adaptive(nn.Module):
+    """Spiking units with a threshold of their own; read out by what they would spike."""
+
+    def __init__(self):
+        super().__init__()
+        self.feed, self.recur, self.out = nn.Linear(I, H), nn.Linear(H, H, b_init=None), nn.Linear(H, O)
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.V = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+        self.a = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+
+    def update(self, x):
+        V, a = self.V.value, self.a.value
+        fired = spike(V - 0.5 - 0.2 * a)
+        self.V.value = 0.9 * V + self.feed(x) + self.recur(fired) - 0.5 * fired
+        self.a.value = 0.97 * a + fired
+        return self.out(spike(self.V.value - 0.5 - 0.2 * self.a.value))
+
+
+def adaptive(p, h, x, cut):
+    V, a = h['V'], h['a']
+    fired = spike(V - 0.5 - 0.2 * a)
+    sent = stop(fired) if cut else fired
+    drive = x @ p['feed', 'weight']['weight'] + p['feed', 'weight']['bias'] + sent @ p['recur', 'weight']['weight']
+    return {'V': 0.9 * V + drive - 0.5 * fired, 'a': 0.97 * a + fired}
+
+
+class Gated(nn.Module):
+    """A stock cell with a read-out."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(I, H), nn.Linear(H, O)
+
+    def update(self, x):
+        return self.out(self.cell(x))
+
+
+def gated(p, s, x, cut):
+    h = s['cell.h']
+    held = stop(h) if cut else h
+    gates = jnp.concatenate([x, held], -1) @ p['cell', 'Wrz', 'weight']['weight'] + p['cell', 'Wrz', 'weight']['bias']
+    r, z = jnp.split(sigmoid(gates), 2, axis=-1)
+    r = stop(r) if cut else r
+    new = jnp.tanh(
+        jnp.concatenate([x, r * held], -1) @ p['cell', 'Wh', 'weight']['weight'] + p['cell', 'Wh', 'weight']['bias']
+    )
+    return {'cell.h': (1 - z) * h + z * new}
+
+
+def seen(h):
+    """What a read-out sees of the states."""
+    return spike(h['V'] - 0.5 - 0.2 * h['a']) if 'V' in h else next(iter(h.values()))
+
+
+MODELS = {
+    'leaky': (Leaky, leaky, ('h',)),
+    'adaptive': (Adaptive, adaptive, ('V', 'a')),
+    'gated': (Gated, gated, ('cell.h',)),
+}
+
+
+class Case:
+    """A model with weights, inputs and targets, as a module and densely."""
+
+    def __init__(self, name, steps=T, seed=0, **options):
+        self.kind, self.plain, states = MODELS[name]
+        self.options = options
+        rng = np.random.default_rng(seed)
+        self.xs = jnp.asarray(rng.normal(size=(steps, B, I)))
+        self.ys = jnp.asarray(rng.normal(size=(steps, B, O)))
+        self.weights = {
+            path: jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) * 0.5), state.value)
+            for path, state in self.model().states(brainstate.ParamState).items()
+        }
+        self.flat, self.tree = ravel_pytree(self.weights)
+        self.start, self.states = ravel_pytree({k: jnp.zeros((B, H)) for k in states})
+
+    def model(self):
+        return self.kind(**self.options)
+
+    def learner(self, rule, **options):
+        with brainstate.environ.context(precision=64):
+            model = self.model()
+            learner = braintrace.compile(model, rule, self.xs[0], batch_size=B, **options)
+        for path, state in model.states(brainstate.ParamState).items():
+            state.value = self.weights[path]
+        return learner
+
+    def gradient(self, rule, fresh=True, **options):
+        learner = self.learner(rule, **options)
+        found = learner.etrace_grad(self.xs, self.ys, step_fn=loss_of(learner), reduction='sum', fresh=fresh)
+        return ravel_pytree({path: found[path] for path in self.weights})[0]
+
+    # dense functions of flat vectors
+
+    def step(self, theta, h, x, cut=False):
+        return ravel_pytree(self.plain(self.tree(theta), self.states(h), x, cut, **self.options))[0]
+
+    def read(self, theta, h):
+        p = self.tree(theta)['out', 'weight']
+        return seen(self.states(h)) @ p['weight'] + p['bias']
+
+    def loss(self, theta, h, y):
+        return jnp.mean((self.read(theta, h) - y) ** 2)
+
+    def bptt(self):
+        def total(theta):
+            def one(h, at):
+                h = self.step(theta, h, at[0])
+                return h, self.loss(theta, h, at[1])
+
+            return jax.lax.scan(one, self.start, (self.xs, self.ys))[1].sum()
+
+        return jax.grad(total)(self.flat)
+
+    def along(self, now, state):
+        """Σ_t of ``now(h_old, h_new, x, y, t, state) -> (gradient, state)`` along the sequence."""
+        h, total = self.start, 0.0
+        for t, (x, y) in enumerate(zip(self.xs, self.ys, strict=True)):
+            new = self.step(self.flat, h, x)
+            gradient, state = now(h, new, x, y, t, state)
+            h, total = new, total + gradient
+        return total
+
+    def local(self, h, x):
+        """Jacobian and instantaneous influence of the local step."""
+        return jax.jacrev(self.step, argnums=(1, 0))(self.flat, h, x, True)
+
+    def one_step(self, h, x, y):
+        return jax.grad(lambda theta: self.loss(theta, self.step(theta, h, x), y))(self.flat)
+
+    def by_trace(self, recursion=lambda d, e: d @ e, kappa=None, signal=None):
+        """One-step gradient with its local part replaced by signal · trace."""
+        signal = signal or (lambda h, y, t: jax.grad(self.loss, argnums=1)(self.flat, h, y))
+
+        def now(h, new, x, y, t, state):
+            trace, filtered = state
+            d, influence = self.local(h, x)
+            trace = recursion(d, trace) + influence
+            filtered = trace if kappa is None else kappa * filtered + trace
+            true = jax.grad(self.loss, argnums=1)(self.flat, new, y)
+            gradient = self.one_step(h, x, y) - true @ influence + signal(new, y, t) @ filtered
+            return gradient, (trace, filtered)
+
+        zero = jnp.zeros((self.start.size, self.flat.size))
+        return self.along(now, (zero, zero))
+
+    def by_influence(self, mask=None):
+        """RTRL, with influences outside of a mask dropped after every step."""
+
+        def now(h, new, x, y, t, influence):
+            d, i = jax.jacrev(self.step, argnums=(1, 0))(self.flat, h, x)
+            past = jax.grad(lambda h: self.loss(self.flat, self.step(self.flat, h, x), y))(h)
+            gradient = self.one_step(h, x, y) + past @ influence
+            influence = d @ influence + i
+            return gradient, influence if mask is None else jnp.where(mask, influence, 0)
+
+        return self.along(now, jnp.zeros((self.start.size, self.flat.size)))
+
+
+def loss_of(learner):
+    return lambda x, y: jnp.mean((learner(x) - y) ** 2)
+
+
+def close(a, b):
+    np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
+
+
+def differ(a, b):
+    assert jnp.linalg.norm(a - b) > 1e-3 * jnp.linalg.norm(b)
+
+
+# ---------------------------------------------------------------- traces that live at positions
+
+
+@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('fresh', [True, False])
+def test_eprop_is_the_filtered_local_trace(name, fresh):
+    case = Case(name)
+    close(case.gradient('eprop', fresh), case.gradient('d_rtrl', fresh))
+    filtered = case.gradient('eprop', fresh, kappa_filter_decay=0.7, block=4)
+    close(filtered, case.by_trace(kappa=0.7))
+    differ(filtered, case.gradient('d_rtrl'))
+
+
+def feedback_signal(case, weights):
+    def signal(h, y, t):
+        error = jax.grad(lambda out: jnp.mean((out - y) ** 2))(case.read(case.flat, h))
+        return jax.vjp(lambda h: seen(case.states(h)), h)[1](error @ weights.T)[0]
+
+    return signal
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_random_feedback_sends_the_error_at_the_readout_back_by_other_weights(name):
+    case = Case(name)
+    feedback = FixedRandomFeedback(key=3)
+    weights = feedback(0, (H, O), jnp.float64)
+    expected = case.by_trace(signal=feedback_signal(case, weights))
+    close(case.gradient('eprop', feedback='random', random_feedback_key=3), expected)
+    close(case.gradient('eprop', fresh=False, feedback=feedback), expected)
+    differ(expected, case.by_trace())
+    twice = feedback_signal(case, 2 * weights)
+    louder = FixedRandomFeedback(key=3, scale=2 / H**0.5)
+    close(case.gradient('eprop', feedback=louder), case.by_trace(signal=twice))
+
+
+def test_adaptive_feedback_comes_closer_to_the_weights_with_every_update():
+    case = Case('leaky')
+    learner = case.learner('eprop', feedback=FixedRandomFeedback(key=1, align=0.5))
+    fixed, own = FixedRandomFeedback(key=1)(0, (H, O), jnp.float64), case.weights['out', 'weight']['weight']
+    step = loss_of(learner)
+    for left in (1.0, 0.5, 0.25):
+        found = learner.etrace_grad(case.xs, case.ys, step_fn=step, reduction='sum', fresh=True)
+        weights = left * fixed + (1 - left) * own
+        close(ravel_pytree(found)[0], ravel_pytree(case.tree(case.by_trace(signal=feedback_signal(case, weights))))[0])
+
+
+def test_a_silent_unit_gets_no_error_by_a_scaled_one():
+    """The error counts, not its direction alone: twice the error is twice the gradient of the hidden weights."""
+    case = Case('leaky')
+    case.ys = jnp.stack([case.read(case.flat, case.start)] * T)  # small errors
+    small = case.gradient('eprop', feedback='random')
+    close(small, case.by_trace(signal=feedback_signal(case, FixedRandomFeedback(0)(0, (H, O), jnp.float64))))
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_rflo_leaks_by_a_number(name):
+    case = Case(name)
+    expected = case.by_trace(recursion=lambda d, e: 0.6 * e)
+    close(case.gradient('rflo', leak=0.6), expected)
+    close(case.gradient('rflo', fresh=False, leak=0.6, block=4), expected)
+    differ(expected, case.by_trace())
+
+
+def test_rflo_and_ottt_are_exact_for_units_that_only_leak():
+    case = Case('leaky', mixing=False)
+    close(case.gradient('rflo', leak=0.8), case.bptt())
+    close(case.gradient('ottt', leak=0.8), case.bptt())
+    differ(case.gradient('rflo', leak=0.5), case.bptt())
+    differ(case.gradient('ottt', leak=0.5), case.bptt())
+
+
+def test_without_recursion_only_the_step_counts():
+    case = Case('adaptive')
+    config = ETraceConfig(temporal_recursion='none')
+    close(case.gradient(config), case.by_trace(recursion=lambda d, e: 0 * e))
+
+
+# ---------------------------------------------------------------- factorised traces
+
+
+def by_factors(case, decay, forget):
+    """OTTT and OSTL without D on the leaky model: (signal · f) ⊗ x̄ for each product, by hand."""
+    alpha_x, alpha_f = decay
+    total = jax.tree.map(jnp.zeros_like, case.weights)
+    h = jnp.zeros((B, H))
+    x_bar, h_bar, one_bar = jnp.zeros((B, I)), jnp.zeros((B, H)), 0.0
+    f = jnp.zeros((B, H))
+    for t, (x, y) in enumerate(zip(case.xs, case.ys, strict=True), 1):
+        p = case.weights
+        drive = x @ p['feed', 'weight']['weight'] + p['feed', 'weight']['bias'] + h @ p['recur', 'weight']['weight']
+        new = 0.8 * h + jnp.tanh(drive)
+        x_bar, h_bar, one_bar = alpha_x * x_bar + x, alpha_x * h_bar + h, alpha_x * one_bar + 1
+        f = alpha_f * forget * f + (1 - alpha_f) * (1 - jnp.tanh(drive) ** 2)
+        error = jax.grad(lambda out, y=y: jnp.mean((out - y) ** 2))(
+            new @ p['out', 'weight']['weight'] + p['out', 'weight']['bias']
+        )
+        told = (error @ p['out', 'weight']['weight'].T) * f / (1 - alpha_f**t)
+        add = {
+            ('feed', 'weight'): {'weight': x_bar.T @ told, 'bias': one_bar * told.sum(0)},
+            ('recur', 'weight'): {'weight': h_bar.T @ told},
+            ('out', 'weight'): {'weight': new.T @ error, 'bias': error.sum(0)},
+        }
+        total = jax.tree.map(jnp.add, total, add)
+        h = new
+    return ravel_pytree(total)[0]
+
+
+@pytest.mark.parametrize('fresh', [True, False])
+def test_ottt_and_ostl_feedforward_by_hand(fresh):
+    case = Case('leaky')
+    close(case.gradient('ottt', fresh, leak=0.7), by_factors(case, (0.7, 0.0), 0.0))
+    close(case.gradient('OSTL_feedforward', fresh, decay_or_rank=(0.7, 0.4)), by_factors(case, (0.7, 0.4), 1.0))
+
+
+def test_ostl_recurrent_is_the_local_rule():
+    case = Case('gated')
+    close(case.gradient('OSTLRecurrent'), case.by_trace())
+
+
+# ---------------------------------------------------------------- influences on all states
+
+
+@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('fresh', [True, False])
+def test_rtrl_is_bptt(name, fresh):
+    case = Case(name)
+    close(case.by_influence(), case.bptt())
+    close(case.gradient('rtrl', fresh), case.bptt())
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_snap_keeps_what_is_reached_within_n_steps(name):
+    case = Case(name)
+    rng = np.random.default_rng(4)
+    draws = [jnp.asarray(rng.normal(size=case.start.shape)) for _ in range(20)]
+    found = [jax.jacrev(case.step, argnums=(1, 0))(case.flat, 2 * h, case.xs[0]) for h in draws]
+    onward, direct = (sum(np.asarray(part != 0, int) for part in parts) > 0 for parts in zip(*found, strict=True))
+    onward = onward.astype(int)
+    mask = direct
+    for n in (1, 2, 3):
+        close(case.gradient('snap', n=n), case.by_influence(mask))
+        mask = direct | (onward @ mask > 0)
+    close(case.gradient('snap', n=H), case.bptt())
+    differ(case.gradient('snap', n=1), case.bptt())
+
+
+class Ring(nn.Module):
+    """Units that hear their left neighbour only: each step reaches one more."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(0.5 + 0.1 * jnp.arange(H, dtype=float))
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+
+    def update(self, x):
+        self.h.value = jnp.tanh(self.w.value * jnp.roll(self.h.value, 1, axis=-1) + x)
+        return self.h.value
+
+
+def test_snap_holds_less_for_a_sparse_recurrence():
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(T, B, H)))
+    sizes, found = [], []
+    for rule, options in [('snap', {'n': 1}), ('snap', {'n': 2}), ('snap', {'n': H}), ('rtrl', {}), ('bptt', {})]:
+        learner = braintrace.compile(Ring(), rule, xs[0], batch_size=B, **options)
+        sizes.append(sum(x.size for t in learner.traces.values() for x in jax.tree.leaves(t.value)) - 1)
+        step = lambda x, learner=learner: jnp.mean(learner(x) ** 2)
+        found.append(learner.etrace_grad(xs, step_fn=step, fresh=True)['w',])
+    assert sizes[:4] == [H * B, H * 2 * B, H * H * B, H * H * B]
+    close(found[2], found[4])
+    close(found[3], found[4])
+    errors = [jnp.linalg.norm(g - found[4]) for g in found]
+    assert errors[0] > errors[1] > 1e-6
+
+
+def test_uoro_is_right_in_the_mean():
+    case = Case('leaky', steps=4)
+    learner = case.learner('uoro', seed=5)
+    step = loss_of(learner)
+    call = lambda: ravel_pytree(learner.etrace_grad(case.xs, case.ys, step_fn=step, reduction='sum', fresh=True))[0]
+    draws = np.stack([np.asarray(call()) for _ in range(1500)])
+    error = draws.mean(0) - np.asarray(ravel_pytree(case.tree(case.bptt()))[0])
+    spread = draws.std(0) / len(draws) ** 0.5
+    assert np.all(np.abs(error) <= 5 * spread + 1e-12)
+    assert spread.max() > 1e-4  # it is random
+    assert np.linalg.norm(error) < 0.2 * np.linalg.norm(case.bptt())
+
+
+# ---------------------------------------------------------------- modulators
+
+
+@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('shape', [(), (B, 1), (B,), (H,), (B, H)])
+def test_a_modulator_takes_the_place_of_the_signal(name, shape):
+    case = Case(name)
+    m = jnp.asarray(np.random.default_rng(1).normal(size=shape))
+    full = jnp.broadcast_to(m[:, None] if shape == (B,) else m, (B, H))
+    whole = jnp.concatenate([full.ravel()] * (case.start.size // (B * H)))
+    close(case.gradient('three_factor', modulator=m), case.by_trace(signal=lambda h, y, t: whole))
+    close(case.gradient('three_factor', False, modulator=m, block=4), case.by_trace(signal=lambda h, y, t: whole))
+
+
+def test_a_modulator_for_every_step_may_be_computed_there():
+    case = Case('leaky')
+    ms = jnp.asarray(np.random.default_rng(2).normal(size=(T, B)))
+    learner = case.learner('three_factor')
+
+    def step(x, y, m):
+        return jnp.mean((learner(x, modulator=2 * m) - y) ** 2)
+
+    found = learner.etrace_grad(case.xs, case.ys, ms, step_fn=step, reduction='sum', fresh=True)
+    signal = lambda h, y, t: jnp.broadcast_to(2 * ms[t][:, None], (B, H)).ravel()
+    close(ravel_pytree(found)[0], ravel_pytree(case.tree(case.by_trace(signal=signal)))[0])
+
+
+def test_a_standing_modulator_is_honoured_under_jit():
+    case = Case('leaky')
+    learner = case.learner('three_factor', modulator=1.0)
+    step = loss_of(learner)
+    run = brainstate.transform.jit(lambda: learner.etrace_grad(case.xs, case.ys, step_fn=step, fresh=True))
+    first = run()['feed', 'weight']['weight']
+    learner.standing.value = jnp.asarray(3.0)
+    close(run()['feed', 'weight']['weight'], 3 * first)
+    learner.standing.value = jnp.ones(7)
+    with pytest.raises(braintrace.CompilationError, match='modulator of shape'):
+        learner.etrace_grad(case.xs, case.ys, step_fn=step)
+
+
+# ---------------------------------------------------------------- learned credit
+
+
+def test_dni_is_bptt_in_one_window_and_starts_as_truncated_bptt():
+    case = Case('gated')
+    close(case.gradient('dni', window=T), case.bptt())
+    close(case.gradient('dni', window=2), case.gradient('tbptt', k=2))
+    differ(case.gradient('dni', window=2), case.bptt())
+
+
+def test_a_predictor_of_credit_learns():
+    case = Case('leaky')
+    learner = case.learner('dni', window=1, predictor=SyntheticGradient(width=32, rate=0.2))
+    step = loss_of(learner)
+    sequences = (case.xs, case.ys)
+    gradient = lambda: ravel_pytree(
+        case.tree(ravel_pytree(learner.etrace_grad(*sequences, step_fn=step, reduction='sum', fresh=True))[0])
+    )[0]
+    distance = lambda: float(jnp.linalg.norm(gradient() - ravel_pytree(case.tree(case.bptt()))[0]))
+    before = distance()
+    weights = {path: state.value for path, state in learner.param_states.items()}
+    errors = braintrace.train_synthetic_gradient(learner, *sequences, step_fn=step, updates=300)
+    assert errors[-1] < 0.5 * errors[0]
+    assert distance() < 0.7 * before
+    assert all(learner.param_states[path].value is value for path, value in weights.items())
+    with pytest.raises(ValueError, match='no predictor'):
+        braintrace.train_synthetic_gradient(case.learner('d_rtrl'), *sequences, step_fn=step)
+
+
+# ---------------------------------------------------------------- what holds for every rule
+
+RULES = {
+    'd_rtrl': {},
+    'pp_prop': {},
+    'eprop': {'kappa_filter_decay': 0.5, 'feedback': 'random'},
+    'ostl_recurrent': {},
+    'ostl_feedforward': {},
+    'ottt': {},
+    'rflo': {},
+    'snap': {},
+    'rtrl': {},
+    'uoro': {},
+    'three_factor': {'modulator': 0.3},
+    'dni': {'window': 2},
+    'bptt': {},
+    'tbptt': {'k': 2},
+}
+WINDOWS = ('dni', 'bptt', 'tbptt')
+
+
+def test_the_list_is_complete():
+    assert {r.replace('_', '') for r in RULES} == {
+        r.replace('_', '') for r in braintrace.learner.rules.RULES if r != 'es_d_rtrl'
+    }
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_one_step_is_the_plain_gradient_unless_the_signal_differs(rule):
+    case = Case('gated', steps=1)
+    found = case.gradient(rule, **RULES[rule])
+    assert jnp.all(jnp.isfinite(found))
+    (differ if rule in ('eprop', 'three_factor') else close)(found, case.bptt())
+
+
+@pytest.mark.parametrize('rule', [r for r in RULES if r not in WINDOWS])
+def test_halves_steps_and_resets(rule):
+    """Two halves are the whole, single steps too; after a reset everything begins anew."""
+    case = Case('adaptive', steps=4)
+    options = RULES[rule]
+    whole = case.learner(rule, **options)
+    step = loss_of(whole)
+    expected = ravel_pytree(whole.etrace_grad(case.xs, case.ys, step_fn=step, reduction='sum'))[0]
+    parts = case.learner(rule, **options)
+    step = loss_of(parts)
+    found = 0.0
+    for part in (slice(0, 2), slice(2, 4)):
+        if rule == 'uoro':
+            parts.standing.value = jnp.zeros((), jnp.int32)
+        found = found + ravel_pytree(parts.etrace_grad(case.xs[part], case.ys[part], step_fn=step, reduction='sum'))[0]
+    close(found, expected)
+    if rule == 'uoro':
+        whole.standing.value = jnp.zeros((), jnp.int32)
+    whole.reset_state()
+    again = whole.etrace_grad(case.xs, case.ys, step_fn=loss_of(whole), reduction='sum')
+    close(ravel_pytree(again)[0], expected)
+    single, found = case.learner(rule, **options), 0.0
+    weights = single.model.states(brainstate.ParamState)
+    for x, y in zip(case.xs, case.ys, strict=True):
+        one = brainstate.transform.grad(lambda x, y: jnp.mean((single(x) - y) ** 2), weights)(x, y)
+        found = found + ravel_pytree(dict(one))[0]
+    close(found, expected)
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_learning_online_and_memory(rule):
+    """Weights move at every step, the loss of what is seen again and again falls, memory is as planned."""
+    case = Case('leaky', steps=4)
+    options = RULES[rule] | ({'feedback': 'symmetric'} if rule == 'eprop' else {})
+    learner = case.learner(rule, **options)
+    step = loss_of(learner)
+    losses = []
+    for _ in range(3):
+        learner.reset_state()
+        losses.append(learner.etrace_online(case.xs, case.ys, step_fn=step, optimizer=optax.sgd(0.02)).mean())
+    assert jnp.all(jnp.isfinite(jnp.stack(losses)))
+    assert rule == 'three_factor' or losses[-1] < losses[0]
+    plan = learner.memory_plan(4)
+    held = sum(x.nbytes for t in learner.traces.values() for x in jax.tree.leaves(t.value))
+    assert sum(plan.traces.values()) == held
+    assert (held > 0) == (rule not in WINDOWS)
+    assert 'BPTT' in str(plan)
+
+
+def test_every_rule_says_when_it_is_exact_and_what_it_costs():
+    for name, options in RULES.items():
+        rule = braintrace.learner.rules.RULES[name.replace('_', '') if name not in ('d_rtrl', 'pp_prop') else name](
+            Gated(), **options
+        ).rule
+        assert rule.exact_when
+        assert len(rule.cost) == 2
+        assert all(rule.cost)
+
+
+# ---------------------------------------------------------------- rules put together from parts
+
+
+def test_presets_are_their_parts():
+    case = Case('adaptive')
+    pairs = [
+        (ETraceConfig(), ('d_rtrl', {})),
+        (ETraceConfig(trace_filter='kappa', kappa=0.5), ('eprop', {'kappa_filter_decay': KappaFilter(0.5)})),
+        (ETraceConfig(learning_signal='random_feedback'), ('eprop', {'feedback': 'random'})),
+        (ETraceConfig('io_factorized', decay=0.9), ('pp_prop', {'decay_or_rank': 0.9})),
+        (ETraceConfig('io_factorized', 'scalar_leak', decay=0.9), ('ostl_feedforward', {})),
+        (ETraceConfig('io_factorized', 'none', decay=0.9), ('ottt', {'leak': 0.9})),
+        (ETraceConfig(temporal_recursion='scalar_leak', decay=0.6), ('rflo', {'leak': 0.6})),
+        (ETraceConfig(recurrence_scope='coupled'), ('rtrl', {})),
+        (ETraceConfig(recurrence_scope='sparse_n', sparse_n=1), ('snap', {'n': 1})),
+        (ETraceConfig('random_projection', recurrence_scope='coupled'), ('uoro', {})),
+        (ETraceConfig(learning_signal='modulatory'), ('three_factor', {})),
+        (ETraceConfig('none', update_schedule='sequence_end'), ('bptt', {})),
+        (ETraceConfig('none', update_schedule='window', window_size=2), ('tbptt', {'k': 2})),
+    ]
+    for config, (name, options) in pairs:
+        close(case.gradient(config), case.gradient(name, **options))
+
+
+def test_a_new_combination_needs_no_new_engine():
+    case = Case('adaptive')
+    config = ETraceConfig(temporal_recursion='scalar_leak', decay=0.6, trace_filter='kappa', kappa=0.3)
+    close(case.gradient(config), case.by_trace(recursion=lambda d, e: 0.6 * e, kappa=0.3))
+    mixed = ETraceConfig('io_factorized', decay=0.9, learning_signal='random_feedback')
+    differ(case.gradient(mixed), case.gradient('pp_prop'))
+
+
+def test_combinations_without_a_meaning_are_refused():
+    wrong = [
+        {'trace_filter': 'kappa'},
+        {'kappa': 0.5},
+        {'trace_factorization': 'io_factorized'},
+        {'trace_factorization': 'io_factorized', 'decay': 0.9, 'trace_filter': 'kappa', 'kappa': 0.5},
+        {'trace_factorization': 'io_factorized', 'decay': 0.9, 'recurrence_scope': 'coupled'},
+        {'recurrence_scope': 'sparse_n'},
+        {'recurrence_scope': 'coupled', 'temporal_recursion': 'none'},
+        {'recurrence_scope': 'coupled', 'learning_signal': 'modulatory'},
+        {'temporal_recursion': 'scalar_leak'},
+        {'update_schedule': 'window'},
+        {'update_schedule': 'window', 'window_size': 3},
+        {'trace_factorization': 'none'},
+        {'learning_signal': 'bootstrapped'},
+        {'learning_signal': 'loud'},
+    ]
+    for options in wrong:
+        with pytest.raises(ValueError, match='instead'):
+            ETraceConfig(**options)
+    case = Case('leaky')
+    for rule, options in itertools.product(('eprop', 'rtrl'), ({'vjp_method': 'multi-step'}, {'reach': 'deep'})):
+        extra = {'feedback': 'random'} if rule == 'eprop' else {}
+        with pytest.raises(ValueError, match='instead'):
+            case.learner(rule, **extra, **options)
+    learner = case.learner('rflo')
+    with pytest.raises(ValueError, match='exact windows'):
+        windowed = lambda x, y: jnp.mean((learner(MultiStepData(x)) - y) ** 2)
+        learner.etrace_grad(case.xs, case.ys, step_fn=windowed, chunk_size=2)
+    with pytest.raises(ValueError, match='modulator'):
+        learner(case.xs[0], modulator=1.0)
+    for rule, options in [
+        ('rflo', {'leak': 1.5}),
+        ('snap', {'n': 0}),
+        ('eprop', {'feedback': 'loud'}),
+        ('ottt', {'leak': -1}),
+    ]:
+        with pytest.raises(ValueError, match='instead'):
+            case.learner(rule, **options)
+
+
+def test_a_running_mean_of_gradients():
+    mean, state = GradExpon(0.5)({'w': jnp.asarray(2.0)})
+    assert mean == {'w': 2.0}
+    mean, state = GradExpon(0.5)({'w': jnp.asarray(5.0)}, state)
+    assert mean == {'w': (0.5 * 0.5 * 2 + 0.5 * 5) / 0.75}
