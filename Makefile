@@ -4,26 +4,32 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: train test zoo lint bench bench-compile clean
+.PHONY: train test zoo lint bench bench-compile learn rules clean
 
 train: $(READY)
 	$(RUN) scripts/train.py
 
 test: $(READY)
-	$(RUN) -m ruff check src tests scripts benchmarks
-	$(RUN) -m ruff format --check src tests scripts benchmarks
+	$(RUN) -m ruff check src tests scripts benchmarks experiments
+	$(RUN) -m ruff format --check src tests scripts benchmarks experiments
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
 
 zoo: $(READY)
 	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_engine.py
 
 lint: $(READY)
-	$(RUN) -m ruff check --fix src tests scripts benchmarks
-	$(RUN) -m ruff format src tests scripts benchmarks
+	$(RUN) -m ruff check --fix src tests scripts benchmarks experiments
+	$(RUN) -m ruff format src tests scripts benchmarks experiments
 	$(RUN) -m mypy
 
 bench: $(READY)
 	$(RUN) benchmarks/run.py $(ARGS)
+
+learn: $(READY)
+	$(RUN) experiments/learning.py $(ARGS)
+
+rules: $(READY)
+	$(RUN) experiments/rules.py
 
 bench-compile: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) benchmarks/compile_time.py

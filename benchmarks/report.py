@@ -207,6 +207,24 @@ def table(table_rows: list[dict], judged: bool) -> str:
     return '\n'.join(line.rstrip() for line in text)
 
 
+def markdown(table_rows: list[dict]) -> str:
+    """The main numbers of the main workloads, for a page."""
+    lines = [
+        '| workload | rule | × forward | BPTT ÷ ours | package ÷ ours | peak MiB, ours : package |',
+        '| --- | --- | --- | --- | --- | --- |',
+    ]
+    text = lambda values: f'{median(values):.3g}' if values else ''
+    title = None
+    for row in table_rows:
+        if row['key'] in ('9', '10') or row['variant'] in BASELINES or row['error']:
+            continue
+        shown = row['title'] if row['title'] != title else ''
+        title = row['title']
+        ratios = ' | '.join(text(row[number]) for number in ('forward', 'bptt', 'peer'))
+        lines.append(f'| {shown} | {NAMES[row["variant"]]} | {ratios} | {pair(row["peak"], row["peer_peak"], MIB)} |')
+    return '\n'.join(lines)
+
+
 def summary(measured: list[dict], found: list[dict], judged: bool) -> str:
     """Targets missed, and gradients that differ."""
     lines = [

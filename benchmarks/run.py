@@ -5,7 +5,7 @@
 
 The published package is installed into an environment of its own and called by its public interface. Both sides run
 the same models, weights, data and losses, in turn, on one core of a Linux machine. The table goes to the screen,
-everything measured to ``results.json`` and a picture to ``results.svg``.
+everything measured to ``results.json``, the table to ``results.txt`` and a picture to ``results.svg``.
 """
 
 from __future__ import annotations
@@ -183,9 +183,15 @@ def environment() -> dict:
     }
 
 
+def earlier(file: Path) -> dict[str, dict]:
+    """Workloads measured before, by title; none if anything about the environment has changed."""
+    content = json.loads(file.read_text()) if file.exists() else {'environment': None}
+    return {w['title']: w for w in content['workloads']} if content['environment'] == environment() else {}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--only', default='', help='numbers of workloads, such as 1,2,7')
+    parser.add_argument('--only', default='', help='numbers of workloads, such as 1,2,7; results of the others are kept')
     parser.add_argument('--rounds', type=int, default=5, help='calls of each variant')
     parser.add_argument('--quick', action='store_true', help='tiny sizes, to see that the benchmark works')
     parser.add_argument('--no-peer', action='store_true', help='without the published package')
@@ -194,25 +200,29 @@ def main() -> int:
     chosen = set(filter(None, options.only.split(',')))
     pythons = {'ours': sys.executable} | ({} if options.no_peer else {'peer': peer_python()})
     options.out.mkdir(parents=True, exist_ok=True)
-    measured: list[dict] = []
-    for index, workload in enumerate(workloads(options.quick)):
+    every = workloads(options.quick)
+    if chosen - {w.key for w in every}:
+        parser.error(f'no workload has the number {options.only!r}')
+    known = earlier(options.out / 'results.json') if chosen and not options.quick else {}
+    for index, workload in enumerate(every):
         if chosen and workload.key not in chosen:
             continue
         sides = {name: Side(name, python) for name, python in pythons.items()}
-        measured.append(measure(index, workload, sides, options.rounds, options.quick))
+        known[workload.title] = measure(index, workload, sides, options.rounds, options.quick)
         for side in sides.values():
             side.close()
+        measured = [known[w.title] for w in every if w.title in known]
         rows = report.rows(measured)
         checks = report.checks(measured, rows)
         content = {'environment': environment(), 'workloads': measured, 'rows': rows, 'checks': checks}
-        (options.out / 'results.json').write_text(json.dumps(content, indent=1) + '\n')
-    if not measured:
-        parser.error(f'no workload has the number {options.only!r}')
-    print()
-    print(report.table(rows, judged=not options.quick))
-    print(report.summary(measured, checks, judged=not options.quick))
+        (options.out / 'results.json').write_text(json.dumps(content, indent=1) + '
+')
+    judged = not options.quick
+    text = f'{report.table(rows, judged)}\n{report.summary(measured, checks, judged)}'
+    print(f'\n{text}')
+    (options.out / 'results.txt').write_text(text + '\n')
     report.draw(measured, options.out / 'results.svg')
-    print(f'written: {options.out.name}/results.json, {options.out.name}/results.svg')
+    print(f'written: results.json, results.txt and results.svg in {options.out.name}')
     return int(bool(report.disagreements(measured)))
 
 

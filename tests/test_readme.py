@@ -1,13 +1,26 @@
 """The README's example runs as it stands."""
 
+import json
 import re
+import sys
 from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_example_runs(capsys):
-    text = (Path(__file__).parent.parent / 'README.md').read_text()
+    text = (ROOT / 'README.md').read_text()
     (code,) = re.findall(r'```python\n(.*?)```', text, re.DOTALL)
     exec(compile(code, 'README.md', 'exec'), {})
     printed = capsys.readouterr().out
     assert 'Wh.weight.weight' in printed
     assert 'D_RTRL against BPTT' in printed
+
+
+def test_measured_table_is_that_of_the_benchmark(monkeypatch):
+    monkeypatch.setattr(sys, 'path', [str(ROOT / 'benchmarks'), *sys.path])
+    import report
+
+    (shown,) = re.findall(r'results.json -->\n(.*?)\n<!-- end', (ROOT / 'README.md').read_text(), re.DOTALL)
+    measured = json.loads((ROOT / 'benchmarks' / 'results.json').read_text())['workloads']
+    assert shown == report.markdown(report.rows(measured))

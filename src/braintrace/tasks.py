@@ -1,0 +1,282 @@
+"""Tasks that an ordinary computer can check, drawn from a NumPy generator.
+
+Every task gives :class:`Trials`: inputs (time, batch, channels), targets of every step, and the weight of its loss.
+``reference`` says what others reached, and how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+
+class Trials(NamedTuple):
+    """A batch: inputs (time, batch, channels), targets (time, batch, ...) and weights (time,) of the losses."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+
+@dataclass(frozen=True)
+class EvidenceAccumulation:
+    """Cues to the left and to the right, a pause, then the question: which side had more?
+
+    Forty Poisson inputs in four groups: left, right, recall, noise. Steps are milliseconds.
+    """
+
+    cues: int = 7
+    cue: int = 100
+    every: int = 150
+    delay: int = 1050
+    recall: int = 150
+    group: int = 10
+    rate: float = 0.04
+    noise: float = 0.01
+    rarer: float = 0.3
+
+    outputs: ClassVar[int] = 2
+    kind: ClassVar[str] = 'classes'
+    reference: ClassVar[str] = (
+        'error below 7 % within 200–500 iterations (e-prop, Bellec 2020); 91.1 % mlGeNN, 93.8 % NEST'
+    )
+
+    @property
+    def inputs(self) -> int:
+        """Channels."""
+        return 4 * self.group
+
+    @property
+    def steps(self) -> int:
+        """Steps of a trial."""
+        return self.cues * self.every + self.delay + self.recall
+
+    def batch(self, rng: np.random.Generator, size: int) -> Trials:
+        """Draw trials; the target is 0 for more cues on the left."""
+        likely = rng.integers(0, 2, size)
+        sides = np.where(rng.random((self.cues, size)) < self.rarer, 1 - likely, likely)
+        rates = np.zeros((self.steps, size, 4, self.group))
+        for i in range(self.cues):
+            rates[i * self.every : i * self.every + self.cue, np.arange(size), sides[i]] = self.rate
+        rates[-self.recall :, :, 2] = self.rate
+        rates[:, :, 3] = self.noise
+        spikes = (rng.random(rates.shape) < rates).astype(np.float32)
+        more = (sides.sum(0) * 2 > self.cues).astype(np.int32)
+        weights = np.zeros(self.steps, np.float32)
+        weights[-self.recall :] = 1
+        return Trials(spikes.reshape(self.steps, size, -1), np.broadcast_to(more, (self.steps, size)), weights)
+
+
+@dataclass(frozen=True)
+class DelayedMatchToSample:
+    """A sample direction, a delay, a test direction: do they match? Poisson inputs tuned to directions."""
+
+    channels: int = 100
+    directions: int = 8
+    fixation: int = 10
+    shown: int = 500
+    delay: int = 1000
+    rate: float = 0.04
+    background: float = 0.001
+
+    outputs: ClassVar[int] = 2
+    kind: ClassVar[str] = 'classes'
+    reference: ClassVar[str] = 'accuracy 0.95 and more (200 GIF units, τ 100, τ_I2 1500, Adam 1e-3, batch 128)'
+
+    @property
+    def inputs(self) -> int:
+        """Channels."""
+        return self.channels
+
+    @property
+    def steps(self) -> int:
+        """Steps of a trial."""
+        return self.fixation + 2 * self.shown + self.delay
+
+    def batch(self, rng: np.random.Generator, size: int) -> Trials:
+        """Draw trials; half of them match. The answer counts while the test is shown."""
+        match = rng.integers(0, 2, size)
+        first = rng.integers(0, self.directions, size)
+        second = np.where(match, first, (first + rng.integers(1, self.directions, size)) % self.directions)
+        preferred = np.arange(self.channels) / self.channels * 2 * np.pi
+        bump = lambda d: np.exp(4 * (np.cos(preferred - 2 * np.pi * d[:, None] / self.directions) - 1))
+        rates = np.full((self.steps, size, self.channels), self.background)
+        start = self.fixation + self.shown
+        rates[self.fixation : start] += self.rate * bump(first)
+        rates[start + self.delay :] += self.rate * bump(second)
+        weights = np.zeros(self.steps, np.float32)
+        weights[start + self.delay :] = 1
+        spikes = (rng.random(rates.shape) < rates).astype(np.float32)
+        return Trials(spikes, np.broadcast_to(match.astype(np.int32), (self.steps, size)), weights)
+
+
+@dataclass(frozen=True)
+class Copying:
+    """Symbols to be said again after a lag."""
+
+    length: int = 10
+    symbols: int = 8
+    lag: int = 20
+
+    kind: ClassVar[str] = 'classes'
+    reference: ClassVar[str] = (
+        'cross-entropy after 200 updates: BPTT 2.010, published D_RTRL 2.043, chance 2.079 (GRU 64, batch 32, Adam 2e-3)'
+    )
+
+    @property
+    def inputs(self) -> int:
+        """Symbols, a blank and the sign to begin."""
+        return self.symbols + 2
+
+    @property
+    def outputs(self) -> int:
+        """Symbols."""
+        return self.symbols
+
+    @property
+    def steps(self) -> int:
+        """Steps of a trial."""
+        return 2 * self.length + self.lag
+
+    def batch(self, rng: np.random.Generator, size: int) -> Trials:
+        """Draw trials."""
+        said = rng.integers(0, self.symbols, (self.length, size))
+        shown = np.full((self.steps, size), self.symbols)
+        shown[: self.length] = said
+        shown[self.length + self.lag - 1] = self.symbols + 1
+        targets = np.zeros((self.steps, size), np.int32)
+        targets[-self.length :] = said
+        weights = np.zeros(self.steps, np.float32)
+        weights[-self.length :] = 1
+        return Trials(np.eye(self.inputs, dtype=np.float32)[shown], targets, weights)
+
+
+@dataclass(frozen=True)
+class Adding:
+    """Two marked numbers of a long sequence, to be added up at its end."""
+
+    steps: int = 100
+
+    inputs: ClassVar[int] = 2
+    outputs: ClassVar[int] = 1
+    kind: ClassVar[str] = 'values'
+    reference: ClassVar[str] = 'mean squared error 0.167 without any memory'
+
+    def batch(self, rng: np.random.Generator, size: int) -> Trials:
+        """Draw trials."""
+        numbers = rng.random((self.steps, size))
+        marks = np.zeros((self.steps, size))
+        half = self.steps // 2
+        marks[rng.integers(0, half, size), np.arange(size)] = 1
+        marks[rng.integers(half, self.steps, size), np.arange(size)] = 1
+        targets = np.zeros((self.steps, size, 1), np.float32)
+        targets[-1, :, 0] = (numbers * marks).sum(0)
+        weights = np.zeros(self.steps, np.float32)
+        weights[-1] = 1
+        return Trials(np.stack([numbers, marks], -1).astype(np.float32), targets, weights)
+
+
+@dataclass(frozen=True)
+class PatternGeneration:
+    """A sum of sines to be drawn in time, from Poisson inputs that are the same in every trial."""
+
+    steps: int = 1000
+    channels: int = 20
+    rate: float = 0.05
+    seed: int = 0
+
+    outputs: ClassVar[int] = 1
+    kind: ClassVar[str] = 'values'
+    reference: ClassVar[str] = 'the task of Bellec 2020, figure 2; learned when the output follows the pattern'
+
+    @property
+    def inputs(self) -> int:
+        """Channels."""
+        return self.channels
+
+    def batch(self, rng: np.random.Generator, size: int) -> Trials:
+        """The one trial, as often as asked."""
+        fixed = np.random.default_rng(self.seed)
+        t = np.arange(self.steps) / 1000
+        parts = [a * np.sin(2 * np.pi * f * t + p) for f, a, p in zip(
+            (1, 2, 3, 5), fixed.uniform(0.5, 2, 4), fixed.uniform(0, 2 * np.pi, 4), strict=True
+        )]  # fmt: skip
+        pattern = np.sum(parts, axis=0)
+        spikes = (fixed.random((self.steps, 1, self.channels)) < self.rate).astype(np.float32)
+        targets = (pattern / np.abs(pattern).max()).astype(np.float32)[:, None, None]
+        shape = (self.steps, size)
+        return Trials(
+            np.broadcast_to(spikes, (*shape, self.channels)),
+            np.broadcast_to(targets, (*shape, 1)),
+            np.ones(self.steps, np.float32),
+        )
+
+
+@dataclass(frozen=True)
+class Series:
+    """The next value of a chaotic series, each sample on a stretch of its own; mean 0 and variance 1."""
+
+    name: str = 'mackey_glass'
+    steps: int = 1000
+
+    inputs: ClassVar[int] = 1
+    outputs: ClassVar[int] = 1
+    kind: ClassVar[str] = 'values'
+    reference: ClassVar[str] = (
+        'mean squared error over variance (Mackey-Glass / Lorenz x / Hénon; tanh RNN 64, 8 lanes, Adam 1e-3, updates at '
+        'every of 15,000 steps): SnAp-1 .0050 / .0024 / .0052, RTRL .0180 / .0051 / .0052, RFLO .0572 / .0442 / .0704, '
+        'TBPTT(25) .0080 / .0054 / .0311'
+    )
+
+    def batch(self, rng: np.random.Generator, size: int) -> Trials:
+        """Draw stretches."""
+        makers = {'mackey_glass': _mackey_glass, 'lorenz': _lorenz, 'henon': _henon}
+        if self.name not in makers:
+            raise ValueError(f'name={self.name!r}: no such series; one of {", ".join(makers)}')
+        values = makers[self.name](rng, self.steps + 1, size)
+        values = ((values - values.mean(0)) / values.std(0)).astype(np.float32)[..., None]
+        return Trials(values[:-1], values[1:], np.ones(self.steps, np.float32))
+
+
+def _mackey_glass(rng: np.random.Generator, steps: int, size: int, tau: int = 17, inner: int = 10) -> np.ndarray:
+    """dx/dt = 0.2 x(t-τ)/(1 + x(t-τ)^10) - 0.1 x, one value a unit of time."""
+    lag, dt, skip = tau * inner, 1 / inner, 300
+    past = 1.2 + 0.2 * (rng.random((lag, size)) - 0.5)
+    x, found = past[-1], []
+    for i in range((steps + skip) * inner):
+        old = past[i % lag]
+        past[i % lag] = x = x + dt * (0.2 * old / (1 + old**10) - 0.1 * x)
+        if i % inner == inner - 1:
+            found.append(x)
+    return np.array(found[skip:])
+
+
+def _lorenz(rng: np.random.Generator, steps: int, size: int, dt: float = 0.01, inner: int = 5) -> np.ndarray:
+    """x of the Lorenz system, one value in 0.05 units of time."""
+    state = rng.normal(size=(3, size)) + np.array([[1.0], [1.0], [20.0]])
+
+    def slope(s: np.ndarray) -> np.ndarray:
+        x, y, z = s
+        return np.stack([10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z])
+
+    found = []
+    for i in range((steps + 100) * inner):
+        a = slope(state)
+        b = slope(state + dt / 2 * a)
+        c = slope(state + dt / 2 * b)
+        state = state + dt / 6 * (a + 2 * b + 2 * c + slope(state + dt * c))
+        if i % inner == inner - 1:
+            found.append(state[0])
+    return np.array(found[100:])
+
+
+def _henon(rng: np.random.Generator, steps: int, size: int) -> np.ndarray:
+    """x' = 1 - 1.4 x² + y, y' = 0.3 x."""
+    x, y = 0.1 * rng.random((2, size))
+    found = []
+    for _ in range(steps + 100):
+        x, y = 1 - 1.4 * x**2 + y, 0.3 * x
+        found.append(x)
+    return np.array(found[100:])
