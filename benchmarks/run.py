@@ -191,7 +191,7 @@ def earlier(file: Path) -> dict[str, dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--only', default='', help='numbers of workloads, such as 1,2,7; results of the others are kept')
+    parser.add_argument('--only', default='', help='numbers of workloads, such as 1,2; results of the others are kept')
     parser.add_argument('--rounds', type=int, default=5, help='calls of each variant')
     parser.add_argument('--quick', action='store_true', help='tiny sizes, to see that the benchmark works')
     parser.add_argument('--no-peer', action='store_true', help='without the published package')
@@ -215,8 +215,7 @@ def main() -> int:
         rows = report.rows(measured)
         checks = report.checks(measured, rows)
         content = {'environment': environment(), 'workloads': measured, 'rows': rows, 'checks': checks}
-        (options.out / 'results.json').write_text(json.dumps(content, indent=1) + '
-')
+        (options.out / 'results.json').write_text(json.dumps(content, indent=1) + '\n')
     judged = not options.quick
     text = f'{report.table(rows, judged)}\n{report.summary(measured, checks, judged)}'
     print(f'\n{text}')

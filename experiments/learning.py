@@ -183,8 +183,9 @@ def table() -> str:
             finals = [r['final'] for r in runs]
             good = sum(map(experiment.reached, finals))
             seconds = np.mean([r['seconds'] for r in runs])
+            spread = f'[{min(finals):.4f}, {max(finals):.4f}]'
             lines.append(
-                f'| {name} | {rule} | {experiment.measure} | {np.mean(finals):.4f} [{min(finals):.4f}, {max(finals):.4f}] '
+                f'| {name} | {rule} | {experiment.measure} | {np.mean(finals):.4f} {spread} '
                 f'| {experiment.wanted} | {good} of {len(finals)} | {seconds:.0f} |'
             )
     references = [

@@ -644,8 +644,8 @@ def test_combinations_without_a_meaning_are_refused():
         with pytest.raises(ValueError, match='instead'):
             case.learner(rule, **extra, **options)
     learner = case.learner('rflo')
+    windowed = lambda x, y: jnp.mean((learner(MultiStepData(x)) - y) ** 2)
     with pytest.raises(ValueError, match='exact windows'):
-        windowed = lambda x, y: jnp.mean((learner(MultiStepData(x)) - y) ** 2)
         learner.etrace_grad(case.xs, case.ys, step_fn=windowed, chunk_size=2)
     with pytest.raises(ValueError, match='modulator'):
         learner(case.xs[0], modulator=1.0)

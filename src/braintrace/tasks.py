@@ -122,7 +122,8 @@ class Copying:
 
     kind: ClassVar[str] = 'classes'
     reference: ClassVar[str] = (
-        'cross-entropy after 200 updates: BPTT 2.010, published D_RTRL 2.043, chance 2.079 (GRU 64, batch 32, Adam 2e-3)'
+        'cross-entropy after 200 updates: BPTT 2.010, published D_RTRL 2.043, chance 2.079 '
+        '(GRU 64, batch 32, Adam 2e-3)'
     )
 
     @property
@@ -225,8 +226,8 @@ class Series:
     outputs: ClassVar[int] = 1
     kind: ClassVar[str] = 'values'
     reference: ClassVar[str] = (
-        'mean squared error over variance (Mackey-Glass / Lorenz x / Hénon; tanh RNN 64, 8 lanes, Adam 1e-3, updates at '
-        'every of 15,000 steps): SnAp-1 .0050 / .0024 / .0052, RTRL .0180 / .0051 / .0052, RFLO .0572 / .0442 / .0704, '
+        'mean squared error over variance (Mackey-Glass / Lorenz x / Hénon; tanh RNN 64, 8 lanes, Adam 1e-3, updates '
+        'at every of 15,000 steps): SnAp-1 .0050 / .0024 / .0052, RTRL .0180 / .0051 / .0052, RFLO .0572 / .0442 / .0704, '
         'TBPTT(25) .0080 / .0054 / .0311'
     )
 

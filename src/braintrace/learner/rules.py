@@ -205,8 +205,8 @@ def compile(
 ) -> Learner:
     """Initialise a model's states, compile it, and give it a learning rule.
 
-    ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`. ``options`` go to the learner. With ``vmap`` the model
-    and the example inputs are of one sample, and the learner maps over a batch of ``batch_size``.
+    ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`. ``options`` go to the learner. With
+    ``vmap`` the model and the example inputs are of one sample, and the learner maps over a batch of ``batch_size``.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> net = brainstate.nn.GRUCell(3, 4)
