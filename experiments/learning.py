@@ -59,7 +59,7 @@ EXPERIMENTS = {
         'accuracy',
         lambda a: a >= 0.93,
         'accuracy ≥ 0.93',
-        options={'pp_prop': {'decay_or_rank': 0.99}, 'eprop': {'feedback': 'random', 'kappa_filter_decay': 0.951}},
+        options={'pp_prop': {'decay_or_rank': 0.999}, 'eprop': {'feedback': 'random', 'kappa_filter_decay': 0.951}},
         rate_target=0.01,
     ),
     'matching': Experiment(
@@ -156,8 +156,9 @@ def train(experiment: Experiment, rule: str, seed: int, report: Callable[[str], 
 
 
 def run(name: str, experiment: Experiment, rules: tuple, seeds: int) -> None:
-    """Train all, and keep what came out."""
-    found = {}
+    """Train all, and keep what came out; results of other rules stay."""
+    file = HERE / f'{name}.json'
+    found = json.loads(file.read_text())['rules'] if file.exists() else {}
     for rule in rules:
         runs = []
         for seed in range(seeds):
@@ -165,7 +166,7 @@ def run(name: str, experiment: Experiment, rules: tuple, seeds: int) -> None:
             runs.append(train(experiment, rule, seed, tell))
         found[rule] = runs
         content = {'wanted': experiment.wanted, 'measure': experiment.measure, 'reference': experiment.task.reference}
-        (HERE / f'{name}.json').write_text(json.dumps({**content, 'rules': found}, indent=1) + '\n')
+        file.write_text(json.dumps({**content, 'rules': found}, indent=1) + '\n')
 
 
 def table() -> str:

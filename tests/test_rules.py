@@ -18,6 +18,7 @@ from jax.nn import sigmoid
 
 import braintrace
 from braintrace import ETraceConfig, FixedRandomFeedback, GradExpon, KappaFilter, MultiStepData, SyntheticGradient
+from braintrace.rules import PRESETS
 
 nn = brainstate.nn
 spike = braintools.surrogate.sigmoid
@@ -576,14 +577,50 @@ def test_learning_online_and_memory(rule):
     assert 'BPTT' in str(plan)
 
 
-def test_every_rule_says_when_it_is_exact_and_what_it_costs():
-    for name, options in RULES.items():
-        rule = braintrace.learner.rules.RULES[name.replace('_', '') if name not in ('d_rtrl', 'pp_prop') else name](
-            Gated(), **options
-        ).rule
-        assert rule.exact_when
-        assert len(rule.cost) == 2
-        assert all(rule.cost)
+def test_every_rule_says_when_it_is_exact_what_it_costs_and_when_to_use_it():
+    for name, rule in PRESETS.items():
+        assert all([rule.name, rule.exact_when, *rule.cost, rule.use])
+        assert braintrace.learner.rules.RULES[name](Gated()).rule == rule
+
+
+def test_traces_grow_as_stated():
+    """Powers of the number of units by which what a rule carries grows."""
+    powers = {'d_rtrl': 2, 'pp_prop': 1, 'eprop': 2, 'ostlfeedforward': 1, 'ottt': 1, 'rflo': 2, 'snap': 2, 'rtrl': 3}
+    powers |= {'uoro': 2, 'bptt': 0}
+    for name, power in powers.items():
+        sizes = []
+        for units in (16, 32):
+            cell = nn.GRUCell(1, units)
+            learner = braintrace.compile(cell, name, jnp.ones((1, 1), jnp.float32), batch_size=1)
+            sizes.append(sum(x.size for t in learner.traces.values() for x in jax.tree.leaves(t.value)))
+        found = np.log2(sizes[1] / sizes[0]) if power else sum(sizes)
+        assert abs(found - power) < 0.2, (name, sizes)
+
+
+def test_rules_are_compared_on_the_users_own_model(tmp_path):
+    case = Case('gated')
+    learner = case.learner('d_rtrl')
+    step = loss_of(learner)
+    learner.etrace_grad(case.xs, case.ys, step_fn=step)
+    before = jax.tree.map(lambda s: s.value, dict(learner.states()), is_leaf=lambda s: isinstance(s, brainstate.State))
+    rules = [r for r in PRESETS if r != 'es_d_rtrl']
+    found = learner.gradient_check(case.xs, case.ys, step_fn=step, reduction='sum', rules=[*rules, ETraceConfig()])
+    after = jax.tree.map(lambda s: s.value, dict(learner.states()), is_leaf=lambda s: isinstance(s, brainstate.State))
+    jax.tree.map(close, after, before)
+    exact = jax.tree.leaves(case.tree(case.bptt()))
+    for rule in ('RTRL', 'BPTT', 'TBPTT(20)'):
+        assert all(row.relative_error < 1e-9 for row in found[rule].rows)
+    mine = jax.tree.leaves(case.tree(case.gradient('rflo')))
+    cosine = lambda a, b: float(jnp.vdot(a, b) / jnp.linalg.norm(a) / jnp.linalg.norm(b))
+    cosines = [cosine(a, b) for a, b in zip(mine, exact, strict=True)]
+    assert found['RFLO'].cosine == pytest.approx(cosine(case.gradient('rflo'), case.bptt()))
+    assert sorted(row.cosine for row in found['RFLO'].rows) == pytest.approx(sorted(cosines))
+    assert found['ETraceConfig'].rows == found['D_RTRL'].rows
+    assert 'cosine to BPTT' in str(found)
+    found.plot(tmp_path / 'rules.png')
+    assert (tmp_path / 'rules.png').stat().st_size > 10_000
+    with pytest.raises(ValueError, match='no such rule'):
+        learner.gradient_check(case.xs, case.ys, step_fn=step, rules=['loud'])
 
 
 # ---------------------------------------------------------------- rules put together from parts

@@ -39,6 +39,7 @@ from .learner import (
     MultiStepData,
     OSTLFeedforward,
     OSTLRecurrent,
+    RuleComparison,
     SingleStepData,
     SnAp,
     ThreeFactor,

@@ -227,7 +227,8 @@ class Series:
     kind: ClassVar[str] = 'values'
     reference: ClassVar[str] = (
         'mean squared error over variance (Mackey-Glass / Lorenz x / Hénon; tanh RNN 64, 8 lanes, Adam 1e-3, updates '
-        'at every of 15,000 steps): SnAp-1 .0050 / .0024 / .0052, RTRL .0180 / .0051 / .0052, RFLO .0572 / .0442 / .0704, '
+        'at every of 15,000 steps): '
+        'SnAp-1 .0050 / .0024 / .0052, RTRL .0180 / .0051 / .0052, RFLO .0572 / .0442 / .0704, '
         'TBPTT(25) .0080 / .0054 / .0311'
     )
 

@@ -129,7 +129,7 @@ class Forward:
         env = Values(zip(self.plan.program.closed.jaxpr.invars, values, strict=True))
         moving = (env.pick(self._parameters), env.pick(old for old, _ in self._moving))
         flat, unravel = ravel_pytree(moving)
-        return jax.jacfwd(lambda x: ravel_pytree(self._step(env, ())(*unravel(x))[0])[0])(flat) != 0
+        return jax.jacrev(lambda x: ravel_pytree(self._step(env, ())(*unravel(x))[0])[0])(flat) != 0
 
     def init_traces(self) -> list[Carried]:
         """The influence at the start: none."""

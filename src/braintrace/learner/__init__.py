@@ -1,7 +1,7 @@
 """Learners: compiled models that train forward in time."""
 
 from .base import Learner
-from .check import CheckRow, GradientCheck, MemoryPlan
+from .check import CheckRow, GradientCheck, MemoryPlan, RuleComparison
 from .data import EligibilityTrace, MultiStepData, SingleStepData
 from .rules import (
     BPTT,
@@ -27,5 +27,5 @@ from .rules import (
 __all__ = [
     'BPTT', 'DNI', 'D_RTRL', 'ES_D_RTRL', 'OTTT', 'RFLO', 'RTRL', 'RULES', 'TBPTT', 'UORO', 'CheckRow', 'EProp',
     'EligibilityTrace', 'GradientCheck', 'Learner', 'MemoryPlan', 'MultiStepData', 'OSTLFeedforward', 'OSTLRecurrent',
-    'SingleStepData', 'SnAp', 'ThreeFactor', 'compile', 'pp_prop', 'train_synthetic_gradient',
+    'RuleComparison', 'SingleStepData', 'SnAp', 'ThreeFactor', 'compile', 'pp_prop', 'train_synthetic_gradient',
 ]  # fmt: skip

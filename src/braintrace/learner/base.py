@@ -19,7 +19,7 @@ from ..errors import CompilationError, NotSupportedError, three_parts
 from ..program import Path
 from ..program.step import path_name
 from ..rules import BPTT as BPTT_RULE
-from ..rules import Rule
+from ..rules import PRESETS, Rule, named
 from .arguments import (
     bytes_of,
     check_aux,
@@ -34,7 +34,7 @@ from .arguments import (
     read_mask,
     results,
 )
-from .check import GradientCheck, MemoryPlan, compare, size_text
+from .check import GradientCheck, MemoryPlan, RuleComparison, compare, size_text
 from .data import EligibilityTrace, MultiStepData, SingleStepData, Standing, StartValue
 from .online import apply_by, online_step
 from .traced import Traced, shapes_of
@@ -112,17 +112,13 @@ class Learner(brainstate.nn.Module):
         self.max_trace_bytes = max_trace_bytes
         self.check_finite = check_finite
         self.traces: dict[tuple, EligibilityTrace] = {}
-        self.standing: Standing | None = None
-        if rule.signal == 'modulatory':
-            self.standing = Standing(jnp.ones(()))
-        elif rule.trace == 'random_projection' or (rule.feedback and rule.feedback.align is not None):
-            self.standing = Standing(jnp.zeros((), jnp.int32))
+        self._example: tuple = ()
+        self.standing = self._stand(rule)
         self._start: dict[Path, StartValue] = {}
         self._made = _Made({}, {}, {})
         self._tracing = False
         self._in_chunk = False
         self._updates = 0
-        self._example: tuple = ()
 
     # ------------------------------------------------------------ compiling
 
@@ -138,12 +134,21 @@ class Learner(brainstate.nn.Module):
             if not isinstance(state, brainstate.ParamState) and not isinstance(state, brainstate.random.RandomState)
         }
         if self.rule.predictor is not None:
-            groups = self.graph.hidden_groups
-            self.standing = Standing(
-                self.rule.predictor.init([(g.num_state, g.varshape, g.hidden_invars[0].aval.dtype) for g in groups])
-            )
+            self.standing = self._stand(self.rule)
         with contextlib.suppress(NotSupportedError):  # refused again, with the reason, when a trace is needed
             self._read_traces(self._step_program(args)[0], fresh=False)
+
+    def _stand(self, rule: Rule) -> Standing | None:
+        """The state that a rule reads, as it is at first; a predictor's once the model is compiled."""
+        if rule.predictor is not None and self._example:
+            groups = self.graph.hidden_groups
+            shapes = [(g.num_state, g.varshape, g.hidden_invars[0].aval.dtype) for g in groups]
+            return Standing(rule.predictor.init(shapes))
+        if rule.signal == 'modulatory':
+            return Standing(jnp.ones(()))
+        if rule.trace == 'random_projection' or (rule.feedback and rule.feedback.align is not None):
+            return Standing(jnp.zeros((), jnp.int32))
+        return None
 
     @property
     def graph(self) -> ETraceGraph:
@@ -457,17 +462,34 @@ class Learner(brainstate.nn.Module):
                 check_finite_values(losses.reshape(-1), mask, marks, 'step')
         return losses.reshape(-1)
 
-    def gradient_check(self, *sequences: Any, step_fn: Callable[..., Any], **options: Any) -> GradientCheck:
-        """Compare this rule's gradient of a fresh sequence with BPTT's; states stay as they were."""
-        results = []
-        for rule in (self.rule, BPTT_RULE):
-            chosen = {'mask': None, 'reduction': 'mean', **options}
+    def gradient_check(
+        self, *sequences: Any, step_fn: Callable[..., Any], rules: Sequence[Any] | None = None, **options: Any
+    ) -> GradientCheck | RuleComparison:
+        """Compare gradients of a fresh sequence with BPTT's: this rule's, or those of ``rules``; nothing is changed.
+
+        ``rules``: names of rules, with the options they have by default, or :class:`ETraceConfig`.
+        """
+        exact = self._by_name(sequences, step_fn, BPTT_RULE, options)
+        checks = []
+        asked = [self.rule] if rules is None else [PRESETS[named(r)] if isinstance(r, str) else r.rule for r in rules]
+        for rule in asked:
+            mine = self._by_name(sequences, step_fn, rule, options)
+            classes = {r.context['name']: r.context['credit'] for r in self.report.credits}
+            rows = tuple(compare(name, classes.get(name, 'none'), mine[name], exact[name]) for name in mine)
+            checks.append(GradientCheck(rule.name, rows))
+        return checks[0] if rules is None else RuleComparison(tuple(checks))
+
+    def _by_name(self, sequences: tuple, step_fn: Callable, rule: Rule, options: dict) -> dict[str, jax.Array]:
+        """Gradients of a fresh sequence by parameter, under any rule."""
+        chosen = {'mask': None, 'reduction': 'mean', **options}
+        before = self.rule, self.standing
+        if rule is not self.rule:
+            self.rule, self.standing = rule, self._stand(rule)
+        try:
             traced, solved, _ = self._solve(sequences, step_fn, chosen['mask'], chosen['reduction'], True, rule)
-            results.append({p.name: solved.gradients[p.invar] for p in traced.info.program.parameters})
-        classes = {r.context['name']: r.context['credit'] for r in self.report.credits}
-        mine, exact = results
-        rows = tuple(compare(name, classes.get(name, 'none'), mine[name], exact[name]) for name in mine)
-        return GradientCheck(self.rule.name, rows)
+        finally:
+            self.rule, self.standing = before
+        return {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
 
     def memory_plan(self, steps: int) -> MemoryPlan:
         """Bytes that a sequence of the compiled inputs needs, one way and another, before any is allocated."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One parameter array: its credit class and how its gradient compares with BPTT's."""
+    """One parameter array: its credit class, how its gradient compares with BPTT's, and the norm of the latter."""
 
     name: str
     credit: str
     cosine: float
     relative_error: float
     norm_ratio: float
+    norm: float
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,14 @@ class GradientCheck:
 
     rule: str
     rows: tuple[CheckRow, ...]
+
+    @property
+    def cosine(self) -> float:
+        """The cosine of all parameters taken together."""
+        dot = sum(r.cosine * r.norm_ratio * r.norm**2 for r in self.rows)
+        mine = sum((r.norm_ratio * r.norm) ** 2 for r in self.rows)
+        exact = sum(r.norm**2 for r in self.rows)
+        return dot / max((mine * exact) ** 0.5, 1e-30)
 
     def __getitem__(self, name: str) -> CheckRow:
         return next(row for row in self.rows if row.name == name)
@@ -39,6 +49,54 @@ class GradientCheck:
         return '\n'.join(lines)
 
 
+@dataclass(frozen=True)
+class RuleComparison:
+    """Several rules against BPTT on one model: a :class:`GradientCheck` each."""
+
+    checks: tuple[GradientCheck, ...]
+
+    def __getitem__(self, rule: str) -> GradientCheck:
+        return next(check for check in self.checks if check.rule == rule)
+
+    def __str__(self) -> str:
+        names = [row.name for row in self.checks[0].rows]
+        width = max(map(len, ('cosine to BPTT', *names)))
+        columns = [max(len(check.rule), 7) for check in self.checks]
+        cells = lambda texts: '  '.join(f'{t:>{w}}' for t, w in zip(texts, columns, strict=True))
+        lines = [f'{"cosine to BPTT":{width}}  {cells([check.rule for check in self.checks])}']
+        for i, name in enumerate(names):
+            lines.append(f'{name:{width}}  {cells([f"{check.rows[i].cosine:.3f}" for check in self.checks])}')
+        lines.append(f'{"all together":{width}}  {cells([f"{check.cosine:.3f}" for check in self.checks])}')
+        return '\n'.join(lines)
+
+    def plot(self, file: Any = None) -> Any:
+        """Draw cosines and norms by rule and parameter; to a file, or as a figure of matplotlib."""
+        from matplotlib.figure import Figure
+
+        names = [row.name for row in self.checks[0].rows]
+        rules = [check.rule for check in self.checks]
+        figure = Figure(figsize=(3 + 1.5 * len(rules), 1.5 + 0.4 * len(names)), layout='constrained')
+        for axes, (title, values, limits) in zip(
+            figure.subplots(1, 2, sharey=True),
+            [
+                ('cosine to BPTT', lambda row: row.cosine, (-1, 1)),
+                ('norm / BPTT', lambda row: row.norm_ratio, (0, 2)),
+            ],
+            strict=True,
+        ):
+            table = [[values(check.rows[i]) for check in self.checks] for i in range(len(names))]
+            axes.imshow(table, cmap='RdBu', vmin=limits[0], vmax=limits[1], aspect='auto')
+            axes.set_title(title)
+            axes.set_xticks(range(len(rules)), rules, rotation=45, ha='right')
+            axes.set_yticks(range(len(names)), names)
+            for i, line in enumerate(table):
+                for j, value in enumerate(line):
+                    axes.text(j, i, f'{value:.2f}', ha='center', va='center', fontsize=8)
+        if file is not None:
+            figure.savefig(file, dpi=120)
+        return figure
+
+
 def compare(name: str, credit: str, a: jax.Array, b: jax.Array) -> CheckRow:
     """How gradient a of one array compares with gradient b."""
     norm_a, norm_b = jnp.linalg.norm(a.ravel()), jnp.linalg.norm(b.ravel())
@@ -47,7 +105,7 @@ def compare(name: str, credit: str, a: jax.Array, b: jax.Array) -> CheckRow:
     cosine = jnp.where(both_zero, 1.0, dot / jnp.maximum(norm_a * norm_b, 1e-30))
     error = jnp.where(both_zero, 0.0, jnp.linalg.norm((a - b).ravel()) / jnp.maximum(norm_b, 1e-30))
     ratio = jnp.where(both_zero, 1.0, norm_a / jnp.maximum(norm_b, 1e-30))
-    return CheckRow(name, credit, float(cosine), float(error), float(ratio))
+    return CheckRow(name, credit, float(cosine), float(error), float(ratio), float(norm_b))
 
 
 @dataclass(frozen=True)

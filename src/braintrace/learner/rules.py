@@ -216,9 +216,7 @@ def compile(
     >>> gradients['Wh', 'weight']['weight'].shape
     (7, 4)
     """
-    kind = rule
-    if isinstance(rule, str):
-        kind = RULES.get(rule.lower()) or RULES.get(rule.lower().replace('_', ''))
+    kind = RULES[rules.named(rule)] if isinstance(rule, str) else rule
     if isinstance(rule, rules.ETraceConfig):
         kind, options = Configured, {'config': rule, **options}
     if not (isinstance(kind, type) and issubclass(kind, Learner)):

@@ -120,8 +120,8 @@ class Rule:
     """What a learner carries from block to block, how it goes on, what reads it, how far exact reverse mode reaches.
 
     ``window``: None for traces, 0 for one exact window over the whole sequence, k for exact windows of k steps.
-    ``exact_when``: where the rule's gradient is BPTT's. ``cost``: memory and time in B batch, I inputs, H units,
-    S states of a unit, T steps.
+    ``exact_when``: where the rule's gradient is BPTT's. ``cost``: memory of what it carries and time, in B batch,
+    I inputs, H units, S states of a unit, T steps. ``use``: when to take it.
     """
 
     name: str
@@ -138,6 +138,7 @@ class Rule:
     predictor: SyntheticGradient | None = None
     exact_when: str = 'no position feeds another across time'
     cost: tuple[str, str] = ('B·I·H·S', 'T·B·I·H')
+    use: str = ''
     deep: bool = False
     seed: int = 0
 
@@ -157,16 +158,24 @@ class Rule:
 
 _LOCAL = 'no position feeds another across time'
 _FACTORS = ('B·(I + H·S)', 'T·B·I·H')
-D_RTRL = Rule('D_RTRL')
-OSTL_RECURRENT = Rule('OSTLRecurrent')
-BPTT = Rule('BPTT', 'none', window=0, exact_when='always', cost=('T·B·H·S', 'T·B·I·H'))
-RTRL = Rule('RTRL', scope='coupled', exact_when='always', cost=('B·H²·I·S', 'T·B·H³·I'))
+D_RTRL = Rule('D_RTRL', use='the default: spiking and gated units with memory of their own')
+OSTL_RECURRENT = Rule('OSTLRecurrent', use='the same trace under the name of its paper')
+BPTT = Rule('BPTT', 'none', window=0, exact_when='always', cost=('T·B·H·S', 'T·B·I·H'), use='the baseline; not online')
+RTRL = Rule(
+    'RTRL',
+    scope='coupled',
+    exact_when='always',
+    cost=('B·H²·I·S', 'T·B·H³·I'),
+    use='the exact reference, up to some hundred units',
+)
 
 
 def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rule:
     """Factorised traces: a decay in (0, 1), a rank r ≥ 1 that means (r - 1)/(r + 1), or a pair for (x, f)."""
     when = 'one step; or one decay, states without memory and inputs constant in time'
-    return Rule('pp_prop', 'io_factorized', decay=_decays(decay_or_rank), exact_when=when, cost=_FACTORS)
+    use = 'many neurons: memory linear in them; sparse nets'
+    decay = _decays(decay_or_rank)
+    return Rule('pp_prop', 'io_factorized', decay=decay, exact_when=when, cost=_FACTORS, use=use)
 
 
 def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rule:
@@ -179,6 +188,7 @@ def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int
         decay=_decays(decay_or_rank),
         exact_when='one step',
         cost=_FACTORS,
+        use='feed-forward spiking layers',
     )
 
 
@@ -186,14 +196,16 @@ def ottt(leak: float) -> Rule:
     """A presynaptic trace that leaks; the postsynaptic side is that of the step."""
     _check_decay('leak', leak)
     when = 'units that leak by this number, with no other memory'
-    return Rule('OTTT', 'io_factorized', 'none', decay=(leak, 0.0), exact_when=when, cost=('B·I', 'T·B·I·H'))
+    cost, use = ('B·I', 'T·B·I·H'), 'feed-forward spiking layers: the least memory'
+    return Rule('OTTT', 'io_factorized', 'none', decay=(leak, 0.0), exact_when=when, cost=cost, use=use)
 
 
 def rflo(leak: float) -> Rule:
     """One trace a parameter that leaks by a number in place of D."""
     _check_decay('leak', leak)
     when = 'units that leak by this number, with no other memory and no weights between them'
-    return Rule('RFLO', 'per_param', 'scalar_leak', leak=leak, exact_when=when)
+    use = 'leaky rate units; a comparison'
+    return Rule('RFLO', 'per_param', 'scalar_leak', leak=leak, exact_when=when, use=use)
 
 
 def eprop(kappa: float | KappaFilter | None, feedback: str | FixedRandomFeedback, key: int) -> Rule:
@@ -208,7 +220,12 @@ def eprop(kappa: float | KappaFilter | None, feedback: str | FixedRandomFeedback
     fixed = kinds[feedback] if isinstance(feedback, str) else feedback
     when = f'{_LOCAL}, symmetric feedback and no filter' if fixed or kappa else _LOCAL
     return Rule(
-        'EProp', signal='random_feedback' if fixed else 'symmetric', kappa=kappa, feedback=fixed, exact_when=when
+        'EProp',
+        signal='random_feedback' if fixed else 'symmetric',
+        kappa=kappa,
+        feedback=fixed,
+        exact_when=when,
+        use='biological plausibility: no weights sent back, leaky read-outs',
     )
 
 
@@ -217,14 +234,16 @@ def snap(n: int) -> Rule:
     _check_count('n', n)
     when = 'no parameter reaches more states than it does within n steps'
     cost = ('B·I·H·S·(states within n steps)', 'T·B·H³·I')
-    return Rule(f'SnAp({n})', scope='sparse_n', sparse_n=n, exact_when=when, cost=cost)
+    use = 'small or sparse nets whose units feed each other'
+    return Rule(f'SnAp({n})', scope='sparse_n', sparse_n=n, exact_when=when, cost=cost, use=use)
 
 
 def uoro(seed: int) -> Rule:
     """One random direction stands for the influence on all states; right in the mean."""
     cost = ('I·H + B·H·S', 'T·B·I·H')
     when = 'in the mean over seeds'
-    return Rule('UORO', 'random_projection', scope='coupled', exact_when=when, cost=cost, seed=seed)
+    use = 'unbiased credit across positions at the cost of noise; many small updates'
+    return Rule('UORO', 'random_projection', scope='coupled', exact_when=when, cost=cost, use=use, seed=seed)
 
 
 def three_factor(kappa: float | None) -> Rule:
@@ -232,7 +251,8 @@ def three_factor(kappa: float | None) -> Rule:
     if kappa is not None:
         _check_decay('kappa_filter_decay', kappa)
     when = 'the modulator is ∂loss/∂h, no filter, and no position feeds another across time'
-    return Rule('ThreeFactor', signal='modulatory', kappa=kappa, exact_when=when)
+    use = 'rewards and neuromodulators in place of a loss'
+    return Rule('ThreeFactor', signal='modulatory', kappa=kappa, exact_when=when, use=use)
 
 
 def dni(window: int, predictor: SyntheticGradient) -> Rule:
@@ -247,13 +267,15 @@ def dni(window: int, predictor: SyntheticGradient) -> Rule:
         predictor=predictor,
         exact_when=when,
         cost=('window·B·H·S', 'T·B·I·H'),
+        use='credit from the future without waiting for it',
     )
 
 
 def tbptt(k: int) -> Rule:
     """Truncated BPTT: exact inside windows of k steps, nothing across them."""
     _check_count('k', k)
-    return Rule(f'TBPTT({k})', 'none', window=k, exact_when='no credit crosses a window', cost=('k·B·H·S', 'T·B·I·H'))
+    when, cost = 'no credit crosses a window', ('k·B·H·S', 'T·B·I·H')
+    return Rule(f'TBPTT({k})', 'none', window=k, exact_when=when, cost=cost, use='the usual compromise; a baseline')
 
 
 @dataclass(frozen=True)
@@ -414,3 +436,34 @@ def _check_count(name: str, value: Any) -> None:
 
 def _written(given: dict[str, Any]) -> str:
     return ', '.join(f'{k}={v!r}' for k, v in given.items())
+
+
+PRESETS = {
+    'd_rtrl': D_RTRL,
+    'pp_prop': pp_prop(0.9),
+    'es_d_rtrl': pp_prop(0.9),
+    'eprop': eprop(None, 'symmetric', 0),
+    'ostlrecurrent': OSTL_RECURRENT,
+    'ostlfeedforward': ostl_feedforward(0.9),
+    'ottt': ottt(0.9),
+    'rflo': rflo(0.9),
+    'snap': snap(1),
+    'rtrl': RTRL,
+    'uoro': uoro(0),
+    'threefactor': three_factor(None),
+    'dni': dni(10, SyntheticGradient()),
+    'bptt': BPTT,
+    'tbptt': tbptt(20),
+}
+"""Every rule by name, with the options it has by default."""
+
+
+def named(name: str) -> str:
+    """The name under which a rule is known, from any way to write it."""
+    plain = name.lower()
+    found = next((n for n in (plain, plain.replace('_', '')) if n in PRESETS), None)
+    if found is None:
+        raise ValueError(
+            three_parts(f'rule={name!r}', 'there is no such rule', f'one of {", ".join(map(repr, PRESETS))}')
+        )
+    return found

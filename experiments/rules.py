@@ -1,0 +1,117 @@
+"""Write ``docs/rules.md``: what every rule costs, when it is exact, and how near its gradients come to BPTT's.
+
+python experiments/rules.py
+"""
+
+import sys
+from pathlib import Path
+
+import brainstate
+import jax.numpy as jnp
+import numpy as np
+
+import braintrace
+from braintrace.rules import PRESETS, Rule
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / 'benchmarks'))
+import models  # noqa: E402
+
+nn = brainstate.nn
+INPUTS, UNITS, BATCH, STEPS, SEEDS = 8, 16, 4, 50, 5
+MODELS = {
+    'tanh RNN': lambda: models.Gated(nn, 'ValinaRNNCell', INPUTS, UNITS),
+    'GRU': lambda: models.Gated(nn, 'GRUCell', INPUTS, UNITS),
+    'LSTM': lambda: models.Gated(nn, 'LSTMCell', INPUTS, UNITS),
+    'adaptive LIF': lambda: models.AdaptiveLIF(nn, INPUTS, UNITS),
+    'LIF, synapses, 2 layers': lambda: models.SynapticStack(nn, INPUTS, UNITS, 2),
+}
+NEEDS = {
+    'random_feedback': 'fixed random weights',
+    'modulatory': 'a modulator',
+    'bootstrapped': 'a predictor that learns along',
+}
+
+
+def cosines() -> dict[str, dict[str, list[float]]]:
+    """Cosines of whole gradients by rule and model, over seeds."""
+    found: dict[str, dict[str, list[float]]] = {}
+    names = [n for n in PRESETS if n not in ('es_d_rtrl', 'ostlrecurrent', 'bptt', 'threefactor')]
+    for title, make in MODELS.items():
+        learner = braintrace.compile(make(), 'd_rtrl', jnp.ones((BATCH, INPUTS)), batch_size=BATCH)
+        step = lambda x, y, learner=learner: models.loss(learner(x), y)
+        for seed in range(SEEDS):
+            rng = np.random.default_rng(seed)
+            brainstate.random.seed(seed)
+            for path, state in make().states(brainstate.ParamState).items():
+                learner.param_states[path].value = state.value
+            xs = jnp.asarray(rng.normal(size=(STEPS, BATCH, INPUTS)) + 0.5, jnp.float32)
+            ys = jnp.asarray(rng.normal(size=(STEPS, BATCH, models.OUTPUTS)), jnp.float32)
+            for check in learner.gradient_check(xs, ys, step_fn=step, rules=names).checks:
+                found.setdefault(check.rule, {}).setdefault(title, []).append(check.cosine)
+        print(title, flush=True)
+    return found
+
+
+def described(name: str, rule: Rule) -> str:
+    label = name if name == 'es_d_rtrl' else rule.name.partition('(')[0]
+    parts = {'per_param': 'one for each parameter', 'io_factorized': 'two factors', 'random_projection': 'rank one'}
+    trace = parts.get(rule.trace, 'none' if not rule.window else f'windows of {rule.window}')
+    if trace != 'rank one':
+        trace = {'coupled': 'all on all', 'sparse_n': 'what is reached'}.get(rule.scope, trace)
+    needs = NEEDS.get(rule.signal, '')
+    return f'| `{label}` | {trace} | {rule.cost[0]} | {rule.cost[1]} | {rule.exact_when} | {needs} | {rule.use} |'
+
+
+def page(found: dict[str, dict[str, list[float]]]) -> str:
+    """The page, in Markdown."""
+    lines = [
+        '# Choose a rule',
+        '',
+        '<!-- made by `make rules`; the words are those of `braintrace.rules` -->',
+        '',
+        'Start with `D_RTRL`. If its traces are too large, take `pp_prop`; if units must talk to each other across time',
+        'and the net is small, `SnAp` or `RTRL`; if there is no loss but a reward, `ThreeFactor`.',
+        "`learner.gradient_check(..., rules=['d_rtrl', 'pp_prop'])` compares them on your own model, and",
+        "`.plot('rules.png')` draws it.",
+        '',
+        'B batch, I inputs, H units, S states of a unit, T steps. Whatever the rule, read-outs and every other',
+        'parameter without a trace get the whole one-step gradient.',
+        '',
+        '| rule | trace | memory | time | exact when | needs | use it for |',
+        '| --- | --- | --- | --- | --- | --- | --- |',
+    ]
+    lines += [described(name, rule) for name, rule in PRESETS.items() if name != 'es_d_rtrl']
+    lines += [
+        '',
+        '## How near to BPTT',
+        '',
+        f'Cosine of the whole gradient, mean [least, most] of {SEEDS} seeds: {UNITS} units, {STEPS} steps, random',
+        'weights, inputs and targets, the options each rule has by default; a cosine does not order how well nets learn.',
+        '',
+        f'| rule | {" | ".join(MODELS)} |',
+        f'| --- | {" | ".join("---" for _ in MODELS)} |',
+    ]
+    text = lambda v: f'{np.mean(v):.2f} [{min(v):.2f}, {max(v):.2f}]'
+    lines += [f'| {rule} | {" | ".join(text(row[title]) for title in MODELS)} |' for rule, row in found.items()]
+    lines += [
+        '',
+        '## Parts',
+        '',
+        'A rule is a combination, and `ETraceConfig` makes new ones; combinations without a meaning are refused.',
+        '',
+        '```python',
+        'import brainstate, braintrace, jax.numpy as jnp',
+        '',
+        "leaky = {'temporal_recursion': 'scalar_leak', 'decay': 0.9}",
+        "config = braintrace.ETraceConfig(**leaky, trace_filter='kappa', kappa=0.8)",
+        'learner = braintrace.compile(brainstate.nn.GRUCell(3, 4), config, jnp.ones((2, 3)), batch_size=2)',
+        '```',
+        '',
+    ]
+    return '\n'.join(lines)
+
+
+if __name__ == '__main__':
+    (ROOT / 'docs').mkdir(exist_ok=True)
+    (ROOT / 'docs' / 'rules.md').write_text(page(cosines()))
