@@ -379,7 +379,9 @@ class Learner(brainstate.nn.Module):
         traced, solve = self._program(step_fn, sequences, fresh, rule)
         parameters, states = traced.read()
         states = self._restarted(traced, states) if fresh else states
-        traces = self._read_traces(traced, fresh, given=not self.check_finite)
+        traces = self._read_traces(traced, fresh, given=True)
+        if self.check_finite:  # what the call gives may be refused
+            traces = jax.tree.map(jnp.copy, traces)
         with self._cleared_on_error():
             return traced, solve(parameters, states, traces, traced.inputs(sequences), cotangents), cotangents
 
