@@ -59,7 +59,7 @@ EXPERIMENTS = {
         'accuracy',
         lambda a: a >= 0.93,
         'accuracy ≥ 0.93',
-        options={'pp_prop': {'decay_or_rank': 0.999}, 'eprop': {'feedback': 'random', 'kappa_filter_decay': 0.951}},
+        options={'pp_prop': {'decay_or_rank': 0.99}, 'eprop': {'feedback': 'random', 'kappa_filter_decay': 0.951}},
         rate_target=0.01,
     ),
     'matching': Experiment(
