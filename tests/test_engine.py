@@ -130,7 +130,7 @@ class Problem:
         return jax.grad(loss)(old)
 
 
-@pytest.mark.parametrize('name', list(CASES)[:: 1 if ALL else 3])
+@pytest.mark.parametrize('name', list(CASES)[:: 1 if ALL else 6])
 def test_one_step_is_the_plain_gradient(name):
     case = CASES[name]
     with precision(case):
@@ -148,7 +148,7 @@ def test_one_step_is_the_plain_gradient(name):
             close_to(mine[v], plain[v], case)
 
 
-@pytest.mark.parametrize('name', [n for n in CASES if n != 'brainpy_hh_recurrent'][:: 1 if ALL else 8])
+@pytest.mark.parametrize('name', [n for n in CASES if n != 'brainpy_hh_recurrent'][:: 1 if ALL else 16])
 def test_local_rule_is_the_dense_recursion(name):
     case = CASES[name]
     with precision(case):

@@ -1,9 +1,11 @@
-"""The README's example runs as it stands."""
+"""What is written in the README and in the docs runs as it stands."""
 
 import json
 import re
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,6 +17,13 @@ def test_example_runs(capsys):
     printed = capsys.readouterr().out
     assert 'Wh.weight.weight' in printed
     assert 'D_RTRL against BPTT' in printed
+
+
+@pytest.mark.parametrize('page', sorted((ROOT / 'docs').glob('*.md')), ids=lambda p: p.stem)
+def test_docs_run(page):
+    names: dict = {}
+    for code in re.findall(r'```python\n(.*?)```', page.read_text(), re.DOTALL):
+        exec(compile(code, page.name, 'exec'), names)
 
 
 def test_measured_table_is_that_of_the_benchmark(monkeypatch):
