@@ -11,6 +11,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from .errors import three_parts
+
 
 class Trials(NamedTuple):
     """A batch: inputs (time, batch, channels), targets (time, batch, ...) and weights (time,) of the losses."""
@@ -236,7 +238,7 @@ class Series:
         """Draw stretches."""
         makers = {'mackey_glass': _mackey_glass, 'lorenz': _lorenz, 'henon': _henon}
         if self.name not in makers:
-            raise ValueError(f'name={self.name!r}: no such series; one of {", ".join(makers)}')
+            raise ValueError(three_parts(f'name={self.name!r}', 'there is no such series', f'one of {", ".join(makers)}'))
         values = makers[self.name](rng, self.steps + 1, size)
         values = ((values - values.mean(0)) / values.std(0)).astype(np.float32)[..., None]
         return Trials(values[:-1], values[1:], np.ones(self.steps, np.float32))
