@@ -53,8 +53,8 @@ def cosines() -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def described(name: str, rule: Rule) -> str:
-    label = name if name == 'es_d_rtrl' else rule.name.partition('(')[0]
+def described(rule: Rule) -> str:
+    label = rule.name.partition('(')[0]
     parts = {'per_param': 'one for each parameter', 'io_factorized': 'two factors', 'random_projection': 'rank one'}
     trace = parts.get(rule.trace, 'none' if not rule.window else f'windows of {rule.window}')
     if trace != 'rank one':
@@ -81,7 +81,7 @@ def page(found: dict[str, dict[str, list[float]]]) -> str:
         '| rule | trace | memory | time | exact when | needs | use it for |',
         '| --- | --- | --- | --- | --- | --- | --- |',
     ]
-    lines += [described(name, rule) for name, rule in PRESETS.items() if name != 'es_d_rtrl']
+    lines += [described(rule) for name, rule in PRESETS.items() if name != 'es_d_rtrl']
     lines += [
         '',
         '## How near to BPTT',

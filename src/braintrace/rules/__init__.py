@@ -166,7 +166,7 @@ RTRL = Rule(
     scope='coupled',
     exact_when='always',
     cost=('B·H²·I·S', 'T·B·H³·I'),
-    use='the exact reference, up to some hundred units',
+    use='the exact reference, for small nets',
 )
 
 
