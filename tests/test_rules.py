@@ -574,6 +574,21 @@ def test_halves_steps_and_resets(rule):
     close(found, expected)
 
 
+@pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop'])
+def test_a_trace_that_someone_looked_at_outlives_the_next_call(rule):
+    case = Case('adaptive')
+    learner = case.learner(rule)
+    step = loss_of(learner)
+    learner.etrace_grad(case.xs, case.ys, step_fn=step)
+    seen = [trace.value for trace in learner.traces.values()]
+    before = jax.tree.map(np.array, seen)
+    learner.etrace_grad(case.xs, case.ys, step_fn=step)
+    jax.tree.map(np.testing.assert_array_equal, seen, before)
+    assert any(np.any(x != 0) for x in jax.tree.leaves(before))
+    now = [trace.value for trace in learner.traces.values()]
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(before), strict=True))
+
+
 @pytest.mark.parametrize('rule', RULES)
 def test_learning_online_and_memory(rule):
     """Weights move at every step, the loss of what is seen again and again falls, memory is as planned."""

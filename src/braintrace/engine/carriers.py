@@ -361,8 +361,9 @@ class Factorised(_Site):
     def init(self, components: Sequence[int]) -> FactorTrace:
         """Traces of a fresh sequence."""
         x = () if self.data is None else self.equation.invars[self.data].aval.shape
-        zero = jnp.zeros(self.part_shape, self.result.aval.dtype)
-        return FactorTrace(jnp.zeros(x, zero.dtype), dict.fromkeys(components, zero), jnp.zeros((), jnp.int32))
+        dtype = self.result.aval.dtype
+        f = {i: jnp.zeros(self.part_shape, dtype) for i in components}  # arrays of their own: a call may write to each
+        return FactorTrace(jnp.zeros(x, dtype), f, jnp.zeros((), jnp.int32))
 
     def drive(self, fixed: Operands, steps: Operands, rows: Components, length: int) -> tuple[jax.Array, Components]:
         """x_t and ∂h_t/∂y_t of every step, the latter taken through to an element-wise parameter."""
