@@ -13,14 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import brainstate
-import jax
 import jax.numpy as jnp
-import networks
 import numpy as np
 import optax
 
 import braintrace
-from braintrace import tasks
+from braintrace import networks, tasks
 
 HERE = Path(__file__).parent
 
@@ -30,7 +28,7 @@ class Experiment:
     """A task, its network, how it is trained, and what counts as reached."""
 
     task: object
-    network: Callable
+    network: str
     batch: int
     updates: int
     rate: float
@@ -42,29 +40,27 @@ class Experiment:
     rate_target: float | None = None
     online: bool = False
     clip: float = 1.0
-
-
-def classes_loss(outputs, targets):
-    return optax.softmax_cross_entropy_with_integer_labels(outputs, targets).mean()
+    shape: dict = field(default_factory=dict)
 
 
 SERIES = ('snap', 'rtrl', 'rflo', 'eprop', 'pp_prop', 'd_rtrl')
 EXPERIMENTS = {
     'evidence': Experiment(
         tasks.EvidenceAccumulation(),
-        lambda seed: networks.Spiking(40, 2, seed=seed),
+        'alif',
         64,
-        250,
+        400,
         5e-3,
         'accuracy',
         lambda a: a >= 0.93,
         'accuracy ≥ 0.93',
         options={'pp_prop': {'decay_or_rank': 0.99}, 'eprop': {'feedback': 'random', 'kappa_filter_decay': 0.951}},
         rate_target=0.01,
+        shape={'gain': 0.5},
     ),
     'matching': Experiment(
         tasks.DelayedMatchToSample(),
-        lambda seed: networks.Slow(100, 2, seed=seed),
+        'gif',
         64,
         300,
         1e-3,
@@ -76,7 +72,7 @@ EXPERIMENTS = {
     ),
     'copying': Experiment(
         tasks.Copying(),
-        lambda seed: networks.Recurrent('GRUCell', 10, 64, 8, slow=1.0),
+        'gru',
         32,
         200,
         2e-3,
@@ -87,7 +83,7 @@ EXPERIMENTS = {
 } | {
     name: Experiment(
         tasks.Series(name, steps=15000),
-        lambda seed: networks.Recurrent('ValinaRNNCell', 1, 64, 1),
+        'rnn',
         8,
         1,
         1e-3,
@@ -104,54 +100,36 @@ EXPERIMENTS = {
 
 def train(experiment: Experiment, rule: str, seed: int, report: Callable[[str], None]) -> dict:
     """One network under one rule; its final measure and its course."""
-    rng = np.random.default_rng(seed)
     brainstate.random.seed(seed)
-    net, task = experiment.network(seed), experiment.task
-    first = task.batch(np.random.default_rng(0), experiment.batch)
-    learner = braintrace.compile(
-        net, rule, jnp.asarray(first.inputs[0]), batch_size=experiment.batch, **experiment.options.get(rule, {})
-    )
-    transform = optax.chain(optax.clip_by_global_norm(experiment.clip), optax.adam(experiment.rate))
-    loss = classes_loss if task.kind == 'classes' else lambda out, y: jnp.mean((out - y) ** 2)
-
-    def step(x, y, weight):
-        outputs, rate = learner(x)
-        value = weight * loss(outputs, y)
-        if experiment.rate_target is not None:
-            value = value + 0.5 * jnp.mean((rate.mean(0) - experiment.rate_target) ** 2) / experiment.rate_target
-        return value, outputs
-
+    task = experiment.task
+    net = networks.network(experiment.network, task.inputs, task.outputs, seed=seed, **experiment.shape)
+    example = jnp.zeros((experiment.batch, task.inputs))
+    learner = braintrace.compile(net, rule, example, batch_size=experiment.batch, **experiment.options.get(rule, {}))
+    penalty = None if experiment.rate_target is None else lambda: net.rate.penalty(experiment.rate_target)
+    supervised = braintrace.Supervised(learner, task, experiment.batch, seed=seed, penalty=penalty)
+    clipped = optax.chain(optax.clip_by_global_norm(experiment.clip), optax.adam(experiment.rate))
+    clipped = optax.apply_if_finite(clipped, max_consecutive_errors=50)
     start = time.perf_counter()
     if experiment.online:
-        xs, ys, _ = (jnp.asarray(v) for v in task.batch(rng, experiment.batch))
-        losses = learner.etrace_online(xs, ys, step_fn=lambda x, y: step(x, y, 1.0)[0], optimizer=transform)
+        xs, ys, weights = map(jnp.asarray, supervised.batches(0))
+        losses = learner.etrace_online(
+            xs, ys, weights, step_fn=lambda *slices: supervised.step_fn(*slices)[0], optimizer=clipped
+        )
         final = float(losses[-len(losses) // 5 :].mean())
-        course = [float(v) for v in losses.reshape(30, -1).mean(1)]
         report(f'error {final:.4f}')
+        course = [float(v) for v in losses.reshape(30, -1).mean(1)]
         return {'final': final, 'course': course, 'seconds': time.perf_counter() - start}
 
-    weights = net.states(brainstate.ParamState)
-    state = transform.init({path: s.value for path, s in weights.items()})
-    apply = jax.jit(lambda g, s, p: transform.update(g, s, p))
-    course = []
-    for i in range(experiment.updates):
-        xs, ys, w = (jnp.asarray(v) for v in task.batch(rng, experiment.batch))
-        scaled = w * len(w) / w.sum()
-        gradients, losses, outputs = learner.etrace_grad(
-            xs, ys, scaled, step_fn=step, fresh=True, has_aux=True, return_value=True
-        )
-        values = {path: s.value for path, s in weights.items()}
-        changes, state = apply(gradients, state, values)
-        for path, s in weights.items():
-            s.value = jax.tree.map(jnp.add, s.value, changes[path])
-        counted = np.asarray(w) > 0
-        said = jnp.asarray(outputs)[counted]
-        value = float(loss(said, ys[counted]))
-        if task.kind == 'classes' and experiment.measure == 'accuracy':
-            value = float((said.mean(0).argmax(-1) == ys[-1]).mean())
-        course.append(value)
-        if (i + 1) % 20 == 0:
-            report(f'{i + 1} of {experiment.updates}: {experiment.measure} {np.mean(course[-20:]):.4f}')
+    course: list[float] = []
+
+    def tell(record: dict) -> None:
+        course.append(record[experiment.measure])
+        if record['update'] % 20 == 0:
+            report(f'{record["update"]} of {experiment.updates}: {experiment.measure} {np.mean(course[-20:]):.4f}')
+
+    braintrace.fit(
+        learner, **supervised.parts(), optimizer=clipped, updates=experiment.updates, callbacks=[tell], show=False
+    )
     return {'final': float(np.mean(course[-20:])), 'course': course, 'seconds': time.perf_counter() - start}
 
 

@@ -1,6 +1,6 @@
 """Online learning for recurrent and spiking networks: eligibility traces, compiled from plain models."""
 
-from . import nn
+from . import networks, nn, tasks
 from .analysis.diagnostics import CompilationRecord, CompilationReport, DiagnosticKind, DiagnosticLevel
 from .analysis.families import register_primitive
 from .analysis.graph import (
@@ -58,6 +58,7 @@ from .ops import (
     sparse_matmul,
 )
 from .rules import ETraceConfig, FixedRandomFeedback, GradExpon, KappaFilter, SyntheticGradient
+from .training import EarlyStop, History, Supervised, fit
 
 # Names under which code written for the published package knows these classes.
 ETraceAlgorithm = ETraceVjpAlgorithm = Learner

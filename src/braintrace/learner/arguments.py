@@ -199,3 +199,16 @@ def check_finite_values(losses: jax.Array, weights: jax.Array, gradients: dict[s
     for name, gradient in gradients.items():
         if not all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(gradient)):
             raise FloatingPointError(f'the gradient of {name} is not finite; nothing was updated')
+
+
+def check_optimizer(optimizer: Any) -> Any:
+    """Raise unless it can update weights."""
+    if not hasattr(optimizer, 'update'):
+        raise TypeError(
+            three_parts(
+                f'optimizer={optimizer!r}',
+                'it has no way to update weights',
+                'braintools.optim.Adam(lr=1e-3), optax.adam(1e-3) or the like',
+            )
+        )
+    return optimizer

@@ -23,6 +23,7 @@ from .arguments import (
     check_choice,
     check_combination,
     check_finite_values,
+    check_optimizer,
     check_rank,
     length_of,
     never_called,
@@ -255,14 +256,7 @@ class Learner(Compiled):
         and its state lives on from call to call. A masked step neither teaches nor, if all steps since the last
         update are masked, updates; states and traces go on. Returns the loss of every step.
         """
-        if not hasattr(optimizer, 'update'):
-            raise TypeError(
-                three_parts(
-                    f'optimizer={optimizer!r}',
-                    'it has no way to update weights',
-                    'braintools.optim.Adam(lr=1e-3), optax.adam(1e-3) or the like',
-                )
-            )
+        check_optimizer(optimizer)
         length = length_of(sequences)
         if update_every < 1 or length % update_every:
             raise ValueError(
@@ -301,6 +295,44 @@ class Learner(Compiled):
                 marks = {name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()}
                 check_finite_values(losses.reshape(-1), mask, marks, 'step')
         return losses.reshape(-1)
+
+    def apply(self, gradients: dict[Path, Any], optimizer: Any) -> None:
+        """Change the parameters by an optimiser of braintools or optax, whose state lives on from call to call."""
+        move = apply_by(check_optimizer(optimizer), self.param_states, self._made.optimizers)
+        key = ('apply', optimizer, *self.param_states.values())
+        if key not in self._made.programs:
+            self._made.programs[key] = (None, brainstate.transform.jit(lambda g: move(g, jnp.asarray(True))))
+        self._made.programs[key][1]({path: gradients[path] for path in self.param_states})
+
+    def optimizer_states(self, optimizer: Any) -> dict[str, brainstate.State]:
+        """The states of an optimiser as this learner uses it, by name."""
+        apply_by(check_optimizer(optimizer), self.param_states, self._made.optimizers)
+        if optimizer in self._made.optimizers:
+            return {'state': self._made.optimizers[optimizer]}
+        own = {id(state) for state in self.param_states.values()}
+        return {path_name(p): s for p, s in brainstate.graph.states(optimizer).items() if id(s) not in own}
+
+    def evaluate(self, *sequences: Any, step_fn: Callable[..., Any] | None = None) -> Any:
+        """What ``step_fn``, by default the learner, gives at every step of a fresh sequence, stacked over time.
+
+        Forward only: nothing is learned, and states and traces stay as they are.
+        """
+        length_of(sequences)
+        key = ('evaluate', step_fn, self._state_shapes(), *self._held())
+        if key not in self._made.programs:
+            run = lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs)
+            self._made.programs[key] = (None, brainstate.transform.jit(run))
+        before = [(state, state.value) for state in self._held()]
+        self._tracing = True
+        try:
+            for path, state in self.model.states().items():
+                if path in self._start:
+                    state.value = self._start[path].value
+            return self._made.programs[key][1](*sequences)
+        finally:
+            self._tracing = False
+            for state, value in before:
+                state.value = value
 
     def gradient_check(
         self, *sequences: Any, step_fn: Callable[..., Any], rules: Sequence[Any] | None = None, **options: Any

@@ -13,7 +13,7 @@ import brainstate
 from .conv import Conv1d, Conv2d, Conv3d
 from .embedding import Embedding
 from .linear import GroupedLinear, Linear, LoRA, ScaledWSLinear, SignedWLinear, SparseLinear
-from .readout import LeakyRateReadout
+from .readout import FiringRate, LeakyRateReadout
 from .recurrent import (
     CFNCell,
     GRUCell,
@@ -33,6 +33,7 @@ __all__ = [
     'Conv2d',
     'Conv3d',
     'Embedding',
+    'FiringRate',
     'GRUCell',
     'GroupedLinear',
     'LRUCell',

@@ -54,3 +54,31 @@ class LeakyRateReadout(brainstate.nn.Module):
             )
         self.r.value = jnp.exp(-u.maybe_decimal(dt / self.tau)) * self.r.value + ops.matmul(x, self.weight.value)
         return self.r.value
+
+
+class FiringRate(brainstate.nn.Module):
+    """A running mean of spikes, ``r = decay * r + (1 - decay) * spikes``, to hold firing rates near a target.
+
+    Add :meth:`penalty` to the loss of a step: every parameter then gets its part, traced like the rest.
+    """
+
+    def __init__(self, size: int | Sequence[int], decay: float = 0.99, name: str | None = None):
+        super().__init__(name=name)  # type: ignore[call-arg]
+        if not 0 < decay < 1:
+            raise ValueError(
+                three_parts(f'FiringRate(decay={decay})', 'a running mean keeps a part of itself', '0 < decay < 1')
+            )
+        self.in_size = self.out_size = size
+        self.decay = decay
+
+    def init_state(self, batch_size: int | None = None, **kwargs) -> None:
+        self.r = brainstate.HiddenState(init.param(ZERO, self.out_size, batch_size))
+
+    def update(self, spikes: ArrayLike) -> ArrayLike:
+        self.r.value = self.decay * self.r.value + (1 - self.decay) * spikes
+        return self.r.value
+
+    def penalty(self, target: float) -> ArrayLike:
+        """Half the mean squared distance to a target rate, in spikes a step, of each unit's mean over the batch."""
+        rates = self.r.value.reshape(-1, *self.out_size).mean(0)  # type: ignore[misc]
+        return 0.5 * jnp.mean((rates - target) ** 2) / target

@@ -1,0 +1,160 @@
+"""Networks of the reference results: plain brainstate modules, nothing marked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .errors import three_parts
+from .nn import FiringRate
+
+
+@jax.custom_jvp
+def fire(v: jax.Array) -> jax.Array:
+    """A spike where v is positive; in derivatives a triangle of height 0.3."""
+    return (v > 0).astype(v.dtype)
+
+
+@fire.defjvp
+def _fire_jvp(primals: tuple, tangents: tuple) -> tuple:
+    (v,), (dv,) = primals, tangents
+    return fire(v), 0.3 * jnp.maximum(0.0, 1 - jnp.abs(v)) * dv
+
+
+class SpikingNetwork(brainstate.nn.Module):
+    """Spiking units with all-to-all recurrence, a running mean of their spikes, and a leaky read-out."""
+
+    def __init__(self, inputs: int, outputs: int, units: int, tau_out: float, gain: float, seed: int):
+        super().__init__()
+        rng = np.random.default_rng(seed)
+        drawn = lambda a, b, gain=1.0: jnp.asarray(rng.normal(size=(a, b)) * gain / math.sqrt(a), jnp.float32)
+        self.units, self.outputs = units, outputs
+        self.keep_out = math.exp(-1 / tau_out)
+        self.feed = brainstate.ParamState(drawn(inputs, units))
+        self.recur = brainstate.ParamState(drawn(units, units, gain))
+        self.out = brainstate.ParamState(drawn(units, outputs))
+        self.rate = FiringRate(units)
+
+    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        shape = () if batch_size is None else (batch_size,)
+        for name in ('V', 'a'):
+            setattr(self, name, brainstate.HiddenState(jnp.zeros((*shape, self.units))))
+        self.y = brainstate.HiddenState(jnp.zeros((*shape, self.outputs)))
+
+    def spikes(self) -> jax.Array:
+        """Who fires at the potentials of now."""
+        raise NotImplementedError
+
+    def read_out(self) -> jax.Array:
+        """Count the spikes of now and let them move the output."""
+        now = self.spikes()
+        self.rate(now)
+        self.y.value = self.keep_out * self.y.value + now @ self.out.value
+        return self.y.value
+
+
+class ALIF(SpikingNetwork):
+    """LIF units, half of them with an adaptive threshold (Bellec 2020, evidence accumulation).
+
+    ``gain``: of the recurrent weights at first; with 1 the gradient of BPTT overflows within 2,000 steps.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        units: int = 100,
+        threshold: float = 0.6,
+        tau_v: float = 20.0,
+        tau_a: float = 2000.0,
+        tau_out: float = 20.0,
+        refractory: int = 5,
+        gain: float = 1.0,
+        seed: int = 0,
+    ):
+        super().__init__(inputs, outputs, units, tau_out, gain, seed)
+        self.threshold, self.refractory = threshold, refractory
+        self.keep_v, self.keep_a = math.exp(-1 / tau_v), math.exp(-1 / tau_a)
+        adaptive = np.arange(units) >= units // 2
+        self.beta = jnp.asarray(adaptive * 1.7 * (1 - self.keep_a) / (1 - self.keep_v), jnp.float32)
+        self.others = 1 - jnp.eye(units)
+
+    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        super().init_state(batch_size, **kwargs)
+        self.rest = brainstate.ShortTermState(jnp.zeros_like(self.V.value))
+
+    def spikes(self) -> jax.Array:
+        over = (self.V.value - self.threshold - self.beta * self.a.value) / self.threshold
+        return jnp.where(self.rest.value == 0, fire(over), 0.0)
+
+    def update(self, x: jax.Array) -> jax.Array:
+        z = self.spikes()
+        reset = jax.lax.stop_gradient(z)
+        self.rest.value = jnp.where(reset > 0, float(self.refractory), jnp.maximum(self.rest.value - 1, 0))
+        drive = x @ self.feed.value + z @ (self.recur.value * self.others)
+        self.V.value = self.keep_v * self.V.value + drive - self.threshold * reset
+        self.a.value = self.keep_a * self.a.value + z
+        return self.read_out()
+
+
+class GIF(SpikingNetwork):
+    """Generalised integrate-and-fire units: each has a slow current that its spikes leave behind."""
+
+    def __init__(
+        self, inputs: int, outputs: int, units: int = 200, tau: float = 100.0, tau_slow: float = 1500.0, seed: int = 0
+    ):
+        super().__init__(inputs, outputs, units, tau, 0.5, seed)
+        self.keep, self.keep_slow = math.exp(-1 / tau), math.exp(-1 / tau_slow)
+
+    def spikes(self) -> jax.Array:
+        return fire(self.V.value - 1.0)
+
+    def update(self, x: jax.Array) -> jax.Array:
+        z = self.spikes()
+        drive = x @ self.feed.value + z @ self.recur.value
+        self.a.value = self.keep_slow * self.a.value - 0.1 * z
+        self.V.value = self.keep * self.V.value + drive + (1 - self.keep) * self.a.value - jax.lax.stop_gradient(z)
+        return self.read_out()
+
+
+class Recurrent(brainstate.nn.Module):
+    """A stock cell and a linear read-out. ``slow`` closes the update gate of a GRU: its units then remember longer."""
+
+    def __init__(
+        self, inputs: int, outputs: int, units: int = 64, cell: str = 'GRUCell', slow: float = 0.0, seed: int = 0
+    ):
+        super().__init__()
+        brainstate.random.seed(seed)
+        self.cell, self.readout = getattr(brainstate.nn, cell)(inputs, units), brainstate.nn.Linear(units, outputs)
+        if slow:
+            gates = self.cell.Wrz.weight
+            gates.value = {**gates.value, 'bias': gates.value['bias'].at[units:].set(-slow)}
+
+    def update(self, x: jax.Array) -> jax.Array:
+        return self.readout(self.cell(x))
+
+
+def _stock(cell: str, slow: float = 0.0) -> Any:
+    return lambda inputs, outputs, **options: Recurrent(inputs, outputs, cell=cell, slow=slow, **options)
+
+
+NETWORKS: dict[str, Any] = {
+    'alif': ALIF,
+    'gif': GIF,
+    'gru': _stock('GRUCell', slow=1.0),
+    'lstm': _stock('LSTMCell'),
+    'rnn': _stock('ValinaRNNCell'),
+}
+"""Networks by name: each is called with inputs, outputs and, by keyword, units and a seed."""
+
+
+def network(name: str, inputs: int, outputs: int, **options: Any) -> brainstate.nn.Module:
+    """A network by its name."""
+    if name not in NETWORKS:
+        raise ValueError(three_parts(f'a network {name!r}', 'there is none by this name', f'one of {[*NETWORKS]}'))
+    return NETWORKS[name](inputs, outputs, **options)

@@ -1,0 +1,67 @@
+"""Spikes on random manifolds (Zenke and Vogels 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .trials import Trials
+
+
+@dataclass(frozen=True)
+class Randman:
+    """Each class is a smooth random manifold of spike times: every unit fires once, at a time its manifold gives.
+
+    A point of a class is ``dimensions`` numbers; the time of a unit is a sum of sines of them, fading with the
+    frequency by ``smoothness``. What tells the classes apart is when units fire, never how often.
+    """
+
+    classes: int = 10
+    units: int = 20
+    steps: int = 100
+    dimensions: int = 1
+    smoothness: float = 2.0
+    seed: int = 0
+
+    kind: ClassVar[str] = 'decision'
+    reference: ClassVar[str] = 'solved above 0.9 by spiking networks with a hidden layer (Zenke and Vogels 2021)'
+
+    frequencies: ClassVar[int] = 10
+
+    @property
+    def inputs(self) -> int:
+        """Channels."""
+        return self.units
+
+    @property
+    def outputs(self) -> int:
+        """Classes."""
+        return self.classes
+
+    def times(self, labels: np.ndarray, points: np.ndarray) -> np.ndarray:
+        """Spike times in [0, 1] of every unit, for points (size, dimensions) of the given classes."""
+        fixed = np.random.default_rng(self.seed)
+        shape = (self.classes, self.units, self.dimensions, self.frequencies)
+        height, phase = fixed.random(shape), fixed.random(shape)
+        order = np.arange(1, self.frequencies + 1)
+
+        def heights(labels: np.ndarray, points: np.ndarray) -> np.ndarray:
+            angles = 2 * np.pi * (order * points[:, None, :, None] + phase[labels])
+            return np.prod(np.sum(height[labels] * np.sin(angles) / order**self.smoothness, -1), -1)
+
+        grid = np.random.default_rng(self.seed + 1).random((2000, self.dimensions))
+        known = np.stack([heights(np.full(len(grid), c), grid) for c in range(self.classes)])
+        low, high = known.min(1), known.max(1)
+        return np.clip((heights(labels, points) - low[labels]) / (high - low)[labels], 0, 1)
+
+    def batch(self, rng: np.random.Generator, size: int) -> Trials:
+        """Draw trials; the answer counts at every step."""
+        labels = rng.integers(0, self.classes, size)
+        times = self.times(labels, rng.random((size, self.dimensions)))
+        when = np.minimum((times * self.steps).astype(int), self.steps - 1)
+        spikes = np.zeros((self.steps, size, self.units), np.float32)
+        spikes[when, np.arange(size)[:, None], np.arange(self.units)] = 1
+        targets = np.broadcast_to(labels.astype(np.int32), (self.steps, size))
+        return Trials(spikes, targets, np.ones(self.steps, np.float32))

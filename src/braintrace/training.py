@@ -1,0 +1,352 @@
+"""A training loop with progress, validation, checkpoints and early stop; plain loops stay as easy."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .checkpoint import Checkpoints, states_of
+from .errors import three_parts
+from .learner import Learner
+
+Record = dict[str, float]
+"""What one update gave: its number, its loss, the metrics, seconds so far."""
+
+
+@dataclass
+class History:
+    """The records of a training, and why it ended: 'finished', 'stopped early' or 'interrupted'."""
+
+    records: list[Record] = field(default_factory=list)
+    ended: str = 'finished'
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """One metric at every update; NaN where it was not measured."""
+        return np.array([record.get(name, np.nan) for record in self.records])
+
+
+class EarlyStop:
+    """Stop when a metric has not become better for ``patience`` of its measurements, or is good enough."""
+
+    def __init__(
+        self, metric: str = 'loss', patience: int | None = None, target: float | None = None, larger: bool = False
+    ):
+        self.metric, self.patience, self.target = metric, patience, target
+        self._sign = -1.0 if larger else 1.0
+        self._best, self._since = np.inf, 0
+
+    def __call__(self, record: Record) -> bool:
+        """Whether to stop after this record."""
+        if self.metric not in record:
+            return False
+        value = self._sign * record[self.metric]
+        self._since = 0 if value < self._best else self._since + 1
+        self._best = min(value, self._best)
+        enough = self.target is not None and value <= self._sign * self.target
+        return enough or (self.patience is not None and self._since >= self.patience)
+
+
+def fit(
+    learner: Learner,
+    batches: Callable[[int], Sequence[Any]],
+    *,
+    step_fn: Callable[..., Any],
+    optimizer: Any,
+    updates: int,
+    metrics: Callable[..., Mapping[str, Any]] | None = None,
+    validate: Callable[[int], Sequence[Any]] | None = None,
+    validate_every: int = 25,
+    update_every: int | None = None,
+    callbacks: Sequence[Callable[[Record], Any]] = (),
+    out: str | Path | None = None,
+    save_every: int = 25,
+    resume: bool = False,
+    show: bool = True,
+) -> History:
+    """Train a learner.
+
+    ``batches(i)``: the sequences of update i, time first; drawn by a generator seeded with i, so that a resumed
+    training sees what it would have seen. ``step_fn`` is that of :meth:`Learner.etrace_grad`: the loss of one step; if
+    there are ``metrics``, it returns ``(loss, outputs)``, and ``metrics(outputs, *sequences)`` gives numbers by name.
+    Each batch is a fresh sequence and one update, unless ``update_every`` says after how many steps weights change.
+    ``optimizer``: one of braintools, or any optax transformation, with its schedule.
+    ``validate(i)``: sequences to be measured, not learned, every ``validate_every`` updates: ``valid_loss`` and so on.
+    ``callbacks`` are called with the record of every update; one that returns True stops, e.g. :class:`EarlyStop`.
+    ``out``: a folder for ``metrics.jsonl`` and checkpoints, every ``save_every`` updates and at the end; with
+    ``resume`` training goes on from the newest. Ctrl-C ends after the update under way, with a checkpoint.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp, numpy as np, optax
+    >>> net = brainstate.nn.GRUCell(1, 4)
+    >>> learner = braintrace.compile(net, 'd_rtrl', jnp.ones((2, 1)), batch_size=2)
+    >>> batches = lambda i: (np.random.default_rng(i).normal(size=(10, 2, 1)).astype('float32'),)
+    >>> step = lambda x: jnp.mean((learner(x) - x) ** 2)
+    >>> history = braintrace.fit(learner, batches, step_fn=step, optimizer=optax.adam(0.01), updates=3, show=False)
+    >>> len(history['loss']), history.ended
+    (3, 'finished')
+    """
+    if updates < 1 or save_every < 1 or validate_every < 1:
+        raise ValueError(
+            three_parts(
+                f'updates={updates}, save_every={save_every}, validate_every={validate_every}',
+                'each counts updates',
+                'numbers of at least 1',
+            )
+        )
+    history, done = History(), 0
+    checkpoints = Checkpoints(Path(out) / 'checkpoints') if out is not None else None
+    states = states_of(learner, optimizer)
+    if resume:
+        if checkpoints is None:
+            raise ValueError(three_parts('resume=True without a folder', 'nothing is kept without one', 'out=...'))
+        done = checkpoints.restore(states)
+        history.records = _read(Path(out or '') / 'metrics.jsonl', done)
+    elif checkpoints is not None and checkpoints.latest is not None:
+        raise FileExistsError(
+            three_parts(
+                f'out={str(out)!r}',
+                f'it holds checkpoints up to update {checkpoints.latest}',
+                'resume=True to go on with them, or another folder',
+            )
+        )
+    before = history.records[-1]['seconds'] if history.records else 0.0
+    progress = Progress(updates, before) if show else None
+    with _log(out, history.records) as log, _stop_asked() as stop:
+        for i in range(done, updates):
+            sequences = tuple(jax.tree.map(jnp.asarray, s) for s in batches(i))
+            record = {'update': i + 1, **_one(learner, sequences, step_fn, optimizer, metrics, update_every)}
+            last = i + 1 == updates
+            if validate is not None and ((i + 1) % validate_every == 0 or last):
+                found = _measure(learner, tuple(validate(i)), step_fn, metrics)
+                record |= {f'valid_{name}': value for name, value in found.items()}
+            record['seconds'] = before + time.perf_counter() - stop.start
+            history.records.append(record)
+            log(record)
+            if progress is not None:
+                progress(record, len(jax.tree.leaves(sequences)[0]))
+            if True in [callback(record) for callback in callbacks]:
+                history.ended = 'stopped early'
+            if stop.is_set():
+                history.ended = 'interrupted'
+            if checkpoints is not None and ((i + 1) % save_every == 0 or last or history.ended != 'finished'):
+                checkpoints.save(i + 1, states)
+            if history.ended != 'finished':
+                break
+    if progress is not None:
+        progress.close()
+    return history
+
+
+def _one(
+    learner: Learner,
+    sequences: tuple,
+    step_fn: Callable,
+    optimizer: Any,
+    metrics: Callable | None,
+    update_every: int | None,
+) -> Record:
+    """One batch: its gradient and one update, or updates along it."""
+    if update_every is not None:
+        learner.reset_state()
+        only = step_fn if metrics is None else _Loss(step_fn)
+        losses = learner.etrace_online(*sequences, step_fn=only, optimizer=optimizer, update_every=update_every)
+        return {'loss': float(losses.mean())}
+    has_aux = metrics is not None
+    gradients, losses, *outputs = learner.etrace_grad(
+        *sequences, step_fn=step_fn, has_aux=has_aux, return_value=True, fresh=True
+    )
+    learner.apply(gradients, optimizer)
+    return _record(losses, outputs, sequences, metrics)
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The loss alone of a step function that gives outputs too; equal to another of the same."""
+
+    step_fn: Callable
+
+    def __call__(self, *slices: Any) -> Any:
+        return self.step_fn(*slices)[0]
+
+
+def _measure(learner: Learner, sequences: tuple, step_fn: Callable, metrics: Callable | None) -> Record:
+    """Loss and metrics of a fresh sequence, nothing learned."""
+    found = learner.evaluate(*sequences, step_fn=step_fn)
+    losses, *outputs = found if isinstance(found, tuple) else (found,)
+    return _record(losses, outputs, sequences, metrics)
+
+
+def _record(losses: jax.Array, outputs: Sequence[Any], sequences: tuple, metrics: Callable | None) -> Record:
+    found = {} if metrics is None else metrics(*outputs, *sequences)
+    return {'loss': float(jnp.mean(losses)), **{name: float(value) for name, value in found.items()}}
+
+
+class Supervised:
+    """A task for a learner, in the parts that :func:`fit` takes: :meth:`batches`, :meth:`step_fn`, :meth:`metrics`.
+
+    ``penalty``: called after each step, its value is added to the loss; for instance of a
+    :class:`braintrace.nn.FiringRate`.
+
+    >>> import braintrace, jax.numpy as jnp, optax
+    >>> task = braintrace.tasks.Copying(length=2, lag=3)
+    >>> net = braintrace.networks.network('gru', task.inputs, task.outputs, units=8)
+    >>> learner = braintrace.compile(net, 'd_rtrl', jnp.zeros((4, task.inputs)), batch_size=4)
+    >>> parts = Supervised(learner, task, 4)
+    >>> history = fit(learner, **parts.parts(), optimizer=optax.adam(0.01), updates=2, show=False)
+    >>> sorted(history.records[0])
+    ['accuracy', 'loss', 'seconds', 'update']
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        task: Any,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        penalty: Callable[[], jax.Array] | None = None,
+    ):
+        self.learner, self.task, self.batch_size, self.seed, self.penalty = learner, task, batch_size, seed, penalty
+
+    def parts(self) -> dict[str, Any]:
+        """The arguments of :func:`fit`."""
+        return {'batches': self.batches, 'step_fn': self.step_fn, 'metrics': self.metrics}
+
+    def batches(self, update: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Inputs, targets and weights of one update; weights are 1 in the mean."""
+        inputs, targets, weights = self.task.batch(np.random.default_rng([self.seed, update]), self.batch_size)
+        return inputs, targets, weights / weights.mean()
+
+    def step_fn(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Loss and outputs of one step: cross-entropy of classes, squared distance of values."""
+        outputs = self.learner(x)
+        if self.task.kind == 'values':
+            loss = jnp.mean((outputs - y) ** 2)
+        else:
+            loss = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(outputs), y[..., None], -1))
+        return weight * loss + (0.0 if self.penalty is None else self.penalty()), outputs
+
+    def metrics(self, outputs: jax.Array, inputs: Any, targets: Any, weights: Any) -> dict[str, jax.Array]:
+        """Accuracy of classes; the squared error of values over their variance."""
+        mean = lambda x: jnp.average(x, axis=0, weights=weights)
+        if self.task.kind == 'values':
+            squares = mean(jnp.square(outputs - targets).reshape(len(targets), -1)).mean()
+            return {'error': squares / jnp.var(targets[jnp.asarray(weights) > 0])}
+        if self.task.kind == 'decision':
+            return {'accuracy': jnp.mean(mean(outputs).argmax(-1) == targets[-1])}
+        return {'accuracy': mean((outputs.argmax(-1) == targets).mean(1))}
+
+
+class Progress:
+    """A line of progress: rewritten in a terminal, a new one every few seconds in a pipe."""
+
+    def __init__(self, updates: int, seconds: float = 0.0, file: Any = None, every: float = 5.0):
+        self.updates, self.seconds = updates, seconds
+        self.file = file or sys.stderr
+        self.live = self.file.isatty()
+        self.every = 0.2 if self.live else every
+        self._shown, self._recent = 0.0, []
+
+    def __call__(self, record: Record, steps: int) -> None:
+        """Show a record, if it is time to or the last one."""
+        self._recent = [*self._recent[-19:], record]
+        now, number = time.perf_counter(), int(record['update'])
+        if now - self._shown < self.every and number != self.updates:
+            return
+        self._shown = now
+        first = self._recent[0]
+        gone = (record['seconds'] - first['seconds'], number - int(first['update']))
+        a_update = gone[0] / gone[1] if gone[1] else record['seconds'] - self.seconds
+        names = [n for n in record if n not in ('update', 'seconds')]
+        mean = lambda name: np.mean([r[name] for r in self._recent if name in r])
+        parts = [f'update {number}/{self.updates}', *(f'{name} {mean(name):.4g}' for name in names)]
+        parts += [f'{steps / a_update:,.0f} steps/s', f'{_clock((self.updates - number) * a_update)} left']
+        parts.append(f'{peak_memory() / 2**20:,.0f} MiB')
+        text = '  '.join(parts)
+        print(f'\r\033[K{text}' if self.live else text, end='' if self.live else '\n', file=self.file, flush=True)
+
+    def close(self) -> None:
+        """Leave the line."""
+        if self.live:
+            print(file=self.file, flush=True)
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has held so far."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == 'darwin' else most * 1024
+
+
+def _clock(seconds: float) -> str:
+    return f'{int(seconds) // 60}:{int(seconds) % 60:02}'
+
+
+def _read(file: Path, most: int) -> list[Record]:
+    """Records of earlier updates; what came after the checkpoint, or was cut off in writing, is dropped."""
+    found = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if record['update'] <= most:
+            found.append(record)
+    return found
+
+
+@contextmanager
+def _log(out: str | Path | None, records: list[Record]) -> Iterator[Callable[[Record], None]]:
+    """Records go to a file, line by line."""
+    if out is None:
+        yield lambda record: None
+        return
+    with (Path(out) / 'metrics.jsonl').open('w') as file:
+
+        def log(record: Record) -> None:
+            file.write(json.dumps(record) + '\n')
+            file.flush()
+
+        for record in records:
+            log(record)
+        yield log
+
+
+class _Stop(threading.Event):
+    """Set when the user asks to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = time.perf_counter()
+
+
+@contextmanager
+def _stop_asked() -> Iterator[_Stop]:
+    """An event that Ctrl-C sets; a second one interrupts at once."""
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        print('\nstopping after this update; again to stop at once', file=sys.stderr, flush=True)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
