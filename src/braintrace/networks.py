@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import brainstate
@@ -126,11 +127,19 @@ class Recurrent(brainstate.nn.Module):
     """A stock cell and a linear read-out. ``slow`` closes the update gate of a GRU: its units then remember longer."""
 
     def __init__(
-        self, inputs: int, outputs: int, units: int = 64, cell: str = 'GRUCell', slow: float = 0.0, seed: int = 0
+        self,
+        inputs: int,
+        outputs: int,
+        units: int = 64,
+        cell: str = 'GRUCell',
+        slow: float = 0.0,
+        seed: int = 0,
+        **options: Any,
     ):
         super().__init__()
         brainstate.random.seed(seed)
-        self.cell, self.readout = getattr(brainstate.nn, cell)(inputs, units), brainstate.nn.Linear(units, outputs)
+        self.cell = getattr(brainstate.nn, cell)(inputs, units, **options)
+        self.readout = brainstate.nn.Linear(units, outputs)
         if slow:
             gates = self.cell.Wrz.weight
             gates.value = {**gates.value, 'bias': gates.value['bias'].at[units:].set(-slow)}
@@ -139,16 +148,12 @@ class Recurrent(brainstate.nn.Module):
         return self.readout(self.cell(x))
 
 
-def _stock(cell: str, slow: float = 0.0) -> Any:
-    return lambda inputs, outputs, **options: Recurrent(inputs, outputs, cell=cell, slow=slow, **options)
-
-
 NETWORKS: dict[str, Any] = {
     'alif': ALIF,
     'gif': GIF,
-    'gru': _stock('GRUCell', slow=1.0),
-    'lstm': _stock('LSTMCell'),
-    'rnn': _stock('ValinaRNNCell'),
+    'gru': partial(Recurrent, cell='GRUCell', slow=1.0),
+    'lstm': partial(Recurrent, cell='LSTMCell'),
+    'rnn': partial(Recurrent, cell='ValinaRNNCell', activation='tanh'),
 }
 """Networks by name: each is called with inputs, outputs and, by keyword, units and a seed."""
 

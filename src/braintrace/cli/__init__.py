@@ -1,0 +1,137 @@
+"""The ``braintrace`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .. import __version__
+from ..errors import is_explained
+from ..networks import NETWORKS
+from ..tasks import TASKS
+from . import look, runs
+
+_EXAMPLES = """examples:
+  braintrace train evidence                              train, with pictures, in out/evidence
+  braintrace train copying --rule pp_prop --updates 300  another task, another rule
+  braintrace train --resume out/evidence --updates 400   go on
+  braintrace explain 'brainstate.nn:GRUCell(3, 16)' --input 8,3 --html report.html
+  braintrace check mymodels.py:make --rules d_rtrl,pp_prop,eprop
+  braintrace compare copying --rules d_rtrl,pp_prop,bptt --seeds 3
+  braintrace bench mymodels.py:make
+
+A model is given as module:name or file.py:name. What the name stands for is called (with literal arguments, if there
+are any in brackets) and returns a model, or a model and example inputs of one step."""
+
+USAGE, FAILED, INTERRUPTED = 2, 1, 130
+"""Exit codes besides 0: what was asked cannot work, and the message says why; a check failed; Ctrl-C."""
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(',') if name.strip()]
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition('=')
+    if not equals:
+        raise argparse.ArgumentTypeError(f'{text!r} is not of the form name=value')
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in text.split(',') if n)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a shape such as 8,3') from None
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f'{number} is less than 1')
+    return number
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    main = argparse.ArgumentParser(
+        'braintrace',
+        description='Online learning for recurrent and spiking networks.',
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    main.add_argument('--version', action='version', version=f'braintrace {__version__}')
+    commands = main.add_subparsers(dest='command', required=True, metavar='COMMAND')
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        made.add_argument('--json', action='store_true', help='print the result as JSON, progress goes to stderr')
+        made.add_argument('--seed', type=int, default=0, help='of weights and data (default 0)')
+        return made
+
+    def training(made: argparse.ArgumentParser) -> None:
+        made.add_argument('--model', help=f'{", ".join(NETWORKS)}, or module:factory taking inputs and outputs')
+        made.add_argument('--units', type=_at_least_one, help='of the network')
+        made.add_argument('--updates', '--epochs', type=_at_least_one, help='of the weights, one for each batch')
+        made.add_argument('--batch', type=_at_least_one, help='trials in a batch')
+        made.add_argument('--lr', type=float, help="Adam's rate")
+        made.add_argument('--task-option', type=_option, action='append', default=[], metavar='NAME=VALUE')
+        made.add_argument('--rule-option', type=_option, action='append', default=[], metavar='NAME=VALUE')
+        made.add_argument('--out', help='folder for results (default: a new one in out/)')
+
+    train = command('train', runs.train, 'train a network on a task; writes metrics, checkpoints, pictures, report')
+    train.add_argument('task', nargs='?', help=', '.join(TASKS))
+    train.add_argument('--rule', default=None, help='d_rtrl (default), pp_prop, eprop, ..., bptt')
+    train.add_argument('--resume', metavar='DIR', help='go on with a training that wrote to DIR')
+    training(train)
+
+    compare = command('compare', runs.compare, 'train by several rules from the same seeds; one plot')
+    compare.add_argument('task', help=', '.join(TASKS))
+    compare.add_argument('--rules', type=_names, default=['d_rtrl', 'pp_prop', 'bptt'], help='a,b,c')
+    compare.add_argument('--seeds', type=_at_least_one, default=1, help='how many, counted from --seed')
+    training(compare)
+
+    def model(made: argparse.ArgumentParser, required: bool = True) -> None:
+        made.add_argument('model', nargs=None if required else '?', help='module:factory or file.py:factory')
+        made.add_argument('--input', type=_shape, action='append', default=[], help='shape of an input, e.g. 8,3')
+        made.add_argument('--batch', type=_at_least_one, help='batch size of the states (default: as the first input)')
+        made.add_argument('--steps', type=_at_least_one, default=100, help='length of a sequence (default 100)')
+
+    explain = command('explain', look.explain, 'compile a model and show groups, operations, credit, cuts, memory')
+    model(explain)
+    explain.add_argument('--rule', default='d_rtrl')
+    explain.add_argument('--html', metavar='FILE', help='write the report as a page')
+
+    check = command('check', look.check, 'compare the gradients of rules with BPTT on a model')
+    model(check)
+    check.add_argument('--rules', type=_names, default=['d_rtrl', 'pp_prop', 'eprop'], help='a,b,c')
+    check.add_argument('--plot', metavar='FILE', help='draw the comparison')
+
+    bench = command('bench', look.bench, "time rules on a model beside BPTT and the forward pass; or the project's own")
+    model(bench, required=False)
+    bench.add_argument('--rules', type=_names, default=['d_rtrl', 'pp_prop'], help='a,b,c')
+    bench.add_argument('--rounds', type=_at_least_one, default=5)
+    return main
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        result, text, code = options.run(options)
+    except Exception as error:
+        if not is_explained(error):
+            raise
+        print(f'braintrace {options.command}: {error}', file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    print(json.dumps(result, indent=1) if options.json else text)
+    return code

@@ -1,0 +1,203 @@
+"""Commands that look at a user's model: explain, check, bench."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import compile as compile_model
+from ..errors import three_parts
+from ..learner import Learner
+
+Result = tuple[Any, str, int]
+"""For machines, for people, and the exit code."""
+
+
+def load(text: str, *more: Any) -> Any:
+    """What ``module:name``, ``file.py:name`` or ``module:name(literals)`` gives when it is called."""
+    where, colon, call = text.rpartition(':')
+    if not colon:
+        raise ValueError(three_parts(f'a model {text!r}', 'it names no function', 'module:name or file.py:name'))
+    try:
+        node = ast.parse(call, mode='eval').body
+        arguments = [ast.literal_eval(a) for a in node.args] if isinstance(node, ast.Call) else []
+        keywords = {k.arg: ast.literal_eval(k.value) for k in node.keywords} if isinstance(node, ast.Call) else {}
+        name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(
+            three_parts(f'a model {text!r}', f'it cannot be read: {error}', "e.g. 'brainstate.nn:GRUCell(3, 16)'")
+        ) from error
+    found = _module(where)
+    for part in name.split('.'):
+        if not hasattr(found, part):
+            raise ValueError(three_parts(f'a model {text!r}', f'{where} has no {part!r}', f'a function of {where}'))
+        found = getattr(found, part)
+    return found(*arguments, *more, **keywords)
+
+
+def _module(where: str) -> Any:
+    if where.endswith('.py'):
+        file = Path(where)
+        if not file.exists():
+            raise ValueError(three_parts(f'a model of {where}', 'there is no such file', 'the path of a file'))
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        sys.modules.setdefault(file.stem, module)
+        sys.path.insert(0, str(file.parent))
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+        return module
+    sys.path.insert(0, '')
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            three_parts(f'a model of {where}', f'{error}', 'a module that Python finds from here, or a file.py')
+        ) from error
+
+
+def compiled(options: argparse.Namespace, rule: str) -> tuple[Learner, tuple]:
+    """The learner of the user's model, and its example inputs."""
+    found = load(options.model)
+    model, *inputs = found if isinstance(found, tuple) else (found,)
+    inputs = inputs or [jnp.zeros(shape) for shape in options.input]
+    if not inputs:
+        raise ValueError(
+            three_parts(
+                f'{options.model} without an example of its inputs',
+                'the step is traced on an example',
+                '--input 8,3 (a batch of 8 with 3 channels), or a factory that returns (model, x)',
+            )
+        )
+    first = jax.tree.leaves(inputs)[0]
+    batch = options.batch or (first.shape[0] if jnp.ndim(first) > 1 else None)
+    return compile_model(model, rule, *inputs, batch_size=batch, seed=options.seed), tuple(inputs)
+
+
+def sequences(inputs: tuple, steps: int, seed: int) -> tuple:
+    """Sequences of normal numbers in the shape of example inputs; whole numbers and the like are repeated."""
+    rng = np.random.default_rng(seed)
+
+    def drawn(x: Any) -> jax.Array:
+        shape, kind = (steps, *jnp.shape(x)), jnp.result_type(x)
+        if jnp.issubdtype(kind, jnp.floating):
+            return jnp.asarray(rng.normal(size=shape), kind)
+        return jnp.broadcast_to(x, shape)
+
+    return tuple(jax.tree.map(drawn, inputs))
+
+
+class Distance:
+    """The loss of a step when the user gave none: outputs against fixed random targets."""
+
+    def __init__(self, learner: Learner, seed: int):
+        self.learner, self.seed = learner, seed
+
+    def __call__(self, *inputs: Any) -> jax.Array:
+        outputs = jax.tree.leaves(self.learner(*inputs))
+        rng = np.random.default_rng(self.seed)
+        real = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return sum(jnp.mean(jnp.abs(x - rng.normal(size=x.shape).astype(x.dtype)) ** 2) for x in real)  # type: ignore
+
+
+def explain(options: argparse.Namespace) -> Result:
+    """Compile a model and show what was found."""
+    learner, _ = compiled(options, options.rule)
+    report, plan = learner.report, learner.memory_plan(options.steps)
+    text = f'{report}\n\n{plan}'
+    if options.html:
+        learner.write_report(options.html, steps=options.steps)
+        text += f'\n\npage: {options.html}'
+    result = {
+        'groups': [
+            {'states': ['.'.join(map(str, p)) for p in g.hidden_paths], 'positions': list(g.varshape)}
+            for g in report.hidden_groups
+        ],
+        'parameters': [{k: str(v) for k, v in r.context.items()} for r in report.credits],
+        'diagnostics': [{'kind': str(r.kind), 'level': r.level.name, 'message': r.message} for r in report.diagnostics],
+        'memory': {'steps': plan.steps, 'one_pass': plan.one_pass, 'two_pass': plan.two_pass, 'bptt': plan.bptt},
+    }
+    return result, text, 0
+
+
+def check(options: argparse.Namespace) -> Result:
+    """Gradients of rules against BPTT; fails if a parameter whose credit is exact differs under D-RTRL."""
+    learner, inputs = compiled(options, 'd_rtrl')
+    data, loss = sequences(inputs, options.steps, options.seed), Distance(learner, options.seed)
+    found = learner.gradient_check(*data, step_fn=loss, rules=options.rules)
+    text = f'{options.steps} random steps, loss: distance to random targets\n\n{found}'
+    wrong = [
+        f'{row.name} under {c.rule}: relative error {row.relative_error:.1e}'
+        for c in found.checks
+        for row in c.rows
+        if c.rule in ('D_RTRL', 'RTRL') and (row.credit == 'exact' or c.rule == 'RTRL') and row.relative_error > 1e-3
+    ]
+    if wrong:
+        text += '\n\nexact credit differs from BPTT:\n' + '\n'.join(f'  {line}' for line in wrong)
+    if options.plot:
+        found.plot(options.plot)
+        text += f'\n\npicture: {options.plot}'
+    rows = lambda c: {r.name: {'credit': r.credit, 'cosine': r.cosine, 'norm_ratio': r.norm_ratio} for r in c.rows}
+    return {c.rule: {'cosine': c.cosine, 'parameters': rows(c)} for c in found.checks}, text, int(bool(wrong))
+
+
+def bench(options: argparse.Namespace) -> Result:
+    """Time rules on a model, round by round, beside BPTT and the forward pass."""
+    if options.model is None:
+        return _own_benchmark()
+    runs: dict[str, Any] = {}
+    for rule in ['bptt', *options.rules]:
+        learner, inputs = compiled(options, rule)
+        data, loss = sequences(inputs, options.steps, options.seed), Distance(learner, options.seed)
+        if not runs:
+            runs['forward'] = lambda f=learner.evaluate, d=data, s=loss: f(*d, step_fn=s)
+        runs[rule] = lambda f=learner.etrace_grad, d=data, s=loss: f(*d, step_fn=s, fresh=True)
+    for name, run in runs.items():
+        print(f'compiling {name}', file=sys.stderr, flush=True)
+        jax.block_until_ready(run())
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(options.rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            times[name].append(time.perf_counter() - start)
+    ratio = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
+    result = {
+        name: {
+            'milliseconds': 1e3 * statistics.median(times[name]),
+            'times_forward': ratio(name, 'forward'),
+            'bptt_over': ratio('bptt', name),
+        }
+        for name in runs
+    }
+    lines = [f'{options.steps} steps, medians of {options.rounds} rounds', f'{"":10}      ms  x forward  BPTT / it']
+    lines += [
+        f'{name:10}{r["milliseconds"]:8.2f}{r["times_forward"]:11.2f}{r["bptt_over"]:11.2f}'
+        for name, r in result.items()
+    ]
+    return result, '\n'.join(lines), 0
+
+
+def _own_benchmark() -> Result:
+    script = Path('benchmarks/run.py')
+    if not script.exists():
+        raise FileNotFoundError(
+            three_parts(
+                'bench without a model',
+                'the benchmark beside the published package is part of the repository, and this folder is not one',
+                'braintrace bench module:factory, or make bench in a clone of the repository',
+            )
+        )
+    code = subprocess.run([sys.executable, str(script)], check=False).returncode
+    return {'exit': code}, 'results: benchmarks/results.txt', code
