@@ -79,7 +79,8 @@ def activity(learner: Learner, trial: Sequence[Any], kind: str, file: str | Path
     _units(next(rows), found[shown[0]] if spikes is None else spikes, shown[0] if spikes is None else 'spikes')
     for name in shown:
         ax = next(rows)
-        ax.plot(found[name][:, : min(5, found[name].shape[1])], linewidth=0.8)
+        units = found[name].shape[1]
+        ax.plot(found[name][:, :: max(1, units // 5)], linewidth=0.8)
         ax.set_ylabel(name)
     _answers(next(rows), output, targets[:, 0], weights, kind)
     for ax in axes[:, 0]:
@@ -148,6 +149,7 @@ def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
         most = np.abs(values).max() or 1.0
         image = ax.imshow(values, aspect='auto', cmap='RdBu_r', vmin=-most, vmax=most, interpolation='nearest')
         ax.set_title(name, fontsize=8)
+        ax.set(xlabel='input', ylabel='unit')
         figure.colorbar(image, ax=ax)
     figure.savefig(file, dpi=120)
     return True

@@ -66,12 +66,19 @@ class CreditAnalysis:
 
     @cached_property
     def _live_others(self) -> list:
-        """Other states that carry differentiable information from step to step."""
-        return [
-            o
-            for o in self.facts.program.others
-            if o.outvar is not None and self._all_results & self.facts.bit[o.invar] and self._grads([o.outvar])
-        ]
+        """Other states that carry what parameters did from step to step, in what can be differentiated."""
+        facts, program = self.facts, self.facts.program
+        read = [o for o in program.others if o.outvar is not None and self._all_results & facts.bit[o.invar]]
+        sources, live = 0, []
+        for v in (*(p.invar for p in program.parameters), *(h.invar for h in program.hidden)):
+            sources |= facts.bit[v]
+        for h in program.hidden:
+            sources |= facts.new_bit[h.outvar]
+        while found := [o for o in read if o not in live and self._grads([o.outvar]) & sources]:
+            live += found
+            for o in found:
+                sources |= facts.bit[o.invar]
+        return [o for o in read if o in live]
 
     @cached_property
     def _remembers(self) -> list[bool]:
