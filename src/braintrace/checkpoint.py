@@ -81,7 +81,7 @@ class Checkpoints:
             )
         for name, state in states.items():
             leaves, tree = jax.tree.flatten(state.value)
-            new = [jnp.asarray(found[name][f'{i}'], jnp.result_type(x)) for i, x in enumerate(leaves)]
+            new = [_like(x, found[name][f'{i}']) for i, x in enumerate(leaves)]
             state.value = jax.tree.unflatten(tree, new)
         return update
 
@@ -89,9 +89,22 @@ class Checkpoints:
 def _values(states: Mapping[str, brainstate.State]) -> dict[str, dict[str, jax.Array]]:
     """Arrays of every state, by name and number."""
     return {
-        name: {f'{i}': jnp.asarray(x) for i, x in enumerate(jax.tree.leaves(state.value))}
-        for name, state in states.items()
+        name: {f'{i}': _plain(x) for i, x in enumerate(jax.tree.leaves(state.value))} for name, state in states.items()
     }
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def _plain(x: Any) -> jax.Array:
+    return jax.random.key_data(x) if _is_key(x) else jnp.asarray(x)
+
+
+def _like(x: Any, found: Any) -> jax.Array:
+    if _is_key(x):
+        return jax.random.wrap_key_data(jnp.asarray(found), impl=jax.random.key_impl(x))
+    return jnp.asarray(found, jnp.result_type(x))
 
 
 def _differences(wanted: dict, found: Any) -> str:

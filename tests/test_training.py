@@ -1,0 +1,187 @@
+"""The training loop: exact resumption, checkpoints that are whole or refused, stops, metrics."""
+
+import json
+import os
+import shutil
+import signal
+
+import brainstate
+import braintools
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braintrace
+from braintrace import networks, tasks
+from braintrace.checkpoint import Checkpoints, states_of
+from braintrace.training import Progress
+
+TASK = tasks.Copying(length=2, lag=2, symbols=3)
+
+
+def make(rule='d_rtrl', optimizer=None, units=6, **options):
+    net = networks.network('gru', TASK.inputs, TASK.outputs, units=units)
+    learner = braintrace.compile(net, rule, jnp.zeros((4, TASK.inputs)), batch_size=4, **options)
+    parts = braintrace.Supervised(learner, TASK, 4).parts()
+    return learner, {**parts, 'optimizer': optimizer or optax.adam(0.02), 'show': False}
+
+
+def weights(learner):
+    return jax.tree.map(np.asarray, {path: s.value for path, s in learner.param_states.items()})
+
+
+@pytest.mark.parametrize('optimizer', [optax.adam, lambda rate: braintools.optim.Adam(lr=rate)])
+def test_resumed_training_is_the_uninterrupted_one(tmp_path, optimizer):
+    whole, parts = make(optimizer=optimizer(0.02))
+    history = braintrace.fit(whole, updates=7, **parts)
+    first, parts = make(optimizer=optimizer(0.02))
+    braintrace.fit(first, updates=4, out=tmp_path, save_every=3, **parts)
+    with (tmp_path / 'metrics.jsonl').open('a') as file:
+        file.write('{"update": 5, "loss": 1')  # cut off in writing
+    again, parts = make(optimizer=optimizer(0.02))
+    resumed = braintrace.fit(again, updates=7, out=tmp_path, resume=True, **parts)
+    np.testing.assert_array_equal(resumed['loss'], history['loss'])
+    jax.tree.map(np.testing.assert_array_equal, weights(again), weights(whole))
+    lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    assert [line['update'] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
+    assert np.all(np.diff(resumed['seconds']) > 0)
+
+
+def test_checkpoints_hold_traces_and_random_numbers_and_are_whole_or_refused(tmp_path):
+    learner, parts = make()
+    states = states_of(learner, parts['optimizer'])
+    learner.etrace_evolve(jnp.ones((3, 4, TASK.inputs)))
+    kept = Checkpoints(tmp_path, keep=1)
+    with pytest.raises(FileNotFoundError, match='none'):
+        kept.restore(states)
+    kept.save(1, states)
+    drawn = lambda: np.asarray(brainstate.random.normal(size=(3,)))
+    before = {name: jax.tree.map(jnp.copy, s.value) for name, s in states.items() if name != 'random'}
+    numbers = drawn()
+    assert any('traces' in name for name in before)
+    for name in before:
+        states[name].value = jax.tree.map(lambda x: x + 1, states[name].value)
+    assert kept.restore(states) == 1
+    np.testing.assert_array_equal(drawn(), numbers)
+    jax.tree.map(np.testing.assert_array_equal, before, {name: states[name].value for name in before})
+
+    other, parts = make(units=5)
+    foreign = states_of(other, parts['optimizer'])
+    values = weights(other)
+    with pytest.raises(ValueError, match=r'written by another: .*not'):
+        kept.restore(foreign)
+    jax.tree.map(np.testing.assert_array_equal, values, weights(other))
+    for folder in (tmp_path / '1').iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    with pytest.raises(ValueError, match='cannot be read'):
+        kept.restore(states)
+
+
+def test_a_folder_is_not_written_over(tmp_path):
+    learner, parts = make()
+    braintrace.fit(learner, updates=1, out=tmp_path, **parts)
+    with pytest.raises(FileExistsError, match='up to update 1'):
+        braintrace.fit(learner, updates=2, out=tmp_path, **parts)
+    with pytest.raises(ValueError, match='without a folder'):
+        braintrace.fit(learner, updates=2, resume=True, **parts)
+    with pytest.raises(ValueError, match='updates=0'):
+        braintrace.fit(learner, updates=0, **parts)
+
+
+def test_stops(tmp_path):
+    learner, parts = make()
+    early = braintrace.fit(learner, updates=9, callbacks=[lambda r: r['update'] == 3], **parts)
+    assert (early.ended, len(early.records)) == ('stopped early', 3)
+
+    def interrupt(record):
+        if record['update'] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    stopped = braintrace.fit(learner, updates=9, callbacks=[interrupt], out=tmp_path, **parts)
+    assert (stopped.ended, len(stopped.records)) == ('interrupted', 2)
+    assert Checkpoints(tmp_path / 'checkpoints').latest == 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_early_stop_counts_measurements():
+    stop = braintrace.EarlyStop('valid_loss', patience=2)
+    assert [stop(r) for r in ({'valid_loss': 2.0}, {}, {'valid_loss': 1.0}, {'valid_loss': 1.5}, {})] == [False] * 5
+    assert stop({'valid_loss': 1.0})
+    assert braintrace.EarlyStop('accuracy', target=0.9, larger=True)({'accuracy': 0.95})
+    assert not braintrace.EarlyStop('accuracy', target=0.9, larger=True)({'accuracy': 0.85})
+
+
+def test_it_learns_validates_and_changes_nothing_by_measuring():
+    learner, parts = make(optimizer=optax.adam(0.05))
+    history = braintrace.fit(
+        learner, updates=60, validate=lambda i: parts['batches'](10**6), validate_every=20, **parts
+    )
+    assert history['loss'][-10:].mean() < 0.8 * history['loss'][:5].mean()
+    assert np.flatnonzero(~np.isnan(history['valid_loss'])).tolist() == [19, 39, 59]
+    plain, parts = make(optimizer=optax.adam(0.05))
+    assert braintrace.fit(plain, updates=60, **parts)['loss'][-1] == history['loss'][-1]
+
+
+def test_updates_along_the_sequence():
+    learner, parts = make(optimizer=optax.sgd(0.1))
+    history = braintrace.fit(learner, updates=2, update_every=3, **parts)
+    other, parts = make(optimizer=optax.sgd(0.1))
+    for i in range(2):
+        other.reset_state()
+        step = lambda *slices: parts['step_fn'](*slices)[0]
+        losses = other.etrace_online(*parts['batches'](i), step_fn=step, optimizer=parts['optimizer'], update_every=3)
+    assert float(losses.mean()) == pytest.approx(history['loss'][-1])
+    jax.tree.map(np.testing.assert_allclose, weights(learner), weights(other))
+
+
+def test_evaluating_is_running_the_model():
+    learner, _ = make()
+    xs = jax.random.normal(jax.random.key(0), (5, 4, TASK.inputs))
+    learner.etrace_evolve(xs)
+    before = [jnp.copy(x) for s in learner.states().values() for x in jax.tree.leaves(s.value)]
+    outputs = learner.evaluate(xs)
+    for x, y in zip(before, [x for s in learner.states().values() for x in jax.tree.leaves(s.value)], strict=True):
+        np.testing.assert_array_equal(x, y)
+    brainstate.nn.init_all_states(learner.model, 4)
+    np.testing.assert_allclose(outputs, brainstate.transform.for_loop(learner.model, xs), rtol=1e-6)
+
+
+def test_applying_by_optax_is_optax():
+    learner, _ = make()
+    transform = optax.adam(0.1)
+    values = {path: s.value for path, s in learner.param_states.items()}
+    gradients = jax.tree.map(lambda x: jnp.cos(x + 1), values)
+    state = transform.init(values)
+    for _ in range(2):
+        learner.apply(gradients, transform)
+        changes, state = transform.update(gradients, state, values)
+        values = optax.apply_updates(values, changes)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), weights(learner), values)
+    with pytest.raises(TypeError, match='no way to update'):
+        learner.apply(gradients, 'adam')
+
+
+def test_rates_are_held_near_their_target():
+    rate = braintrace.nn.FiringRate(3, decay=0.5)
+    brainstate.nn.init_all_states(rate, 2)
+    rate(jnp.array([[1.0, 0, 0], [1.0, 0, 1.0]]))
+    np.testing.assert_allclose(rate.r.value, [[0.5, 0, 0], [0.5, 0, 0.5]])
+    means = np.array([0.5, 0, 0.25])
+    assert float(rate.penalty(0.1)) == pytest.approx(0.5 * np.mean((means - 0.1) ** 2) / 0.1)
+    with pytest.raises(ValueError, match='0 < decay < 1'):
+        braintrace.nn.FiringRate(3, decay=1.0)
+
+
+def test_progress_says_the_same_in_a_pipe(capsys):
+    progress = Progress(3, every=0.0)
+    for i in range(3):
+        progress({'update': i + 1, 'loss': 3.0 - i, 'seconds': i + 1.0}, 100)
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith('update 2/3  loss 2.5  100 steps/s  0:01 left')
+    assert 'MiB' in lines[1]
