@@ -15,7 +15,7 @@ from .facts import Facts
 from .groups import HiddenGroup
 from .sites import HiddenParamOpRelation, weight_operands
 
-WORDS = {'dot_general': 'matmul', 'conv_general_dilated': 'conv', 'mul': 'scale'}
+KNOWN_AS = {'dot_general': 'matmul', 'conv_general_dilated': 'conv', 'mul': 'scale'}
 """Primitives under the names that people know them by."""
 ADDS = ('add', 'add_any', 'sub')
 MOST = 4
@@ -139,7 +139,7 @@ class ChartMaker:
         ]
         for use in self._uses:
             names = dict.fromkeys(self.program.equations[i].primitive.name for i in use.equations)
-            title = ' + '.join(WORDS.get(name, name) for name in names)
+            title = ' + '.join(KNOWN_AS.get(name, name) for name in names)
             shape = self.program.equations[use.equations[-1]].outvars[0].aval.shape
             parameters = tuple(p.name for p in use.parameters)
             node = Node('operation', title, tuple(names), shape, parameters, tuple(use.groups), use.source)

@@ -16,9 +16,9 @@ from functools import cached_property
 from .chart import Chart, Edge
 from .markup import Markup, tag
 
-WIDTHS = {'input': 118, 'output': 118, 'state': 160, 'operation': 202, 'group': 190}
-BAND = 1130
-LANE, ROW, TITLE, PAD, PORT, GAP, BADGE = 9, 18, 22, 9, 20, 44, 24
+WIDTHS = {'input': 90, 'output': 90, 'state': 150, 'operation': 202, 'group': 176}
+BAND = 1240
+LANE, ROW, TITLE, PAD, PORT, GAP, BADGE = 9, 18, 22, 9, 20, 30, 24
 CHARACTER = {'title': 8.6, 'row': 7.3}
 """Width of a character, rather too wide than too narrow."""
 
@@ -84,9 +84,12 @@ class Drawing:
         self.boxes = list(boxes)
         self.edges = [e for e in chart.edges if e.source != e.target or e.cuts]
         self._assign_layers()
-        self._assign_bands()
         self._order_columns()
-        self._place()
+        for room in range(BAND, 400, -60):
+            self._assign_bands(room)
+            self._place()
+            if self.width <= BAND:
+                break
 
     # ------------------------------------------------------------ columns and bands
 
@@ -126,13 +129,13 @@ class Drawing:
             found[box.layer].append(n)
         return found
 
-    def _assign_bands(self) -> None:
+    def _assign_bands(self, room: int) -> None:
         """As many columns in a band as fit, broken after a column of groups where there is one."""
         widths = [max(self.boxes[n].width for n in column) + GAP for column in self.columns]
         bands: list[list[int]] = [[]]
         for layer, width in enumerate(widths):
             band = bands[-1]
-            if band and sum(widths[i] for i in band) + width > BAND + GAP:
+            if band and sum(widths[i] for i in band) + width > room + GAP:
                 whole = [i for i in band if any(self.boxes[n].kind == 'group' for n in self.columns[i])]
                 rest = [i for i in band if whole and i > whole[-1]]
                 bands[-1] = [i for i in band if i not in rest]

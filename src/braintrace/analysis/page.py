@@ -15,7 +15,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from .chart import Node
+from .chart import KNOWN_AS, Node
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .drawing import Box, Drawing, Row
 from .markup import Markup, tag, together
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CLASSES = {
     'exact': ("BPTT's own gradient", 'no temporal path is cut: the gradient is that of BPTT'),
-    'local': ('credit through its own positions', "carried through each position's own state; what is cut is listed"),
+    'local': ('credit position by position only', "carried through each position's own state; what is cut is listed"),
     'instantaneous': ('the gradient of one step', 'no trace reaches it: it learns from the step in which it acts only'),
     'none': ('no gradient', 'no differentiable path leads from it to a state or an output'),
 }  # fmt: skip
@@ -46,10 +46,8 @@ MOST_ROWS = 4
 def page(report: CompilationReport, memory: Any = None) -> str:
     """The whole page."""
     maker = _Page(report)
-    sections = [maker.heading(), maker.model(), maker.parameters()]
-    if memory is not None:
-        sections.append(_memory(memory))
-    sections += [maker.diagnostics(), _glossary()]
+    memory_section = [] if memory is None else [maker.memory(memory)]
+    sections = [maker.heading(), maker.model(), maker.parameters(), *memory_section, maker.diagnostics(), _glossary()]
     head = tag(
         'head',
         tag('meta', charset='utf-8'),
@@ -207,6 +205,26 @@ class _Page:
             *(tag('td', cell, **{} if key is None else {'data-sort': key}) for cell, key in rest),
         )
 
+    # ------------------------------------------------------------ memory
+
+    def memory(self, plan: Any) -> Markup:
+        """Bars of what a sequence needs, and of every trace."""
+        ways = [('one pass, traces carried' if plan.traces else 'one pass, in windows', plan.one_pass)]
+        ways += [] if plan.two_pass is None else [('two passes, no trace', plan.two_pass)]
+        ways += [('BPTT', plan.bptt)]
+        tables = [_bars(f'Temporary memory of a sequence of {plan.steps} steps', ways)]
+        if plan.traces:
+            total = size_text(sum(plan.traces.values()))
+            traces = [(self._trace_name(key), n) for key, n in plan.traces.items()]
+            tables.append(_bars(f'Traces, {total} together, whatever the length of the sequence', traces))
+        return _section('memory', 'Memory', *tables)
+
+    def _trace_name(self, key: tuple) -> str:
+        names, operation, *_ = key
+        shapes = [_shape(shape) for shape, _ in (self.report.traces or {}).get(key, ())]
+        told = _at_most([Row(name) for name in names])
+        return f'{", ".join(row.text for row in told)} in {KNOWN_AS.get(operation, operation)} ' + ' + '.join(shapes)
+
     # ------------------------------------------------------------ diagnostics
 
     def diagnostics(self) -> Markup:
@@ -245,29 +263,14 @@ class _Page:
 # ---------------------------------------------------------------- parts without a report
 
 
-def _memory(plan: Any) -> Markup:
-    """Bars of what a sequence needs, and of every trace."""
-    ways = [('one pass, traces carried' if plan.traces else 'one pass, in windows', plan.one_pass)]
-    ways += [] if plan.two_pass is None else [('two passes, no trace', plan.two_pass)]
-    ways += [('BPTT', plan.bptt)]
-    traces = [(f'{", ".join(names)} in {op}', n) for (names, op, *_), n in plan.traces.items()]
-    tables = [_bars(f'Temporary memory of a sequence of {plan.steps} steps', 'Way', ways)]
-    if traces:
-        total = size_text(sum(n for _, n in traces))
-        tables.append(_bars(f'Traces, {total} together, whatever the length of the sequence', 'Trace', traces))
-    return _section('memory', 'Memory', *tables)
-
-
-def _bars(caption: str, first: str, rows: Sequence[tuple[str, int]]) -> Markup:
+def _bars(caption: str, rows: Sequence[tuple[str, int]]) -> Markup:
     most = max(max(n for _, n in rows), 1)
     bar = lambda n: tag('div', class_='bar', style=f'width:{max(100 * n / most, 0.5):.1f}%')
     lines = [
         tag('tr', tag('th', name, scope='row'), tag('td', bar(n)), tag('td', size_text(n), class_='size'))
         for name, n in rows
     ]
-    heads = tag('tr', *(tag('th', name, scope='col') for name in (first, 'Share', 'Size')))
-    head = tag('thead', heads, class_='unseen')
-    return tag('table', tag('caption', caption), head, tag('tbody', *lines), class_='bars')
+    return tag('table', tag('caption', caption), tag('tbody', *lines), class_='bars')
 
 
 def _excerpt(source: str | None) -> Markup:
