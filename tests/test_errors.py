@@ -92,7 +92,7 @@ BAD = {  # model, arguments, what each of the three parts must say
     'state changes type': (lambda: leaky(change_dtype), (X,), "state h .*'float32'.*'float16' / type / dtype"),
     'state created': (lambda: leaky(create_state), (X,), 'creates state made / repeated / init_state'),
     'python if': (lambda: leaky(ask_for_a_value), (X,), 'a step of Step / TracerBoolConversionError / jax.lax.cond'),
-    'failing step': (lambda: leaky(fail), (X,), r'a step of Step / boom\n.*test_errors.py:\d+: raise / model\(\*inputs\) runs'),
+    'failing step': (lambda: leaky(fail), (X,), r'a step of Step / boom\n.*errors.py:\d+: raise / \(\*inputs\) runs'),
     'misspelt': (lambda: leaky(misspell), (X,), "reads 'hiden' / no such attribute(.|\\n)*m.hiden.value / __init__"),
     'no hidden state': (lambda: small(no_hidden_state), (X,), 'no hidden state / past / HiddenState'),
     'no parameter': (lambda: small(no_parameter), (X,), 'no parameter / nothing to train / ParamState'),

@@ -43,7 +43,8 @@ class Node:
 class Edge:
     """One arrow between boxes, by number; ``delayed``: it reads the value of the last step.
 
-    ``differentiable``: a gradient can pass. ``cuts``: numbers of the records of cuts on it, from one.
+    ``differentiable``: a gradient can pass. ``cuts``: numbers of the records of cuts on it, from one; ``partly``: some
+    credit passes all the same.
     """
 
     source: int
@@ -51,6 +52,7 @@ class Edge:
     delayed: bool
     differentiable: bool
     cuts: tuple[int, ...] = ()
+    partly: bool = False
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,24 @@ class ChartMaker:
                 e for e, node in zip(into, nodes, strict=True) if names & {node.title, *node.parameters}
             ] or into
 
+    def _is_kept(self, edge: Edge) -> bool:
+        """True for an arrow into a group along which some elements keep their position."""
+        (source, parts), (target, into) = self._nodes[edge.source], self._nodes[edge.target]
+        if target.kind != 'group' or source.kind not in ('operation', 'group'):
+            return False
+        if source.kind == 'group':
+            programs = [into[0].transition_jaxpr] if edge.source == edge.target else []
+        else:
+            made = [s for s in self.sites if self._facts.producer[s.y_var] in parts]
+            pairs = [pair for s in made for pair in zip(s.hidden_groups, s.y_to_hidden_group_jaxprs, strict=True)]
+            programs = [program for group, program in pairs if group.index == into[0].index]
+        others = {
+            v for i, n in self._operation_of.items() if n != edge.source for v in self.program.equations[i].outvars
+        }
+        return any(
+            program.eqns and not any(v in others for e in program.eqns for v in e.outvars) for program in programs
+        )
+
     def make(self) -> Chart:
         """The chart."""
         cuts = [r for r in self.cuts if r.kind is DiagnosticKind.CUT]
@@ -267,7 +287,7 @@ class ChartMaker:
         for number, record in enumerate(cuts, 1):
             for edge in self._cut_edges(record):
                 numbers.setdefault(edge, {})[number] = None
-        edges = tuple(replace(e, cuts=tuple(numbers.get(e, ()))) for e in self._edges)
+        edges = tuple(replace(e, cuts=tuple(numbers.get(e, ())), partly=self._is_kept(e)) for e in self._edges)
         return Chart(tuple(node for node, _ in self._nodes), edges, tuple(cuts))
 
 

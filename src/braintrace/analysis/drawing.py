@@ -17,8 +17,8 @@ from .chart import Chart, Edge
 from .markup import Markup, tag
 
 WIDTHS = {'input': 90, 'output': 90, 'state': 150, 'operation': 202, 'group': 176}
-BAND = 1240
-LANE, ROW, TITLE, PAD, PORT, GAP, BADGE = 9, 18, 22, 9, 20, 30, 24
+BAND = 1244
+LANE, ROW, TITLE, PAD, PORT, GAP, BADGE = 9, 18, 22, 9, 20, 28, 24
 CHARACTER = {'title': 8.6, 'row': 7.3}
 """Width of a character, rather too wide than too narrow."""
 
@@ -177,7 +177,7 @@ class Drawing:
 
     @staticmethod
     def _net(e: Edge) -> tuple:
-        return e.source, e.delayed, bool(e.cuts), e.differentiable
+        return e.source, kind_of(e), e.delayed
 
     def _place(self) -> None:
         self._set_ports()
@@ -314,7 +314,7 @@ class Drawing:
     def _told(self, e: Edge) -> str:
         way = f'{self.boxes[e.source].title} → {self.boxes[e.target].title}'
         notes = ['value of the last step'] * e.delayed + ['no gradient passes'] * (not e.differentiable)
-        notes += [f'cut {_ranges(e.cuts)}'] * bool(e.cuts)
+        notes += [f'cut {_ranges(e.cuts)}' + ' in part' * e.partly] * bool(e.cuts)
         return ', '.join([way, *notes])
 
     def _box(self, n: int) -> Markup:
@@ -351,7 +351,7 @@ class Drawing:
 
 def kind_of(e: Edge) -> str:
     """The kind of line that an arrow is drawn by."""
-    return 'cut' if e.cuts else 'plain' if not e.differentiable else 'last' if e.delayed else 'now'
+    return 'cut' if e.cuts and not e.partly else 'plain' if not e.differentiable else 'last' if e.delayed else 'now'
 
 
 def _numbered(keys: Iterable[tuple]) -> dict[tuple, int]:

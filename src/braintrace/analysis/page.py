@@ -96,14 +96,14 @@ class _Page:
         """Model, rule, and how many parameters get which credit."""
         counts = {name: sum(r.context['credit'] == name for r in self.credit.values()) for name in CLASSES}
         chips = [tag('li', _chip(name, f'{n} {name}')) for name, n in counts.items() if n]
-        told = [f'{n} {"gets" if n == 1 else "get"} {CLASSES[name][0]}' for name, n in counts.items() if n]
+        told = _listed([f'{n} {CLASSES[name][0]}' for name, n in counts.items() if n])
         total = sum(counts.values())
-        sentence = f'Of {total} parameter array{"s" * (total != 1)}, {_listed(told)}.'
-        rule = self.report.rule
+        sentence = f'Of {total} parameter array{"s" * (total != 1)}, eligibility traces give {told}.'
         lines = [tag('p', sentence)]
-        if rule is not None:
-            kind = 'always' if rule.exact_when == 'always' else f'where {rule.exact_when}'
-            lines.append(tag('p', 'Rule ', tag('strong', rule.name), f'; its gradient is that of BPTT {kind}.'))
+        if (rule := self.report.rule) is not None:
+            lines.append(tag('p', 'Rule: ', tag('strong', rule.name), f'. Equal to BPTT: {rule.exact_when}.'))
+            if rule.trace == 'none' or not rule.is_local:
+                lines.append(tag('p', 'It has other means than these traces; the classes are for comparison.'))
         title = tag('p', 'Report of braintrace', class_='over')
         return tag('header', title, tag('h1', self.report.model), tag('ul', *chips, class_='chips'), *lines)
 
@@ -121,7 +121,7 @@ class _Page:
         keys = [
             ('now', 'inside a step'),
             ('last', 'from the last step'),
-            ('cut', 'cut: no credit from step to step'),
+            ('cut', 'cut, by number: no credit from step to step (a full line with a number: in part)'),
             ('plain', 'no gradient'),
         ]
         line = lambda kind: tag(
@@ -196,7 +196,7 @@ class _Page:
             (self.text(record.context['reason']), None),
             (', '.join(map(str, groups)) or '–', groups[0] if groups else 1e9),
             (', '.join(dict.fromkeys(node.title for node in uses)) or '–', None),
-            (together(*(tag('span', _short(s), title=s) for s in sources)) or '–', None),
+            (together(*(tag('div', _short(s), title=s) for s in sources)) or '–', None),
         ]
         first, *rest = cells
         return tag(
@@ -325,7 +325,7 @@ def _short(source: str) -> str:
 
 
 def _listed(parts: Sequence[str]) -> str:
-    return ' and '.join(filter(None, [', '.join(parts[:-1]), parts[-1]])) if parts else 'none is trained'
+    return ' and '.join(filter(None, [', '.join(parts[:-1]), parts[-1]]))
 
 
 @cache
