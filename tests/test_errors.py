@@ -67,6 +67,10 @@ def never_write(m, x):
     return m.h.value + x @ m.w.value
 
 
+def misspell(m, x):
+    return m.hiden.value + x
+
+
 def no_hidden_state(m, x):
     return x @ m.w.value
 
@@ -88,7 +92,8 @@ BAD = {  # model, arguments, what each of the three parts must say
     'state changes type': (lambda: leaky(change_dtype), (X,), "state h .*'float32'.*'float16' / type / dtype"),
     'state created': (lambda: leaky(create_state), (X,), 'creates state made / repeated / init_state'),
     'python if': (lambda: leaky(ask_for_a_value), (X,), 'a step of Step / TracerBoolConversionError / jax.lax.cond'),
-    'failing step': (lambda: leaky(fail), (X,), r'a step of Step / RuntimeError: boom / model\(\*inputs\) runs'),
+    'failing step': (lambda: leaky(fail), (X,), r'a step of Step / boom\n.*errors.py:\d+: raise / \(\*inputs\) runs'),
+    'misspelt': (lambda: leaky(misspell), (X,), "reads 'hiden' / no such attribute(.|\\n)*m.hiden.value / __init__"),
     'no hidden state': (lambda: small(no_hidden_state), (X,), 'no hidden state / past / HiddenState'),
     'no parameter': (lambda: small(no_parameter), (X,), 'no parameter / nothing to train / ParamState'),
 }  # fmt: skip

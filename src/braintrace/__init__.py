@@ -1,7 +1,7 @@
 """Online learning for recurrent and spiking networks: eligibility traces, compiled from plain models."""
 
 from . import networks, nn, tasks
-from .analysis.diagnostics import CompilationRecord, CompilationReport, DiagnosticKind, DiagnosticLevel
+from .analysis.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .analysis.families import register_primitive
 from .analysis.graph import (
     ETraceGraph,
@@ -17,6 +17,7 @@ from .analysis.graph import (
 )
 from .analysis.groups import HiddenGroup, group_merging, jacrev_last_dim
 from .analysis.perturbation import HiddenPerturbation
+from .analysis.report import CompilationReport
 from .analysis.sites import HiddenParamOpRelation
 from .engine.executor import ETraceGraphExecutor, SiteJacobian
 from .errors import CompilationError, NotSupportedError

@@ -6,7 +6,9 @@ No other file imports ``jax.extend`` or reads the parameters of call-like equati
 from __future__ import annotations
 
 import functools
+import linecache
 import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -285,18 +287,35 @@ def _is_of(file: str, packages: Sequence[str]) -> bool:
     return '-packages' in file and any(f'{os.sep}{name}{os.sep}' in file for name in packages)
 
 
+def _own_line(frames: Sequence[tuple[str, int]]) -> str | None:
+    """``file:line`` of the first frame that is the user's, else of the first of a library of models."""
+    frames = [f for f in frames if not _is_tool(f[0])]
+    models = [f for f in frames if _is_of(f[0], _MODELS) or f[0].startswith(_HERE)]
+    own = [f for f in frames if f not in models]
+    return next((f'{file}:{line}' for file, line in own + models), None)
+
+
 def source_line(eqn: Equation) -> str:
     """``file:line`` of the user's own code that made this equation.
 
     Where no frame is the user's, the innermost frame of the library the model comes from.
     """
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else [(f.file_name, f.line_num) for f in traceback.frames]
+    stack = eqn.source_info.traceback
+    frames = [] if stack is None else [(f.file_name, f.line_num) for f in stack.frames]
     outside = next((i for i, (file, _) in enumerate(frames) if file.startswith(_HERE + 'frontends')), len(frames))
-    frames = [f for f in frames[:outside] if not _is_tool(f[0])]
-    models = [f for f in frames if _is_of(f[0], _MODELS) or f[0].startswith(_HERE)]
-    own = [f for f in frames if f not in models]
-    return next((f'{file}:{line}' for file, line in own + models), 'unknown source')
+    return _own_line(frames[:outside]) or 'unknown source'
+
+
+def failing_line(error: BaseException) -> str:
+    """The user's own line in which an error arose, to be added to a message; empty if none is known."""
+    frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
+    calls = [i for i, (file, _) in enumerate(frames) if file.startswith(_HERE + 'frontends')]
+    place = _own_line(frames[max(calls, default=-1) + 1 :][::-1])
+    if place is None:
+        return ''
+    file, _, number = place.rpartition(':')
+    code = linecache.getline(file, int(number)).strip()
+    return f'\n    at {place}' + (f': {code}' if code else '')
 
 
 def from_library(jaxpr: Any) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..compat import Atom, source_line, structure
+from ..compat import Atom, Equation, open_jaxpr, source_line, structure, sub_programs
 from ..program import Hidden, Parameter, Path
 from ..program.step import path_name
 from .dependence import of, union
@@ -150,31 +150,50 @@ class CreditAnalysis:
             )
         yield from self._credit_records()
 
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        """The number of the program's own equation that each equation is, or is inside of, by identity."""
+        found: dict[int, int] = {}
+
+        def enter(i: int, eqn: Equation) -> None:
+            found[id(eqn)] = i
+            for sub in sub_programs(eqn):
+                for inner in open_jaxpr(sub.jaxpr).eqns:
+                    enter(i, inner)
+
+        for i, eqn in enumerate(self.facts.program.equations):
+            enter(i, eqn)
+        return found
+
     def _cut_records(self) -> Iterator[CompilationRecord]:
-        seen = set()
-        for g, found in enumerate(self.positions):
+        found: dict[tuple[str, Path | None], CompilationRecord] = {}
+        for g, positions in enumerate(self.positions):
             hidden = self.groups[g].hidden_paths
             old = self.facts.old(self.members[g])
-            for cut in reversed(found.found):
+            for cut in reversed(positions.found):
                 paths: list[Path | None] = [None] if cut.bits.grads & old else []
                 paths += dict.fromkeys(
                     p.path for p in self.facts.program.parameters if cut.bits.grads & self.facts.bit[p.invar]
                 )
+                equation = self._place.get(id(cut.eqn))
                 for path in paths:
                     what = _names(hidden) if path is None else path_name(path)
                     message = f'{what} → {_names(hidden)} cut at {_where(cut)}: {cut.reason}'
-                    if (message, path) in seen:
-                        continue
-                    seen.add((message, path))
-                    yield CompilationRecord(
-                        DiagnosticKind.CUT,
-                        DiagnosticLevel.NOTICE,
-                        message,
-                        cut.eqn.primitive.name,
-                        path,
-                        hidden,
-                        {'source': source_line(cut.eqn), 'operand': cut.operand, 'elements': cut.elements},
-                    )
+                    if (message, path) not in found:
+                        context = {'source': source_line(cut.eqn), 'operand': cut.operand, 'elements': cut.elements}
+                        found[message, path] = CompilationRecord(
+                            DiagnosticKind.CUT,
+                            DiagnosticLevel.NOTICE,
+                            message,
+                            cut.eqn.primitive.name,
+                            path,
+                            hidden,
+                            {**context, 'equations': []},
+                        )
+                    places = found[message, path].context['equations']
+                    if equation is not None and equation not in places:
+                        places.append(equation)
+        yield from found.values()
 
     def _gap_records(self) -> Iterator[CompilationRecord]:
         reported = set()

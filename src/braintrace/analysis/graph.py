@@ -12,11 +12,12 @@ from ..frontends import extract
 from ..program import Hidden, Parameter, Path, StepProgram, normal_form
 from ..program.step import distinct_outputs
 from .credit import CreditAnalysis
-from .diagnostics import CompilationRecord, CompilationReport, DiagnosticKind
+from .diagnostics import CompilationRecord, DiagnosticKind
 from .facts import Facts
 from .groups import HiddenGroup, group_hidden, make_group
 from .perturbation import HiddenPerturbation, add_perturbation
 from .positions import Positions
+from .report import CompilationReport
 from .sites import HiddenParamOpRelation, find_sites
 
 GroupsByPath = dict[Path, HiddenGroup]
@@ -57,6 +58,9 @@ class ETraceGraph(NamedTuple):
         traced = dict.fromkeys(r.weight_path for r in credits if r.hidden_paths)
         first = {r.weight_path: r.context['credit'] for r in reversed(credits)}
         return CompilationReport(
+            model=self.module_info.name,
+            program=self.module_info.program,
+            sites=self.hidden_param_op_relations,
             hidden_groups=self.hidden_groups,
             etrace_weights={path: first[path] for path in traced},
             excluded_weights={r.weight_path: r.context['reason'] for r in credits if r.weight_path not in traced},
@@ -81,6 +85,9 @@ class ETraceGraph(NamedTuple):
         flat = self.module_info.flat_inputs(args, old_state_vals, {})
         results = self.hidden_perturb.eval_jaxpr(flat, perturb_data)
         return self.module_info.outputs(results)
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
 
     def dict(self) -> dict[str, Any]:
         """The record as a dictionary."""

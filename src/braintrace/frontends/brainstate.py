@@ -5,6 +5,8 @@ Tracing leaves the module's states as they were, whatever happens.
 
 from __future__ import annotations
 
+import difflib
+import dis
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import brainstate
 import brainunit as u
 import jax
 
-from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, is_var, make_jaxpr
+from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, failing_line, is_var, make_jaxpr
 from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
@@ -96,6 +98,11 @@ class ModuleInfo(NamedTuple):
             (hidden if path in self.hidden_path_to_invar else others)[path] = value
         extra = self.jaxpr.outvars[b:]
         return self.outputs(results), hidden, others, dict(zip(extra, results[b:], strict=True))
+
+    @property
+    def name(self) -> str:
+        """The name of the module's class."""
+        return self.stateful_model.name
 
     def dict(self) -> dict[str, Any]:
         """The record as a dictionary."""
@@ -279,28 +286,54 @@ def _check_arguments(model: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _explain(model: Any, args: tuple, error: Exception) -> CompilationError:
-    name = type(model).__name__
+    name, line = type(model).__name__, failing_line(error)
     if isinstance(error, AttributeError) and is_module(getattr(error, 'obj', None)):
-        owner = type(error.obj).__name__
-        return CompilationError(
-            three_parts(
-                f'a step of {name} whose states are not initialised',
-                f'{owner} has no attribute {error.name!r}; modules create their states in init_state',
-                'brainstate.nn.init_all_states(model) (or batch_size=...) before compiling',
-            )
-        )
+        return CompilationError(_explain_attribute(name, error.obj, error.name, line))
     shapes = jax.tree.map(lambda x: tuple(jax.numpy.shape(x)), args)
     told = str(error).replace('\n', '\n    ')
-    instead = 'inputs for which model(*inputs) runs: check their shapes, their batch axis and that of the states'
+    instead = 'a step that works: mend that line until model(*inputs) runs by itself'
     if isinstance(error, jax.errors.ConcretizationTypeError):
         instead = 'jax.numpy.where, jax.lax.cond or jax.lax.scan where Python code asks for the value of an array'
+    elif isinstance(error, (TypeError, ValueError)):
+        instead = 'inputs for which model(*inputs) runs: check their shapes, their batch axis and that of the states'
     return CompilationError(
         three_parts(
             f'a step of {name} on inputs of shapes {shapes}',
-            f'the step itself fails with {type(error).__name__}: {told}',
+            f'the step itself fails with {type(error).__name__}: {told}{line}',
             instead,
         )
     )
+
+
+def _explain_attribute(name: str, owner: Any, attribute: str, line: str) -> str:
+    kind = type(owner).__name__
+    stateless = not any(isinstance(value, brainstate.ShortTermState) for value in vars(owner).values())
+    names = {attribute, 'setattr'} if stateless else {attribute}
+    if any(_sets(base, 'init_state', names, set()) for base in type(owner).__mro__):
+        return three_parts(
+            f'a step of {name} whose states are not initialised',
+            f'{kind} has no attribute {attribute!r}; modules create their states in init_state{line}',
+            'brainstate.nn.init_all_states(model) (or batch_size=...) before compiling',
+        )
+    known = [n for n in (*vars(owner), *dir(type(owner))) if not n.startswith('_')]
+    similar = difflib.get_close_matches(attribute, dict.fromkeys(known), n=3)
+    meant = f'; perhaps {" or ".join(map(repr, similar))}' if similar else ''
+    return three_parts(
+        f'a step of {name} that reads {attribute!r} of a {kind}',
+        f'{kind} has no such attribute, and its init_state makes none{line}',
+        f'an attribute that __init__ or init_state sets{meant}',
+    )
+
+
+def _sets(owner: type, method: str, names: set[str], seen: set[str]) -> bool:
+    """True if a method of a class, or one that it calls, sets an attribute of one of these names or calls one."""
+    code = getattr(inspect.unwrap(getattr(owner, method, None)), '__code__', None)
+    if code is None or method in seen:
+        return False
+    seen.add(method)
+    opcodes = ('STORE_ATTR', 'LOAD_GLOBAL')
+    found = {i.argval for i in dis.get_instructions(code) if i.opname in opcodes} | {*code.co_consts}
+    return bool(names & found) or any(_sets(owner, name, names, seen) for name in code.co_names)
 
 
 def _check_new_value(path: Path, old: Any, new: Any) -> None:

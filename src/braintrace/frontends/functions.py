@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, make_jaxpr
+from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, failing_line, make_jaxpr
 from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
@@ -64,6 +64,15 @@ class FunctionInfo(NamedTuple):
         new = jax.tree.unflatten(self.state_tree, results[a:b])
         return self.outputs(results), new, dict(zip(self.jaxpr.outvars[b:], results[b:], strict=True))
 
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self.step, '__name__', type(self.step).__name__)
+
+    def dict(self) -> dict[str, Any]:
+        """The record as a dictionary."""
+        return self._asdict()
+
     def __repr__(self) -> str:
         hidden = ', '.join(path_name(h.path) for h in self.program.hidden)
         weights = ', '.join(p.name for p in self.program.parameters)
@@ -92,7 +101,7 @@ def extract_function_info(step: Callable[..., Any], params: Any, state: Any, *in
         raise CompilationError(
             three_parts(
                 f'{getattr(step, "__name__", step)!s} as a step function',
-                f'step(params, state, *inputs) fails with {type(error).__name__}: {error}',
+                f'step(params, state, *inputs) fails with {type(error).__name__}: {error}{failing_line(error)}',
                 'a function step(params, state, *inputs) -> (state, out) that runs on the given examples',
             )
         ) from error

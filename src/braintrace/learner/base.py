@@ -363,6 +363,10 @@ class Learner(Compiled):
             self.rule, self.standing = before
         return {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
 
+    def write_report(self, file: Any, steps: int | None = None) -> None:
+        """Write the report as a page; ``steps`` adds what a sequence so long needs in memory."""
+        self.report.to_html(file, memory=None if steps is None else self.memory_plan(steps))
+
     def memory_plan(self, steps: int) -> MemoryPlan:
         """Bytes that a sequence of the compiled inputs needs, one way and another, before any is allocated."""
 

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..analysis.page import size_text
+
 
 @dataclass(frozen=True)
 class CheckRow:
@@ -127,12 +129,3 @@ class MemoryPlan:
             f'BPTT:                     {size_text(self.bptt)}',
         ]
         return '\n'.join(lines)
-
-
-def size_text(n: float) -> str:
-    """Bytes for people."""
-    for unit in ('B', 'KiB', 'MiB'):
-        if n < 1024:
-            return f'{n:.0f} {unit}' if unit == 'B' else f'{n:.1f} {unit}'
-        n /= 1024
-    return f'{n:.1f} GiB'

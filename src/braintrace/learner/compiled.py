@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..analysis.graph import ETraceGraph
+from ..analysis.report import CompilationReport
 from ..engine.executor import ETraceGraphExecutor
 from ..engine.plan import Values
 from ..engine.sequence import Solved
@@ -137,9 +138,13 @@ class Compiled(brainstate.nn.Module):
         return self.executor.graph
 
     @property
-    def report(self) -> Any:
-        """What the compiler found."""
-        return self.graph.report
+    def report(self) -> CompilationReport:
+        """What the compiler found, for this rule and the traces it carries."""
+        shapes = self._step_program(self._example)[0].trace_shapes if self.rule.trace != 'none' else {}
+        return replace(self.graph.report, rule=self.rule, traces=shapes)
+
+    def _repr_html_(self) -> str | None:
+        return self.report._repr_html_() if self._example else None
 
     def show_graph(self, **options: Any) -> str | None:
         """Print groups, parameters and other states."""

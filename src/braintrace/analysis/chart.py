@@ -1,0 +1,299 @@
+"""The model as boxes and arrows: who feeds whom inside a step and from step to step, and which arrows are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ..compat import Atom, Equation, Var, is_var, source_line
+from ..program import Parameter, Path, StepProgram
+from ..program.step import path_name
+from .dependence import Bits, flow, of, union
+from .diagnostics import CompilationRecord, DiagnosticKind
+from .facts import Facts
+from .groups import HiddenGroup
+from .sites import HiddenParamOpRelation, weight_operands
+
+KNOWN_AS = {'dot_general': 'matmul', 'conv_general_dilated': 'conv', 'mul': 'scale'}
+"""Primitives under the names that people know them by."""
+ADDS = ('add', 'add_any', 'sub')
+MOST = 4
+"""More inputs, outputs or other states than these share one box."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One box: 'input', 'operation', 'group', 'state' (neither hidden nor a parameter) or 'output'.
+
+    An operation is one use of ``parameters``, or several that follow each other directly, such as a matmul and its
+    bias; ``groups`` are those it reaches position by position. A group has its own number there.
+    """
+
+    kind: str
+    title: str
+    names: tuple[str, ...] = ()
+    shape: tuple[int, ...] | None = None
+    parameters: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One arrow between boxes, by number; ``delayed``: it reads the value of the last step.
+
+    ``differentiable``: a gradient can pass. ``cuts``: numbers of the records of cuts on it, from one; ``partly``: some
+    credit passes all the same.
+    """
+
+    source: int
+    target: int
+    delayed: bool
+    differentiable: bool
+    cuts: tuple[int, ...] = ()
+    partly: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Boxes in program order, arrows, and the cut records that arrows refer to."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    cuts: tuple[CompilationRecord, ...]
+
+    def operations_of(self, parameter: str) -> list[Node]:
+        """The operations that use a parameter array."""
+        return [node for node in self.nodes if parameter in node.parameters]
+
+
+@dataclass
+class _Use:
+    """An operation before it has a number: its equations and what they are made of."""
+
+    equations: list[int]
+    parameters: list[Parameter]
+    source: str
+    groups: dict[int, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ChartMaker:
+    """Finds boxes and arrows of a compiled step."""
+
+    program: StepProgram
+    groups: Sequence[HiddenGroup]
+    sites: Sequence[HiddenParamOpRelation]
+    cuts: Sequence[CompilationRecord]
+
+    @cached_property
+    def _facts(self) -> Facts:
+        return Facts(self.program)
+
+    # ------------------------------------------------------------ boxes
+
+    @cached_property
+    def _uses(self) -> list[_Use]:
+        """Operations, with a bias or whatever else follows an operation of its own parameter directly in one."""
+        facts = self._facts
+        equations = {i: e for i, e in enumerate(self.program.equations) if weight_operands(facts, e)}
+        bits = {i: 1 << n for n, i in enumerate(equations)}
+        behind = self._behind(bits, 1 << len(bits))[1]
+        reached: dict[int, dict[int, None]] = {i: {} for i in equations}
+        for site in self.sites:
+            reached[facts.producer[site.y_var]].update(dict.fromkeys(g.index for g in site.hidden_groups))
+        uses: dict[int, _Use] = {}
+        for i, eqn in equations.items():
+            use = _Use([i], self._parameters(eqn), source_line(eqn), reached[i])
+            reads = union(behind[v] for v in eqn.outvars).reads
+            before = next((uses[j] for j in uses if bits[j] == reads), None)
+            paths = {p.path for p in before.parameters} if before else set()
+            if before and (eqn.primitive.name in ADDS or paths & {p.path for p in use.parameters}):
+                before.equations.append(i)
+                before.parameters += [p for p in use.parameters if p not in before.parameters]
+                before.groups.update(use.groups)
+                use = before
+            uses[i] = use
+        return list({id(use): use for use in uses.values()}.values())
+
+    def _parameters(self, eqn: Equation) -> list[Parameter]:
+        facts = self._facts
+        grads = union(of(facts.total, eqn.invars[k]) for k in weight_operands(facts, eqn)).grads
+        return [p for p in self.program.parameters if grads & facts.bit[p.invar]]
+
+    @cached_property
+    def _others(self) -> dict[Path, list]:
+        """Other states that the step writes."""
+        found: dict[Path, list] = {}
+        for other in self.program.others:
+            if other.outvar is not None:
+                found.setdefault(other.path, []).append(other)
+        return found
+
+    @cached_property
+    def _nodes(self) -> list[tuple[Node, list]]:
+        """Every box with what it stands for: variables, equations or states."""
+        found: list[tuple[Node, list]] = _boxes('input', [[v] for v in self.program.inputs])
+        found += [
+            (Node('state', path_name(path), shape=states[0].invar.aval.shape), states)
+            for path, states in self._others.items()
+        ]
+        for use in self._uses:
+            names = dict.fromkeys(self.program.equations[i].primitive.name for i in use.equations)
+            title = ' + '.join(KNOWN_AS.get(name, name) for name in names)
+            shape = self.program.equations[use.equations[-1]].outvars[0].aval.shape
+            parameters = tuple(p.name for p in use.parameters)
+            node = Node('operation', title, tuple(names), shape, parameters, tuple(use.groups), use.source)
+            found.append((node, use.equations))
+        for group in self.groups:
+            names = tuple(map(path_name, group.hidden_paths))
+            found.append((Node('group', f'group {group.index}', names, group.varshape, (), (group.index,)), [group]))
+        return found + _boxes('output', [[v] for v in self.program.outputs if is_var(v)])
+
+    # ------------------------------------------------------------ arrows
+
+    def _behind(self, bits: dict[int, int], data: int) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
+        """Sources of every variable, and of the results of these equations, where all else that is data is one."""
+        marks = {v: Bits(b, b) for i, b in bits.items() for v in self.program.equations[i].outvars}
+        jaxpr = self.program.closed.jaxpr
+        parameters = {p.invar for p in self.program.parameters}
+        behind: dict[Var, Bits] = {}
+        inputs = [Bits() if v in parameters else Bits(data, data) for v in jaxpr.invars]
+        return flow(jaxpr, inputs, marks, behind), behind
+
+    @cached_property
+    def _flow(self) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
+        """The boxes that reach every variable directly, as bits: two for each, its value now and that of last step."""
+        now, last, marks = {}, {}, {}
+        for n, (node, parts) in enumerate(self._nodes):
+            if node.kind == 'input':
+                now.update(dict.fromkeys(parts, 1 << 2 * n))
+            elif node.kind == 'state':
+                last.update((s.invar, 2 << 2 * n) for s in parts)
+            elif node.kind == 'operation':
+                marks.update((v, 1 << 2 * n) for i in parts for v in self.program.equations[i].outvars)
+        for n, (node, parts) in enumerate(self._nodes):
+            if node.kind == 'group':
+                last.update(dict.fromkeys(parts[0].hidden_invars, 2 << 2 * n))
+                marks.update(dict.fromkeys(parts[0].hidden_outvars, 1 << 2 * n))
+        sources = now | last
+        jaxpr = self.program.closed.jaxpr
+        inputs = [Bits(sources.get(v, 0), sources.get(v, 0)) for v in jaxpr.invars]
+        behind: dict[Var, Bits] = {}
+        return flow(jaxpr, inputs, {v: Bits(b, b) for v, b in marks.items()}, behind), behind
+
+    @cached_property
+    def _operation_of(self) -> dict[int, int]:
+        """The box of every equation that uses a parameter."""
+        return {i: n for n, (node, parts) in enumerate(self._nodes) if node.kind == 'operation' for i in parts}
+
+    def _sources(self, n: int) -> Bits:
+        """Bits of what a box reads directly."""
+        env, behind = self._flow
+        node, parts = self._nodes[n]
+        if node.kind == 'operation':
+            return union(behind[v] for i in parts for v in self.program.equations[i].outvars)
+        if node.kind == 'group':
+            bits = Bits()
+            for v in parts[0].hidden_outvars:
+                made = self._operation_of.get(self._facts.producer[v])
+                bits |= behind[v] if made is None else Bits(1 << 2 * made, 1 << 2 * made)
+            return bits
+        if node.kind == 'state':
+            return union(of(env, s.outvar) for s in parts)
+        return union(of(env, v) for v in parts) if node.kind == 'output' else Bits()
+
+    @cached_property
+    def _edges(self) -> list[Edge]:
+        found = []
+        for target in range(len(self._nodes)):
+            bits = self._sources(target)
+            for source in range(len(self._nodes)):
+                for delayed in (False, True):
+                    bit = 1 << 2 * source + delayed
+                    if bits.reads & bit and (source != target or delayed):
+                        found.append(Edge(source, target, delayed, bool(bits.grads & bit)))
+        return found
+
+    # ------------------------------------------------------------ cuts
+
+    def _carried(self, edge: Edge) -> int:
+        """Bits of the facts that an arrow carries: the old states of a group, or all that its box was made from."""
+        node, parts = self._nodes[edge.source]
+        facts = self._facts
+        if edge.delayed and node.kind == 'group':
+            return sum(facts.bit[v] for v in parts[0].hidden_invars)
+        if node.kind == 'operation':
+            return union(facts.total[v] for i in parts for v in self.program.equations[i].outvars).grads
+        return union(facts.total[v] for v in parts[0].hidden_outvars).grads if node.kind == 'group' else 0
+
+    def _below(self, equation: int) -> set[int]:
+        """The first boxes that the results of an equation lead to."""
+        if equation in self._operation_of:
+            return {self._operation_of[equation]}
+        groups = [(n, parts[0]) for n, (node, parts) in enumerate(self._nodes) if node.kind == 'group']
+        ends: dict[Atom, int] = {v: n for n, group in groups for v in group.hidden_outvars}
+        found: set[int] = set()
+        live: set[Atom] = set()
+        for i, eqn in enumerate(self.program.equations[equation:], equation):
+            if i != equation and not any(v in live for v in eqn.invars if is_var(v)):
+                continue
+            if i in self._operation_of:
+                found.add(self._operation_of[i])
+                continue
+            found |= {ends[v] for v in eqn.outvars if v in ends}
+            live |= {v for v in eqn.outvars if v not in ends}
+        return found
+
+    def _cut_edges(self, record: CompilationRecord) -> Iterator[Edge]:
+        """The arrows on which a record's cuts lie: from its own source where there are any, else from what it made."""
+        bit, path = self._facts.bit, record.weight_path
+        arrays = [p for p in self.program.parameters if p.path == path]
+        names, wanted = {p.name for p in arrays}, sum(bit[p.invar] for p in arrays)
+        if path is None:
+            group = next(g for g in self.groups if g.hidden_paths == record.hidden_paths)
+            names, wanted = {f'group {group.index}'}, sum(bit[v] for v in group.hidden_invars)
+        for equation in record.context['equations'] if record.context else ():
+            below = self._below(equation)
+            into = [e for e in self._edges if e.target in below and e.differentiable and self._carried(e) & wanted]
+            nodes = [self._nodes[e.source][0] for e in into]
+            yield from [
+                e for e, node in zip(into, nodes, strict=True) if names & {node.title, *node.parameters}
+            ] or into
+
+    def _is_kept(self, edge: Edge) -> bool:
+        """True for an arrow into a group along which some elements keep their position."""
+        (source, parts), (target, into) = self._nodes[edge.source], self._nodes[edge.target]
+        if target.kind != 'group' or source.kind not in ('operation', 'group'):
+            return False
+        if source.kind == 'group':
+            programs = [into[0].transition_jaxpr] if edge.source == edge.target else []
+        else:
+            made = [s for s in self.sites if self._facts.producer[s.y_var] in parts]
+            pairs = [pair for s in made for pair in zip(s.hidden_groups, s.y_to_hidden_group_jaxprs, strict=True)]
+            programs = [program for group, program in pairs if group.index == into[0].index]
+        others = {
+            v for i, n in self._operation_of.items() if n != edge.source for v in self.program.equations[i].outvars
+        }
+        return any(
+            program.eqns and not any(v in others for e in program.eqns for v in e.outvars) for program in programs
+        )
+
+    def make(self) -> Chart:
+        """The chart."""
+        cuts = [r for r in self.cuts if r.kind is DiagnosticKind.CUT]
+        numbers: dict[Edge, dict[int, None]] = {}
+        for number, record in enumerate(cuts, 1):
+            for edge in self._cut_edges(record):
+                numbers.setdefault(edge, {})[number] = None
+        edges = tuple(replace(e, cuts=tuple(numbers.get(e, ())), partly=self._is_kept(e)) for e in self._edges)
+        return Chart(tuple(node for node, _ in self._nodes), edges, tuple(cuts))
+
+
+def _boxes(kind: str, parts: list[list]) -> list[tuple[Node, list]]:
+    """A box for each input or output, or one for all of many."""
+    if len(parts) > MOST:
+        return [(Node(kind, f'{len(parts)} {kind}s'), [v for part in parts for v in part])]
+    title = lambda i: kind if len(parts) == 1 else f'{kind} {i}'
+    return [(Node(kind, title(i), shape=part[0].aval.shape), part) for i, part in enumerate(parts)]

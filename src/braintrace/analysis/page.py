@@ -1,0 +1,333 @@
+"""The report as a page of HTML: the model drawn, a table of parameters, memory, and every loss with its source.
+
+The page stands alone: its style and its little script are inside, and nothing is fetched. It depends on the report
+only, and so it is the same for the same model.
+"""
+
+from __future__ import annotations
+
+import html
+import linecache
+import math
+import os
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from .chart import KNOWN_AS, Node
+from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .drawing import Box, Drawing, Row
+from .markup import Markup, tag, together
+
+if TYPE_CHECKING:
+    from .report import CompilationReport
+
+CLASSES = {
+    'exact': ("BPTT's own gradient", 'no temporal path is cut: the gradient is that of BPTT'),
+    'local': ('credit position by position only', "carried through each position's own state; what is cut is listed"),
+    'instantaneous': ('the gradient of one step', 'no trace reaches it: it learns from the step in which it acts only'),
+    'none': ('no gradient', 'no differentiable path leads from it to a state or an output'),
+}  # fmt: skip
+"""Credit classes: what the parameters of each get, and what that means."""
+WORDS = {
+    'position': 'one element of a hidden state, batch included',
+    'hidden group': 'states of one shape that meet position by position, such as the potential and the adaptation '
+    'of the same neurons',
+    'trace': 'what a rule carries forward in time for an operation: how its parameters moved the states',
+    'cut': 'a path from one position to another over which no credit is carried from step to step; '
+    'the gradient of the step itself is whole',
+}
+AROUND = 2
+"""Lines of source shown before and after."""
+MOST_ROWS = 4
+
+
+def page(report: CompilationReport, memory: Any = None) -> str:
+    """The whole page."""
+    maker = _Page(report)
+    memory_section = [] if memory is None else [maker.memory(memory)]
+    sections = [maker.heading(), maker.model(), maker.parameters(), *memory_section, maker.diagnostics(), _glossary()]
+    head = tag(
+        'head',
+        tag('meta', charset='utf-8'),
+        tag('meta', name='viewport', content='width=device-width, initial-scale=1'),
+        tag('title', f'{report.model}: report of braintrace'),
+        tag('style', _resource('page.css')),
+    )
+    body = tag('body', tag('main', *sections), tag('script', _resource('page.js')))
+    return '<!doctype html>\n' + tag('html', head, '\n', body, lang='en') + '\n'
+
+
+def framed(text: str) -> str:
+    """A page as an element of a notebook, which keeps its style to itself."""
+    inner = html.escape(text)
+    style = 'width:100%;height:640px;border:1px solid #8884;border-radius:6px'
+    return f'<iframe title="report of braintrace" srcdoc="{inner}" style="{style}"></iframe>'
+
+
+def size_text(n: float) -> str:
+    """Bytes for people."""
+    for unit in ('B', 'KiB', 'MiB'):
+        if n < 1024:
+            return f'{n:.0f} {unit}' if unit == 'B' else f'{n:.1f} {unit}'
+        n /= 1024
+    return f'{n:.1f} GiB'
+
+
+class _Page:
+    """The parts of one report."""
+
+    def __init__(self, report: CompilationReport):
+        self.report, self.chart = report, report.chart
+        self.credit = {r.context['name']: r for r in report.credits}
+        self.sources = dict.fromkeys(
+            [r.context['source'] for r in report.diagnostics if r.context and 'source' in r.context]
+            + [node.source for node in self.chart.nodes if node.source]
+        )
+
+    def text(self, message: str) -> str:
+        """A message with the names of files in place of their paths."""
+        for source in self.sources:
+            message = message.replace(source, _short(source))
+        return message
+
+    def heading(self) -> Markup:
+        """Model, rule, and how many parameters get which credit."""
+        counts = {name: sum(r.context['credit'] == name for r in self.credit.values()) for name in CLASSES}
+        chips = [tag('li', _chip(name, f'{n} {name}')) for name, n in counts.items() if n]
+        told = _listed([f'{n} {CLASSES[name][0]}' for name, n in counts.items() if n])
+        total = sum(counts.values())
+        sentence = f'Of {total} parameter array{"s" * (total != 1)}, eligibility traces give {told}.'
+        lines = [tag('p', sentence)]
+        if (rule := self.report.rule) is not None:
+            lines.append(tag('p', 'Rule: ', tag('strong', rule.name), f'. Equal to BPTT: {rule.exact_when}.'))
+            if rule.trace == 'none' or not rule.is_local:
+                lines.append(tag('p', 'It has other means than these traces; the classes are for comparison.'))
+        title = tag('p', 'Report of braintrace', class_='over')
+        return tag('header', title, tag('h1', self.report.model), tag('ul', *chips, class_='chips'), *lines)
+
+    # ------------------------------------------------------------ the model
+
+    def model(self) -> Markup:
+        """The drawing with its legend."""
+        drawing = Drawing(self.chart, [self._box(node, n) for n, node in enumerate(self.chart.nodes)])
+        groups, sites = len(self.report.hidden_groups), sum(n.kind == 'operation' for n in self.chart.nodes)
+        told = (
+            f'{sites} operation{"s" * (sites != 1)} with parameters and {groups} hidden group{"s" * (groups != 1)}, '
+            f'from inputs on the left to outputs on the right.'
+        )
+        svg = drawing.svg(f'The model {self.report.model}', told)
+        keys = [
+            ('now', 'inside a step'),
+            ('last', 'from the last step'),
+            ('cut', 'cut, by number: no credit from step to step (a full line with a number: in part)'),
+            ('plain', 'no gradient'),
+        ]
+        line = lambda kind: tag(
+            'svg', tag('path', d='M1 6H33', class_=f'way {kind}'), width=34, height=12, **{'aria-hidden': 'true'}
+        )
+        legend = tag('ul', *(tag('li', line(kind), text) for kind, text in keys), class_='legend')
+        figure = tag('figure', _scroll('The model', svg), tag('figcaption', told, legend))
+        return _section('model', 'Model', figure)
+
+    def _box(self, node: Node, n: int) -> Box:
+        rows: list[Row] = []
+        if node.kind == 'group':
+            group = self.report.hidden_groups[node.groups[0]]
+            rows += _at_most([Row(name) for name in node.names])
+            rows.append(Row(f'positions {_shape(group.varshape)}', faint=True))
+            rows.append(Row(f'{group.num_state} state{"s" * (group.num_state != 1)} each', faint=True))
+            if any(e.source == e.target == n and e.differentiable for e in self.chart.edges):
+                rows.append(Row('↻ keeps its own past', faint=True))
+        elif node.kind == 'operation':
+            rows += _at_most([Row(name, self.credit[name].context['credit']) for name in node.parameters])
+            rows.append(self._trace_row(node))
+        elif node.shape is not None:
+            rows.append(Row(_shape(node.shape), faint=True))
+        return Box(node.kind, node.title, rows)
+
+    def _trace_row(self, node: Node) -> Row:
+        traces = self.report.traces
+        if not node.groups:
+            return Row('no trace needed', full='it reaches no hidden state position by position', faint=True)
+        if traces is None:
+            return Row('can carry a trace', faint=True)
+        paths = {self.report.hidden_groups[g].hidden_paths for g in node.groups}
+        own = [
+            shapes
+            for (names, operation, hidden, *_), shapes in traces.items()
+            if {*names} <= {*node.parameters} and operation in node.names and hidden in paths
+        ]
+        if own:
+            arrays = [array for shapes in own for array in shapes]
+            size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
+            full = ' + '.join(f'{_shape(shape)} {dtype}' for shape, dtype in arrays)
+            return Row(f'trace {size_text(size)}', full=f'trace of {full}', faint=True)
+        shared = any({*names} & {*node.parameters} for names, *_ in traces)
+        return Row('trace of the whole net' if shared else 'no trace', faint=True)
+
+    # ------------------------------------------------------------ the table
+
+    def parameters(self) -> Markup:
+        """A row for every parameter array."""
+        names = ('Parameter', 'Shape', 'Credit', 'Why', 'Groups', 'Operation', 'Source')
+        button = lambda name: tag('th', tag('button', name, type='button'), scope='col', **{'aria-sort': 'none'})
+        rows = [self._row(name, record) for name, record in self.credit.items()]
+        table = tag(
+            'table',
+            tag('caption', 'Every parameter array, its credit and where it acts. Press a heading to sort.'),
+            tag('thead', tag('tr', *map(button, names))),
+            tag('tbody', *rows),
+            class_='sortable',
+        )
+        return _section('parameters', 'Parameters', _scroll('Parameters', table))
+
+    def _row(self, name: str, record: CompilationRecord) -> Markup:
+        shapes = {p.name: p.invar.aval.shape for p in self.report.program.parameters}
+        shape, credit = shapes.get(name), record.context['credit']
+        uses = self.chart.operations_of(name)
+        groups = sorted({g for node in uses for g in node.groups})
+        sources = dict.fromkeys(node.source for node in uses if node.source)
+        cells = [
+            (tag('code', name), None),
+            ('–' if shape is None else _shape(shape), -1 if shape is None else math.prod(shape)),
+            (_chip(credit), list(CLASSES).index(credit)),
+            (self.text(record.context['reason']), None),
+            (', '.join(map(str, groups)) or '–', groups[0] if groups else 1e9),
+            (', '.join(dict.fromkeys(node.title for node in uses)) or '–', None),
+            (together(*(tag('div', _short(s), title=s) for s in sources)) or '–', None),
+        ]
+        first, *rest = cells
+        return tag(
+            'tr',
+            tag('th', first[0], scope='row'),
+            *(tag('td', cell, **{} if key is None else {'data-sort': key}) for cell, key in rest),
+        )
+
+    # ------------------------------------------------------------ memory
+
+    def memory(self, plan: Any) -> Markup:
+        """Bars of what a sequence needs, and of every trace."""
+        ways = [('one pass, traces carried' if plan.traces else 'one pass, in windows', plan.one_pass)]
+        ways += [] if plan.two_pass is None else [('two passes, no trace', plan.two_pass)]
+        ways += [('BPTT', plan.bptt)]
+        tables = [_bars(f'Temporary memory of a sequence of {plan.steps} steps', ways)]
+        if plan.traces:
+            total = size_text(sum(plan.traces.values()))
+            traces = [(self._trace_name(key), n) for key, n in plan.traces.items()]
+            tables.append(_bars(f'Traces, {total} together, whatever the length of the sequence', traces))
+        return _section('memory', 'Memory', *tables)
+
+    def _trace_name(self, key: tuple) -> str:
+        names, operation, *_ = key
+        shapes = [_shape(shape) for shape, _ in (self.report.traces or {}).get(key, ())]
+        told = _at_most([Row(name) for name in names])
+        return f'{", ".join(row.text for row in told)} in {KNOWN_AS.get(operation, operation)} ' + ' + '.join(shapes)
+
+    # ------------------------------------------------------------ diagnostics
+
+    def diagnostics(self) -> Markup:
+        """What was found, by the place where it was written."""
+        number = {id(record): i for i, record in enumerate(self.chart.cuts, 1)}
+        places: dict[str | None, list[CompilationRecord]] = {}
+        for record in self.report.diagnostics:
+            if record.kind is not DiagnosticKind.CREDIT or record.level >= DiagnosticLevel.NOTICE:
+                places.setdefault(self._source(record), []).append(record)
+        if not places:
+            return _section('diagnostics', 'Diagnostics', tag('p', 'Nothing is cut, and no credit is lost.'))
+        cards = []
+        for source, records in sorted(places.items(), key=lambda item: item[0] is None):
+            items = [
+                tag(
+                    'li',
+                    _level(record.level),
+                    f' {record.kind.replace("_", " ")} ',
+                    tag('span', str(number[id(record)]), class_='number') if id(record) in number else '',
+                    tag('span', self.text(record.message), class_='message'),
+                    id=f'cut-{number[id(record)]}' if id(record) in number else None,
+                )
+                for record in records
+            ]
+            where = tag('h3', 'The whole model' if source is None else tag('code', source))
+            cards.append(tag('article', where, _excerpt(source), tag('ul', *items), class_='place'))
+        return _section('diagnostics', 'Diagnostics', *cards)
+
+    def _source(self, record: CompilationRecord) -> str | None:
+        if record.kind is DiagnosticKind.CREDIT:
+            uses = self.chart.operations_of(record.context['name'])
+            return next((node.source for node in uses if node.source), None)
+        return (record.context or {}).get('source')
+
+
+# ---------------------------------------------------------------- parts without a report
+
+
+def _bars(caption: str, rows: Sequence[tuple[str, int]]) -> Markup:
+    most = max(max(n for _, n in rows), 1)
+    bar = lambda n: tag('div', class_='bar', style=f'width:{max(100 * n / most, 0.5):.1f}%')
+    lines = [
+        tag('tr', tag('th', name, scope='row'), tag('td', bar(n)), tag('td', size_text(n), class_='size'))
+        for name, n in rows
+    ]
+    return tag('table', tag('caption', caption), tag('tbody', *lines), class_='bars')
+
+
+def _excerpt(source: str | None) -> Markup:
+    """The lines around a place in the user's code, if they can be read."""
+    file, _, number = (source or '').rpartition(':')
+    lines = linecache.getlines(file) if file else []
+    if not number.isdigit() or not 0 < int(number) <= len(lines):
+        return Markup('')
+    middle = int(number)
+    shown = range(max(middle - AROUND, 1), min(middle + AROUND, len(lines)) + 1)
+    width = len(str(shown[-1]))
+    row = lambda i: together(tag('span', f'{i:{width}}', class_='line'), ' ', lines[i - 1].rstrip(), '\n')
+    code = [tag('mark', row(i)) if i == middle else row(i) for i in shown]
+    return tag('pre', tag('code', *code), tabindex=0)
+
+
+def _glossary() -> Markup:
+    terms = [(_chip(name), meaning) for name, (_, meaning) in CLASSES.items()] + list(WORDS.items())
+    return _section('glossary', 'Glossary', tag('dl', *(together(tag('dt', a), tag('dd', b)) for a, b in terms)))
+
+
+def _section(name: str, title: str, *children: Any) -> Markup:
+    return tag('section', tag('h2', title, id=name), *children, **{'aria-labelledby': name})
+
+
+def _scroll(name: str, child: Markup) -> Markup:
+    return tag('div', child, class_='scroll', tabindex=0, role='region', **{'aria-label': name})
+
+
+def _chip(name: str, text: str | None = None) -> Markup:
+    return tag('span', text or name, class_=f'chip {name}')
+
+
+def _level(level: DiagnosticLevel) -> Markup:
+    name = level.name.lower()
+    return tag('span', name, class_=f'chip {name}')
+
+
+def _at_most(rows: list[Row]) -> list[Row]:
+    if len(rows) <= MOST_ROWS:
+        return rows
+    rest = rows[MOST_ROWS - 1 :]
+    return [*rows[: MOST_ROWS - 1], Row(f'and {len(rest)} more', full=', '.join(row.text for row in rest))]
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return '×'.join(map(str, shape)) or 'scalar'
+
+
+def _short(source: str) -> str:
+    return source if source.startswith('<') else os.path.basename(source)
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return ' and '.join(filter(None, [', '.join(parts[:-1]), parts[-1]]))
+
+
+@cache
+def _resource(name: str) -> Markup:
+    return Markup(resources.files(__package__).joinpath(name).read_text(encoding='utf-8'))

@@ -1,0 +1,105 @@
+"""The report of a compilation: as text, and as a page."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, TextIO
+
+from ..program import Path, StepProgram
+from ..program.step import path_name
+from .chart import Chart, ChartMaker
+from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .groups import HiddenGroup
+from .page import framed, page
+from .sites import HiddenParamOpRelation
+
+
+@dataclass(frozen=True, repr=False)
+class CompilationReport:
+    """All that a compilation found, to be read by a person.
+
+    ``etrace_weights`` maps parameters with a site to their credit class, ``excluded_weights``
+    those without one to the reason. A learner adds its ``rule`` and the shapes and types of its
+    ``traces``, by their names.
+    """
+
+    model: str
+    program: StepProgram
+    sites: tuple[HiddenParamOpRelation, ...]
+    hidden_groups: tuple[HiddenGroup, ...]
+    etrace_weights: dict[Path, str]
+    excluded_weights: dict[Path, str]
+    dynamic_states: tuple[Path, ...]
+    diagnostics: tuple[CompilationRecord, ...]
+    rule: Any = None
+    traces: dict[tuple, list[tuple]] | None = None
+    counts: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        kinds = Counter(str(r.kind) for r in self.diagnostics if r.kind is not DiagnosticKind.CREDIT)
+        classes = Counter(r.context['credit'] for r in self.credits)
+        object.__setattr__(self, 'counts', {**classes, **kinds})
+
+    @property
+    def credits(self) -> tuple[CompilationRecord, ...]:
+        """The credit record of every array of every parameter."""
+        return tuple(r for r in self.diagnostics if r.kind is DiagnosticKind.CREDIT)
+
+    @cached_property
+    def chart(self) -> Chart:
+        """The model as boxes and arrows."""
+        return ChartMaker(self.program, self.hidden_groups, self.sites, self.diagnostics).make()
+
+    def to_str(self, level: DiagnosticLevel | str = DiagnosticLevel.NOTICE) -> str:
+        """The report as text, with diagnostics of at least the given level."""
+        level = DiagnosticLevel[level.upper()] if isinstance(level, str) else level
+        lines = ['Hidden groups']
+        for group in self.hidden_groups:
+            names = ', '.join(path_name(p) for p in group.hidden_paths)
+            lines.append(
+                f'  {group.index}: {names}   positions {group.varshape}, states per position {group.num_state}'
+            )
+        lines += ['', 'Parameters']
+        rows = [(r.context['name'], r.context['credit'], r.context['reason']) for r in self.credits]
+        width = max((len(name) for name, _, _ in rows), default=0)
+        lines += [f'  {name:{width}}  {credit:13}  {reason}' for name, credit, reason in rows]
+        if self.dynamic_states:
+            lines += ['', 'Other states', *(f'  {path_name(p)}' for p in self.dynamic_states)]
+        shown = [r for r in self.diagnostics if r.kind is not DiagnosticKind.CREDIT and r.level >= level]
+        if shown:
+            lines += ['', 'Diagnostics', *(f'  {r!r}' for r in shown)]
+        return '\n'.join(lines)
+
+    def show(self, level: DiagnosticLevel | str = DiagnosticLevel.NOTICE, file: TextIO | None = None) -> None:
+        """Print the report."""
+        print(self.to_str(level), file=file or sys.stdout)
+
+    def to_html(self, file: Any = None, *, memory: Any = None) -> str:
+        """The report as a page that stands alone; written to a file (a path, or open for text) if one is given.
+
+        ``memory``: a plan of :meth:`Learner.memory_plan`, to be drawn as bars.
+        """
+        text = page(self, memory)
+        if hasattr(file, 'write'):
+            file.write(text)
+        elif file is not None:
+            pathlib.Path(file).write_text(text, encoding='utf-8')
+        return text
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html())
+
+    def dict(self) -> dict[str, Any]:
+        """The record as a dictionary."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __repr__(self) -> str:
+        counts = ', '.join(f'{n} {name}' for name, n in self.counts.items())
+        return f'CompilationReport({len(self.hidden_groups)} hidden group(s); {counts})'
+
+    def __str__(self) -> str:
+        return self.to_str()
