@@ -7,19 +7,19 @@ READY := $(VENV)/.ready
 .PHONY: train test zoo lint bench bench-compile learn rules clean
 
 train: $(READY)
-	$(RUN) scripts/train.py
+	$(VENV)/bin/braintrace train evidence
 
 test: $(READY)
-	$(RUN) -m ruff check src tests scripts benchmarks experiments
-	$(RUN) -m ruff format --check src tests scripts benchmarks experiments
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
 
 zoo: $(READY)
 	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_engine.py
 
 lint: $(READY)
-	$(RUN) -m ruff check --fix src tests scripts benchmarks experiments
-	$(RUN) -m ruff format src tests scripts benchmarks experiments
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
 	$(RUN) -m mypy
 
 bench: $(READY)

@@ -1364,7 +1364,7 @@ def test_a_fresh_sequence_leaves_no_old_trace():
     assert not any(x.any() for x in jax.tree.leaves(everything(learner)[1]))
 
 
-@pytest.mark.parametrize(('name', 'kind'), [('adaptive_lif', D_RTRL), ('tied', pp_prop)])
+@pytest.mark.parametrize(('name', 'kind'), [('adaptive_lif', D_RTRL), ('tied', pp_prop), ('tied', BPTT)])
 def test_evolving_is_stepping(name, kind):
     one, other, data = learner_of(name, kind, block=4), learner_of(name, kind), data_of(name)
     outs = one.etrace_evolve(data.xs[:2], return_outputs=True)

@@ -68,6 +68,7 @@ def _prepare(config: Config) -> tuple[Learner, Supervised, Any]:
             three_parts('training', 'optax updates weights', "pip install 'braintrace[train]'")
         ) from error
     task = make_task(config.task, **config.task_options)
+    task.batch(np.random.default_rng(0), 1)  # data that cannot be had is told before anything is compiled
     brainstate.random.seed(config.seed)
     if ':' in config.model:
         net = load(config.model, task.inputs, task.outputs)
