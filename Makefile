@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: train test zoo lint bench bench-compile learn rules clean
+.PHONY: train test zoo conformance lint bench bench-compile learn rules clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -16,6 +16,9 @@ test: $(READY)
 
 zoo: $(READY)
 	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_engine.py
+
+conformance: $(READY)
+	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_conformance.py
 
 lint: $(READY)
 	$(RUN) -m ruff check --fix

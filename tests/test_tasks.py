@@ -12,11 +12,14 @@ SMALL = [
     tasks.Copying(),
     tasks.Adding(steps=30),
     tasks.PatternGeneration(steps=50),
+    tasks.Digits(),
+    tasks.Digits(by='row', test=True),
+    tasks.Randman(steps=20, dimensions=2),
     *(tasks.Series(name, steps=300) for name in ('mackey_glass', 'lorenz', 'henon')),
 ]
 
 
-@pytest.mark.parametrize('task', SMALL, ids=lambda t: getattr(t, 'name', type(t).__name__))
+@pytest.mark.parametrize('task', SMALL, ids=str)
 def test_shapes_and_seeds(task):
     draw = lambda seed: task.batch(np.random.default_rng(seed), 5)
     xs, ys, weights = draw(0)
@@ -60,3 +63,81 @@ def test_series_obey_their_equations():
     np.testing.assert_array_equal(inputs[1:], targets[:-1])
     with pytest.raises(ValueError, match='no such series'):
         tasks.Series('noise').batch(rng, 1)
+
+
+def test_tasks_by_name():
+    assert tasks.task('lorenz', steps=7) == tasks.Series('lorenz', 7)
+    with pytest.raises(ValueError, match='none by this name'):
+        tasks.task('juggling')
+    with pytest.raises(ValueError, match=r"options among .*'lag'"):
+        tasks.task('copying', speed=3)
+
+
+def test_digits_are_read_pixel_by_pixel_and_a_fifth_is_held_out():
+    from sklearn.datasets import load_digits
+
+    found, shown = load_digits(), []
+    for test in (False, True):
+        xs, ys, weights = tasks.Digits(test=test).batch(np.random.default_rng(0), 400)
+        pictures = xs[:, :, 0].T * 16
+        index = {picture.tobytes(): i for i, picture in enumerate(found.data.astype(np.float32))}
+        chosen = np.array([index[p.astype(np.float32).tobytes()] for p in pictures])
+        np.testing.assert_array_equal(ys[-1], found.target[chosen])
+        shown.append(set(chosen.tolist()))
+        assert weights.tolist() == [0.0] * 63 + [1.0]
+    assert not shown[0] & shown[1]
+    rows = tasks.Digits(by='row').batch(np.random.default_rng(0), 3).inputs
+    pixels = tasks.Digits().batch(np.random.default_rng(0), 3).inputs
+    np.testing.assert_array_equal(rows.swapaxes(0, 1).reshape(3, 64), pixels[:, :, 0].T)
+    with pytest.raises(ValueError, match="'pixel' or 'row'"):
+        tasks.Digits(by='column')
+
+
+def test_units_of_randman_fire_once_when_their_class_says():
+    task = tasks.Randman(classes=3, units=6, steps=50)
+    xs, ys, _ = task.batch(np.random.default_rng(0), 300)
+    np.testing.assert_array_equal(xs.sum(0), 1)
+    near = task.times(np.zeros(2, int), np.array([[0.3], [0.3001]]))
+    far = task.times(np.array([0, 1]), np.array([[0.3], [0.3]]))
+    assert np.abs(near[0] - near[1]).max() < 0.01 < np.abs(far[0] - far[1]).max()
+    when = xs.argmax(0)
+    assert all(np.ptp(when[ys[-1] == c], axis=0).max() > 20 for c in range(3))
+    assert set(ys[-1]) == {0, 1, 2}
+
+
+def test_spoken_digits_are_read_from_their_file(tmp_path):
+    import h5py
+
+    times, units = [[0.1, 0.2, 1.39, 2.0], [0.7]], [[5, 699, 0, 1], [10]]
+    with h5py.File(tmp_path / 'shd.h5', 'w') as file:
+        for name, values, kind in (('times', times, 'float32'), ('units', units, 'int64')):
+            made = file.create_dataset(f'spikes/{name}', (2,), h5py.vlen_dtype(np.dtype(kind)))
+            for i, value in enumerate(values):
+                made[i] = np.asarray(value, kind)
+        file['labels'] = np.array([4, 19])
+    task = tasks.SHD(tmp_path / 'shd.h5', steps=14, group=10)
+    xs, ys, weights = task.batch(np.random.default_rng(1), 20)
+    assert xs.shape == (14, 20, 70)
+    assert set(ys[0]) == {4, 19}
+    k = int(np.flatnonzero(ys[0] == 4)[0])
+    assert sorted(zip(*map(np.ndarray.tolist, np.nonzero(xs[:, k])), strict=True)) == [(1, 0), (2, 69), (13, 0)]
+    assert weights.sum() == 7
+    (tmp_path / 'other.h5').write_bytes(b'nothing')
+    with pytest.raises(ValueError, match='no file of SHD'):
+        tasks.SHD(tmp_path / 'other.h5').batch(np.random.default_rng(0), 1)
+
+
+def test_events_are_read_from_their_folder(tmp_path):
+    event = lambda x, y, p, t: bytes([x, y, p << 7 | t >> 16, t >> 8 & 255, t & 255])
+    for digit, content in (('3', event(1, 2, 1, 70_000) + event(33, 0, 0, 299_000)), ('7', event(0, 0, 1, 0))):
+        (tmp_path / digit).mkdir()
+        (tmp_path / digit / '00001.bin').write_bytes(content)
+    xs, ys, _ = tasks.NMNIST(tmp_path, steps=30).batch(np.random.default_rng(0), 10)
+    seen = xs.reshape(30, 10, 2, 34, 34)
+    assert set(ys[0]) == {3, 7}
+    k = int(np.flatnonzero(ys[0] == 3)[0])
+    assert np.argwhere(seen[:, k]).tolist() == [[7, 1, 2, 1], [29, 0, 0, 33]]
+    with pytest.raises(ValueError, match='every event takes five'):
+        tasks.recordings.events(b'1234')
+    with pytest.raises(ValueError, match='Train or Test'):
+        tasks.NMNIST(tmp_path / '3').batch(np.random.default_rng(0), 1)

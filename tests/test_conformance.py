@@ -1,0 +1,93 @@
+"""Every rule on models of the zoo: finite, exact where it says so, halves are the whole, a reset begins anew.
+
+By default one model is run; `make conformance` runs them all.
+"""
+
+import os
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace
+from braintrace.learner.rules import RULES
+from test_engine import Problem
+from test_zoo import close_to, precision
+from zoo import CASES
+
+ALL = os.environ.get('ZOO') == 'all'
+STEPS = 4
+WHOLE = ('bptt', 'tbptt', 'dni')
+"""Rules whose windows see the future: two halves are not the whole."""
+POSITIONS = ('d_rtrl', 'eprop', 'ostlrecurrent', 'rtrl')
+"""Rules that are BPTT for parameters whose every path keeps its position."""
+
+
+def loss_of(learner):
+    def loss(*xs):
+        total = 0.0
+        for x in jax.tree.leaves(learner(*xs)):
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                total = total + jnp.sum(jnp.sin(1.0 + jnp.arange(x.size).reshape(x.shape)) * (x * x.conj()).real)
+        return total
+
+    return loss
+
+
+def is_random(model):
+    """Whether the step draws random numbers, which no reset takes back."""
+    return any(isinstance(s, brainstate.random.RandomState) for s in model.states().values()) or 'drop' in repr(model)
+
+
+@pytest.mark.parametrize('rule', [name for name in RULES if name != 'es_d_rtrl'])
+@pytest.mark.parametrize('name', list(CASES) if ALL else ['two_compartments'])
+def test_conformance(name, rule):
+    case = CASES[name]
+    with precision(case):
+        model, inputs = case.build()
+        learner = RULES[rule](model, **({'window': 2} if rule == 'dni' else {'k': 2} if rule == 'tbptt' else {}))
+        learner.compile_graph(*inputs)
+        xs = jax.tree.map(lambda x: Problem.sequence(x, STEPS), inputs)
+        loss, half = loss_of(learner), STEPS // 2
+        run = lambda xs, **how: learner.etrace_grad(*xs, step_fn=loss, reduction='sum', **how)
+        part = lambda a, b: jax.tree.map(lambda x: x[a:b], xs)
+        first, second = run(part(0, half)), run(part(half, STEPS))
+        for x in jax.tree.leaves((first, second)):
+            assert np.isfinite(np.asarray(x, complex)).all()
+        planned = {key: [shape for shape, _ in found] for key, found in _planned(learner).items()}
+        assert planned == {k: [x.shape for x in jax.tree.leaves(t.peek())] for k, t in learner.traces.items()}
+        if is_random(model):
+            return
+        same = lambda a, b: [
+            close_to(x, y, case, scale=3.0) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        ]
+        if rule != 'dni' and learner.standing is None:
+            learner.reset_state()
+            same(run(part(0, half)), first)
+        if rule not in (*WHOLE, 'uoro'):
+            learner.reset_state()
+            same(jax.tree.map(jnp.add, first, second), run(xs))
+        if rule in POSITIONS:
+            exact = braintrace.BPTT(model)
+            learner.reset_state()
+            exact.compile_graph(*inputs)
+            wanted = exact.etrace_grad(*xs, step_fn=loss_of(exact), reduction='sum', fresh=True)
+            for leaf, credit in case.credit.items():
+                if credit == 'exact' or (rule == 'rtrl' and credit != 'none'):
+                    same(at(jax.tree.map(jnp.add, first, second), leaf), at(wanted, leaf))
+
+
+def _planned(learner):
+    traced, _ = learner._step_program(learner._example)
+    return traced.trace_shapes if learner.rule.trace != 'none' else {}
+
+
+def at(gradients, leaf):
+    """What a path of the zoo leads to: a state's path, then keys inside its value."""
+    path = next(p for p in gradients if leaf[: len(p)] == p)
+    found = gradients[path]
+    for key in leaf[len(path) :]:
+        found = found[key]
+    return found
