@@ -91,7 +91,7 @@ EXPERIMENTS = {
         lambda v, most=most: v <= most,
         f'error / variance ≤ {most}',
         rules=SERIES,
-        options={'rflo': {'leak': 0.5}},
+        options={'rflo': {'leak': 0.5}, 'pp_prop': {'decay_or_rank': 0.5}},
         online=True,
     )
     for name, most in [('mackey_glass', 0.018), ('lorenz', 0.0051), ('henon', 0.0704)]
