@@ -154,3 +154,9 @@ def pages():
     for name, make in MADE.items():
         report = make()
         yield name, report.to_html(memory=plan(report) if report.rule else None)
+
+
+def example():
+    """The page that the docs show."""
+    report = learner(Stack(2), X).report
+    return report.to_html(memory=plan(report))

@@ -140,11 +140,11 @@ class ChartMaker:
             for path, states in self._others.items()
         ]
         for use in self._uses:
-            names = dict.fromkeys(self.program.equations[i].primitive.name for i in use.equations)
-            title = ' + '.join(KNOWN_AS.get(name, name) for name in names)
+            used = tuple(dict.fromkeys(self.program.equations[i].primitive.name for i in use.equations))
+            title = ' + '.join(KNOWN_AS.get(name, name) for name in used)
             shape = self.program.equations[use.equations[-1]].outvars[0].aval.shape
             parameters = tuple(p.name for p in use.parameters)
-            node = Node('operation', title, tuple(names), shape, parameters, tuple(use.groups), use.source)
+            node = Node('operation', title, used, shape, parameters, tuple(use.groups), use.source)
             found.append((node, use.equations))
         for group in self.groups:
             names = tuple(map(path_name, group.hidden_paths))
@@ -165,19 +165,18 @@ class ChartMaker:
     @cached_property
     def _flow(self) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
         """The boxes that reach every variable directly, as bits: two for each, its value now and that of last step."""
-        now, last, marks = {}, {}, {}
+        sources: dict[Var, int] = {}
+        marks: dict[Var, int] = {}
         for n, (node, parts) in enumerate(self._nodes):
             if node.kind == 'input':
-                now.update(dict.fromkeys(parts, 1 << 2 * n))
+                sources.update(dict.fromkeys(parts, 1 << 2 * n))
             elif node.kind == 'state':
-                last.update((s.invar, 2 << 2 * n) for s in parts)
+                sources.update((s.invar, 2 << 2 * n) for s in parts)
             elif node.kind == 'operation':
                 marks.update((v, 1 << 2 * n) for i in parts for v in self.program.equations[i].outvars)
-        for n, (node, parts) in enumerate(self._nodes):
-            if node.kind == 'group':
-                last.update(dict.fromkeys(parts[0].hidden_invars, 2 << 2 * n))
+            elif node.kind == 'group':  # after the operations, whose results may be new states
+                sources.update(dict.fromkeys(parts[0].hidden_invars, 2 << 2 * n))
                 marks.update(dict.fromkeys(parts[0].hidden_outvars, 1 << 2 * n))
-        sources = now | last
         jaxpr = self.program.closed.jaxpr
         inputs = [Bits(sources.get(v, 0), sources.get(v, 0)) for v in jaxpr.invars]
         behind: dict[Var, Bits] = {}

@@ -202,7 +202,7 @@ class _Page:
         return tag(
             'tr',
             tag('th', first[0], scope='row'),
-            *(tag('td', cell, **{} if key is None else {'data-sort': key}) for cell, key in rest),
+            *(tag('td', cell, **{'data-sort': key}) for cell, key in rest),
         )
 
     # ------------------------------------------------------------ memory
