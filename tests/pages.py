@@ -110,6 +110,23 @@ class Strange(brainstate.nn.Module):
 Strange.__name__ = '<i>Strange</i>'
 
 
+class Loop(brainstate.nn.Module):
+    """Low-rank weights, and a loop that mixes positions inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.low = brainstate.ParamState({'a': jnp.ones((3, 2)), 'b': jnp.ones((2, 4))})
+        self.r = brainstate.ParamState(jnp.ones((4, 4)))
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = zeros(4)
+
+    def update(self, x):
+        drive = x @ self.low.value['a'] @ self.low.value['b']
+        self.h.value = jax.lax.fori_loop(0, 3, lambda _, h: 0.9 * h + drive + jnp.tanh(h) @ self.r.value, self.h.value)
+        return self.h.value
+
+
 def learner(model, x, rule='d_rtrl', **options):
     return bt.compile(model, rule, x, batch_size=B, **options)
 
@@ -137,6 +154,7 @@ MADE = {
     'deep': lambda: graph(Stack(10), X).report,
     'skips': lambda: graph(Stack(6, skips=True, feedback=True), X).report,
     'convolution': lambda: graph(Convolution(), jnp.ones((B, 4, 4, 2))).report,
+    'loop': lambda: graph(Loop(), X).report,
     'function': lambda: plain().report,
     'strange': lambda: graph(Strange(), X).report,
 }
@@ -158,5 +176,5 @@ def pages():
 
 def example():
     """The page that the docs show."""
-    report = learner(Stack(2), X).report
-    return report.to_html(memory=plan(report))
+    made = learner(Stack(2), X)
+    return made.report.to_html(memory=made.memory_plan(200))

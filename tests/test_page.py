@@ -85,7 +85,7 @@ def test_page(name, reports, texts):
         assert all('.'.join(map(str, path)) in titles for path in group.hidden_paths)
 
     cuts = [r for r in report.diagnostics if r.kind == 'cut']
-    numbers = {i for e in report.chart.edges for i in e.cuts}
+    numbers = {i for part in (*report.chart.edges, *report.chart.nodes) for i in part.cuts}
     assert numbers == set(range(1, len(cuts) + 1))
     assert {f'cut-{i}' for i in numbers} == {i for i in ids if i.startswith('cut-')}
     assert {e[1]['href'] for e in page.all('a')} <= {f'#{i}' for i in ids}

@@ -26,8 +26,8 @@ MOST = 4
 class Node:
     """One box: 'input', 'operation', 'group', 'state' (neither hidden nor a parameter) or 'output'.
 
-    An operation is one use of ``parameters``, or several that follow each other directly, such as a matmul and its
-    bias; ``groups`` are those it reaches position by position. A group has its own number there.
+    An operation is one use of ``parameters``, with the biases added right after it; ``groups`` are those it reaches
+    position by position, and ``cuts`` the numbers of records of cuts inside it. A group has its own number there.
     """
 
     kind: str
@@ -37,6 +37,7 @@ class Node:
     parameters: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
     source: str | None = None
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class ChartMaker:
 
     @cached_property
     def _uses(self) -> list[_Use]:
-        """Operations, with a bias or whatever else follows an operation of its own parameter directly in one."""
+        """Operations, each with the biases that follow it directly."""
         facts = self._facts
         equations = {i: e for i, e in enumerate(self.program.equations) if weight_operands(facts, e)}
         bits = {i: 1 << n for n, i in enumerate(equations)}
@@ -108,8 +109,7 @@ class ChartMaker:
             use = _Use([i], self._parameters(eqn), source_line(eqn), reached[i])
             reads = union(behind[v] for v in eqn.outvars).reads
             before = next((uses[j] for j in uses if bits[j] == reads), None)
-            paths = {p.path for p in before.parameters} if before else set()
-            if before and (eqn.primitive.name in ADDS or paths & {p.path for p in use.parameters}):
+            if before and eqn.primitive.name in ADDS:
                 before.equations.append(i)
                 before.parameters += [p for p in use.parameters if p not in before.parameters]
                 before.groups.update(use.groups)
@@ -283,11 +283,15 @@ class ChartMaker:
         """The chart."""
         cuts = [r for r in self.cuts if r.kind is DiagnosticKind.CUT]
         numbers: dict[Edge, dict[int, None]] = {}
+        nodes = [node for node, _ in self._nodes]
         for number, record in enumerate(cuts, 1):
-            for edge in self._cut_edges(record):
+            edges = list(self._cut_edges(record))
+            for edge in edges:
                 numbers.setdefault(edge, {})[number] = None
-        edges = tuple(replace(e, cuts=tuple(numbers.get(e, ())), partly=self._is_kept(e)) for e in self._edges)
-        return Chart(tuple(node for node, _ in self._nodes), edges, tuple(cuts))
+            for n in {n for i in record.context['equations'] for n in self._below(i)} if not edges else ():
+                nodes[n] = replace(nodes[n], cuts=(*nodes[n].cuts, number))
+        numbered = (replace(e, cuts=tuple(numbers.get(e, ())), partly=self._is_kept(e)) for e in self._edges)
+        return Chart(tuple(nodes), tuple(numbered), tuple(cuts))
 
 
 def _boxes(kind: str, parts: list[list]) -> list[tuple[Node, list]]:
