@@ -79,7 +79,7 @@ def main() -> int:
         if arguments.picture:
             file = Path(folder) / 'picture.html'
             file.write_text(pages.example(), encoding='utf-8')
-            run(browser, f'--screenshot={arguments.picture.resolve()}', '--window-size=1320,1010', file.as_uri())
+            run(browser, f'--screenshot={arguments.picture.resolve()}', '--window-size=1320,1260', file.as_uri())
     return min(failed, 1)
 
 

@@ -183,9 +183,14 @@ class ChartMaker:
         return flow(jaxpr, inputs, {v: Bits(b, b) for v, b in marks.items()}, behind), behind
 
     @cached_property
+    def _operations(self) -> list[tuple[int, list[int]]]:
+        """The number of every operation's box, with its equations."""
+        return [(n, parts) for n, (node, parts) in enumerate(self._nodes) if node.kind == 'operation']
+
+    @cached_property
     def _operation_of(self) -> dict[int, int]:
         """The box of every equation that uses a parameter."""
-        return {i: n for n, (node, parts) in enumerate(self._nodes) if node.kind == 'operation' for i in parts}
+        return {i: n for n, equations in self._operations for i in equations}
 
     def _sources(self, n: int) -> Bits:
         """Bits of what a box reads directly."""
@@ -261,22 +266,25 @@ class ChartMaker:
                 e for e, node in zip(into, nodes, strict=True) if names & {node.title, *node.parameters}
             ] or into
 
-    def _is_kept(self, edge: Edge) -> bool:
-        """True for an arrow into a group along which some elements keep their position."""
-        (source, parts), (target, into) = self._nodes[edge.source], self._nodes[edge.target]
-        if target.kind != 'group' or source.kind not in ('operation', 'group'):
-            return False
-        if source.kind == 'group':
-            programs = [into[0].transition_jaxpr] if edge.source == edge.target else []
+    def _kept(self, source: int) -> list[tuple[int, set[Var]]]:
+        """Groups that a box reaches position by position, each with the values on the way."""
+        node, parts = self._nodes[source]
+        if node.kind == 'group':
+            pairs = [(parts[0], parts[0].transition_jaxpr)]
         else:
-            made = [s for s in self.sites if self._facts.producer[s.y_var] in parts]
+            made = [s for s in self.sites if node.kind == 'operation' and self._facts.producer[s.y_var] in parts]
             pairs = [pair for s in made for pair in zip(s.hidden_groups, s.y_to_hidden_group_jaxprs, strict=True)]
-            programs = [program for group, program in pairs if group.index == into[0].index]
-        others = {
-            v for i, n in self._operation_of.items() if n != edge.source for v in self.program.equations[i].outvars
-        }
-        return any(
-            program.eqns and not any(v in others for e in program.eqns for v in e.outvars) for program in programs
+        return [(group.index, {v for e in program.eqns for v in e.outvars}) for group, program in pairs]
+
+    def _is_kept(self, edge: Edge) -> bool:
+        """True for an arrow along which some elements keep their position."""
+        made = {n: {v for i in p for v in self.program.equations[i].outvars} for n, p in self._operations}
+        target = self._nodes[edge.target][0]
+        if target.kind == 'operation':
+            return any(made[edge.target] & values for _, values in self._kept(edge.source))
+        others = {v for n, results in made.items() if n != edge.source for v in results}
+        return target.kind == 'group' and any(
+            group in target.groups and values and not values & others for group, values in self._kept(edge.source)
         )
 
     def make(self) -> Chart:
@@ -290,7 +298,9 @@ class ChartMaker:
                 numbers.setdefault(edge, {})[number] = None
             for n in {n for i in record.context['equations'] for n in self._below(i)} if not edges else ():
                 nodes[n] = replace(nodes[n], cuts=(*nodes[n].cuts, number))
-        numbered = (replace(e, cuts=tuple(numbers.get(e, ())), partly=self._is_kept(e)) for e in self._edges)
+        numbered = (
+            replace(e, cuts=tuple(numbers.get(e, ())), partly=e in numbers and self._is_kept(e)) for e in self._edges
+        )
         return Chart(tuple(nodes), tuple(numbered), tuple(cuts))
 
 
