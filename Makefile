@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: train test zoo conformance lint bench bench-compile learn rules clean
+.PHONY: train test zoo conformance browser lint bench bench-compile learn rules clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -19,6 +19,9 @@ zoo: $(READY)
 
 conformance: $(READY)
 	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_conformance.py
+
+browser: $(READY)
+	JAX_PLATFORMS=cpu $(RUN) scripts/browser.py $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check --fix

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import braintrace as bt
 
 B = 2
+ZERO = brainstate.nn.init.ZeroInit()  # random draws take longer to compile than everything else here
 SCRIPT, BOLD = '<script>alert(1)</script>', 'h"&\'<b>'
 LONG = 'an_attribute_whose_name_goes_on_and_on_until_no_box_could_hold_it'
 
@@ -23,7 +24,7 @@ class Net(brainstate.nn.Module):
     def __init__(self, cell):
         super().__init__()
         self.cell = cell
-        self.readout = brainstate.nn.Linear(4, 2)
+        self.readout = brainstate.nn.Linear(4, 2, w_init=ZERO)
 
     def update(self, x):
         return self.readout(self.cell(x))
@@ -35,8 +36,8 @@ class Layer(brainstate.nn.Module):
     def __init__(self, inputs, units):
         super().__init__()
         self.units = units
-        self.feed = brainstate.nn.Linear(inputs, units)
-        self.recur = brainstate.nn.Linear(units, units, b_init=None)
+        self.feed = brainstate.nn.Linear(inputs, units, w_init=ZERO)
+        self.recur = brainstate.nn.Linear(units, units, b_init=None, w_init=ZERO)
 
     def init_state(self, batch_size=None, **kwargs):
         self.V, self.g = zeros(self.units), zeros(self.units)
@@ -54,8 +55,8 @@ class Stack(brainstate.nn.Module):
     def __init__(self, layers, skips=False, feedback=False):
         super().__init__()
         self.layers = [Layer(3 if i == 0 else 4, 4) for i in range(layers)]
-        self.readout = brainstate.nn.Linear(4, 2)
-        self.back = brainstate.nn.Linear(4, 3) if feedback else None
+        self.readout = brainstate.nn.Linear(4, 2, w_init=ZERO)
+        self.back = brainstate.nn.Linear(4, 3, w_init=ZERO) if feedback else None
         self.skips = skips
 
     def update(self, x):
@@ -71,7 +72,7 @@ class Convolution(brainstate.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv = brainstate.nn.Conv2d((4, 4, 2), 3, 3)
+        self.conv = brainstate.nn.Conv2d((4, 4, 2), 3, 3, w_init=ZERO)
 
     def init_state(self, batch_size=None, **kwargs):
         self.V = zeros(4, 4, 3)
@@ -87,7 +88,7 @@ class Strange(brainstate.nn.Module):
     def __init__(self):
         super().__init__()
         setattr(self, SCRIPT, brainstate.ParamState(jnp.ones((3, 4))))
-        setattr(self, LONG, [brainstate.nn.Linear(4, 4) for _ in range(2)])
+        setattr(self, LONG, [brainstate.nn.Linear(4, 4, w_init=ZERO) for _ in range(2)])
         self.重み = brainstate.ParamState(jnp.ones((4, 4)))
         self.idle = brainstate.ParamState(jnp.ones(2))
 
@@ -110,6 +111,23 @@ class Strange(brainstate.nn.Module):
 Strange.__name__ = '<i>Strange</i>'
 
 
+class Loop(brainstate.nn.Module):
+    """Low-rank weights, and a loop that mixes positions inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.low = brainstate.ParamState({'a': jnp.ones((3, 2)), 'b': jnp.ones((2, 4))})
+        self.r = brainstate.ParamState(jnp.ones((4, 4)))
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = zeros(4)
+
+    def update(self, x):
+        drive = x @ self.low.value['a'] @ self.low.value['b']
+        self.h.value = jax.lax.fori_loop(0, 3, lambda _, h: 0.9 * h + drive + jnp.tanh(h) @ self.r.value, self.h.value)
+        return self.h.value
+
+
 def learner(model, x, rule='d_rtrl', **options):
     return bt.compile(model, rule, x, batch_size=B, **options)
 
@@ -130,13 +148,14 @@ def plain():
 
 X = jnp.ones((B, 3))
 MADE = {
-    'gru': lambda: learner(Net(brainstate.nn.GRUCell(3, 4)), X).report,
-    'lstm': lambda: learner(Net(brainstate.nn.LSTMCell(3, 4)), X, 'pp_prop', decay_or_rank=0.9).report,
-    'rtrl': lambda: learner(Net(brainstate.nn.ValinaRNNCell(3, 4)), X, 'rtrl').report,
+    'gru': lambda: learner(Net(brainstate.nn.GRUCell(3, 4, w_init=ZERO)), X).report,
+    'lstm': lambda: learner(Net(brainstate.nn.LSTMCell(3, 4, w_init=ZERO)), X, 'pp_prop', decay_or_rank=0.9).report,
+    'rtrl': lambda: learner(Net(brainstate.nn.ValinaRNNCell(3, 4, w_init=ZERO)), X, 'rtrl').report,
     'stack': lambda: graph(Stack(3), X).report,
     'deep': lambda: graph(Stack(10), X).report,
     'skips': lambda: graph(Stack(6, skips=True, feedback=True), X).report,
     'convolution': lambda: graph(Convolution(), jnp.ones((B, 4, 4, 2))).report,
+    'loop': lambda: graph(Loop(), X).report,
     'function': lambda: plain().report,
     'strange': lambda: graph(Strange(), X).report,
 }
@@ -154,3 +173,9 @@ def pages():
     for name, make in MADE.items():
         report = make()
         yield name, report.to_html(memory=plan(report) if report.rule else None)
+
+
+def example():
+    """The page that the docs show."""
+    made = learner(Stack(2), X)
+    return made.report.to_html(memory=made.memory_plan(200))

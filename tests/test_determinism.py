@@ -56,6 +56,7 @@ def describe():
         info = graph.module_info
         order = {v: i for i, v in enumerate([*info.jaxpr.invars, *(v for e in info.jaxpr.eqns for v in e.outvars)])}
         lines += [str(info.jaxpr), str(graph.hidden_perturb.perturb_jaxpr), repr(graph), graph.report.to_str('info')]
+        lines.append(graph.report.to_html())
         lines += [str(group.transition_jaxpr) for group in graph.hidden_groups]
         lines += [str(part) for site in graph.hidden_param_op_relations for part in site.y_to_hidden_group_jaxprs]
         lines += [str([order.get(v) for v in info.jaxpr.outvars]), str(list(info.state_id_to_path.values()))]

@@ -85,7 +85,7 @@ def test_page(name, reports, texts):
         assert all('.'.join(map(str, path)) in titles for path in group.hidden_paths)
 
     cuts = [r for r in report.diagnostics if r.kind == 'cut']
-    numbers = {i for e in report.chart.edges for i in e.cuts}
+    numbers = {i for part in (*report.chart.edges, *report.chart.nodes) for i in part.cuts}
     assert numbers == set(range(1, len(cuts) + 1))
     assert {f'cut-{i}' for i in numbers} == {i for i in ids if i.startswith('cut-')}
     assert {e[1]['href'] for e in page.all('a')} <= {f'#{i}' for i in ids}
@@ -157,6 +157,15 @@ def test_chart_of_strange_ways(reports):
     assert [e.differentiable for e in chart.edges if chart.nodes[e.target].title == 'output 2'] == [False]
 
 
+def test_cuts_in_part_and_inside(reports):
+    chart = reports['loop'].chart
+    first, second, scan = [n for n, node in enumerate(chart.nodes) if node.kind == 'operation']
+    ways = {(e.source, e.target): (e.cuts, e.partly) for e in chart.edges if e.cuts}
+    assert ways == {(first, second): ((1,), False), (second, scan): ((3,), True), (scan + 1, scan): ((2,), True)}
+    assert [node.cuts for node in chart.nodes if node.cuts] == [(4,)]
+    assert not any(e.partly for e in reports['gru'].chart.edges)
+
+
 def test_traces_and_memory(reports, texts):
     text = body(texts['gru'])
     size = sum(4 * 2 * 4 * i for i in (3, 4)) + 4 * 2 * 4
@@ -170,7 +179,7 @@ def test_traces_and_memory(reports, texts):
 
 
 def test_files_and_notebooks(tmp_path, reports, texts):
-    learner = pages.learner(pages.Net(pages.brainstate.nn.GRUCell(3, 4)), pages.X)
+    learner = pages.learner(pages.Net(pages.brainstate.nn.GRUCell(3, 4, w_init=pages.ZERO)), pages.X)
     learner.write_report(tmp_path / 'page.html')
     plain = learner.report.to_html()
     assert (tmp_path / 'page.html').read_text(encoding='utf-8') == plain
@@ -180,7 +189,7 @@ def test_files_and_notebooks(tmp_path, reports, texts):
         (frame,) = Reader(shown._repr_html_()).all('iframe')
         assert frame[1]['srcdoc'].startswith('<!doctype html>')
     assert learner._repr_html_().count('<') == 2
-    assert bt.D_RTRL(pages.Net(pages.brainstate.nn.GRUCell(3, 4)))._repr_html_() is None
+    assert bt.D_RTRL(pages.Net(pages.brainstate.nn.GRUCell(3, 4, w_init=pages.ZERO)))._repr_html_() is None
 
 
 def test_function_info():

@@ -26,8 +26,8 @@ MOST = 4
 class Node:
     """One box: 'input', 'operation', 'group', 'state' (neither hidden nor a parameter) or 'output'.
 
-    An operation is one use of ``parameters``, or several that follow each other directly, such as a matmul and its
-    bias; ``groups`` are those it reaches position by position. A group has its own number there.
+    An operation is one use of ``parameters``, with the biases added right after it; ``groups`` are those it reaches
+    position by position, and ``cuts`` the numbers of records of cuts inside it. A group has its own number there.
     """
 
     kind: str
@@ -37,6 +37,7 @@ class Node:
     parameters: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
     source: str | None = None
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class ChartMaker:
 
     @cached_property
     def _uses(self) -> list[_Use]:
-        """Operations, with a bias or whatever else follows an operation of its own parameter directly in one."""
+        """Operations, each with the biases that follow it directly."""
         facts = self._facts
         equations = {i: e for i, e in enumerate(self.program.equations) if weight_operands(facts, e)}
         bits = {i: 1 << n for n, i in enumerate(equations)}
@@ -108,8 +109,7 @@ class ChartMaker:
             use = _Use([i], self._parameters(eqn), source_line(eqn), reached[i])
             reads = union(behind[v] for v in eqn.outvars).reads
             before = next((uses[j] for j in uses if bits[j] == reads), None)
-            paths = {p.path for p in before.parameters} if before else set()
-            if before and (eqn.primitive.name in ADDS or paths & {p.path for p in use.parameters}):
+            if before and eqn.primitive.name in ADDS:
                 before.equations.append(i)
                 before.parameters += [p for p in use.parameters if p not in before.parameters]
                 before.groups.update(use.groups)
@@ -140,11 +140,11 @@ class ChartMaker:
             for path, states in self._others.items()
         ]
         for use in self._uses:
-            names = dict.fromkeys(self.program.equations[i].primitive.name for i in use.equations)
-            title = ' + '.join(KNOWN_AS.get(name, name) for name in names)
+            used = tuple(dict.fromkeys(self.program.equations[i].primitive.name for i in use.equations))
+            title = ' + '.join(KNOWN_AS.get(name, name) for name in used)
             shape = self.program.equations[use.equations[-1]].outvars[0].aval.shape
             parameters = tuple(p.name for p in use.parameters)
-            node = Node('operation', title, tuple(names), shape, parameters, tuple(use.groups), use.source)
+            node = Node('operation', title, used, shape, parameters, tuple(use.groups), use.source)
             found.append((node, use.equations))
         for group in self.groups:
             names = tuple(map(path_name, group.hidden_paths))
@@ -165,28 +165,32 @@ class ChartMaker:
     @cached_property
     def _flow(self) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
         """The boxes that reach every variable directly, as bits: two for each, its value now and that of last step."""
-        now, last, marks = {}, {}, {}
+        sources: dict[Var, int] = {}
+        marks: dict[Var, int] = {}
         for n, (node, parts) in enumerate(self._nodes):
             if node.kind == 'input':
-                now.update(dict.fromkeys(parts, 1 << 2 * n))
+                sources.update(dict.fromkeys(parts, 1 << 2 * n))
             elif node.kind == 'state':
-                last.update((s.invar, 2 << 2 * n) for s in parts)
+                sources.update((s.invar, 2 << 2 * n) for s in parts)
             elif node.kind == 'operation':
                 marks.update((v, 1 << 2 * n) for i in parts for v in self.program.equations[i].outvars)
-        for n, (node, parts) in enumerate(self._nodes):
-            if node.kind == 'group':
-                last.update(dict.fromkeys(parts[0].hidden_invars, 2 << 2 * n))
+            elif node.kind == 'group':  # after the operations, whose results may be new states
+                sources.update(dict.fromkeys(parts[0].hidden_invars, 2 << 2 * n))
                 marks.update(dict.fromkeys(parts[0].hidden_outvars, 1 << 2 * n))
-        sources = now | last
         jaxpr = self.program.closed.jaxpr
         inputs = [Bits(sources.get(v, 0), sources.get(v, 0)) for v in jaxpr.invars]
         behind: dict[Var, Bits] = {}
         return flow(jaxpr, inputs, {v: Bits(b, b) for v, b in marks.items()}, behind), behind
 
     @cached_property
+    def _operations(self) -> list[tuple[int, list[int]]]:
+        """The number of every operation's box, with its equations."""
+        return [(n, parts) for n, (node, parts) in enumerate(self._nodes) if node.kind == 'operation']
+
+    @cached_property
     def _operation_of(self) -> dict[int, int]:
         """The box of every equation that uses a parameter."""
-        return {i: n for n, (node, parts) in enumerate(self._nodes) if node.kind == 'operation' for i in parts}
+        return {i: n for n, equations in self._operations for i in equations}
 
     def _sources(self, n: int) -> Bits:
         """Bits of what a box reads directly."""
@@ -262,33 +266,42 @@ class ChartMaker:
                 e for e, node in zip(into, nodes, strict=True) if names & {node.title, *node.parameters}
             ] or into
 
-    def _is_kept(self, edge: Edge) -> bool:
-        """True for an arrow into a group along which some elements keep their position."""
-        (source, parts), (target, into) = self._nodes[edge.source], self._nodes[edge.target]
-        if target.kind != 'group' or source.kind not in ('operation', 'group'):
-            return False
-        if source.kind == 'group':
-            programs = [into[0].transition_jaxpr] if edge.source == edge.target else []
+    def _kept(self, source: int) -> list[tuple[int, set[Var]]]:
+        """Groups that a box reaches position by position, each with the values on the way."""
+        node, parts = self._nodes[source]
+        if node.kind == 'group':
+            pairs = [(parts[0], parts[0].transition_jaxpr)]
         else:
-            made = [s for s in self.sites if self._facts.producer[s.y_var] in parts]
+            made = [s for s in self.sites if node.kind == 'operation' and self._facts.producer[s.y_var] in parts]
             pairs = [pair for s in made for pair in zip(s.hidden_groups, s.y_to_hidden_group_jaxprs, strict=True)]
-            programs = [program for group, program in pairs if group.index == into[0].index]
-        others = {
-            v for i, n in self._operation_of.items() if n != edge.source for v in self.program.equations[i].outvars
-        }
-        return any(
-            program.eqns and not any(v in others for e in program.eqns for v in e.outvars) for program in programs
+        return [(group.index, {v for e in program.eqns for v in e.outvars}) for group, program in pairs]
+
+    def _is_kept(self, edge: Edge) -> bool:
+        """True for an arrow along which some elements keep their position."""
+        made = {n: {v for i in p for v in self.program.equations[i].outvars} for n, p in self._operations}
+        target = self._nodes[edge.target][0]
+        if target.kind == 'operation':
+            return any(made[edge.target] & values for _, values in self._kept(edge.source))
+        others = {v for n, results in made.items() if n != edge.source for v in results}
+        return target.kind == 'group' and any(
+            group in target.groups and values and not values & others for group, values in self._kept(edge.source)
         )
 
     def make(self) -> Chart:
         """The chart."""
         cuts = [r for r in self.cuts if r.kind is DiagnosticKind.CUT]
         numbers: dict[Edge, dict[int, None]] = {}
+        nodes = [node for node, _ in self._nodes]
         for number, record in enumerate(cuts, 1):
-            for edge in self._cut_edges(record):
+            edges = list(self._cut_edges(record))
+            for edge in edges:
                 numbers.setdefault(edge, {})[number] = None
-        edges = tuple(replace(e, cuts=tuple(numbers.get(e, ())), partly=self._is_kept(e)) for e in self._edges)
-        return Chart(tuple(node for node, _ in self._nodes), edges, tuple(cuts))
+            for n in {n for i in record.context['equations'] for n in self._below(i)} if not edges else ():
+                nodes[n] = replace(nodes[n], cuts=(*nodes[n].cuts, number))
+        numbered = (
+            replace(e, cuts=tuple(numbers.get(e, ())), partly=e in numbers and self._is_kept(e)) for e in self._edges
+        )
+        return Chart(tuple(nodes), tuple(numbered), tuple(cuts))
 
 
 def _boxes(kind: str, parts: list[list]) -> list[tuple[Node, list]]:

@@ -40,6 +40,7 @@ class Box:
     kind: str
     title: str
     rows: Sequence[Row]
+    cuts: tuple[int, ...] = ()
     layer: int = 0
     band: int = 0
     x: float = 0
@@ -301,7 +302,8 @@ class Drawing:
             tag('defs', *heads),
             *map(self._way, ways),
             *(self._box(n) for n in range(len(self.boxes))),
-            *(self._badge(e) for e in ways if e.cuts),
+            *(self._edge_badge(e) for e in ways if e.cuts),
+            *(_badge(box.x + box.width - 4, box.y, box.cuts) for box in self.boxes if box.cuts),
             role='group', **{'aria-labelledby': 'drawing-title drawing-text'},
             width=width, height=height, viewBox=f'0 0 {width} {height}',
         )  # fmt: skip
@@ -337,16 +339,21 @@ class Drawing:
         where = f'translate({_n(box.x)} {_n(box.y)})'
         return tag('g', tag('title', box.title), *children, class_=f'box {box.kind}', transform=where)
 
-    def _badge(self, e: Edge) -> Markup:
-        box, text = self.boxes[e.target], _ranges(e.cuts)
-        width = 12 + 7 * len(text)
-        x, y = box.x - 11 - width, box.entry(e)
-        return tag(
-            'a',
-            tag('rect', x=_n(x), y=_n(y - 8), width=width, height=16, rx=8),
-            tag('text', text, x=_n(x + width / 2), y=_n(y + 4)),
-            href=f'#cut-{e.cuts[0]}', class_='badge', **{'aria-label': f'cut {text}'},
-        )  # fmt: skip
+    def _edge_badge(self, e: Edge) -> Markup:
+        box = self.boxes[e.target]
+        return _badge(box.x - 11, box.entry(e), e.cuts)
+
+
+def _badge(right: float, y: float, cuts: Sequence[int]) -> Markup:
+    """Numbers of cuts, as a link to the first."""
+    text = _ranges(cuts)
+    width = 12 + 7 * len(text)
+    return tag(
+        'a',
+        tag('rect', x=_n(right - width), y=_n(y - 8), width=width, height=16, rx=8),
+        tag('text', text, x=_n(right - width / 2), y=_n(y + 4)),
+        href=f'#cut-{cuts[0]}', class_='badge', **{'aria-label': f'cut {text}'},
+    )  # fmt: skip
 
 
 def kind_of(e: Edge) -> str:

@@ -58,9 +58,6 @@ class ETraceGraph(NamedTuple):
         traced = dict.fromkeys(r.weight_path for r in credits if r.hidden_paths)
         first = {r.weight_path: r.context['credit'] for r in reversed(credits)}
         return CompilationReport(
-            model=self.module_info.name,
-            program=self.module_info.program,
-            sites=self.hidden_param_op_relations,
             hidden_groups=self.hidden_groups,
             etrace_weights={path: first[path] for path in traced},
             excluded_weights={r.weight_path: r.context['reason'] for r in credits if r.weight_path not in traced},
@@ -68,6 +65,9 @@ class ETraceGraph(NamedTuple):
                 dict.fromkeys(o.path for o in self.module_info.program.others if o.outvar is not None)
             ),
             diagnostics=self.diagnostics,
+            model=self.module_info.name,
+            program=self.module_info.program,
+            sites=self.hidden_param_op_relations,
         )
 
     def call_hidden_perturb(

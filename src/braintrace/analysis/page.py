@@ -145,12 +145,14 @@ class _Page:
             rows.append(self._trace_row(node))
         elif node.shape is not None:
             rows.append(Row(_shape(node.shape), faint=True))
-        return Box(node.kind, node.title, rows)
+        return Box(node.kind, node.title, rows, node.cuts)
 
     def _trace_row(self, node: Node) -> Row:
         traces = self.report.traces
         if not node.groups:
-            return Row('no trace needed', full='it reaches no hidden state position by position', faint=True)
+            exact = all(self.credit[name].context['credit'] == 'exact' for name in node.parameters)
+            full = 'it reaches no hidden state position by position'
+            return Row('no trace needed' if exact else 'no trace', full=full, faint=True)
         if traces is None:
             return Row('can carry a trace', faint=True)
         paths = {self.report.hidden_groups[g].hidden_paths for g in node.groups}
@@ -201,8 +203,8 @@ class _Page:
         first, *rest = cells
         return tag(
             'tr',
-            tag('th', first[0], scope='row'),
-            *(tag('td', cell, **{} if key is None else {'data-sort': key}) for cell, key in rest),
+            tag('th', first[0], scope='row', class_='long' if len(name) > 36 else None),
+            *(tag('td', cell, class_=None, **{'data-sort': key}) for cell, key in rest),
         )
 
     # ------------------------------------------------------------ memory

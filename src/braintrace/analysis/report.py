@@ -27,14 +27,14 @@ class CompilationReport:
     ``traces``, by their names.
     """
 
-    model: str
-    program: StepProgram
-    sites: tuple[HiddenParamOpRelation, ...]
     hidden_groups: tuple[HiddenGroup, ...]
     etrace_weights: dict[Path, str]
     excluded_weights: dict[Path, str]
     dynamic_states: tuple[Path, ...]
     diagnostics: tuple[CompilationRecord, ...]
+    model: str
+    program: StepProgram
+    sites: tuple[HiddenParamOpRelation, ...]
     rule: Any = None
     traces: dict[tuple, list[tuple]] | None = None
     counts: dict[str, int] = field(init=False)

@@ -102,7 +102,7 @@ class ModuleInfo(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the module's class."""
-        return self.stateful_model.name
+        return self.stateful_model.name or 'model'
 
     def dict(self) -> dict[str, Any]:
         """The record as a dictionary."""
@@ -305,7 +305,7 @@ def _explain(model: Any, args: tuple, error: Exception) -> CompilationError:
     )
 
 
-def _explain_attribute(name: str, owner: Any, attribute: str, line: str) -> str:
+def _explain_attribute(name: str, owner: Any, attribute: Any, line: str) -> str:
     kind = type(owner).__name__
     stateless = not any(isinstance(value, brainstate.ShortTermState) for value in vars(owner).values())
     names = {attribute, 'setattr'} if stateless else {attribute}
@@ -327,7 +327,8 @@ def _explain_attribute(name: str, owner: Any, attribute: str, line: str) -> str:
 
 def _sets(owner: type, method: str, names: set[str], seen: set[str]) -> bool:
     """True if a method of a class, or one that it calls, sets an attribute of one of these names or calls one."""
-    code = getattr(inspect.unwrap(getattr(owner, method, None)), '__code__', None)
+    function: Any = getattr(owner, method, None)
+    code = getattr(inspect.unwrap(function), '__code__', None)
     if code is None or method in seen:
         return False
     seen.add(method)

@@ -346,7 +346,7 @@ class Learner(Compiled):
         asked = [self.rule] if rules is None else [PRESETS[named(r)] if isinstance(r, str) else r.rule for r in rules]
         for rule in asked:
             mine = self._by_name(sequences, step_fn, rule, options)
-            classes = {r.context['name']: r.context['credit'] for r in self.report.credits}
+            classes = {r.context['name']: r.context['credit'] for r in self.graph.report.credits}
             rows = tuple(compare(name, classes.get(name, 'none'), mine[name], exact[name]) for name in mine)
             checks.append(GradientCheck(rule.name, rows))
         return checks[0] if rules is None else RuleComparison(tuple(checks))
