@@ -35,8 +35,7 @@ class EquinoxModel(PureModel):
         trainable, self.static = eqx.partition(model, eqx.is_inexact_array)
         self.parameter_leaves = Leaves(trainable, 'a model', leaf_paths(trainable))
         self.parameters = jax.tree.leaves(trainable)
-        stateful = isinstance(state, eqx.nn.State)
-        self.state_paths = _index_paths(model, state) if stateful else [('state', *p) for p in state_paths(state)]
+        self.state_paths = _paths(model, state)
         self.state_leaves = Leaves(state, 'a state', self.state_paths)
         self.state = jax.tree.leaves(state)
         super().__init__(inputs, batch)
@@ -105,15 +104,16 @@ def _default_state(model: Any) -> Any:
     return None
 
 
-def _index_paths(model: Any, state: eqx.nn.State) -> list[tuple]:
-    """For every array of the state, in its own order, the path of its index in the model."""
+def _paths(model: Any, state: Any) -> list[tuple]:
+    """A path for every array of a state; inside an ``eqx.nn.State`` that of its index in the model."""
     is_index = lambda x: isinstance(x, eqx.nn.StateIndex)
-    numbers = jax.tree.unflatten(jax.tree.structure(state), range(len(jax.tree.leaves(state))))
-    paths = [('state', i) for i in jax.tree.leaves(numbers)]
-    found = zip(leaf_paths(model, is_index), jax.tree.leaves(model, is_leaf=is_index), strict=True)
-    for start, index in found:
-        if is_index(index):
-            value = numbers.get(index)
+    indices = zip(leaf_paths(model, is_index), jax.tree.leaves(model, is_leaf=is_index), strict=True)
+    indices = [(path, index) for path, index in indices if is_index(index)]
+    paths = [('state', *path) for path in state_paths(state)]
+    numbers = jax.tree.unflatten(jax.tree.structure(state), range(len(paths)))
+    for part in jax.tree.leaves(numbers, is_leaf=lambda x: isinstance(x, eqx.nn.State)):
+        for start, index in indices if isinstance(part, eqx.nn.State) else ():
+            value = part.get(index)
             for path, i in zip(state_paths(value), jax.tree.leaves(value), strict=True):
                 paths[i] = (*start, *path)
     return paths

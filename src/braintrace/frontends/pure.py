@@ -57,13 +57,13 @@ class PureModel:
     def __init__(self, inputs: tuple, batch: int | None):
         self.batch = batch
         self.inputs = inputs
+        if batch is not None:
+            self.state = [_copies(x, batch) for x in self.state]
+            self.inputs = jax.tree.map(lambda x: _copies(x, batch), inputs)
         self.written = self._written()
         is_a = lambda x, kind: jnp.issubdtype(jnp.result_type(x), kind)
         self.hidden = [w and is_a(x, jnp.inexact) for w, x in zip(self.written, self.state, strict=True)]
         self.ongoing = [is_a(x, jax.dtypes.prng_key) for x in self.state]
-        if batch is not None:
-            self.state = [_copies(x, batch) for x in self.state]
-            self.inputs = jax.tree.map(lambda x: _copies(x, batch), inputs)
 
     def one(self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any) -> tuple[list[Any], Any]:
         """One step as the framework does it."""
@@ -71,11 +71,14 @@ class PureModel:
 
     def step(self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any) -> tuple[list[Any], Any]:
         """One step of the whole batch."""
-        parameters, state = list(parameters), list(state)
+        return self._mapped(self.one)(list(parameters), list(state), *inputs)
+
+    def _mapped(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of parameters, states and inputs of one sample, mapped over the batch if there is one."""
         if self.batch is None:
-            return self.one(parameters, state, *inputs)
-        mapped = jax.vmap(self.one, in_axes=(None, 0, *(0 for _ in inputs)), axis_name='batch')
-        return mapped(parameters, state, *inputs)
+            return run
+        axes = lambda count: (None, 0, *(0 for _ in range(count - 2)))
+        return lambda *args: jax.vmap(run, in_axes=axes(len(args)), axis_name='batch')(*args)
 
     @property
     def parameter_paths(self) -> list[Path]:
@@ -131,12 +134,12 @@ class PureModel:
                 )
             )
 
-        def run(parameters: list, state: list, inputs: tuple) -> list:
+        def run(parameters: list, state: list, *inputs: Any) -> list:
             new, _ = self.one(parameters, state, *inputs)
             marks[:] = [a is not b for a, b in zip(state, new, strict=True)]
             return new
 
-        new = jax.eval_shape(run, self.parameters, self.state, self.inputs)
+        new = jax.eval_shape(self._mapped(run), self.parameters, self.state, *self.inputs)
         for path, a, b in zip(self.state_paths, self.state, new, strict=True):
             if (jnp.shape(a), jnp.result_type(a)) != (b.shape, b.dtype):
                 raise CompilationError(
@@ -176,7 +179,7 @@ def leaf_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
 
 
 def state_paths(tree: Any) -> list[Path]:
-    """The same for what a step carries: entries of a tuple are parts of one thing, not layers, so words, not numbers."""
+    """The same for what a step carries: entries of a tuple are parts of one thing, not layers: words, not numbers."""
     if isinstance(tree, tuple) and not hasattr(tree, '_fields'):
         return [(str(i), *path) for i, part in enumerate(tree) for path in state_paths(part)]
     children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)

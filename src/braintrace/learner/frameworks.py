@@ -82,7 +82,7 @@ class Following(Learner):
     model: Adapter
     _inside = False
     _seen: list[Any] | None = None
-    _given: dict[Path, Any] = {}
+    _given: dict[Path, Any] | None = None
 
     # ------------------------------------------------------------ the user's model
 
@@ -111,8 +111,14 @@ class Following(Learner):
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
         """Read what has changed in the user's model before a call, and write what the call has changed."""
-        if self._tracing or self._inside or not self.model.pure.keeps_state:
+        if self._tracing or self._inside:
             yield
+            return
+        if not self.model.pure.keeps_state:
+            try:
+                yield
+            except brainstate.TraceContextError as error:
+                raise _inside_a_transformation() from error
             return
         if _in_jit():
             raise _inside_a_transformation()
@@ -209,15 +215,15 @@ class Following(Learner):
                 )
             )
         pure = self.model.pure
-        self._given = dict(zip(pure.parameter_paths, pure.flat(params), strict=True))
+        kept = pure.pull(params)[1] if pure.holds_states(params) else [None] * len(pure.state_paths)
+        held = zip(pure.state_paths, kept, pure.ongoing, strict=True)
+        goes_on = {path: x for path, x, ongoing in held if ongoing and x is not None}
         known = dict(self._made.programs)
+        self._given = dict(zip(pure.parameter_paths, pure.flat(params), strict=True)) | goes_on
         try:
-            kept = pure.pull(params)[1] if pure.holds_states(params) else [None] * len(pure.state_paths)
-            held = zip(pure.state_paths, kept, pure.ongoing, strict=True)
-            self._given |= {path: x for path, x, ongoing in held if ongoing and x is not None}
             traced, solved, cotangents = self._solve(sequences, step_fn, mask, reduction, True, self.rule)
         finally:
-            self._given = {}
+            self._given = None
             if _in_jit():
                 self._made.programs = known
         check_aux(traced.info.out_tree, has_aux)
@@ -225,9 +231,8 @@ class Following(Learner):
             named = {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
             check_finite_values(solved.losses, cotangents, named, 'step')
         if pure.holds_states(params):
-            new = {path: solved.states[v] for v, path in traced.paths().items() if v in solved.states}
-            ongoing = zip(pure.state_paths, kept, pure.ongoing, strict=True)
-            pure.push(pure.flat(params), [new.get(p, x) if o else x for p, x, o in ongoing], params)
+            new = {path: solved.states[v] for v, path in traced.paths().items() if path in goes_on}
+            pure.push(pure.flat(params), [new.get(p, x) for p, x in zip(pure.state_paths, kept, strict=True)], params)
         aux = None
         if has_aux:
             aux = traced.stacked(solved.aux | {traced.plan.targets[0]: solved.losses}, len(cotangents))[1]
@@ -237,7 +242,7 @@ class Following(Learner):
     def _program(self, *args: Any, **options: Any) -> tuple:
         """As :meth:`Learner._program`; in a call with values of its own, these in place of the learner's."""
         traced, run = super()._program(*args, **options)
-        if not self._given:
+        if self._given is None:
             return traced, run
         paths, given = traced.paths(), self._given
         at = lambda values: Values((v, given.get(paths[v], x)) for v, x in values.items())
@@ -296,9 +301,9 @@ def _in_jit() -> bool:
 def _inside_a_transformation() -> CompilationError:
     return CompilationError(
         three_parts(
-            'a learner of a Flax module inside jit, grad or the like',
-            'it reads and writes the module, which a traced program cannot do',
-            'the call outside (it is compiled anyway): etrace_grad(x[None], y[None], step_fn=...) for one step; or '
-            'inside nnx.jit etrace_grad(..., fresh=True, params=model) with the model that it was given',
+            'a call of this learner inside jit, grad or the like',
+            'it reads and writes weights, states and traces that live outside, which a traced program cannot do',
+            'the call outside (it is compiled anyway; etrace_grad(x[None], y[None], step_fn=...) for one step), or '
+            'inside etrace_grad(..., fresh=True, params=...) with the weights or the model that the program was given',
         )
     )

@@ -210,7 +210,7 @@ def compile(
     ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`. ``options`` go to the learner. With
     ``vmap`` the model and the example inputs are of one sample, and the learner maps over a batch of ``batch_size``.
 
-    ``model``: a brainstate module; a module of Flax NNX or Equinox, with ``state`` where it takes one as an argument; or
+    ``model``: a brainstate module; a module of Flax NNX or Equinox, with ``state`` where it takes one as an argument;
     a function ``step(params, state, *inputs) -> (state, out)``, whose params and state come first among the examples.
     Learners of these last three give gradients in the framework's own structure: see :class:`Following`.
 
