@@ -14,19 +14,23 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import CompilationError, three_parts
-from .pure import Leaves, PureModel, leaf_paths, run_or_explain, state_paths
+from .pure import Leaves, PureModel, free_name, leaf_paths, state_paths
 
 
 class EquinoxModel(PureModel):
     """An Equinox module as a pure step."""
 
+    runs = (
+        'inputs and a state for which model(x, state) runs; for a module of one sample vmap=True, batch_size=B and '
+        'examples of one sample'
+    )
+
     def __init__(self, model: eqx.Module, inputs: tuple, state: Any = None, batch: int | None = None):
-        self.kind = type(model).__name__
         state = _default_state(model) if state is None else state
         if state is None or not inputs:
             raise CompilationError(
                 three_parts(
-                    f'{self.kind} with {len(inputs)} example input(s) and no state',
+                    f'{type(model).__name__} with {len(inputs)} example input(s) and no state',
                     'an Equinox module is called as model(x, state), and where its state starts is not known',
                     'compile(model, rule, x0, state=state0); for a stateful module the state of '
                     'eqx.nn.make_with_state(...)',
@@ -35,25 +39,18 @@ class EquinoxModel(PureModel):
         trainable, self.static = eqx.partition(model, eqx.is_inexact_array)
         self.parameter_leaves = Leaves(trainable, 'a model', leaf_paths(trainable))
         self.parameters = jax.tree.leaves(trainable)
-        self.state_paths = _paths(model, state)
+        self.state_paths = _paths(model, state, free_name('state', self.parameter_paths))
         self.state_leaves = Leaves(state, 'a state', self.state_paths)
         self.state = jax.tree.leaves(state)
-        super().__init__(inputs, batch)
-        statistics = _statistics(model, self.state_paths)
-        self.hidden = [h and not s for h, s in zip(self.hidden, statistics, strict=True)]
-        self.ongoing = [o or s for o, s in zip(self.ongoing, statistics, strict=True)]
+        self._statistics = _statistics(model, self.state_paths)
+        super().__init__(type(model).__name__, inputs, batch)
 
     def one(self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any) -> tuple[list[Any], Any]:
         """One call of the module for one sample."""
         model = self.whole(parameters)
         x, *more = inputs
         positional, named = _bound(model, more)
-        call = lambda: model(x, self.state_leaves.tree(state), *positional, **named)
-        instead = (
-            'inputs and a state for which model(x, state) runs; for a module of one sample vmap=True, batch_size=B and '
-            'examples of one sample'
-        )
-        result = run_or_explain(model, call, inputs, instead)
+        result = model(x, self.state_leaves.tree(state), *positional, **named)
         if jax.tree.structure(result) == self.state_leaves.structure:
             return jax.tree.leaves(result), result
         if isinstance(result, tuple) and len(result) == 2:
@@ -62,11 +59,14 @@ class EquinoxModel(PureModel):
                 return jax.tree.leaves(new), out
         raise CompilationError(
             three_parts(
-                f'{self.kind} that returns {jax.tree.structure(result)} for a state of {self.state_leaves.structure}',
+                f'{self.name} that returns {jax.tree.structure(result)} for a state of {self.state_leaves.structure}',
                 'a step gives its new state, of the structure of the old one',
                 'model(x, state) -> (out, state), or cell(x, state) -> state',
             )
         )
+
+    def _ongoing(self) -> list[bool]:
+        return [a or b for a, b in zip(super()._ongoing(), self._statistics, strict=True)]
 
     def whole(self, parameters: Sequence[Any]) -> Any:
         """The model with these parameters."""
@@ -76,11 +76,11 @@ class EquinoxModel(PureModel):
         """Parameters of a model; all else must be as it was compiled."""
         trainable, static = eqx.partition(given, eqx.is_inexact_array)
         leaves = super().flat(trainable)
-        known = [x for x in jax.tree.leaves((static, self.static)) if isinstance(x, jax.core.Tracer)]
-        if not known and not bool(eqx.tree_equal(static, self.static)):
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(static))
+        if not traced and not bool(eqx.tree_equal(static, self.static)):
             raise ValueError(
                 three_parts(
-                    f'a {self.kind} that differs from the compiled one in more than its parameters',
+                    f'a {self.name} that differs from the compiled one in more than its parameters',
                     'the compiled step knows only the model that it was made of',
                     'compile(model, ...) again with this model',
                 )
@@ -104,12 +104,12 @@ def _default_state(model: Any) -> Any:
     return None
 
 
-def _paths(model: Any, state: Any) -> list[tuple]:
+def _paths(model: Any, state: Any, name: str) -> list[tuple]:
     """A path for every array of a state; inside an ``eqx.nn.State`` that of its index in the model."""
     is_index = lambda x: isinstance(x, eqx.nn.StateIndex)
     indices = zip(leaf_paths(model, is_index), jax.tree.leaves(model, is_leaf=is_index), strict=True)
     indices = [(path, index) for path, index in indices if is_index(index)]
-    paths = [('state', *path) for path in state_paths(state)]
+    paths = [(name, *path) for path in state_paths(state)]
     numbers = jax.tree.unflatten(jax.tree.structure(state), range(len(paths)))
     for part in jax.tree.leaves(numbers, is_leaf=lambda x: isinstance(x, eqx.nn.State)):
         for start, index in indices if isinstance(part, eqx.nn.State) else ():

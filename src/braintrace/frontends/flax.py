@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..errors import CompilationError, three_parts
-from .pure import Leaves, PureModel, key_name, run_or_explain, state_paths
+from .pure import Leaves, PureModel, free_name, key_name, state_paths
 
 _GO_ON = (nnx.RngState, nnx.BatchStat)
 
@@ -23,6 +24,14 @@ class FlaxModel(PureModel):
     """A Flax NNX module as a pure step."""
 
     keeps_state = True
+    runs = (
+        'inputs, carry and Variables for which the call runs: check their batch axes; jax.numpy.where or jax.lax.cond '
+        'where Python code asks for the value of an array'
+    )
+    remembers = (
+        'state=carry for a module called as model(carry, x) -> (carry, out), or self.h[...] = h on an nnx.Variable of '
+        'real numbers in its __call__'
+    )
 
     def __init__(self, model: nnx.Module, inputs: tuple, state: Any = None, batch: int | None = None, seed: int = 0):
         if batch is not None:
@@ -34,12 +43,13 @@ class FlaxModel(PureModel):
                 )
             )
         self.model = model
-        if state is None and hasattr(model, 'initialize_carry'):
-            state = model.initialize_carry(jax.tree.leaves(inputs)[0].shape, nnx.Rngs(seed))
-        self.carry = None if state is None else Leaves(state, 'a carry', [('carry', *p) for p in state_paths(state)])
-        self._check_call(inputs)
+        if state is None and hasattr(model, 'initialize_carry') and inputs:
+            state = model.initialize_carry(jnp.shape(jax.tree.leaves(inputs)[0]), nnx.Rngs(seed))
         self.graphdef, *parts = self._split(model)
         self._leaves = [Leaves(part, 'Variables', _variable_paths(part)) for part in parts]
+        name = free_name('carry', [path for leaves in self._leaves for path in leaves.paths])
+        self.carry = None if state is None else Leaves(state, 'a carry', [(name, *p) for p in state_paths(state)])
+        self._check_call(inputs)
         self.parameter_leaves = self._leaves[0]
         self.parameters = jax.tree.leaves(parts[0])
         carried = [] if self.carry is None else self.carry.flat(state)
@@ -47,18 +57,11 @@ class FlaxModel(PureModel):
         self.state = [*carried, *jax.tree.leaves(parts[1:])]
         kept = [self.carry, *self._leaves[1:]]
         self.state_paths = [path for leaves in kept if leaves is not None for path in leaves.paths]
-        super().__init__(inputs, None)
-        for i in range(self.num_carried, self.num_carried + len(self._leaves[1].paths)):
-            self.hidden[i], self.ongoing[i] = False, True
-        if not any(self.hidden):
-            raise CompilationError(
-                three_parts(
-                    f'{type(model).__name__}, whose call carries nothing on and writes no Variable of real numbers',
-                    'eligibility traces live in states that depend on their own past; there are none',
-                    'state=carry for a module called as model(carry, x) -> (carry, out), or self.h[...] = h on an '
-                    'nnx.Variable in its __call__',
-                )
-            )
+        super().__init__(type(model).__name__, inputs, None)
+
+    def _ongoing(self) -> list[bool]:
+        end = self.num_carried + len(self._leaves[1].paths)
+        return [x or self.num_carried <= i < end for i, x in enumerate(super()._ongoing())]
 
     def _check_call(self, inputs: tuple) -> None:
         signature = inspect.signature(self.model.__call__)
@@ -77,7 +80,7 @@ class FlaxModel(PureModel):
 
     @staticmethod
     def _split(model: nnx.Module) -> tuple:
-        return nnx.split(model, nnx.Param, _GO_ON, nnx.Not(nnx.Intermediate), ...)[:4]
+        return nnx.split(model, nnx.Param, _GO_ON, ...)
 
     def _merged(self, parameters: Sequence[Any], state: Sequence[Any]) -> list[nnx.State]:
         """The parts of a module from arrays in the order of the paths."""
@@ -89,12 +92,7 @@ class FlaxModel(PureModel):
         """One call of the module."""
         carry = () if self.carry is None else (self.carry.tree(state[: self.num_carried]),)
         model = nnx.merge(self.graphdef, *self._merged(parameters, state))
-        instead = (
-            'inputs, carry and Variables for which the call runs: check their batch axes; '
-            'jax.numpy.where or nnx.cond where Python code asks for the value of an array'
-        )
-        result = run_or_explain(self.model, lambda: model(*carry, *inputs), inputs, instead)
-        new = []
+        result, new = model(*carry, *inputs), []
         if self.carry is not None:
             if not (isinstance(result, tuple) and len(result) == 2):
                 raise self._no_pair(result)
@@ -148,8 +146,8 @@ class FlaxModel(PureModel):
         """The inverse; states in Variables stay as they are where there is a carry."""
         if self.carry is None:
             _, go_on, rest = nnx.split_state(given, nnx.Param, _GO_ON, ...)
-            return jax.tree.leaves([go_on, rest])
-        return [*jax.tree.leaves(given), *[None] * (len(self.state) - self.num_carried)]
+            return [*self._leaves[1].flat(go_on), *self._leaves[2].flat(rest)]
+        return [*self.carry.flat(given), *[None] * (len(self.state) - self.num_carried)]
 
     @property
     def version(self) -> Any:

@@ -16,7 +16,7 @@ from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, make_jaxpr
 from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
-from .pure import Leaves, PureModel, leaf_paths, state_paths
+from .pure import Leaves, PureModel, free_name, leaf_paths, state_paths
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,12 @@ class FunctionModel(PureModel):
     def __init__(self, step: Callable[..., Any], params: Any, state: Any, inputs: tuple, batch: int | None = None):
         self.function = step
         self.parameter_leaves = Leaves(params, 'params', leaf_paths(params))
-        self.parameters = list(map(jnp.asarray, jax.tree.leaves(params)))
-        name = 'state'
-        while any(path[:1] == (name,) for path in self.parameter_paths):
-            name += '_'
+        self.parameters = jax.tree.leaves(params)
+        name = free_name('state', self.parameter_paths)
         self.state_paths = [(name, *path) for path in state_paths(state)]
         self.state_leaves = Leaves(state, 'a state', self.state_paths)
-        self.state = list(map(jnp.asarray, jax.tree.leaves(state)))
-        super().__init__(inputs, batch)
+        self.state = jax.tree.leaves(state)
+        super().__init__(getattr(step, '__name__', 'a function'), inputs, batch)
 
     def one(self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any) -> tuple[list[Any], Any]:
         """One call of the function."""

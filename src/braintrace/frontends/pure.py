@@ -53,17 +53,31 @@ class PureModel:
     state_paths: list[Path]
     keeps_state = False
     """Whether states live in the user's model too, where a learner has to read and write them."""
+    runs = 'inputs and a state for which the step runs'
+    remembers = 'a state of real numbers that the step gives a new value'
+    """What to write where a step fails, and where none of its states can carry credit."""
 
-    def __init__(self, inputs: tuple, batch: int | None):
+    def __init__(self, name: str, inputs: tuple, batch: int | None):
+        self.name = name
         self.batch = batch
         self.inputs = inputs
+        self.state = list(map(_array, self.state))
+        self.parameters = list(map(_array, self.parameters))
         if batch is not None:
             self.state = [_copies(x, batch) for x in self.state]
             self.inputs = jax.tree.map(lambda x: _copies(x, batch), inputs)
         self.written = self._written()
-        is_a = lambda x, kind: jnp.issubdtype(jnp.result_type(x), kind)
-        self.hidden = [w and is_a(x, jnp.inexact) for w, x in zip(self.written, self.state, strict=True)]
-        self.ongoing = [is_a(x, jax.dtypes.prng_key) for x in self.state]
+        self.ongoing = self._ongoing()
+        given = zip(self.written, self.ongoing, self.state, strict=True)
+        self.hidden = [written and not ongoing and _is_float(x) for written, ongoing, x in given]
+        if not any(self.hidden):
+            raise CompilationError(
+                three_parts(
+                    f'{name}, whose step gives no hidden state a new value',
+                    'eligibility traces live in states that depend on their own past; there are none',
+                    self.remembers,
+                )
+            )
 
     def one(self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any) -> tuple[list[Any], Any]:
         """One step as the framework does it."""
@@ -122,6 +136,10 @@ class PureModel:
         """Write parameters and states into the user's model, or a given one."""
         raise NotImplementedError
 
+    def _ongoing(self) -> list[bool]:
+        """Random keys go on, and whatever else a front end knows."""
+        return [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in self.state]
+
     def _written(self) -> list[bool]:
         """Which states a step gives a new value, found by running it on abstract values."""
         marks: list[bool] = []
@@ -139,7 +157,19 @@ class PureModel:
             marks[:] = [a is not b for a, b in zip(state, new, strict=True)]
             return new
 
-        new = jax.eval_shape(self._mapped(run), self.parameters, self.state, *self.inputs)
+        try:
+            new = jax.eval_shape(self._mapped(run), self.parameters, self.state, *self.inputs)
+        except CompilationError:
+            raise
+        except Exception as error:
+            shapes = jax.tree.map(lambda x: tuple(jnp.shape(x)), self.inputs)
+            raise CompilationError(
+                three_parts(
+                    f'a step of {self.name} on inputs of shapes {shapes}',
+                    f'the step itself fails with {type(error).__name__}: {error}',
+                    self.runs,
+                )
+            ) from error
         for path, a, b in zip(self.state_paths, self.state, new, strict=True):
             if (jnp.shape(a), jnp.result_type(a)) != (b.shape, b.dtype):
                 raise CompilationError(
@@ -151,21 +181,6 @@ class PureModel:
                     )
                 )
         return marks
-
-
-def run_or_explain(model: Any, call: Callable[[], Any], inputs: tuple, instead: str) -> Any:
-    """The result of a model's own step; its errors in three parts."""
-    try:
-        return call()
-    except Exception as error:
-        shapes = jax.tree.map(lambda x: tuple(jnp.shape(x)), inputs)
-        raise CompilationError(
-            three_parts(
-                f'a step of {type(model).__name__} on inputs of shapes {shapes}',
-                f'the step itself fails with {type(error).__name__}: {error}',
-                instead,
-            )
-        ) from error
 
 
 def key_name(key: Any) -> Any:
@@ -188,8 +203,19 @@ def state_paths(tree: Any) -> list[Path]:
     return [(*map(key_name, keys), *path) for keys, part in children for path in state_paths(part)]
 
 
+def free_name(name: str, paths: Sequence[Path]) -> str:
+    """A first key that no path has: the name, if need be with an underscore."""
+    while any(path[:1] == (name,) for path in paths):
+        name += '_'
+    return name
+
+
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _array(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, jnp.result_type(x))
 
 
 def _copies(x: Any, batch: int) -> jax.Array:

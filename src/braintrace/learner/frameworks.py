@@ -69,7 +69,7 @@ def adapted(
 ) -> tuple[brainstate.nn.Module, tuple]:
     """The module that holds a model of another framework, and examples of its inputs."""
     pure = pure_model(model, args, state, batch, seed)
-    return Adapter(pure), pure.inputs
+    return type(pure.name, (Adapter,), {})(pure), pure.inputs
 
 
 class Following(Learner):
