@@ -128,7 +128,7 @@ class FlaxModel(PureModel):
                 f'{type(self.model).__name__} with a carry of {self.carry.structure} that it turns into '
                 f'{jax.tree.structure(result)}',
                 'a module with a carry is called as model(carry, *inputs) -> (carry, out)',
-                'a __call__ that takes the carry first and returns (carry, out)',
+                'a __call__ that takes the carry first and returns (carry, out), and a carry of the form it returns',
             )
         )
 
