@@ -15,7 +15,7 @@ test: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
 
 zoo: $(READY)
-	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_engine.py tests/test_functions.py
+	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_engine.py tests/test_functions.py tests/test_flax.py
 
 lint: $(READY)
 	$(RUN) -m ruff check --fix src tests scripts benchmarks experiments

@@ -105,7 +105,8 @@ class Spiking(eqx.Module):
         v, a = state.get(self.neuron)
         a = 0.8 * a + self.activation(4 * (v - 1))
         v = state.get(self.scale) * v + x @ self.w - 0.3 * a
-        state = state.set(self.neuron, (v, a)).set(self.steps, state.get(self.steps) + 1)
+        steps = state.get(self.steps) + 1
+        state = state.set(self.neuron, (v, a)).set(self.steps, steps)
         return self.out(v), state
 
 

@@ -49,19 +49,24 @@ class Adapter(brainstate.nn.Module):
     def init_state(self, batch_size: int) -> None:
         """States of another batch, each sample where all samples started."""
         old = jnp.shape(jax.tree.leaves(self.pure.inputs)[0])[0]
-        given = zip(self.pure.state_paths, self.kept, self.pure.state, self.pure.written, strict=True)
-        for path, state, start, written in given:
-            if written and jnp.ndim(start) and jnp.shape(start)[0] == old:
-                if bool(jnp.any(start != start[:1])):
-                    raise ValueError(
-                        three_parts(
-                            f'reset_state(batch_size={batch_size}) with {path_name(path)}, which starts differently '
-                            'for each sample',
-                            'the start of other samples is not known',
-                            'compile again with a state of that batch',
-                        )
+        given = zip(self.pure.state_paths, self.kept, self.pure.state, self.pure.ongoing, strict=True)
+        for (path, state, start, ongoing), written in zip(given, self.pure.written, strict=True):
+            value = state.value if ongoing else start
+            if self.pure.batch is None and (ongoing or not written or jnp.shape(start)[:1] != (old,)):
+                continue
+            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                state.value = jax.random.split(value[0], batch_size)
+                continue
+            if bool(jnp.any(value != value[:1])):
+                raise ValueError(
+                    three_parts(
+                        f'reset_state(batch_size={batch_size}) with {path_name(path)}, which starts differently for '
+                        'each sample',
+                        'the start of other samples is not known',
+                        'compile again with a state of that batch',
                     )
-                state.value = jnp.broadcast_to(start[:1], (batch_size, *start.shape[1:]))
+                )
+            state.value = jnp.broadcast_to(value[:1], (batch_size, *value.shape[1:]))
 
 
 def adapted(
