@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -24,6 +25,14 @@ def test_docs_run(page):
     names: dict = {}
     for code in re.findall(r'```python\n(.*?)```', page.read_text(), re.DOTALL):
         exec(compile(code, page.name, 'exec'), names)
+
+
+@pytest.mark.parametrize('name', ['flax_nnx', 'equinox_cell'])
+def test_examples_run(name, capsys):
+    names = runpy.run_path(str(ROOT / 'examples' / f'{name}.py'))
+    first, last = names['main'](updates=40)
+    assert last < first
+    assert 'update   39' in capsys.readouterr().out
 
 
 def test_measured_table_is_that_of_the_benchmark(monkeypatch):

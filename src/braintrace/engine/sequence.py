@@ -161,10 +161,11 @@ class Sequencer:
         def one(carry: tuple, xs: Values) -> tuple:
             moving, traces = carry
             done = forward(self.plan, const, moving, xs)
-            steps = complete(self.plan, const, done.steps, done.states)
-            traces, _ = self.traces.advance_silently(
-                const, steps, traces, self._no_gradient(const), self.traces.no_signal
-            )
+            if traces:
+                steps = complete(self.plan, const, done.steps, done.states)
+                traces, _ = self.traces.advance_silently(
+                    const, steps, traces, self._no_gradient(const), self.traces.no_signal
+                )
             extra = jax.vmap(lambda step: self.plan.compute(self.aux, const | step).pick(self.aux))(done.steps)
             return (done.states, traces), extra
 
