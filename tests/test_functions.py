@@ -207,7 +207,7 @@ def close(got, want, rtol=1e-4):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want)
 
 
-@pytest.mark.parametrize('rule', bt.learner.RULES if ALL else ['d_rtrl', 'pp_prop', 'threefactor'])
+@pytest.mark.parametrize('rule', bt.learner.RULES if ALL else ['d_rtrl', 'pp_prop'])
 def test_every_rule_as_for_a_module(rule):
     step, params, h = make('rnn')
     mine, module = bt.compile(step, rule, params, h, X), bt.compile(Same(params, h), rule, X)
@@ -271,9 +271,13 @@ def test_training_by_hand():
 
 def test_of_one_sample():
     step, params, h = make('rnn')
-    mapped = bt.compile(step, 'd_rtrl', params, h[0], X[0], vmap=True, batch_size=B)
-    whole = bt.compile(step, 'd_rtrl', params, jnp.stack([h[0]] * B), X)
-    close(*(learner.etrace_grad(XS, step_fn=squared(learner)) for learner in (mapped, whole)))
+    learner = bt.compile(step, 'd_rtrl', params, h[0], X[0], vmap=True, batch_size=B)
+    assert learner.report.hidden_groups[0].varshape == (B, H)
+    new, out = step(params, jnp.stack([h[0]] * B), X)
+    close(learner(X), out)
+    close(learner.state, new)
+    learner.reset_state(batch_size=3)
+    assert learner.state.shape == (3, H)
 
 
 def test_names_never_meet():

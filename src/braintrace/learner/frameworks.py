@@ -28,19 +28,19 @@ class Adapter(brainstate.nn.Module):
         super().__init__()
         self.pure = pure
         kinds = [brainstate.HiddenState if h else brainstate.ShortTermState for h in pure.hidden]
-        self.parameters = list(map(brainstate.ParamState, pure.parameters))
+        self.weights = list(map(brainstate.ParamState, pure.parameters))
         self.kept = [kind(x) for kind, x in zip(kinds, pure.state, strict=True)]
 
     def states(self, *filters: Any, **options: Any) -> Any:
         """The states by the paths of the model."""
-        paths = {'parameters': self.pure.parameter_paths, 'kept': self.pure.state_paths}
+        paths = {'weights': self.pure.parameter_paths, 'kept': self.pure.state_paths}
         found = super().states(*filters, **options)
         named = lambda part: type(part)({paths[key[0]][key[1]]: state for key, state in part.items()})
         return tuple(map(named, found)) if isinstance(found, tuple) else named(found)
 
     def update(self, *inputs: Any) -> Any:
         """One step of the model."""
-        new, out = self.pure.step([s.value for s in self.parameters], [s.value for s in self.kept], *inputs)
+        new, out = self.pure.step([s.value for s in self.weights], [s.value for s in self.kept], *inputs)
         for state, value, written in zip(self.kept, new, self.pure.written, strict=True):
             if written:
                 state.value = value
@@ -95,12 +95,12 @@ class Following(Learner):
     def params(self) -> Any:
         """The parameters as the framework holds them: a State of Params, an Equinox model, the params of a function."""
         with self._followed():
-            return self.model.pure.whole([s.value for s in self.model.parameters])
+            return self.model.pure.whole([s.value for s in self.model.weights])
 
     @params.setter
     def params(self, value: Any) -> None:
         with self._followed():
-            _assign(self.model.parameters, self.model.pure.flat(value))
+            _assign(self.model.weights, self.model.pure.flat(value))
 
     @property
     def state(self) -> Any:
@@ -128,7 +128,7 @@ class Following(Learner):
         if _in_jit():
             raise _inside_a_transformation()
         self._pull()
-        states = [*self.model.parameters, *self.model.kept]
+        states = [*self.model.weights, *self.model.kept]
         before = [state.value for state in states]
         self._inside = True
         try:
@@ -144,7 +144,7 @@ class Following(Learner):
         pure, step = self.model.pure, self.model.pure.version
         now = [x for part in pure.pull() for x in part]
         seen = self._seen or [None] * len(now)
-        states = [*self.model.parameters, *self.model.kept]
+        states = [*self.model.weights, *self.model.kept]
         _assign(states, [None if x is y else x for x, y in zip(now, seen, strict=True)])
         self._seen = now
         if pure.version != step:
@@ -152,11 +152,11 @@ class Following(Learner):
             self.executor.compile_graph(*self._example)
 
     def _push(self, before: list) -> None:
-        parameters, kept = ([s.value for s in states] for states in (self.model.parameters, self.model.kept))
+        parameters, kept = ([s.value for s in states] for states in (self.model.weights, self.model.kept))
         values = zip([*parameters, *kept], before, self._seen or before, strict=True)
         moved = [x for x, y, seen in values if seen is not None and x is not y]
         if any(isinstance(x, jax.core.Tracer) for x in moved):
-            _assign([*self.model.parameters, *self.model.kept], before)
+            _assign([*self.model.weights, *self.model.kept], before)
             raise _inside_a_transformation()
         if moved:
             self.model.pure.push(parameters, kept)
