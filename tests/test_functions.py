@@ -1,7 +1,9 @@
 """Plain functions `step(params, state, *inputs) -> (state, out)`."""
 
+import os
 from typing import NamedTuple
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +78,7 @@ DRAWN = {  # groups; credit of each parameter; sites into the groups
     ),
     'lstm': ([(('h',), ('c',))], {'0': 'local', '1': 'local'}, {(0,): {0}, (1,): {0}}),
     'lif': (
-        [(('rest', 0), ('v',))],
+        [(('rest', '0'), ('v',))],
         {'in.w': 'exact', 'decay': 'exact', 'unused': 'none'},
         {('in', 'w'): {0}, ('decay',): {0}},
     ),
@@ -120,9 +122,9 @@ def test_the_compiled_step_is_the_step(name):
 
 def test_integers_are_other_states():
     graph = bt.compile_etrace_graph(*make('lif'), X)
-    assert graph.report.dynamic_states == (('rest', 1),)
+    assert graph.report.dynamic_states == (('rest', '1'),)
     assert not graph.explain(kind='other_state')
-    assert ('rest', 1) not in graph.hid_path_to_group
+    assert ('rest', '1') not in graph.hid_path_to_group
 
 
 def test_group_transition_and_diagonal():
@@ -135,7 +137,7 @@ def test_group_transition_and_diagonal():
     old = [env[v] for v in group.hidden_invars]
     got = group.diagonal_jacobian(old, [env[v] for v in group.transition_jaxpr_constvars])
     slope = jax.nn.sigmoid(state['v'] - 1) * (1 - jax.nn.sigmoid(state['v'] - 1))
-    a, v = (group.hidden_paths.index(p) for p in (('rest', 0), ('v',)))
+    a, v = (group.hidden_paths.index(p) for p in (('rest', '0'), ('v',)))
     decay = jnp.broadcast_to(params['decay'], (B, H))
     for (i, j), want in {(a, a): decay, (a, v): slope, (v, a): -decay, (v, v): 0.9 - slope}.items():
         np.testing.assert_allclose(got[..., i, j], want, rtol=1e-5, atol=1e-6)
@@ -171,3 +173,140 @@ def test_nothing_to_remember_or_to_train():
         bt.compile_etrace_graph(lambda p, s, x: (s + 1, x @ p), array(I, H), jnp.zeros((), jnp.int32), X)
     with pytest.raises(bt.CompilationError, match='no parameter'):
         bt.compile_etrace_graph(lambda p, s, x: (0.9 * s, s), {}, array(B, H), X)
+
+
+# ---------------------------------------------------------------- learners
+
+
+class Same(brainstate.nn.Module):
+    """The network of :func:`rnn`, as a brainstate module."""
+
+    def __init__(self, params, h):
+        super().__init__()
+        self.w, self.r, self.b, self.out = (brainstate.ParamState(params[k]) for k in ('w', 'r', 'b', 'out'))
+        self.start = h
+
+    def init_state(self):
+        self.h = brainstate.HiddenState(self.start)
+
+    def update(self, x):
+        self.h.value = jnp.tanh(0.5 * self.h.value + x @ self.w.value + self.h.value @ self.r.value + self.b.value)
+        return self.h.value @ self.out.value
+
+
+XS = array(4, B, I)
+ALL = os.environ.get('ZOO') == 'all'
+
+
+def squared(learner):
+    return lambda x: jnp.mean(learner(x) ** 2)
+
+
+def close(got, want, rtol=1e-4):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize('rule', bt.learner.RULES if ALL else ['d_rtrl', 'pp_prop'])
+def test_every_rule_as_for_a_module(rule):
+    step, params, h = make('rnn')
+    mine, module = bt.compile(step, rule, params, h, X), bt.compile(Same(params, h), rule, X)
+    got, want = (learner.etrace_grad(XS, step_fn=squared(learner)) for learner in (mine, module))
+    close(got, {path[0]: gradient for path, gradient in want.items()})
+    assert type(mine).__mro__[2] is type(module)
+
+
+@pytest.mark.parametrize('name', ['lstm', 'lif', 'stack'] if ALL else ['lif'])
+def test_rtrl_is_bptt(name):
+    step, params, state = make(name)
+    learner = bt.compile(step, 'rtrl', params, state, X)
+
+    def loss(params):
+        total, s = 0.0, state
+        for x in XS:
+            s, out = step(params, s, x)
+            total += jnp.mean(jax.tree.leaves(out)[-1] ** 2)
+        return total / len(XS)
+
+    got = learner.etrace_grad(XS, step_fn=lambda x: jnp.mean(jax.tree.leaves(learner(x))[-1] ** 2))
+    close(got, jax.jit(jax.grad(loss))(params))
+    paths = {path for group in learner.report.hidden_groups for path in group.hidden_paths}
+    assert all(path[0] == 'state' for path in paths)
+    assert len(learner.report.hidden_groups) == len(DRAWN[name][0])
+
+
+def test_training_by_hand():
+    step, params, h = make('rnn')
+    learner = bt.compile(step, 'd_rtrl', params, h, X)
+    loss_of = squared(learner)
+    losses = []
+    for _ in range(10):
+        grads, loss = learner.etrace_grad(XS, step_fn=loss_of, fresh=True, return_value=True)
+        learner.params = jax.tree.map(lambda p, g: p - 0.5 * g, learner.params, grads)
+        losses.append(float(loss.mean()))
+    assert losses[-1] < 0.5 * losses[0]
+
+    @jax.jit
+    def train(params, xs):
+        grads, loss = learner.etrace_grad(xs, step_fn=loss_of, fresh=True, params=params, return_value=True)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), loss.mean()
+
+    for want in losses:
+        params, loss = train(params, XS)
+        np.testing.assert_allclose(loss, want, rtol=1e-3)
+    close(learner.params, params, rtol=1e-3)
+    close(learner.etrace_grad(XS, step_fn=loss_of, fresh=True), learner.etrace_grad(XS, step_fn=loss_of, fresh=True))
+    assert learner.gradient_check(XS, step_fn=loss_of)['out'].cosine > 0.999
+
+    learner.state = jnp.zeros((B, H))
+    _, want = step(learner.params, jnp.zeros((B, H)), X)
+    close(learner(X), want)
+    with pytest.raises(ValueError, match=r'a state of structure(.|\n)*compiled with'):
+        learner.state = (h, h)
+    with pytest.raises(ValueError, match=r'params of structure(.|\n)*compiled with'):
+        learner.params = h
+    with pytest.raises(ValueError, match=r'starts differently(.|\n)*compile again'):
+        learner.reset_state(batch_size=3)
+
+
+def test_of_one_sample():
+    step, params, h = make('rnn')
+    learner = bt.compile(step, 'd_rtrl', params, h[0], X[0], vmap=True, batch_size=B)
+    assert learner.report.hidden_groups[0].varshape == (B, H)
+    new, out = step(params, jnp.stack([h[0]] * B), X)
+    close(learner(X), out)
+    close(learner.state, new)
+    learner.reset_state(batch_size=3)
+    assert learner.state.shape == (3, H)
+
+
+def test_names_never_meet():
+    step = lambda params, s, x: (0.5 * s + x @ params['state'],) * 2
+    learner = bt.compile(step, 'd_rtrl', {'state': array(I, H)}, array(B, H), X)
+    assert learner.report.hidden_groups[0].hidden_paths == (('state_',),)
+    assert list(learner.param_states) == [('state',)]
+
+
+def test_keys_in_the_state_go_on():
+    def noisy(w, state, x):
+        h, key = state
+        key, now = jax.random.split(key)
+        return (0.5 * h + x @ w + jax.random.normal(now, h.shape), key), h
+
+    learner = bt.compile(noisy, 'd_rtrl', array(I, H), (jnp.zeros((B, H)), jax.random.key(0)), X)
+    first, second = (learner.etrace_evolve(XS, return_outputs=True) for _ in range(2) if not learner.reset_state())
+    assert float(jnp.abs(first[1] - second[1]).max()) > 0.01
+
+
+def test_bad_models_of_learners():
+    step, params, h = make('rnn')
+    with pytest.raises(bt.CompilationError, match=r'parameter n, which is not(.|\n)*in the state'):
+        bt.compile(step, 'd_rtrl', {**params, 'n': 3}, h, X)
+    with pytest.raises(TypeError, match=r'and state=(.|\n)*params, state and inputs'):
+        bt.compile(step, 'd_rtrl', params, h, X, state=h)
+    with pytest.raises(TypeError, match=r'type function with 1 example'):
+        bt.compile(step, 'd_rtrl', X)
+    with pytest.raises(ValueError, match=r'state=\.\.\. for a brainstate module'):
+        bt.compile(Same(params, h), 'd_rtrl', X, state=h)
+    with pytest.raises(bt.CompilationError, match='no hidden state'):
+        bt.compile(lambda p, s, x: (s + 1, x @ p), 'd_rtrl', array(I, H), jnp.zeros((), jnp.int32), X)

@@ -131,8 +131,8 @@ _busy = threading.local()
 def compile_etrace_graph(model: Any, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any) -> ETraceGraph:
     """Compile one step of a model into its eligibility-trace graph.
 
-    ``model`` is a ``brainstate.nn.Module`` called with ``args``, or a plain function
-    ``step(params, state, *inputs) -> (state, out)`` with examples of its arguments.
+    ``model`` is a ``brainstate.nn.Module`` called with ``args``, a module of Flax NNX or Equinox (``state=`` where it
+    takes one), or a plain function ``step(params, state, *inputs) -> (state, out)`` with examples of its arguments.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> gru = brainstate.nn.GRUCell(3, 4)

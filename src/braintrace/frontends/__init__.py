@@ -6,27 +6,63 @@ import sys
 from typing import Any
 
 from ..errors import three_parts
+from .pure import PureModel
+
+
+def pure_model(
+    model: Any, args: tuple, state: Any = None, batch: int | None = None, seed: int | None = None
+) -> PureModel:
+    """A model that is no brainstate module as a pure step, by the front end that knows its kind.
+
+    ``args``: examples of its inputs; for a plain function ``params, state, *inputs``. ``state``: where a model that
+    takes its state as an argument starts. ``batch``: the model, its state and the examples are of one sample.
+    """
+    if _is_a(model, 'flax.nnx', 'Module'):
+        from .flax import FlaxModel
+
+        return FlaxModel(model, args, state, batch, seed or 0)
+    if _is_a(model, 'equinox', 'Module'):
+        from .equinox import EquinoxModel
+
+        return EquinoxModel(model, args, state, batch)
+    from .functions import FunctionModel
+
+    _check_function(model, args, state)
+    return FunctionModel(model, args[0], args[1], args[2:], batch)
 
 
 def extract(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Trace one step of a model with the front end that knows its kind.
 
-    A ``brainstate`` module is called with ``args``; any other callable is a plain function
-    ``step(params, state, x) -> (state, out)``.
+    A ``brainstate`` module is called with ``args``, and so is a module of Flax NNX or Equinox, with ``state`` where it
+    takes one; any other callable is a plain function ``step(params, state, x) -> (state, out)``.
     """
-    brainstate = sys.modules.get('brainstate')
-    if brainstate is not None and isinstance(model, brainstate.nn.Module):
+    if _is_a(model, 'brainstate.nn', 'Module'):
         from .brainstate import extract_module_info
 
         return extract_module_info(model, *args, **kwargs)
-    if not callable(model) or isinstance(model, type) or len(args) < 2:
+    from .functions import extract_function_info, extract_pure_info
+
+    if _is_a(model, 'flax.nnx', 'Module') or _is_a(model, 'equinox', 'Module'):
+        return extract_pure_info(pure_model(model, args, **kwargs))
+    _check_function(model, args, kwargs.get('state'))
+    return extract_function_info(model, *args, **kwargs)
+
+
+def _is_a(model: Any, package: str, name: str) -> bool:
+    """Whether a model is of a class of a package; one that nobody has imported has no models."""
+    module = sys.modules.get(package)
+    return module is not None and isinstance(model, getattr(module, name, ()))
+
+
+def _check_function(model: Any, args: tuple, state: Any) -> None:
+    if not callable(model) or isinstance(model, type) or len(args) < 2 or state is not None:
         raise TypeError(
             three_parts(
-                f'a model of type {type(model).__name__} with {len(args)} example(s) of its arguments',
-                'a model is a brainstate module, or a function step(params, state, *inputs) -> (state, out)',
-                'an instance of brainstate.nn.Module and its inputs, or such a function with params, state and inputs',
+                f'a model of type {type(model).__name__} with {len(args)} example(s) of its arguments'
+                + ('' if state is None else ' and state=...'),
+                'a model is a module of brainstate, Flax NNX or Equinox, or a function '
+                'step(params, state, *inputs) -> (state, out)',
+                'an instance of such a module and its inputs, or such a function with params, state and inputs',
             )
         )
-    from .functions import extract_function_info
-
-    return extract_function_info(model, *args, **kwargs)

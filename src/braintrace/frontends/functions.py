@@ -1,4 +1,7 @@
-"""Plain functions ``step(params, state, *inputs) -> (state, out)``; every float state is hidden."""
+"""Plain functions ``step(params, state, *inputs) -> (state, out)``; every float state is hidden.
+
+Models that other front ends have made pure are traced here too.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, failing_line, mak
 from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
+from .pure import Leaves, PureModel, free_name, leaf_paths, state_paths
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class FunctionInfo(NamedTuple):
     out_tree: Any
     state_tree: Any
     num_var_out: int
+    held: tuple[Any, Any] | None = None
+    """Parameters and state of a model that holds its own: then a call has inputs only."""
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -47,7 +53,7 @@ class FunctionInfo(NamedTuple):
 
     def flat_inputs(self, args: Sequence[Any], old_state_vals: Any, kwargs: dict) -> list[jax.Array]:
         """``(params, state, *inputs)`` in the order of the jaxpr's inputs, checked against it."""
-        params, state, *inputs = args
+        params, state, *inputs = args if self.held is None else (*self.held, *args)
         flat = jax.tree.leaves((params, state if old_state_vals is None else old_state_vals, inputs, kwargs))
         check_shapes(self.closed_jaxpr, flat)
         return flat
@@ -56,9 +62,9 @@ class FunctionInfo(NamedTuple):
         """The function's output from the results of the jaxpr."""
         return jax.tree.unflatten(self.out_tree, results[: self.num_var_out])
 
-    def jaxpr_call(self, params: Any, state: Any, *inputs: Any) -> tuple:
+    def jaxpr_call(self, *args: Any) -> tuple:
         """Run the step: output, new state, extra outputs by variable."""
-        flat = self.flat_inputs((params, state, *inputs), None, {})
+        flat = self.flat_inputs(args, None, {})
         results = evaluate(self.jaxpr, self.closed_jaxpr.consts, *flat)
         a, b = self.num_var_out, self.num_var_out + self.state_tree.num_leaves
         new = jax.tree.unflatten(self.state_tree, results[a:b])
@@ -79,24 +85,37 @@ class FunctionInfo(NamedTuple):
         return f'FunctionInfo({len(self.jaxpr.eqns)} equations; hidden: {hidden}; parameters: {weights})'
 
 
-def _paths(tree: Any) -> list[Path]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    name = lambda k: getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', k)))
-    return [tuple(name(k) for k in keys) for keys, _ in flat]
+class FunctionModel(PureModel):
+    """A plain step function with its parameters and state."""
+
+    def __init__(self, step: Callable[..., Any], params: Any, state: Any, inputs: tuple, batch: int | None = None):
+        self.function = step
+        self.parameter_leaves = Leaves(params, 'params', leaf_paths(params))
+        self.parameters = jax.tree.leaves(params)
+        name = free_name('state', self.parameter_paths)
+        self.state_paths = [(name, *path) for path in state_paths(state)]
+        self.state_leaves = Leaves(state, 'a state', self.state_paths)
+        self.state = jax.tree.leaves(state)
+        super().__init__(getattr(step, '__name__', 'a function'), inputs, batch)
+
+    def one(self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any) -> tuple[list[Any], Any]:
+        """One call of the function."""
+        given = self.parameter_leaves.tree(parameters), self.state_leaves.tree(state)
+        new, out = run_step(self.function, *given, inputs)
+        return jax.tree.leaves(new), out
+
+    def _written(self) -> list[bool]:
+        super()._written()
+        return [True] * len(self.state)
 
 
-def extract_function_info(step: Callable[..., Any], params: Any, state: Any, *inputs: Any) -> FunctionInfo:
-    """Trace ``step(params, state, *inputs)`` and sort its variables by role."""
-
-    def ordered(params: Any, state: Any, inputs: Any) -> tuple:
+def run_step(step: Callable[..., Any], params: Any, state: Any, inputs: tuple) -> tuple[Any, Any]:
+    """New state and output of a step function, checked."""
+    try:
         result = step(params, state, *inputs)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(f'it returns {type(result).__name__}, not a pair (state, out)')
-        return result[1], result[0]
-
-    try:
-        traced, (out, new) = jax.make_jaxpr(ordered, return_shape=True)(params, state, inputs)
-        _check_state(state, new)
+        _check_state(state, result[0])
     except Exception as error:
         raise CompilationError(
             three_parts(
@@ -105,21 +124,48 @@ def extract_function_info(step: Callable[..., Any], params: Any, state: Any, *in
                 'a function step(params, state, *inputs) -> (state, out) that runs on the given examples',
             )
         ) from error
+    return result
+
+
+def extract_function_info(step: Callable[..., Any], params: Any, state: Any, *inputs: Any) -> FunctionInfo:
+    """Trace ``step(params, state, *inputs)`` and sort its variables by role."""
+    is_hidden = [jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) for x in jax.tree.leaves(state)]
+    paths = leaf_paths(params), state_paths(state)
+    return _trace(step, params, state, inputs, *paths, is_hidden, [True] * len(is_hidden))
+
+
+def extract_pure_info(model: PureModel) -> FunctionInfo:
+    """Trace one step of a model that a front end has made pure."""
+    given = model.parameters, model.state, model.inputs, model.parameter_paths, model.state_paths
+    return _trace(model.step, *given, model.hidden, model.written)._replace(held=(model.parameters, model.state))
+
+
+def _trace(
+    step: Callable[..., Any],
+    params: Any,
+    state: Any,
+    inputs: tuple,
+    param_paths: Sequence[Path],
+    state_paths: Sequence[Path],
+    is_hidden: Sequence[bool],
+    is_written: Sequence[bool],
+) -> FunctionInfo:
+    ordered = lambda params, state, inputs: run_step(step, params, state, inputs)[::-1]
+    traced, (out, _) = jax.make_jaxpr(ordered, return_shape=True)(params, state, inputs)
     leaves = jax.tree.leaves(state)
     num_params, num_out = len(jax.tree.leaves(params)), len(jax.tree.leaves(out))
-    is_hidden = [jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) for x in leaves]
     closed = distinct_outputs(normal_form(traced), [num_out + i for i, h in enumerate(is_hidden) if h])
     jaxpr = closed.jaxpr
     old, new_vars = jaxpr.invars[num_params : num_params + len(leaves)], jaxpr.outvars[num_out:]
-    states = list(zip(_paths(state), is_hidden, old, new_vars, strict=True))
+    states = list(zip(state_paths, is_hidden, is_written, old, new_vars, strict=True))
     program = StepProgram(
         closed,
         inputs=tuple(jaxpr.invars[num_params + len(leaves) :]),
-        parameters=tuple(Parameter(p, (), v) for p, v in zip(_paths(params), jaxpr.invars, strict=False)),
+        parameters=tuple(Parameter(p, (), v) for p, v in zip(param_paths, jaxpr.invars, strict=False)),
         hidden=tuple(
-            Hidden(p, a, b, ArrayState(p, a.aval.shape), a.aval.shape, 1) for p, hidden, a, b in states if hidden
+            Hidden(p, a, b, ArrayState(p, a.aval.shape), a.aval.shape, 1) for p, hidden, _, a, b in states if hidden
         ),
-        others=tuple(OtherState(p, (), a, b) for p, hidden, a, b in states if not hidden),
+        others=tuple(OtherState(p, (), a, b if w else None) for p, hidden, w, a, b in states if not hidden),
         outputs=tuple(jaxpr.outvars[:num_out]),
     )
     return FunctionInfo(step, closed, program, jax.tree.structure(out), jax.tree.structure(state), num_out)

@@ -14,6 +14,7 @@ from .. import rules
 from ..errors import three_parts
 from .arguments import check_batch
 from .base import Learner
+from .frameworks import adapted, following
 
 
 class D_RTRL(Learner):
@@ -194,19 +195,24 @@ RULES: dict[str, type[Learner]] = {
 
 
 def compile(
-    model: brainstate.nn.Module,
+    model: Any,
     rule: str | type[Learner] | rules.ETraceConfig,
     *example_inputs: Any,
     batch_size: int | None = None,
     seed: int | None = None,
     verbose: int = 0,
     vmap: bool = False,
+    state: Any = None,
     **options: Any,
 ) -> Learner:
     """Initialise a model's states, compile it, and give it a learning rule.
 
     ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`. ``options`` go to the learner. With
     ``vmap`` the model and the example inputs are of one sample, and the learner maps over a batch of ``batch_size``.
+
+    ``model``: a brainstate module; a module of Flax NNX or Equinox, with ``state`` where it takes one as an argument;
+    a function ``step(params, state, *inputs) -> (state, out)``, whose params and state come first among the examples.
+    Learners of these last three give gradients in the framework's own structure: see :class:`Following`.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> net = brainstate.nn.GRUCell(3, 4)
@@ -225,11 +231,18 @@ def compile(
         )
     if seed is not None:
         brainstate.random.seed(seed)
-    if vmap:
-        if batch_size is None:
-            raise ValueError(
-                three_parts('vmap=True without a batch size', 'the model is mapped over a batch', 'batch_size=...')
-            )
+    if vmap and batch_size is None:
+        raise ValueError(
+            three_parts('vmap=True without a batch size', 'the model is mapped over a batch', 'batch_size=...')
+        )
+    if not isinstance(model, brainstate.nn.Module):
+        model, example_inputs = adapted(model, example_inputs, state, batch_size if vmap else None, seed)
+        kind, vmap = following(kind), False
+    elif state is not None:
+        raise ValueError(
+            three_parts('state=... for a brainstate module', 'it keeps its states itself', 'compile without state=')
+        )
+    elif vmap:
         brainstate.nn.vmap_init_all_states(model, axis_size=batch_size)
         batched = lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x)))
         example_inputs = jax.tree.map(batched, example_inputs)

@@ -127,6 +127,11 @@ class Traced:
         parameters = [p.invar for p in self.info.program.parameters]
         return values.pick(parameters), values.pick(v for v in values if v not in set(parameters))
 
+    def paths(self) -> dict[Any, Path]:
+        """The path of every variable of a state."""
+        states = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
+        return {v: self.info.state_id_to_path[id(s)] for s, tree in states for v in jax.tree.leaves(tree)}
+
     def _path_of(self, state: brainstate.State) -> Path:
         return next((p for p, s in self.model.states().items() if s is state), ('<outside>',))
 
