@@ -70,7 +70,7 @@ def forward(plan: Plan, const: Values, states: Values, inputs: Values) -> Forwar
         new = Values((o, env[n] if is_var(n) else jnp.full(o.aval.shape, n.val, o.aval.dtype)) for o, n in plan.carried)
         return new, (env.pick(plan.kept), old.pick(h.invar for h in plan.program.hidden))
 
-    last, (kept, old) = jax.lax.scan(step, states, steps.pick(v for v in steps if v in reads))
+    last, (kept, old) = jax.lax.scan(step, states, steps.pick(v for v in steps if v in reads), _length(steps))
     return Forward(last, steps | kept | old)
 
 
