@@ -85,17 +85,19 @@ for names, function in {
     'stop_gradient copy copy_p cut optimization_barrier mul_any': lambda x: x, 'complex': lambda a, b: a + 1j * b,
     'select_n': lambda c, *x: np.where(c, x[1], x[0]) if len(x) == 2 else np.choose(c, x),
     'clamp': lambda a, x, b: np.clip(x, a, b),
-    'div': lambda a, b: np.divide(a, b) if np.issubdtype(np.result_type(a), np.inexact) else np.fix(a / b).astype(a.dtype),
+    'div': lambda a, b: a / b if np.issubdtype(a.dtype, np.inexact) else np.fix(a / b).astype(a.dtype),
 }.items():  # fmt: skip
     for name in names.split():
         RULES[name] = functools.partial(lambda f, params, *x: f(*x), function)
 
-RULES['convert_element_type'] = lambda p, x: x.astype(p['new_dtype'])
+RULES['convert_element_type'] = lambda p, x: (
+    x if np.issubdtype(p['new_dtype'], np.complexfloating) else x.real
+).astype(p['new_dtype'])
 RULES['integer_pow'] = lambda p, x: x ** p['y'] if p['y'] >= 0 else 1 / x ** -p['y']
 
 # ---------------------------------------------------------------- movement
 
-RULES['reshape'] = lambda p, x: x.reshape(p['new_sizes'])
+RULES['reshape'] = lambda p, x: x.transpose(p['dimensions'] or range(x.ndim)).reshape(p['new_sizes'])
 RULES['squeeze'] = lambda p, x: np.squeeze(x, tuple(p['dimensions']))
 RULES['expand_dims'] = lambda p, x: np.expand_dims(x, tuple(p['dimensions']))
 RULES['transpose'] = lambda p, x: np.transpose(x, p['permutation'])
@@ -144,10 +146,10 @@ def dynamic_update_slice(p, x, update, *starts):
 def pad(p, x, value):
     if any(low < 0 or high < 0 for low, high, _ in p['padding_config']):
         return np.asarray(jax.lax.pad(x, value, p['padding_config']))
-    shape = [low + high + n + max(n - 1, 0) * inner for n, (low, high, inner) in zip(x.shape, p['padding_config'])]
-    out = np.full(shape, value, x.dtype)
-    out[tuple(slice(low, low + n + max(n - 1, 0) * inner, inner + 1)
-              for n, (low, _, inner) in zip(x.shape, p['padding_config']))] = x  # fmt: skip
+    sizes = [(n, low, high, inner) for n, (low, high, inner) in zip(x.shape, p['padding_config'], strict=True)]
+    wide = lambda n, inner: n + max(n - 1, 0) * inner
+    out = np.full([low + high + wide(n, inner) for n, low, high, inner in sizes], value, x.dtype)
+    out[tuple(slice(low, low + wide(n, inner), inner + 1) for n, low, _, inner in sizes)] = x
     return out
 
 

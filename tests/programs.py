@@ -85,7 +85,9 @@ class Program:
 
         kinds = [f'# {kind} state {name}: {self.states[name]}' for name, kind in self.kinds.items()]
         new = ', '.join(f'{name!r}: {text}' for name, text in self.written.items())
-        body = [f'    {line}' for line in [*self.lines, f'return {{{new}}}, ({"".join(o + ", " for o in self.outputs)})']]
+        body = [
+            f'    {line}' for line in [*self.lines, f'return {{{new}}}, ({"".join(o + ", " for o in self.outputs)})']
+        ]
         heads = [*shapes('parameter', self.parameters), *kinds, *shapes('input', self.inputs)]
         return '\n'.join([*heads, 'def step(p, s, x):', *body])
 
@@ -158,7 +160,7 @@ class Writer:
         return self.filled(self.pick(ways).replace('W[', 'U['), shape)
 
     def filled(self, text: str, shape: Shape = ()) -> str:
-        """Text with parameters in place: ``U[2, 3]`` of these shapes, every ``W`` one and the same of the given shape."""
+        """Text with parameters in place: one for each ``U[2, 3]``, and one for all ``W``, of the given shape."""
         text = re.sub(r'U\[([\d, ]*)\]', lambda m: self.parameter(*map(int, re.findall(r'\d+', m[1]))), text)
         return re.sub(r'\bW\b', self.parameter(*shape), text) if re.search(r'\bW\b', text) else text
 
@@ -291,7 +293,12 @@ def surrogate(w, v):
 @statement(5)
 def binary(w, v):
     ways = ['{0} + {1}', '{0} * {1}', '{0} - {1}', 'jnp.maximum({0}, {1})', 'jnp.where({0} > 0, {0}, 0.2 * {1})']
-    ways += ['nn.sigmoid({1}) * {0}', '{0} / (1 + {1} ** 2)', 'jnp.where({1} > 0.1, {0}, 0.0)', 'jnp.hypot({0}, 1 + {1})']
+    ways += [
+        'nn.sigmoid({1}) * {0}',
+        '{0} / (1 + {1} ** 2)',
+        'jnp.where({1} > 0.1, {0}, 0.0)',
+        'jnp.hypot({0}, 1 + {1})',
+    ]
     return w.pick(ways).format(v.text, w.like(v).text), v.shape
 
 
@@ -302,7 +309,13 @@ def weighted(w, v):
     if len(v.shape) > 1:
         options += [v.shape[:-1] + (1,), v.shape[1:]]
     weight = w.parameter(*w.pick(options))
-    ways = ['{0} * {1}', '{0} + {1}', 'nn.sigmoid({1}) * {0}', 'jnp.tanh({0} - {1})', 'jnp.where({0} > 0, {0}, {1} * {0})']
+    ways = [
+        '{0} * {1}',
+        '{0} + {1}',
+        'nn.sigmoid({1}) * {0}',
+        'jnp.tanh({0} - {1})',
+        'jnp.where({0} > 0, {0}, {1} * {0})',
+    ]
     return w.pick(ways).format(v.text, weight), v.shape
 
 
@@ -405,14 +418,16 @@ def moved(w, v):
         ways += [(f'lax.slice_in_dim({v.text}, 0, {n}, 2, axis={axis})', with_n((n + 1) // 2))]
     if v.size % 2 == 0:
         ways += [(f'{v.text}.reshape(2, -1)', (2, v.size // 2)), (f'{v.text}.reshape(-1, 2)', (v.size // 2, 2))]
+        ways += [(f"{v.text}.reshape(2, -1, order='F')", (2, v.size // 2))]
     return w.pick(ways)
 
 
 @statement(3, rank=1)
 def joined(w, v):
     axis = w.axis(v)
-    same = lambda u: len(u.shape) == len(v.shape) and all(
-        a == b for d, (a, b) in enumerate(zip(u.shape, v.shape, strict=True)) if d != axis
+    same = lambda u: (
+        len(u.shape) == len(v.shape)
+        and all(a == b for d, (a, b) in enumerate(zip(u.shape, v.shape, strict=True)) if d != axis)
     )
     u = w.value(same) or v
     if u.shape == v.shape and w.chance(3):
@@ -434,7 +449,7 @@ def indexed(w, v):
     u = w.value(lambda u: _fits(u.shape, row))
     ways = [(picked, row)]
     if u is not None:
-        ways += [(f'{v.text}.at[{at}].{how}({u.text})', v.shape) for how in ('set', 'add', 'multiply')]
+        ways += [(f'{v.text}.at[{at}].{how}({u.text})', v.shape) for how in ('set', 'add')]
     ways += [(f'lax.dynamic_slice_in_dim({v.text}, {_start(w)}, {max(n - 1, 1)})', (max(n - 1, 1), *v.shape[1:]))]
     one = w.value(lambda u: _fits(u.shape, (1, *v.shape[1:])))
     if one is not None:
@@ -486,9 +501,13 @@ def looped(w, v):
 
 @statement(2, rank=1)
 def scanned(w, v):
-    n, *rest = v.shape
+    _, *rest = v.shape
     first = w.value(lambda u: _fits(u.shape, tuple(rest)))
-    start = f'jnp.zeros({tuple(rest)})' if first is None or w.chance(3) else f'jnp.broadcast_to({first.text}, {tuple(rest)})'
+    start = (
+        f'jnp.zeros({tuple(rest)})'
+        if first is None or w.chance(3)
+        else f'jnp.broadcast_to({first.text}, {tuple(rest)})'
+    )
     body, out = w.inner('a', 'b', shape=tuple(rest)), w.inner('a', 'b', shape=tuple(rest))
     which, shape = w.pick([(0, tuple(rest)), (1, v.shape)])
     return f'lax.scan(lambda a, b: ({body}, {out}), {start}, {v.text}{w.pick(["", ", reverse=True"])})[{which}]', shape

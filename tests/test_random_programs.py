@@ -2,27 +2,35 @@
 
 For every program: one step's gradient is the plain one; D-RTRL is the dense influence recursion, whatever the
 length of its blocks; and each parameter's credit class is proven by numbers: `exact` is BPTT, `instantaneous` the
-sum of one-step gradients, `none` no gradient at all.
+sum of one-step gradients, `none` no gradient at all. By default a few programs; `make fuzz` runs many.
 """
 
 import dataclasses
 import functools
+import os
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
 
 from braintrace.analysis.credit import CreditAnalysis
 from braintrace.analysis.sites import find_sites
-from braintrace.engine.plan import Values
 from braintrace.engine.sequence import Sequencer
-from braintrace.frontends.functions import ArrayState, extract_function_info
+from braintrace.frontends.functions import extract_function_info
 from braintrace.program import OtherState
 from interpreter import traced
 from oracle import Problem, total_of
 from programs import draw_program
 
 STEPS = 4
+SEEDS = [int(n) for n in os.environ.get('SEEDS', '0:1').split(':')]
+"""Seeds first:last, each good for its own programs."""
+PROGRAMS = int(os.environ.get('PROGRAMS', 25))
+"""How many a seed."""
 
 
 def values_of(shapes, seed):
@@ -35,13 +43,20 @@ def values_of(shapes, seed):
     }
 
 
+@dataclasses.dataclass
+class Grouped:
+    """A state that keeps several states of its positions on its last axis."""
+
+    varshape: tuple[int, ...]
+    name2index: tuple = ()
+
+
 def with_roles(program, kinds):
     """The program with some states taken as groups along their last axis, and some as not hidden."""
 
     def grouped(h):
         *shape, count = h.varshape
-        state = ArrayState(h.path, tuple(shape), count)
-        return dataclasses.replace(h, varshape=tuple(shape), num_state=count, state=state)
+        return dataclasses.replace(h, varshape=tuple(shape), num_state=count, state=Grouped(tuple(shape)))
 
     kind = lambda h: kinds[h.path[0]]
     hidden = tuple(grouped(h) if kind(h) == 'group' else h for h in program.hidden if kind(h) != 'other')
@@ -66,6 +81,10 @@ class Case:
     def loss_step(self, p, s, x):
         new, out = self.step(p, s, x)
         return new, total_of(out)
+
+    @property
+    def names(self):
+        return {p.invar: p.path[0] for p in self.problem.program.parameters}
 
     @functools.cached_property
     def plain(self):
@@ -110,31 +129,59 @@ class Case:
         return {p.path[0]: analysis.judge(p) for p in facts.program.parameters}
 
 
-def check(program, ways=(('two_pass', 3), ('one_pass', 2))):
+WAYS = [*(('two_pass', k) for k in (4, 3, 1)), *(('one_pass', k) for k in (1, 2, 3, 4))]
+
+
+def check(program, ways):
     """Everything that must hold for a program."""
     case = Case(program)
-    wanted = case.recursion
-    plain = case.plain(case.parameters, case.weights, 1.0)
-    single = case.plain(case.parameters, case.weights, 0.0)
-    first = np.asarray([1.0] + [0.0] * (STEPS - 1))
-    one = case.plain(case.parameters, first, 1.0)
-    names = {p.invar: p.path[0] for p in case.problem.program.parameters}
+    start = np.eye(STEPS)[0]
+    plain, single, first = (
+        case.plain(case.parameters, *given) for given in ((case.weights, 1.0), (case.weights, 0.0), (start, 1.0))
+    )
+    found = {}
     for way, block in ways:
         engine = case.engine(way, block)
-        found, start = engine(case.weights), engine(first)
-        for v, name in names.items():
-            close(start[v], one[name], f'{name}: one step by {way}')
-            total = sum(w * g[v] for w, g in zip(case.weights, wanted, strict=True))
-            close(found[v], total, f'{name}: {way} in blocks of {block}')
-    for v, name in names.items():
+        found, one = engine(case.weights), engine(start)
+        for v, name in case.names.items():
+            close(one[v], first[name], f'{name}: one step by {way}')
+            wanted = sum(w * g[v] for w, g in zip(case.weights, case.recursion, strict=True))
+            close(found[v], wanted, f'{name}: {way} in blocks of {block}')
+    for v, name in case.names.items():
         credit, reason = case.credit[name]
-        right = {'exact': plain, 'instantaneous': single, 'none': jax.tree.map(np.zeros_like, plain)}
         if credit == 'none':
-            close(plain[name], np.zeros_like(plain[name]), f'{name}: none ({reason})')
-        if credit in right:
-            close(found[v], right[credit][name], f'{name}: {credit} ({reason})')
+            close(0 * plain[name], plain[name], f'{name}: none ({reason})')
+        elif credit != 'local':
+            close(found[v], (plain if credit == 'exact' else single)[name], f'{name}: {credit} ({reason})')
 
 
 def close(found, wanted, what):
     size = max(np.abs(wanted).max(initial=0), 1e-6)
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7 * size, err_msg=what)
+
+
+def drawn(data):
+    """A program and two ways to solve it."""
+    pick = lambda options: data.draw(st.sampled_from(options))
+    program = draw_program(pick)
+    assume(program.parameters and any(kind != 'other' for kind in program.kinds.values()))
+    return program, [pick(WAYS), pick(WAYS)]
+
+
+def fuzz(seed, programs):
+    """Check random programs; the smallest that fails is shown as Python."""
+
+    @hypothesis.seed(seed)
+    @settings(max_examples=programs, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def run(data):
+        program, ways = drawn(data)
+        hypothesis.note(f'{program}\n# solved by {ways}')
+        check(program, ways)
+
+    run()
+
+
+@pytest.mark.parametrize('seed', range(*SEEDS))
+def test_random_programs(seed, x64):
+    fuzz(seed, PROGRAMS)

@@ -142,7 +142,10 @@ family('elementwise', _barrier, 'optimization_barrier')
 
 
 def _reshape(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
-    labels = None if outs[0] is None else outs[0].reshape(_shape(eqn.invars[0]))
+    shape, order = _shape(eqn.invars[0]), eqn.params.get('dimensions')
+    if eqn.primitive.name != 'reshape' or order is None:
+        order = range(len(shape))
+    labels = outs[0].reshape([shape[d] for d in order]).transpose(np.argsort(order))
     return [labels] + [None] * (len(eqn.invars) - 1)
 
 
