@@ -104,6 +104,7 @@ RULES['transpose'] = lambda p, x: np.transpose(x, p['permutation'])
 RULES['rev'] = lambda p, x: np.flip(x, p['dimensions'])
 RULES['concatenate'] = lambda p, *x: np.concatenate(x, p['dimension'])
 RULES['split'] = lambda p, x: np.split(x, np.cumsum(p['sizes'])[:-1], p['axis'])
+RULES['unstack'] = lambda p, x: list(np.moveaxis(x, p['axis'], 0))
 RULES['stack'] = lambda p, *x: np.stack(x, p['axis'])
 
 

@@ -68,7 +68,7 @@ class Problem:
     def run(self, parameters, states, inputs):
         jaxpr = self.program.closed.jaxpr
         results = evaluate(jaxpr, self.program.closed.consts, *self.flat(parameters, states, inputs))
-        return results, {v: x for v, x in zip(jaxpr.outvars, results, strict=True) if is_var(v)}
+        return results, Values((v, x) for v, x in zip(jaxpr.outvars, results, strict=True) if is_var(v))
 
     def influence(self, compiled=lambda function, *examples: jax.jit(function)):
         """Gradients of the weighted losses by the dense recursion."""
@@ -79,7 +79,7 @@ class Problem:
         """Gradients of every step's loss."""
         states = self.states
         traces = [
-            Values((v, jnp.zeros(self.old(g, states).shape + x.shape, x.dtype)) for v, x in self.parameters.items())
+            Values((v, np.zeros((*g.varshape, g.num_state, *x.shape), x.dtype)) for v, x in self.parameters.items())
             for g in self.analysed.groups
         ]
         at = lambda t: Values((v, x[t]) for v, x in self.inputs.items())
@@ -96,8 +96,12 @@ class Problem:
 
     def step(self, states, traces, inputs):
         parameters = self.parameters
-        gradient = jax.grad(lambda p: self.run(p, states, inputs)[0][0])(parameters)
-        _, new = self.run(parameters, states, inputs)
+
+        def loss(p):
+            results, new = self.run(p, states, inputs)
+            return results[0], new
+
+        gradient, new = jax.grad(loss, has_aux=True)(parameters)
         groups = self.analysed.groups
         zeros = [jnp.zeros_like(self.old(g, states)) for g in groups]
         flat = self.flat(parameters, states, inputs)
@@ -113,7 +117,7 @@ class Problem:
                 outs = dict(zip(map(id, self.program.closed.jaxpr.outvars), results, strict=True))
                 return group.concat_hidden([outs[id(v)] for v in group.hidden_outvars])
 
-            inside, across = jax.jacrev(advance, 0)(parameters, old), jax.jacrev(advance, 1)(parameters, old)
+            inside, across = jax.jacrev(advance, (0, 1))(parameters, old)
             dot = lambda a, b, n=old.ndim: jnp.tensordot(a, b, n)
             credit = dot(signals[g], across) + self.direct_read(group, old, states, inputs, new)
             gradient = Values((v, x + dot(credit, traces[g][v])) for v, x in gradient.items())
