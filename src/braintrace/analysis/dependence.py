@@ -87,8 +87,6 @@ def _results(eqn: Equation, operands: list[Bits]) -> list[Bits]:
     kind = structure(eqn)
     if kind == 'scan':
         return _scan(eqn, operands)
-    if kind == 'while':  # no reverse derivative
-        return [Bits()] * len(eqn.outvars)
     if kind == 'cond':
         branches = [_outputs(b, operands[1:]) for b in read_branches(eqn)]
         return [union(outs) for outs in zip(*branches, strict=True)]
