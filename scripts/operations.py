@@ -3,12 +3,10 @@
 Walks cells, neurons, synapses, layers and activations of brainstate, brainpy.state, braintools and brainevent,
 `jax.nn` and common functions of `jax.numpy`, traces each on small arrays and lists every primitive with its family.
 
-python scripts/operations.py [--all]
+python scripts/operations.py
 """
 
-import functools
 import inspect
-import itertools
 import sys
 import warnings
 from collections import defaultdict
@@ -23,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.ode import odeint
+from jax.scipy import special
 
 from braintrace.analysis.families import TABLE
 from braintrace.compat import is_differentiable, open_jaxpr, structure, sub_programs
@@ -39,36 +39,62 @@ OPAQUE = {
 # ---------------------------------------------------------------- what is walked
 
 CLOCK = {'dt': 0.1 * u.ms, 't': 1.0 * u.ms, 'i': 10}
-SIZES = [(), (4,), (4, 4), ((8, 4),), ((4, 4, 4),), ((4, 4, 4, 4),), ((8, 4), 4, 3), ((4, 4, 4), 4, 3)]
-SIZES += [((4, 4, 4, 4), 4, 3), (2,), (2, 2), (1, 4), ((4,), 4), (0.5,), (2, (8, 4)), (2, (4, 4, 4)), (2, (4, 4, 4, 4))]
-SHAPES = [(2, 4), (4,), (8, 4), (4, 4, 4), (4, 4, 4, 4), (2, 8, 4), (2, 4, 4, 4), (2, 4, 4, 4, 4)]
-UNITS = [1.0, u.mA, u.nA, u.pA, u.mV]
+IMAGES = [(8, 4), (4, 4, 4), (4, 4, 4, 4)]
+LAYERS = [(), (4,), (4, 4), *((n,) for n in IMAGES), *((n, 4, 3) for n in IMAGES), (2,), ((4,), 4), (2, (8, 4))]
+ARRAYS = [(2, 4), (4,), (8, 4), (2, 8, 4), (2, 4, 4, 4), (2, 4, 4, 4, 4)]
+PACKAGES = {
+    brainstate.nn: (LAYERS, [[jnp.full(shape, 0.3)] * n for n in (1, 2) for shape in ARRAYS] + [[]]),
+    brainpy.state: ([(4,), (), (4, 4)], [[], [jnp.full(4, 0.3) * u.mA], [jnp.full(4, 0.3)], [jnp.full(4, 0.3) * u.pA]]),
+}
+"""Arguments with which to try to build the modules of a package, and inputs with which to try to call them."""
 
 
-def modules(package, names: Callable[[type], bool] = lambda c: True) -> dict[str, type]:
+SPARSE = brainevent.CSR((jnp.ones(4), np.arange(4), np.arange(5)), shape=(4, 4))
+nn = brainstate.nn
+BUILDERS: dict[str, Callable] = {
+    'Dropout': lambda: nn.Dropout(0.5),
+    'AlphaDropout': lambda: nn.AlphaDropout(0.5),
+    'Embedding': lambda: nn.Sequential(Step(lambda x: jnp.int32(x)), nn.Embedding(3, 4)),
+    'GroupNorm': lambda: nn.GroupNorm((4,), 2),
+    'LoRA': lambda: nn.LoRA(4, 2, 4),
+    'FixedNumConn': lambda: nn.FixedNumConn(4, 4, 2, 0.1),
+    'EventFixedNumConn': lambda: nn.EventFixedNumConn(4, 4, 2, 0.1),
+    'EventFixedProb': lambda: nn.EventFixedProb(4, 4, 0.5, 0.1),
+    'SparseLinear': lambda: nn.SparseLinear(SPARSE),
+    'exp_euler_step': lambda: Step(lambda x: nn.exp_euler_step(lambda v: -v / (10.0 * u.ms), x)),
+    'brainevent.CSR': lambda: Step(lambda x: x @ SPARSE),
+    'brainevent.BinaryArray': lambda: Step(lambda x: brainevent.BinaryArray((x > 0.2) * 1.0) @ SPARSE),
+}
+"""Modules that need arguments of their own."""
+
+
+class Step(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.function = function
+
+    def update(self, x):
+        return self.function(x)
+
+
+def modules(package) -> dict[str, type]:
     """The modules that a package exports."""
     found = {n: getattr(package, n) for n in dir(package) if n[0] != '_'}
-    return {
-        n: c
-        for n, c in found.items()
-        if inspect.isclass(c) and issubclass(c, brainstate.nn.Module) and names(c) and 'update' in dir(c)
-    }
+    return {n: c for n, c in found.items() if inspect.isclass(c) and issubclass(c, brainstate.nn.Module)}
 
 
-def traced_module(cls: type):
+def traced_module(cls: type, builds: list, calls: list):
     """The program of one step of a module, by the first arguments that fit; None where none do."""
-    for sizes in SIZES:
+    for sizes in builds:
         try:
-            model = cls(*sizes)
-            brainstate.nn.init_all_states(model)
+            model = brainstate.nn.init_all_states(cls(*sizes))
         except Exception:
             continue
-        for count, shape, unit in itertools.product((1, 0, 2), SHAPES, UNITS):
-            if not count and (shape != SHAPES[0] or unit is not UNITS[0]):
-                continue
-            inputs = [jnp.full(shape, 0.3) * unit for _ in range(count)]
+        for inputs in calls:
             try:
-                return brainstate.transform.make_jaxpr(model.update)(*inputs)[0]
+                return brainstate.transform.make_jaxpr(lambda *xs, model=model: model(*xs))(*inputs)[0]
             except Exception:
                 continue
     return None
@@ -78,7 +104,9 @@ def traced_function(function: Callable):
     """The program of a function of one array or two; None where none fits."""
     for arguments in ([(2, 4)], [(2, 4), (2, 4)], [(4,)], [(4, 4)], [(4, 4), (4,)], [(4, 4), (4, 4)]):
         try:
-            return jax.make_jaxpr(function)(*(jnp.full(shape, 0.3) + jnp.arange(shape[-1]) * 0.1 for shape in arguments))
+            return jax.make_jaxpr(function)(
+                *(jnp.full(shape, 0.3) + jnp.arange(shape[-1]) * 0.1 for shape in arguments)
+            )
         except Exception:
             continue
     return None
@@ -96,7 +124,6 @@ own_jvp.defjvp(lambda primals, tangents: (own_jvp(*primals), tangents[0]))
 KEY = jax.random.key(0)
 INDEX = np.array([2, 0, 1])
 MATRIX = lambda x: x @ x.T + 4 * jnp.eye(len(x))
-CSR = brainevent.CSR.fromdense(np.eye(4, dtype=np.float32)) if hasattr(brainevent.CSR, 'fromdense') else None
 COMMON: dict[str, Callable] = {
     'where': lambda x: jnp.where(x > 0.4, x, 0.1 * x),
     'clip': lambda x: jnp.clip(x, 0.2, 0.5),
@@ -175,40 +202,48 @@ COMMON: dict[str, Callable] = {
     'interp': lambda x: jnp.interp(x, jnp.array([0.0, 0.5, 1.0]), jnp.array([1.0, 3.0, 2.0])),
     'piecewise': lambda x: jnp.piecewise(x, [x < 0.4], [lambda v: v, lambda v: v**2]),
     'polyval': lambda x: jnp.polyval(jnp.array([1.0, 2.0]), x),
-    'erf': lambda x: jax.scipy.special.erf(x) + jax.scipy.special.erfinv(0.5 * x),
-    'gammaln': lambda x: jax.scipy.special.gammaln(x) + jax.scipy.special.digamma(x) + jax.scipy.special.betainc(x, x, x),
-    'bessel': lambda x: jax.scipy.special.i0e(x) + jax.scipy.special.i1e(x),
-    'xlogy': lambda x: jax.scipy.special.xlogy(x, x) + jax.scipy.special.ndtr(x),
+    'erf': lambda x: special.erf(x) + special.erfinv(0.5 * x),
+    'gammaln': lambda x: special.gammaln(x) + special.digamma(x) + special.betainc(x, x, x),
+    'bessel': lambda x: special.i0e(x) + special.i1e(x),
+    'xlogy': lambda x: special.xlogy(x, x) + special.ndtr(x),
     'powers': lambda x: x**3 + x**1.5 + jnp.cbrt(x) + lax.rsqrt(x) + jnp.sqrt(x) + jnp.exp2(x) + jnp.log2(x),
     'trigonometry': lambda x: sum(f(0.5 * x) for f in (jnp.tan, jnp.arcsin, jnp.arccos, jnp.arctan, jnp.sinh, jnp.cosh,
                                                         jnp.arcsinh, jnp.arctanh, jnp.sinc)) + jnp.arccosh(1 + x),
-    'rounding': lambda x: jnp.round(x) + jnp.ceil(x) + jnp.trunc(x) + x % 0.3 + x // 0.2 + jnp.sign(x) + jnp.nextafter(x, 2.0),
+    'rounding': lambda x: jnp.round(x) + jnp.ceil(x) + jnp.trunc(x) + x % 0.3 + x // 0.2 + jnp.nextafter(x, 2.0),
     'joining': lambda x: jnp.concatenate([jnp.stack([x, x])[0], jnp.pad(x, ((1, 0), (0, 0)))[1:], jnp.tile(x, (1, 1))]),
     'splitting': lambda x: jnp.split(x, 2, 1)[0] + jnp.array_split(x, 2, 1)[1],
-    'mirrored padding': lambda x: jnp.pad(x, 1, mode='reflect') + jnp.pad(x, 1, mode='wrap') + jnp.pad(x, 1, mode='edge'),
+    'padding': lambda x: sum(jnp.pad(x, 1, mode=mode) for mode in ('reflect', 'wrap', 'edge', 'linear_ramp')),
     'axes': lambda x: jnp.moveaxis(jnp.swapaxes(jnp.expand_dims(x, 0), 1, 2), 0, 1).reshape(4, 2, order='F').squeeze(),
     'triangles': lambda x: jnp.tril(x) + jnp.triu(x) + jnp.diag(x[0])[:2],
     'reductions': lambda x: x.sum() + x.mean() + x.max() + x.min() + x.prod() + jnp.logaddexp.reduce(x[0]),
     'arg reductions': lambda x: x[0, jnp.argmax(x[0])] + jnp.argmin(x),
     'nan handling': lambda x: jnp.nan_to_num(x) + jnp.nansum(x) + jnp.nanmax(x),
     'bfloat16': lambda x: (x.astype(jnp.bfloat16) * 2).astype(jnp.float32) + lax.reduce_precision(x, 5, 10),
-    'mixed product': lambda x: lax.dot(x.astype(jnp.bfloat16), x.T.astype(jnp.bfloat16), preferred_element_type=jnp.float32),
+    'mixed product': lambda x: lax.dot(jnp.bfloat16(x), jnp.bfloat16(x.T), preferred_element_type=jnp.float32),
     'ragged select': lambda x: lax.select_n(jnp.int32(x) % 3, x, 2 * x, 3 * x),
     'clamped index': lambda x: lax.dynamic_index_in_dim(x, 5, 0),
     'barrier': lambda x: lax.optimization_barrier(x),
     'reduce': lambda x: lax.reduce(x, 1.0, lax.mul, (1,)),
     'searchsorted': lambda x: x * jnp.searchsorted(x[0], 0.5),
     'histogram': lambda x: jnp.bincount(jnp.int32(x[0]), length=3) * x[0, 0],
-    'ode step': lambda x: jax.experimental.ode.odeint(lambda y, t: -y, x, jnp.array([0.0, 1.0])),
+    'ode solver': lambda x: odeint(lambda y, t: -y, x, jnp.array([0.0, 1.0])),
 }  # fmt: skip
 
 
-def walk() -> Iterator[tuple[str, object]]:
-    """(name, program) of everything; the program is None where no example arguments fit."""
+def walk_modules() -> Iterator[tuple[str, object]]:
+    """(name, program) of every module; the program is None where no example arguments fit."""
     with brainstate.environ.context(**CLOCK, fit=True):
-        for package in (brainstate.nn, brainpy.state):
+        for package, examples in PACKAGES.items():
             for name, cls in modules(package).items():
-                yield f'{package.__name__}.{name}', traced_module(cls)
+                if name not in BUILDERS:
+                    yield f'{package.__name__}.{name}', traced_module(cls, *examples)
+
+
+def walk_functions() -> Iterator[tuple[str, object]]:
+    """The same of functions, and of modules that are built by hand."""
+    with brainstate.environ.context(**CLOCK, fit=True):
+        for name, build in BUILDERS.items():
+            yield name, traced_module(build, [()], PACKAGES[nn][1])
     for package in (jax.nn, braintools.surrogate, brainstate.nn):
         for name in dir(package):
             function = getattr(package, name, None)
@@ -273,15 +308,15 @@ class Coverage:
         return '\n'.join(lines)
 
 
-@functools.cache
-def coverage() -> Coverage:
+def coverage(all_modules: bool) -> Coverage:
+    """What is found in functions, and in every module of the packages if that is wanted."""
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        return Coverage(walk())
+        return Coverage([*walk_functions(), *(walk_modules() if all_modules else ())])
 
 
 if __name__ == '__main__':
-    found = coverage()
+    found = coverage(all_modules=True)
     print(found)
     for primitive, users in found.gaps.items():
         print(f'gap: {primitive} in {", ".join(users)}')

@@ -501,3 +501,5 @@ family('mixing', mixing, 'custom_linear_solve', solver_constants)
 family('opaque', mixing, 'while pure_callback io_callback', None)
 family('none', mixing, 'iota rng_uniform rng_bit_generator threefry2x32 random_bits random_seed random_wrap', None)
 family('none', mixing, 'random_unwrap random_fold_in random_split random_clone', None)
+# Checks of brainstate: values that must not be batched, and conditions over a batch.
+family('none', mixing, 'no_vmap unvmap_any unvmap_all unvmap_max', None)
