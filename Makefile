@@ -25,7 +25,7 @@ operations: $(READY)
 	OPERATIONS=all JAX_PLATFORMS=cpu $(RUN) -m pytest tests/test_operations.py
 
 models: $(READY)
-	JAX_PLATFORMS=cpu $(RUN) scripts/models.py
+	JAX_PLATFORMS=cpu $(RUN) scripts/any_model.py
 
 lint: $(READY)
 	$(RUN) -m ruff check --fix src tests scripts benchmarks experiments
