@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: train test zoo conformance browser lint bench bench-compile learn rules clean
+.PHONY: train test zoo conformance fuzz operations models browser lint bench bench-compile learn rules clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -23,6 +23,16 @@ conformance: $(READY)
 
 browser: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) scripts/browser.py $(ARGS)
+
+fuzz: $(READY)  # 10,000 random programs; any part of the seeds may be run alone
+	SEEDS=$(or $(SEEDS),0:100) PROGRAMS=$(or $(PROGRAMS),100) JAX_PLATFORMS=cpu $(RUN) -m pytest tests/test_random_programs.py
+
+operations: $(READY)
+	$(RUN) scripts/operations.py
+	OPERATIONS=all JAX_PLATFORMS=cpu $(RUN) -m pytest tests/test_operations.py
+
+models: $(READY)
+	JAX_PLATFORMS=cpu $(RUN) scripts/any_model.py
 
 lint: $(READY)
 	$(RUN) -m ruff check --fix

@@ -179,6 +179,7 @@ case('mul', lambda x, y: x * y, ('complex64', A), ('complex64', (1, 3)))
 
 case('reshape', lambda x: x.reshape(3, 2), A)
 case('reshape', lambda x: x.reshape(2, 1, 3, 1), A)
+case('reshape', lambda x: lax.reshape(x, (3, 2), (1, 0)), A)
 case('squeeze', lambda x: lax.squeeze(x, (0, 2)), (1, 3, 1))
 case('transpose', lambda x: x.T, A)
 case('transpose', lambda x: jnp.transpose(x, (2, 0, 1)), (2, 3, 4))

@@ -164,6 +164,14 @@ def structure(eqn: Equation) -> str:
     return 'custom' if name in _CUSTOM else 'call'
 
 
+_CALLBACKS = ('pure_callback', 'io_callback')
+
+
+def is_opaque(eqn: Equation) -> bool:
+    """True for what JAX cannot differentiate in reverse: loops of unknown length, calls of Python code."""
+    return structure(eqn) == 'while' or eqn.primitive.name in _CALLBACKS
+
+
 class Scan(NamedTuple):
     """A scan equation: operands are consts, carry, xs; results are carry, ys."""
 
@@ -177,20 +185,6 @@ def read_scan(eqn: Equation) -> Scan:
     """The parts of a scan equation."""
     p = eqn.params
     return Scan(p['jaxpr'], p['num_consts'], p['num_carry'], p['length'])
-
-
-class While(NamedTuple):
-    """A while equation: operands are condition consts, body consts, carry."""
-
-    body: ClosedJaxpr
-    cond_consts: int
-    body_consts: int
-
-
-def read_while(eqn: Equation) -> While:
-    """The parts of a while equation."""
-    p = eqn.params
-    return While(p['body_jaxpr'], p['cond_nconsts'], p['body_nconsts'])
 
 
 def read_branches(eqn: Equation) -> Sequence[ClosedJaxpr]:
@@ -258,6 +252,11 @@ def cut_equation(operand: Var, mask: np.ndarray | None) -> Equation:
     """An equation that gives the operand with its derivative cut."""
     params = {'mask': None if mask is None or mask.all() else Mask(mask)}
     return jex.new_jaxpr_eqn([operand], [new_var(operand.aval)], cut_p, params, frozenset())
+
+
+def is_whole_cut(eqn: Equation) -> bool:
+    """True for a cut through which nothing passes."""
+    return eqn.primitive is cut_p and eqn.params['mask'] is None
 
 
 def add_equation(a: Atom, b: Atom, out: Var) -> Equation:

@@ -28,11 +28,14 @@ class Case:
     groups: tuple[Group, ...]
     sites: dict[Path, frozenset[Group]]
     credit: dict[Path, str]
+    family: str
     x64: bool = False
     note: str = ''
 
 
 CASES: dict[str, Case] = {}
+REFUSED: dict[str, Callable[[], tuple[brainstate.nn.Module, tuple]]] = {}
+"""Models that cannot work, and say why."""
 SEED = 3  # draws that put units on both sides of threshold
 _random = np.random.default_rng(SEED)
 
@@ -71,6 +74,7 @@ def case(groups: Sequence[str | Sequence[Path]], leaves: dict[str, str], x64: bo
             groups=group_sets,
             sites={leaf: frozenset(group_sets[int(n)] for n in w[1:]) for leaf, w in words.items()},
             credit={leaf: w[0] for leaf, w in words.items()},
+            family=builder.__module__.rpartition('.')[2],
             x64=x64,
             note=note,
         )

@@ -3,6 +3,7 @@
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import stop_gradient
 
 from .base import B, H, I, Step, array, case, hidden, leaky, spike, weight
@@ -149,6 +150,53 @@ def while_loop_beside_the_path():
         return 0.9 * V + (x @ m.w.value) / (1 + halvings)
 
     return membrane(advance, w=weight(I, H)), (array(B, I),)
+
+
+@case(['V'], {'w': 'instantaneous 0', 'v': 'none'}, note='no credit passes a loop of unknown length')
+def while_loop_on_the_path():
+    def advance(m, V, x):
+        y = x @ m.w.value
+        return y + jax.lax.while_loop(lambda V: jnp.abs(V).sum() > 0.5, lambda V: V / 2, V + y * m.v.value)
+
+    return membrane(advance, w=weight(I, H), v=weight(H)), (array(B, I),)
+
+
+@case(['V'], {'w': 'local 0'}, note='a loop of unknown length inside one of known length')
+def while_loop_inside_a_scan():
+    def advance(m, V, x):
+        halved = lambda V: jax.lax.while_loop(lambda V: jnp.abs(V).sum() > 0.5, lambda V: V / 2, V)
+        return jax.lax.fori_loop(0, 2, lambda k, V: 0.5 * V + halved(V), V) + x @ m.w.value
+
+    return membrane(advance, w=weight(I, H)), (array(B, I),)
+
+
+@case(['V'], {'w': 'local 0'}, note='Python code inside the step: no credit passes it')
+def callback_on_the_path():
+    def advance(m, V, x):
+        shape = jax.ShapeDtypeStruct(V.shape, V.dtype)
+        return 0.9 * V + x @ m.w.value + jax.pure_callback(np.tanh, shape, V, vmap_method='sequential')
+
+    return membrane(advance, w=weight(I, H)), (array(B, I),)
+
+
+@case(['V'], {'w': 'exact 0'}, note='one result of the loop depends on the inputs only, the other on the state')
+def loop_whose_results_differ():
+    def advance(m, V, x):
+        turn = lambda carry, _: ((0.7 * carry[0], 0.8 * carry[1]), None)
+        (drive, V), _ = jax.lax.scan(turn, (x, V), None, length=2)
+        return V + drive @ m.w.value
+
+    return membrane(advance, w=weight(I, H)), (array(B, I),)
+
+
+@case(['V'], {'w': 'exact 0', 'v': 'exact 0'}, note='one of three branches, by conditions on the inputs')
+def ifelse_of_brainstate():
+    def advance(m, V, x):
+        level = x.mean()
+        branches = [lambda: x @ m.w.value, lambda: jnp.tanh(x @ m.v.value), lambda: jnp.zeros_like(V)]
+        return 0.9 * V + transform.ifelse([level > 1, level > -1, level <= -1], branches)
+
+    return membrane(advance, w=weight(I, H), v=weight(I, H)), (array(B, I),)
 
 
 # nested calls

@@ -339,3 +339,34 @@ def drop_connect():
         return jnp.einsum('bi,bih->bh', x, m.w.value * mask)
 
     return leaky(op, w=weight(I, H)), (array(B, I),)
+
+
+# slots and graphs
+
+
+@case(['slots'], {'query': 'instantaneous', 'value': 'instantaneous'}, note='attention writes to all slots at once')
+def attention_over_slots():
+    def step(m, x):
+        scores = jax.nn.softmax(jnp.einsum('bnd,bd->bn', m.slots.value, x @ m.query.value))
+        m.slots.value = 0.9 * m.slots.value + scores[..., None] * (x @ m.value.value)[:, None]
+        return jnp.einsum('bn,bnd->bd', scores, m.slots.value)
+
+    return Step(step, query=weight(I, H), value=weight(I, H), slots=hidden(B, 3, H)), (array(B, I),)
+
+
+@case(['h'], {'w': 'local 0', 'u': 'local 0'}, note='messages between neighbours are cut, and said to be')
+def graph_recurrence():
+    neighbours = jnp.asarray([[0.0, 1, 1], [1, 0, 0], [1, 0, 0]])
+
+    def op(m, x):
+        return x @ m.w.value + neighbours @ m.h.value @ m.u.value
+
+    return leaky(op, (3, H), w=weight(I, H), u=weight(H, H)), (array(3, I),)
+
+
+@case(['h'], {'w': 'exact 0'}, note='only some rows and columns of a batched product reach the state')
+def part_of_a_batched_product():
+    def op(m, x):
+        return jnp.einsum('gi,gio->go', x, m.w.value)[1:3, 1:]
+
+    return leaky(op, (2, H - 1), w=weight(4, I, H)), (array(4, I),)

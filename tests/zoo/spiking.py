@@ -1,5 +1,6 @@
 """Hand-written spiking neurons and synapses."""
 
+import brainstate
 import braintools
 import jax
 import jax.numpy as jnp
@@ -411,3 +412,31 @@ def spike_by_braintools_relu_grad():
 @case(['V'], {'w': 'exact 0', 'r': 'exact 0'}, note='a bare comparison carries no derivative: the recurrence is data')
 def spike_without_derivative():
     return recurrent_layer(lambda V: (V > 0).astype(V.dtype))
+
+
+@case(
+    ['V'],
+    {'w': 'exact 0', 'tau': 'exact 0'},
+    note='a derivative taken inside the step',
+)
+def exponential_euler_step():
+    def step(m, x):
+        y, tau = x @ m.w.value, 5.0 + m.tau.value**2
+        with brainstate.environ.context(dt=0.1):
+            m.V.value = brainstate.nn.exp_euler_step(lambda V: (y - V) / tau, m.V.value)
+        return spike(m.V.value - 0.1)
+
+    return Step(step, w=weight(I, H), tau=weight(H), V=hidden(B, H)), (array(B, I),)
+
+
+@case(['V late later'], {'w': 'exact 0', 'delay': 'exact 0'}, note='a delay per neuron, between one step and two')
+def learnable_delay():
+    def step(m, x):
+        share = jax.nn.sigmoid(m.delay.value)
+        m.V.value = 0.9 * m.V.value + share * m.late.value + (1 - share) * m.later.value
+        m.later.value = m.late.value
+        m.late.value = x @ m.w.value
+        return spike(m.V.value - 0.1)
+
+    states = {'V': hidden(B, H), 'late': hidden(B, H), 'later': hidden(B, H)}
+    return Step(step, w=weight(I, H), delay=weight(H), **states), (array(B, I),)

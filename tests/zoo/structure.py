@@ -564,3 +564,91 @@ def stack_with_two_heads():
         return m.left(features), m.right(features)
 
     return Step(step, encoder=Layer(I, H), left=Layer(H, 5), right=Layer(H, 6)), (array(B, I),)
+
+
+# what else a state may be
+
+
+@case(['h'], {'w': 'exact 0', 'start': 'exact 0'}, note='the first step starts from a parameter')
+def learnable_initial_state():
+    def step(m, x):
+        h = jnp.where(m.count.value == 0, m.start.value, m.h.value)
+        m.count.value = m.count.value + 1
+        m.h.value = 0.9 * h + x @ m.w.value
+        return m.h.value
+
+    return Step(step, w=weight(I, H), start=weight(H), h=hidden(B, H), count=other(jnp.int32(0))), (array(B, I),)
+
+
+@case(['h'], {'w': 'exact 0', 'v': 'exact 0'}, note='the second value counts, made from the first')
+def state_written_twice():
+    def step(m, x):
+        m.h.value = 0.9 * m.h.value + x @ m.w.value
+        m.h.value = jnp.tanh(m.h.value) + m.v.value
+        return m.h.value
+
+    return Step(step, w=weight(I, H), v=weight(H), h=hidden(B, H)), (array(B, I),)
+
+
+@case(['h'], {'w': 'exact 0', 'v': 'exact 0'}, note='named arrays in and out')
+def pytrees_in_and_out():
+    def step(m, inputs):
+        left, (right, gain) = inputs['left'], inputs['rest']
+        m.h.value = 0.9 * m.h.value + gain * (left @ m.w.value + right @ m.v.value)
+        return {'h': m.h.value, 'parts': [m.h.value.sum(), (m.h.value**2,)]}
+
+    inputs = {'left': array(B, I), 'rest': (array(B, 2), array())}
+    return Step(step, w=weight(I, H), v=weight(2, H), h=hidden(B, H)), (inputs,)
+
+
+@case(['h'], {'w': 'exact 0'}, note='columns first')
+def reshaped_in_column_order():
+    def step(m, x):
+        y = (x @ m.w.value).reshape(H, B, order='F')
+        m.h.value = 0.9 * m.h.value + jnp.tanh(y)
+        return m.h.value
+
+    return Step(step, w=weight(I, H), h=hidden(H, B)), (array(B, I),)
+
+
+@case(['V', 'buffer'], {'w': 'local 0'}, note='the places of a hidden buffer are positions of their own')
+def ring_buffer_of_hidden_states():
+    def step(m, x):
+        late = jax.lax.dynamic_index_in_dim(m.buffer.value, (m.at.value + 1) % 3, keepdims=False)
+        m.V.value = 0.9 * m.V.value + x @ m.w.value + 0.3 * late
+        m.buffer.value = jax.lax.dynamic_update_index_in_dim(m.buffer.value, m.V.value, m.at.value % 3, 0)
+        m.at.value = m.at.value + 1
+        return m.V.value
+
+    return Step(step, w=weight(I, H), V=hidden(B, H), buffer=hidden(3, B, H), at=other(jnp.int32(0))), (array(B, I),)
+
+
+@case(['h', 'nothing'], {'w': 'exact 0'}, note='a state without elements')
+def state_of_size_zero():
+    def step(m, x):
+        y = x @ m.w.value
+        m.h.value = 0.9 * m.h.value + y
+        m.nothing.value = 0.9 * m.nothing.value + y[:, :0]
+        return m.h.value
+
+    return Step(step, w=weight(I, H), h=hidden(B, H), nothing=hidden(B, 0)), (array(B, I),)
+
+
+@case(['h', 'k'], {'w': 'exact 0'}, note='a state that is always set to the same value, seen through weights')
+def state_set_to_a_constant():
+    def step(m, x):
+        m.k.value = jnp.full((B, I), 0.3)
+        m.h.value = 0.9 * m.h.value + m.k.value @ m.w.value + x.sum()
+        return m.h.value
+
+    return Step(step, w=weight(I, H), h=hidden(B, H), k=hidden(B, I)), (array(B, I),)
+
+
+@case(['h'], {'w': 'exact 0'}, note='a trace of the inputs, not hidden, drives the state beside the weights')
+def short_term_state_beside_the_weights():
+    def step(m, x):
+        m.trace.value = 0.8 * m.trace.value + x
+        m.h.value = jnp.tanh(0.9 * m.h.value + x @ m.w.value + m.trace.value.sum())
+        return m.h.value
+
+    return Step(step, w=weight(I, H), h=hidden(B, H), trace=other(jnp.zeros((B, I)))), (array(B, I),)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import braintrace
+
 from .base import B, H, I, Step, array, case, hidden, leaky, weight
 
 nn = brainstate.nn
@@ -298,3 +300,11 @@ def parameters_without_derivative():
 
     parts = {'w': weight(I, H), 'stopped': weight(I, H), 'compared': weight(H), 'rounded': weight(H)}
     return leaky(op, **parts), (array(B, I),)
+
+
+@case(['h'], {'w': 'exact 0', 'v': 'exact 0', 'b': 'exact 0'}, note='a marked product beside plain ones')
+def marked_and_plain():
+    def op(m, x):
+        return braintrace.matmul(x, m.w.value) + x @ m.v.value + m.b.value
+
+    return leaky(op, w=weight(I, H), v=weight(I, H), b=weight(H)), (array(B, I),)

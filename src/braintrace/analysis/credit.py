@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..compat import Atom, Equation, open_jaxpr, source_line, structure, sub_programs
+from ..compat import Atom, Equation, is_opaque, is_var, is_whole_cut, open_jaxpr, source_line, structure, sub_programs
 from ..program import Hidden, Parameter, Path
 from ..program.step import path_name
 from .dependence import of, union
@@ -91,6 +91,20 @@ class CreditAnalysis:
             for m, found in zip(self.members, self.positions, strict=True)
         ]
 
+    @cached_property
+    def _opaque(self) -> list[tuple[Equation, int]]:
+        """What has no reverse derivative, and the bits whose credit ends there."""
+        equations = self.facts.program.equations
+        source = {e.outvars[0]: e.invars[0] for e in equations if is_whole_cut(e)}
+        found = []
+        for eqn in equations:
+            bits = self._grads([source.get(v, v) for v in eqn.invars if is_var(v)])
+            found += [(e, bits) for e in _opaque_in(eqn) if bits]
+        return found
+
+    def _stopped(self, bits: int) -> list[str]:
+        return [f'no credit passes {e.primitive.name} ({source_line(e)})' for e, into in self._opaque if into & bits]
+
     def _cuts(self, g: int, bits: int) -> list[Cut]:
         return [c for c in self.positions[g].found if c.bits.grads & bits]
 
@@ -111,21 +125,24 @@ class CreditAnalysis:
         for state in self._live_others:
             if self._grads([state.outvar]) & (old | new):
                 return f'{name} feeds {path_name(state.path)}, which is not a hidden state'
-        return None
+        return next(iter(self._stopped(old | new)), None)
 
     def judge(self, parameter: Parameter) -> tuple[str, str]:
         """Credit class of one parameter array, and the reason."""
         bit = self.facts.bit[parameter.invar]
+        stopped = self._stopped(bit)
         if not self._all_results & bit:
-            return 'none', 'no differentiable path to a state or an output'
+            return 'none', stopped[0] if stopped else 'no differentiable path to a state or an output'
         met = [g for g in range(len(self.groups)) if self._new[g] & bit]
         reached = [g for g in met if self._live_groups[g]]
         others = [o for o in self._live_others if self._grads([o.outvar]) & bit]
-        if not reached and not others:
+        stopped += [leak for g in met for leak in self._stopped(self.facts.old(self.members[g]))]
+        if not reached and not others and not stopped:
             return 'exact', 'acts on outputs of its own step only'
         lost = [f'cut at {_where(c)}: {c.reason}' for g in reached for c in self._cuts(g, bit)]
         lost += [leak for g in met if (leak := self._leaks[g])]
         lost += [f'feeds {path_name(o.path)}, which is not a hidden state' for o in others]
+        lost += stopped
         sites = [s for s in self.sites if parameter in s.parameters]
         carried = [g for s in sites for g in s.hidden_groups if self._remembers[g.index]]
         if not carried:
@@ -219,18 +236,21 @@ class CreditAnalysis:
                     self.groups[g].hidden_paths,
                     {'source': line},
                 )
-        for eqn in self.facts.program.equations:
-            operands = [of(self.facts.total, v).grads for v in eqn.invars]
-            if structure(eqn) == 'while' and any(operands):
-                line = source_line(eqn)
-                yield CompilationRecord(
-                    DiagnosticKind.NOT_DIFFERENTIABLE,
-                    DiagnosticLevel.WARNING,
-                    f'while loop at {line} has no reverse derivative: no credit passes it; '
-                    'write a loop of fixed length (lax.scan, or fori_loop with static bounds)',
-                    eqn.primitive.name,
-                    context={'source': line},
-                )
+        yield from self._opaque_records()
+
+    def _opaque_records(self) -> Iterator[CompilationRecord]:
+        for eqn, _ in self._opaque:
+            line, name = source_line(eqn), eqn.primitive.name
+            instead = 'give it one with jax.custom_vjp, or write it in JAX'
+            if name == 'while':
+                name, instead = 'while loop', 'write a loop of fixed length (lax.scan, or fori_loop with static bounds)'
+            yield CompilationRecord(
+                DiagnosticKind.NOT_DIFFERENTIABLE,
+                DiagnosticLevel.WARNING,
+                f'{name} at {line} has no reverse derivative: no credit passes it; {instead}',
+                eqn.primitive.name,
+                context={'source': line},
+            )
 
     def _other_records(self) -> Iterator[CompilationRecord]:
         for state in self._live_others:
@@ -261,6 +281,16 @@ def _credit_record(path: Path, name: str, credit: str, reason: str, hidden: tupl
     level = {'none': DiagnosticLevel.WARNING, 'instantaneous': DiagnosticLevel.NOTICE}.get(credit, DiagnosticLevel.INFO)
     context = {'name': name, 'credit': credit, 'reason': reason}
     return CompilationRecord(DiagnosticKind.CREDIT, level, f'{name}: {credit} ({reason})', None, path, hidden, context)
+
+
+def _opaque_in(eqn: Equation) -> Iterator[Equation]:
+    """What has no reverse derivative in an equation: itself, or equations of its body where no rule of its own does."""
+    if is_opaque(eqn):
+        yield eqn
+    elif structure(eqn) != 'custom':
+        for sub in sub_programs(eqn):
+            for inner in open_jaxpr(sub.jaxpr).eqns:
+                yield from _opaque_in(inner)
 
 
 def _where(cut: Cut) -> str:

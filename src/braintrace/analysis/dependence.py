@@ -1,7 +1,7 @@
 """What every value depends on: forward sets of sources, as bits.
 
-``reads`` counts any dependence, ``grads`` only differentiable paths. Sub-programs are entered;
-loops iterate to a fixpoint. A custom-derivative call differentiates whatever its body reads.
+``reads`` counts all that must be known to run the equation, ``grads`` only differentiable paths. Sub-programs are
+entered; loops iterate to a fixpoint. A custom-derivative call differentiates whatever its body reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ..compat import (
     open_jaxpr,
     read_branches,
     read_scan,
-    read_while,
     structure,
     sub_programs,
 )
@@ -59,7 +58,9 @@ def flow(
     env.update(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
         operands = [env.get(v, Bits()) if is_var(v) else Bits() for v in eqn.invars]
+        reads = union(operands).reads
         for var, bits in zip(eqn.outvars, _results(eqn, operands), strict=True):
+            bits = Bits(reads, bits.grads)
             grads = bits.grads if is_differentiable(var) else 0
             if marks and var in marks:
                 mark = marks[var]
@@ -86,12 +87,9 @@ def _results(eqn: Equation, operands: list[Bits]) -> list[Bits]:
     kind = structure(eqn)
     if kind == 'scan':
         return _scan(eqn, operands)
-    if kind == 'while':
-        return _while(eqn, operands)
     if kind == 'cond':
         branches = [_outputs(b, operands[1:]) for b in read_branches(eqn)]
-        chosen = Bits(operands[0].reads, 0)
-        return [union(outs) | chosen for outs in zip(*branches, strict=True)]
+        return [union(outs) for outs in zip(*branches, strict=True)]
     if kind in ('custom', 'call'):
         return _custom(eqn, operands)
     entry = TABLE.get(eqn.primitive.name)
@@ -125,13 +123,3 @@ def _scan(eqn: Equation, operands: list[Bits]) -> list[Bits]:
     a, b = scan.num_consts, scan.num_consts + scan.num_carry
     carry, ys = carry_fixpoint(scan.body, operands[:a], operands[a:b], operands[b:])
     return [*carry, *ys]
-
-
-def _while(eqn: Equation, operands: list[Bits]) -> list[Bits]:
-    """A while loop has no reverse derivative: its results read everything and carry no gradient."""
-    loop = read_while(eqn)
-    a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
-    condition = Bits(union(operands[:a]).reads, 0)
-    carry, _ = carry_fixpoint(loop.body, operands[a:b], operands[b:], [])
-    every = union(carry) | condition
-    return [Bits(every.reads, 0)] * len(eqn.outvars)

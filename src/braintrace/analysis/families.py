@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..compat import Equation, Primitive, solver_constants
+from ..compat import Equation, Primitive, is_whole_cut, solver_constants
 from .labels import NONE, Labels, gather_back, join, project
 
 AxisMap = Sequence[int | None]
@@ -108,13 +108,14 @@ family(
     'elementwise',
     elementwise,
     'abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt clamp '
-    'clz complex conj convert_element_type copy copy_p cos cosh cut device_put digamma div eq erf erf_inv erfc exp '
+    'clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp '
     'exp2 expm1 ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min '
     'mul name ne neg not or polygamma population_count pow random_gamma_grad real reduce_precision '
     'regularized_incomplete_beta rem rsqrt shift_left shift_right_arithmetic shift_right_logical sin sinh '
     'sqrt square sub tan tanh xor zeta',
 )
 family('elementwise', elementwise, 'sign floor ceil round nextafter stop_gradient', constant_operands=None)
+family('elementwise', elementwise, 'cut', lambda eqn: (0,) if is_whole_cut(eqn) else ())
 # Element-wise primitives of the ecosystem: surrogate spikes (braintools), exprel (brainunit).
 family('elementwise', elementwise, 'heaviside_surrogate_gradient', constant_operands=(1,))
 family('elementwise', elementwise, 'exprel')
@@ -142,7 +143,10 @@ family('elementwise', _barrier, 'optimization_barrier')
 
 
 def _reshape(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
-    labels = None if outs[0] is None else outs[0].reshape(_shape(eqn.invars[0]))
+    shape, order = _shape(eqn.invars[0]), eqn.params.get('dimensions')
+    if eqn.primitive.name != 'reshape' or order is None:
+        order = range(len(shape))
+    labels = outs[0].reshape([shape[d] for d in order]).transpose(np.argsort(order))
     return [labels] + [None] * (len(eqn.invars) - 1)
 
 
@@ -494,5 +498,8 @@ family(
     'select_and_gather_add conv_general_dilated_patches householder_product',
 )
 family('mixing', mixing, 'custom_linear_solve', solver_constants)
+family('opaque', mixing, 'while pure_callback io_callback', None)
 family('none', mixing, 'iota rng_uniform rng_bit_generator threefry2x32 random_bits random_seed random_wrap', None)
 family('none', mixing, 'random_unwrap random_fold_in random_split random_clone', None)
+# Checks of brainstate: values that must not be batched, and conditions over a batch.
+family('none', mixing, 'no_vmap unvmap_any unvmap_all unvmap_max', None)

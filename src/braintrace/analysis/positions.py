@@ -224,8 +224,6 @@ class _Pass:
 
     def missing(self, eqn: Equation) -> Rule:
         """A primitive without a family: element-wise if a numerical probe says so, else mixing."""
-        if structure(eqn) == 'while':
-            return mixing
         kind = 'elementwise' if is_elementwise(eqn) else 'mixing'
         if all(eqn is not other for other, _ in self.out.gaps):
             self.out.gaps.append((eqn, kind))

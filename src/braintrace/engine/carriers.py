@@ -203,7 +203,8 @@ class Product(_Site):
         gamma: Components,
     ) -> tuple[Components, jax.Array]:
         x, _, y, _, batch = self._letters
-        xs = steps[1 - self.operand].astype(self.result.aval.dtype)
+        boxes = dict(zip(y, self.part, strict=True))
+        xs = steps[1 - self.operand].astype(self.result.aval.dtype)[:, *(boxes.get(c, slice(None)) for c in x)]
         given = (
             {s: row[:, *self.part] for s, row in rows.items()},
             {at: self.here(p) for at, p in product.items()},
@@ -213,7 +214,7 @@ class Product(_Site):
             new, total = self._one(x, y, trace, xs, *given)
         else:
             sample = y[0]
-            xs = jnp.moveaxis(xs[(slice(None),) * (1 + x.index(sample)) + (self.part[0],)], 1 + x.index(sample), 0)
+            xs = jnp.moveaxis(xs, 1 + x.index(sample), 0)
             rows, product, gamma = given
             rows = {s: jnp.moveaxis(row, 1, 0) for s, row in rows.items()}
             x, y = x.replace(sample, ''), y[1:]

@@ -263,14 +263,19 @@ class Plan:
         return tuple(pairs + [(o.invar, o.outvar) for o in self.program.others if o.outvar is not None])
 
     @cached_property
-    def derivative_variables(self) -> tuple[Var, ...]:
+    def _read_by_derivatives(self) -> tuple[Var, ...]:
         """What derivative programs read: operands and results of taps, constants of local steps, targets."""
         wanted = [*self.targets, *self.standing]
         for tap in self.taps.values():
             wanted += [*tap.equation.invars, *tap.results]
         for local in self.locals:
             wanted += local.constants
-        return tuple(v for v in dict.fromkeys(v for v in wanted if is_var(v)) if v in self.facts.producer)
+        return tuple(dict.fromkeys(v for v in wanted if is_var(v)))
+
+    @cached_property
+    def derivative_variables(self) -> tuple[Var, ...]:
+        """Those of them that the program makes."""
+        return tuple(v for v in self._read_by_derivatives if v in self.facts.producer)
 
     @cached_property
     def _core(self) -> frozenset[Var]:
@@ -327,7 +332,7 @@ class Plan:
         others = sum(self.facts.bit[o.invar] for o in self.program.others)
         credit = self.facts.parameters | self.facts.old(self.program.hidden) | sum(self.facts.new_bit.values())
         silent = lambda v: is_var(v) and self._bits(v).reads & others and not self._bits(v).grads & credit
-        frontier = [v for v in (*self.targets, *self.aux, *self.standing) if silent(v)]
+        frontier = [v for v in (*self._read_by_derivatives, *self.aux) if silent(v)]
         for i in self.needed((*self.derivative_variables, *self.aux), ()):
             eqn = self.equations[i]
             if any(self._bits(v).grads & credit for v in eqn.outvars):

@@ -2,7 +2,8 @@
 
 ``jit``, ``remat`` and every other plain call disappear; ``scan``, ``while``, ``cond`` and the
 custom-derivative calls stay, with bodies in normal form. Results of a scan leave a program by way
-of a copy, so that there is an operand to cut. Derivatives and values do not change.
+of a copy, so that there is an operand to cut. What cannot be differentiated (``while``, callbacks) gets operands
+without a derivative. Values do not change, nor do derivatives where JAX has any.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from ..compat import (
     close,
     consts_of,
     copy_equation,
+    cut_equation,
     inlined,
+    is_differentiable,
+    is_opaque,
     is_var,
     make_jaxpr,
     new_var,
@@ -77,6 +81,11 @@ def _emit(eqn: Equation, names: dict[Var, Atom], consts: dict[Var, Any], out: li
     if structure(eqn) != 'call':
         bodies = {sub.key: _normal_body(sub.jaxpr) for sub in sub_programs(eqn)}
         eqn = replace_sub_programs(eqn, bodies) if bodies else eqn
+        if is_opaque(eqn):
+            for k, v in enumerate(operands):
+                if is_var(v) and is_differentiable(v):
+                    out.append(cut_equation(v, None))
+                    operands[k] = out[-1].outvars[0]
         out.append(eqn.replace(invars=operands))
         return
     (sub,) = sub_programs(eqn)

@@ -1,0 +1,98 @@
+"""Write ``docs/models.md``: every model of the zoo, and what it gets, as the compiler says.
+
+python scripts/any_model.py
+"""
+
+import contextlib
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+
+import braintrace
+from braintrace.analysis.diagnostics import DiagnosticKind
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / 'docs' / 'models.md'
+sys.path.insert(0, str(ROOT / 'tests'))
+import zoo  # noqa: E402
+
+HEAD = """# Any model
+
+<!-- made by `make models` from tests/zoo; the words are those of the compiler -->
+
+A model works as it is, or the report says what is lost and where, or compilation ends with the reason. Each
+row is a model of the test zoo, where its groups, sites and credit are also drawn by hand and its numbers are
+checked against dense Jacobians.
+
+| verdict | meaning |
+| --- | --- |
+| exact | every parameter's gradient is that of BPTT |
+| local | temporal credit through each parameter's own position; the first loss is named |
+| instantaneous | some parameter gets its one-step gradient only |
+| refused | compilation says what was written, why it cannot work, and what to write instead |
+"""
+LOSSES = (DiagnosticKind.MISSING_RULE, DiagnosticKind.NOT_DIFFERENTIABLE)
+ORDER = ('none', 'instantaneous', 'local', 'exact')
+
+
+def title(family: str) -> str:
+    """The first line of the file that holds a family."""
+    return sys.modules[f'zoo.{family}'].__doc__.partition('\n')[0].rstrip('.')
+
+
+def bare(reason: str) -> str:
+    """A reason without file and line."""
+    return re.sub(r' \([^()]*:\d+\)| at \S+:\d+', '', reason).replace('|', '\\|')
+
+
+def row(case: zoo.Case) -> str:
+    """A model's line of the table."""
+    with jax.enable_x64(True) if case.x64 else contextlib.nullcontext():
+        model, inputs = case.build()
+        report = braintrace.compile_etrace_graph(model, *inputs, include_hidden_perturb=False).report
+    groups = ['{' + ', '.join('.'.join(map(str, p)) for p in g.hidden_paths) + '}' for g in report.hidden_groups]
+    counts = Counter(r.context['credit'] for r in report.credits)
+    worst = next((c for c in ORDER[1:] if counts[c]), 'none')
+    reason = next(r.context['reason'] for r in report.credits if r.context['credit'] == worst)
+    verdict = worst if worst == 'exact' else f'{worst}: {bare(reason)}'
+    lost = [
+        bare(r.message)
+        for r in report.diagnostics
+        if r.kind in (DiagnosticKind.MISSING_RULE, DiagnosticKind.NOT_DIFFERENTIABLE)
+    ]
+    numbers = ', '.join(f'{counts[c]} {c}' for c in reversed(ORDER) if counts[c])
+    return f'| {case.name.replace("_", " ")} | {" ".join(groups)} | {numbers} | {"; ".join([verdict, *lost])} |'
+
+
+def refused(name: str) -> str:
+    """The line of a model that cannot work."""
+    model, inputs = zoo.REFUSED[name]()
+    try:
+        braintrace.compile_etrace_graph(model, *inputs)
+    except (ValueError, TypeError, NotImplementedError, braintrace.CompilationError) as error:
+        what, why, instead = re.split(r'\n\s*(?:why|what)[^:]*: ', str(error), maxsplit=2)
+        short = lambda text: bare(' '.join(text.split()))[:300]
+        return f'| {name.replace("_", " ")} | refused: {short(what)}. {short(why)} | {short(instead)} |'
+    raise AssertionError(f'{name} was not refused')
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for family in dict.fromkeys(case.family for case in zoo.CASES.values()):
+        parts += [
+            f'## {title(family)}\n',
+            '| model | hidden groups | parameters | verdict |',
+            '| --- | --- | --- | --- |',
+        ]
+        parts += [*(row(case) for case in zoo.CASES.values() if case.family == family), '']
+    parts += [f'## {title("refused")}\n', '| model | verdict | what to write instead |', '| --- | --- | --- |']
+    return '\n'.join([*parts, *map(refused, zoo.REFUSED)]) + '\n'
+
+
+if __name__ == '__main__':
+    PAGE.write_text(page())
+    print(f'{PAGE.relative_to(ROOT)}: {len(zoo.CASES)} models, {len(zoo.REFUSED)} refused')

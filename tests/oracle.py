@@ -1,0 +1,146 @@
+"""The dense influence recursion of a step program, which the engine must reproduce.
+
+ε_t = D_t ε_{t-1} + ∂h_t/∂θ with full Jacobians by `jax.jacrev` of the whole step with its cuts put in, and the
+gradient Σ_t ∂ℓ_t/∂θ + (L_t D_t + R_t) ε_{t-1}. It shares no slicing with the compiler.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from braintrace.analysis.graph import analyse
+from braintrace.compat import evaluate, evaluate_equation, is_var, make_jaxpr
+from braintrace.engine.plan import Plan, Values
+from braintrace.engine.rewrite import split_products
+from braintrace.engine.signal import joint_outputs
+from braintrace.program import Cuts, with_cuts
+
+
+def local_step(program, members, positions):
+    """The whole step with the cuts of one group put in and everything of other groups held fixed."""
+    held = {h.invar for h in program.hidden if h not in members} | {
+        h.outvar for h in program.hidden if h not in members
+    }
+    cuts = Cuts(dict(positions.cuts.edges), dict(positions.cuts.bodies))
+    for i, eqn in enumerate(program.equations):
+        for k, v in enumerate(eqn.invars):
+            if is_var(v) and v in held:
+                cuts.add(i, k, np.ones(v.aval.shape, bool))
+    jaxpr = program.closed.jaxpr
+    cut = make_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, with_cuts(jaxpr.eqns, cuts))
+    return lambda inputs: evaluate(cut, program.closed.consts, *inputs)
+
+
+def total_of(outputs):
+    """A loss that treats every element of the outputs differently."""
+    total = 0.0
+    for x in jax.tree.leaves(outputs):
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            total = total + jnp.sum(jnp.sin(1.0 + jnp.arange(x.size).reshape(x.shape)) * (x * x.conj()).real)
+    return total
+
+
+class Problem:
+    """A step program whose first output is a loss, a few steps of inputs, and the plan of its step.
+
+    ``values`` are those of all that the program reads, ``sequences`` those of its inputs at all steps.
+    """
+
+    def __init__(self, program, values, sequences, weights):
+        self.program = split_products(program)
+        self.analysed = analyse(self.program)
+        parts = (
+            self.analysed.facts,
+            tuple(self.analysed.members),
+            self.analysed.groups,
+            tuple(self.analysed.positions),
+        )
+        self.plan = Plan(*parts, self.program.outputs[:1])
+        env = Values(zip(self.program.closed.jaxpr.invars, values, strict=True))
+        self.parameters = env.pick(p.invar for p in self.program.parameters)
+        self.states = env.pick(v for v in env if v not in self.parameters and v not in self.program.inputs)
+        self.inputs = Values(zip(self.program.inputs, sequences, strict=True))
+        self.weights = weights
+
+    def flat(self, parameters, states, inputs):
+        return [(parameters | states | inputs)[v] for v in self.program.closed.jaxpr.invars]
+
+    def run(self, parameters, states, inputs):
+        jaxpr = self.program.closed.jaxpr
+        results = evaluate(jaxpr, self.program.closed.consts, *self.flat(parameters, states, inputs))
+        return results, Values((v, x) for v, x in zip(jaxpr.outvars, results, strict=True) if is_var(v))
+
+    def influence(self, compiled=lambda function, *examples: jax.jit(function)):
+        """Gradients of the weighted losses by the dense recursion."""
+        steps = self.gradients(compiled)
+        return jax.tree.map(lambda *g: sum(w * x for w, x in zip(self.weights, g, strict=True)), *steps)
+
+    def gradients(self, compiled):
+        """Gradients of every step's loss."""
+        states = self.states
+        traces = [
+            Values((v, np.zeros((*g.varshape, g.num_state, *x.shape), x.dtype)) for v, x in self.parameters.items())
+            for g in self.analysed.groups
+        ]
+        at = lambda t: Values((v, x[t]) for v, x in self.inputs.items())
+        step, found = compiled(self.step, states, traces, at(0)), []
+        for t in range(len(self.weights)):
+            gradient, states, traces = step(states, traces, at(t))
+            found.append(gradient)
+        return found
+
+    @staticmethod
+    def old(group, states):
+        """The old states of a group, side by side."""
+        return group.concat_hidden([states[v] for v in group.hidden_invars])
+
+    def step(self, states, traces, inputs):
+        parameters = self.parameters
+
+        def loss(p):
+            results, new = self.run(p, states, inputs)
+            return results[0], new
+
+        gradient, new = jax.grad(loss, has_aux=True)(parameters)
+        groups = self.analysed.groups
+        zeros = [jnp.zeros_like(self.old(g, states)) for g in groups]
+        flat = self.flat(parameters, states, inputs)
+        signals = jax.grad(lambda d: joint_outputs(self.program, groups, flat, d)[0])(zeros)
+        later = []
+        for g, group in enumerate(groups):
+            old = self.old(group, states)
+            local = local_step(self.program, self.analysed.members[g], self.analysed.positions[g])
+
+            def advance(p, h, group=group, local=local):
+                moved = states | dict(zip(group.hidden_invars, group.split_hidden(h), strict=True))
+                results = local(self.flat(p, moved, inputs))
+                outs = dict(zip(map(id, self.program.closed.jaxpr.outvars), results, strict=True))
+                return group.concat_hidden([outs[id(v)] for v in group.hidden_outvars])
+
+            inside, across = jax.jacrev(advance, (0, 1))(parameters, old)
+            dot = lambda a, b, n=old.ndim: jnp.tensordot(a, b, n)
+            credit = dot(signals[g], across) + self.direct_read(group, old, states, inputs, new)
+            gradient = Values((v, x + dot(credit, traces[g][v])) for v, x in gradient.items())
+            later.append(Values((v, dot(across, traces[g][v]) + x) for v, x in inside.items()))
+        moved = Values((h.invar, new[h.outvar]) for h in self.program.hidden)
+        for other in self.program.others:
+            if other.outvar is not None:
+                literal = jnp.full(other.invar.aval.shape, getattr(other.outvar, 'val', 0), other.invar.aval.dtype)
+                moved[other.invar] = new.get(other.outvar, literal) if is_var(other.outvar) else literal
+        return gradient, states | moved, later
+
+    def direct_read(self, group, old, states, inputs, new):
+        """∂ℓ/∂h_{t-1} with every new hidden state held fixed."""
+        jaxpr = self.program.closed.jaxpr
+        fixed = {h.outvar: new[h.outvar] for h in self.program.hidden}
+
+        def loss(h):
+            moved = states | dict(zip(group.hidden_invars, group.split_hidden(h), strict=True))
+            env = dict(zip(jaxpr.constvars, self.program.closed.consts, strict=True))
+            env.update(zip(jaxpr.invars, self.flat(self.parameters, moved, inputs), strict=True))
+            for eqn in jaxpr.eqns:
+                results = evaluate_equation(eqn, [env[v] if is_var(v) else v.val for v in eqn.invars])
+                env.update((v, fixed.get(v, x)) for v, x in zip(eqn.outvars, results, strict=True))
+            return env[jaxpr.outvars[0]]
+
+        return jax.grad(loss)(old)

@@ -1,0 +1,598 @@
+"""Random step programs: a grammar over everything the families know, written out as Python.
+
+`draw_program(pick)` makes a program from choices: ``pick(options)`` gives one of a list. A program is text,
+``def step(p, s, x) -> (new states, outputs)``, with the shapes of its parameters, states and inputs.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import braintools
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Shape = tuple[int, ...]
+Pick = Callable[[Sequence], object]
+
+
+@jax.custom_vjp
+def spike(v):
+    """A step with a smooth slope, by custom_vjp."""
+    return jnp.where(v > 0, 1.0, 0.0)
+
+
+spike.defvjp(lambda v: (spike(v), v), lambda v, g: (g / (1 + v * v),))
+
+
+@jax.custom_jvp
+def clamped(v):
+    """A clip that lets gradient through, by custom_jvp."""
+    return jnp.clip(v, -0.5, 0.5)
+
+
+clamped.defjvp(lambda primals, tangents: (clamped(*primals), 0.5 * tangents[0]))
+
+
+def norm(v, axis=-1):
+    """Zero mean and unit variance along an axis."""
+    v = v - jnp.mean(v, axis, keepdims=True)
+    return v / jnp.sqrt(jnp.mean(v * v, axis, keepdims=True) + 0.1)
+
+
+def delta(m, k, v):
+    """A matrix of fast weights moved towards the pair (k, v)."""
+    return m + jnp.outer(v - m @ k, k)
+
+
+NAMES = {
+    'jnp': jnp, 'jax': jax, 'lax': lax, 'np': np, 'nn': jax.nn, 'spike': spike, 'clamped': clamped, 'norm': norm,
+    'delta': delta, 'surrogate': braintools.surrogate,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Value:
+    """An expression of the step and its shape."""
+
+    text: str
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass
+class Program:
+    """A step as text, with what it reads. ``kinds``: 'hidden', 'group' (its last axis is not a position) or 'other'."""
+
+    parameters: dict[str, Shape] = field(default_factory=dict)
+    states: dict[str, Shape] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, Shape] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        def shapes(role, found):
+            return [f'# {role} {name}: {shape}' for name, shape in found.items()]
+
+        kinds = [f'# {kind} state {name}: {self.states[name]}' for name, kind in self.kinds.items()]
+        new = ', '.join(f'{name!r}: {text}' for name, text in self.written.items())
+        body = [
+            f'    {line}' for line in [*self.lines, f'return {{{new}}}, ({"".join(o + ", " for o in self.outputs)})']
+        ]
+        heads = [*shapes('parameter', self.parameters), *kinds, *shapes('input', self.inputs)]
+        return '\n'.join([*heads, 'def step(p, s, x):', *body])
+
+    @property
+    def step(self) -> Callable:
+        """The function."""
+        scope = dict(NAMES)
+        exec(str(self), scope)
+        return scope['step']
+
+
+class Writer:
+    """Writes a program, choice by choice."""
+
+    def __init__(self, pick: Pick):
+        self.pick = pick
+        self.program = Program()
+        self.values: list[Value] = []
+
+    # ------------------------------------------------------------ choices
+
+    def chance(self, n: int) -> bool:
+        """True one time in n; no is simplest."""
+        return self.pick(range(n)) == n - 1
+
+    def value(self, test: Callable[[Value], bool] = lambda v: True) -> Value | None:
+        """A value made before, late ones more often; None where none passes the test."""
+        found = [v for v in self.values if test(v)]
+        if not found:
+            return None
+        late = found[-3:] if not self.chance(3) else found
+        return self.pick(late[::-1])
+
+    def like(self, v: Value) -> Value:
+        """A value that broadcasts to the shape of another."""
+        return self.value(lambda u: _fits(u.shape, v.shape)) or v
+
+    def axis(self, v: Value) -> int:
+        return self.pick(range(len(v.shape)))
+
+    def size(self) -> int:
+        return self.pick([2, 3, 3, 2, 1, 4])
+
+    def shape(self) -> Shape:
+        return self.pick([(3,), (2, 3), (2,), (3, 3), (2, 2), (2, 3, 2), (), (2, 1), (1, 3)])
+
+    # ------------------------------------------------------------ weights
+
+    def parameter(self, *shape: int) -> str:
+        """A weight of a shape: a new parameter, one used before, one transposed or transformed."""
+        way = self.pick(['new', 'old', 'old', 'turned', 'transformed', 'new'])
+        found = self.program.parameters
+        if way == 'old' and (same := [n for n, s in found.items() if s == shape]):
+            return f"p['{self.pick(same)}']"
+        if way == 'turned' and len(shape) == 2 and (same := [n for n, s in found.items() if s == shape[::-1]]):
+            return f"p['{self.pick(same)}'].T"
+        if way == 'transformed':
+            return self.transformed(shape)
+        name = f'w{len(found)}'
+        found[name] = shape
+        return f"p['{name}']"
+
+    def transformed(self, shape: Shape) -> str:
+        ways = ['jnp.abs(W)', 'nn.softplus(W)', '(0.5 * W + 0.1)', 'lax.stop_gradient(W)']
+        if shape:
+            ways += ['(W / jnp.linalg.norm(W))', f'(W * (np.arange({shape[-1]}) % 2))', 'jnp.flip(W, 0)', '(W + W[])']
+            ways += [f'W{[shape[0] + 1, *shape[1:]]}[1:]', '(W - jnp.mean(W))']
+        if len(shape) == 2:
+            ways += [f'(W[{shape[0]}, 1] @ W[1, {shape[1]}])', 'nn.softmax(W)']
+        return self.filled(self.pick(ways).replace('W[', 'U['), shape)
+
+    def filled(self, text: str, shape: Shape = ()) -> str:
+        """Text with parameters in place: one for each ``U[2, 3]``, and one for all ``W``, of the given shape."""
+        text = re.sub(r'U\[([\d, ]*)\]', lambda m: self.parameter(*map(int, re.findall(r'\d+', m[1]))), text)
+        return re.sub(r'\bW\b', self.parameter(*shape), text) if re.search(r'\bW\b', text) else text
+
+    # ------------------------------------------------------------ statements
+
+    def name(self, made: tuple[str, Shape] | None) -> Value | None:
+        """Give an expression a line of its own."""
+        if made is None or math.prod(made[1]) > 40 or len(made[1]) > 4:
+            return None
+        name = f'v{len(self.program.lines)}'
+        self.program.lines.append(f'{name} = {made[0]}')
+        self.values.append(Value(name, tuple(made[1])))
+        return self.values[-1]
+
+    def fitted(self, v: Value, shape: Shape) -> str:
+        """A value brought to a shape, one way or another."""
+        if v.shape == shape:
+            return v.text
+        if _fits(v.shape, shape) and not self.chance(3):
+            return f'jnp.broadcast_to({v.text}, {shape})'
+        if v.shape and shape and v.shape[:-1] == shape[:-1] and not self.chance(3):
+            return f'({v.text} @ {self.parameter(v.shape[-1], shape[-1])})'
+        n = math.prod(shape)
+        if v.size == n:
+            return f'{v.text}.reshape({shape})'
+        if v.shape and shape and self.chance(2):
+            return f'({v.text}.ravel() @ {self.parameter(v.size, n)}).reshape({shape})'
+        if v.size > n:
+            return f'{v.text}.ravel()[:{n}].reshape({shape})'
+        if v.size:
+            return f'jnp.pad({v.text}.ravel(), (0, {n - v.size})).reshape({shape})'
+        return f'jnp.zeros({shape})'
+
+    def statement(self) -> None:
+        self.name(self.pick(STATEMENTS)(self))
+
+    def inner(self, *names: str, shape: Shape) -> str:
+        """An expression of one shape for a body of control flow."""
+        a, b = names[0], names[-1]
+        ways = [f'jnp.tanh({a} + {b})', f'0.5 * {a} * {b}', f'{a} - 0.3 * jnp.sin({b})', f'0.7 * {a}', f'{b} + 0 * {a}']
+        ways += [f'{a} * U[] + {b}']
+        if shape:
+            n = shape[-1]
+            ways += [f'jnp.tanh({a} @ U[{n}, {n}] + {b})', f'jnp.roll({a}, 1, -1) + {b}', f'nn.softmax({a}) + {b}']
+            ways += [f'{a} * nn.sigmoid(U[{n}]) + {b}', f'jnp.cumsum({a}, -1) * 0.5 + {b}']
+            ways += [f'jnp.where({b} > 0, {a}, 0.3 * {b})']
+        return self.filled(self.pick(ways))
+
+    # ------------------------------------------------------------ states and results
+
+    def new_state(self, name: str) -> None:
+        shape = self.program.states[name]
+        old = Value(f"s['{name}']", shape)
+        text = self.pick(WRITES)(self, name, old)
+        made = self.name((text, shape))
+        self.program.written[name] = made.text
+        if self.chance(4):  # no second-hand reads of this one
+            self.values.remove(made)
+
+    def write(self) -> Program:
+        program = self.program
+        for i in range(self.pick([1, 2, 1, 2, 3])):
+            name = f'h{i}'
+            previous = list(program.states.values())
+            shape = self.pick(previous) if previous and not self.chance(3) else self.shape()
+            kind = self.pick(['hidden'] * 6 + ['group', 'other'])
+            program.states[name], program.kinds[name] = shape, 'hidden' if kind == 'group' and not shape else kind
+        program.inputs['x'] = self.pick([(2,), (3,), (2, 3), ()])
+        for name, shape in program.inputs.items():
+            self.values.append(Value(f"x['{name}']", shape))
+        for name, shape in program.states.items():
+            if not self.chance(5):
+                self.values.append(Value(f"s['{name}']", shape))
+        waiting = list(program.states)
+        for _ in range(self.pick([2, 3, 4, 5, 6, 8, 1])):
+            self.statement()
+            if len(waiting) > 1 and self.chance(4):
+                self.new_state(waiting.pop(self.pick(range(len(waiting)))))
+        for name in waiting:
+            self.new_state(name)
+        program.outputs = [self.output() for _ in range(self.pick([1, 1, 2, 3]))]
+        return program
+
+    def output(self) -> str:
+        new = [v for v in self.values if v.text in self.program.written.values()]
+        v = self.pick(new) if new and not self.chance(3) else self.value()
+        if v.shape and not self.chance(3):
+            return f'{v.text} @ {self.parameter(v.shape[-1], 2)}'
+        return v.text
+
+
+def _fits(small: Shape, large: Shape) -> bool:
+    """True if an array of the small shape broadcasts to the large one."""
+    return len(small) <= len(large) and all(a in (1, b) for a, b in zip(small[::-1], large[::-1], strict=False))
+
+
+STATEMENTS: list[Callable[[Writer], tuple[str, Shape] | None]] = []
+
+
+def statement(times: int = 1, rank: int = 0):
+    """Register a way to make a value from one of at least the given rank."""
+
+    def register(function):
+        @functools.wraps(function)
+        def made(w):
+            v = w.value(lambda v: len(v.shape) >= rank and v.size)
+            return None if v is None else function(w, v)
+
+        STATEMENTS.extend([made] * times)
+        return function
+
+    return register
+
+
+@statement(5)
+def elementwise(w, v):
+    ways = ['jnp.tanh({})', 'nn.sigmoid({})', 'jnp.sin({})', 'nn.softplus({})', 'nn.relu({})', '0.3 * {} ** 2']
+    ways += ['jnp.abs({})', 'jnp.exp(-{} ** 2)', 'lax.erf({})', 'nn.gelu({})', 'jnp.sqrt(1 + {} ** 2)', '(-{})']
+    ways += ['jnp.clip({}, -0.5, 0.5)', 'jnp.log1p(jnp.abs({}))', 'jnp.floor({})', '({} + 0.1j).real', '({} * 1j).imag']
+    ways += ['jnp.arctan2({0}, 1 + {0} ** 2)', '({0} > 0) * 0.5', '{}.astype(np.float32).astype(np.float64)']
+    return w.pick(ways).format(v.text), v.shape
+
+
+@statement(2)
+def surrogate(w, v):
+    ways = ['spike({})', 'clamped({})', 'surrogate.sigmoid({})', 'surrogate.relu_grad({})', 'lax.stop_gradient({})']
+    return w.pick(ways).format(v.text), v.shape
+
+
+@statement(5)
+def binary(w, v):
+    ways = ['{0} + {1}', '{0} * {1}', '{0} - {1}', 'jnp.maximum({0}, {1})', 'jnp.where({0} > 0, {0}, 0.2 * {1})']
+    ways += [
+        'nn.sigmoid({1}) * {0}',
+        '{0} / (1 + {1} ** 2)',
+        'jnp.where({1} > 0.1, {0}, 0.0)',
+        'jnp.hypot({0}, 1 + {1})',
+    ]
+    return w.pick(ways).format(v.text, w.like(v).text), v.shape
+
+
+@statement(5)
+def weighted(w, v):
+    """An element-wise parameter: whole, of one axis, or a scalar."""
+    options = [v.shape[-1:], v.shape, ()]
+    if len(v.shape) > 1:
+        options += [v.shape[:-1] + (1,), v.shape[1:]]
+    weight = w.parameter(*w.pick(options))
+    ways = [
+        '{0} * {1}',
+        '{0} + {1}',
+        'nn.sigmoid({1}) * {0}',
+        'jnp.tanh({0} - {1})',
+        'jnp.where({0} > 0, {0}, {1} * {0})',
+    ]
+    return w.pick(ways).format(v.text, weight), v.shape
+
+
+@statement(6, rank=1)
+def dense(w, v):
+    n = w.pick([v.shape[-1], w.size()])
+    return f'{v.text} @ {w.parameter(v.shape[-1], n)}', (*v.shape[:-1], n)
+
+
+@statement(3, rank=1)
+def dense_on_the_left(w, v):
+    axis = -2 if len(v.shape) > 1 else -1
+    n = w.pick([v.shape[axis], w.size()])
+    shape = list(v.shape)
+    shape[axis] = n
+    return f'{w.parameter(n, v.shape[axis])} @ {v.text}', tuple(shape)
+
+
+@statement(2, rank=2)
+def heads(w, v):
+    *front, a, b = v.shape
+    n = w.pick([b, w.size()])
+    text, weight = 'abc'[: len(front)], w.parameter(a, b, n)
+    return f"jnp.einsum('{text}ij,ijk->{text}ik', {v.text}, {weight})", (*front, a, n)
+
+
+@statement(2, rank=2)
+def summed_heads(w, v):
+    *front, a, b = v.shape
+    text, weight = 'abc'[: len(front)], w.parameter(a, b)
+    kept, n = w.pick([('i', a), ('j', b)])
+    return f"jnp.einsum('{text}ij,ij->{text}{kept}', {v.text}, {weight})", (*front, n)
+
+
+@statement(2, rank=1)
+def between_values(w, v):
+    n = v.shape[-1]
+    u = w.value(lambda u: len(u.shape) in (1, 2) and u.shape[-1] == n)
+    if u is None:
+        return None
+    if len(v.shape) == 1 and len(u.shape) == 1:
+        return w.pick([(f'jnp.outer({v.text}, {u.text})', (n, n)), (f'{v.text} @ {u.text}', ())])
+    return f'{v.text} @ {u.text}.T', (*v.shape[:-1], *u.shape[:-1])
+
+
+@statement(1, rank=1)
+def attention(w, v):
+    n = v.shape[-1]
+    scores = f'nn.softmax({v.text} @ {w.parameter(n, n)})'
+    return f'{scores} * {v.text}', v.shape
+
+
+@statement(1)
+def fast_weights(w, v):
+    m = w.value(lambda m: len(m.shape) == 2)
+    if m is None:
+        return None
+    k, u = w.fitted(v, (m.shape[1],)), w.fitted(v, (m.shape[0],))
+    return f'delta({m.text}, nn.softmax({k}), jnp.tanh({u}))', m.shape
+
+
+@statement(3, rank=1)
+def reduced(w, v):
+    axis = w.axis(v)
+    keep = w.chance(2)
+    ways = ['jnp.sum', 'jnp.mean', 'jnp.max', 'nn.logsumexp', 'jnp.linalg.norm', 'jnp.prod']
+    text = f'{w.pick(ways)}({v.text}{" + 0.1" if v.size else ""}, axis={axis}, keepdims={keep})'
+    return text, v.shape[:axis] + (1,) * keep + v.shape[axis + 1 :]
+
+
+@statement(2, rank=1)
+def normalised(w, v):
+    axis = w.axis(v)
+    ways = ['nn.softmax({}, axis={})', 'norm({}, axis={})', '({0} - jnp.mean({0}, axis={1}, keepdims=True))']
+    return w.pick(ways).format(v.text, axis), v.shape
+
+
+@statement(3, rank=1)
+def along(w, v):
+    axis = w.axis(v)
+    ways = ['jnp.cumsum({}, {})', 'jnp.sort({}, {})', 'jnp.roll({}, 1, {})', 'jnp.flip({}, {})', 'lax.cummax({}, {})']
+    ways += ['jnp.cumprod({}, {})', 'lax.cumlogsumexp({}, {})', 'jnp.fft.fft({}, axis={}).real']
+    return w.pick(ways).format(v.text, axis), v.shape
+
+
+@statement(4, rank=1)
+def moved(w, v):
+    axis = w.axis(v)
+    n = v.shape[axis]
+    with_n = lambda m: (*v.shape[:axis], m, *v.shape[axis + 1 :])
+    order = tuple(range(len(v.shape)))[::-1]
+    ways = [(f'{v.text}.ravel()', (v.size,)), (f'{v.text}.transpose({order})', v.shape[::-1])]
+    ways += [(f'jnp.repeat({v.text}, 2, axis={axis})', with_n(2 * n)), (f'{v.text}[None]', (1, *v.shape))]
+    ways += [(f'jnp.pad({v.text}, {[(1, 0) if a == axis else (0, 0) for a in order[::-1]]})', with_n(n + 1))]
+    ways += [(f'{v.text}[..., None]', (*v.shape, 1)), (f'jnp.broadcast_to({v.text}, {(2, *v.shape)})', (2, *v.shape))]
+    ways += [(f'jnp.take({v.text}, np.array([0, {n - 1}, 0]), axis={axis})', with_n(3))]
+    ways += [(f'jnp.split({v.text}, [1], axis={axis})[{1 if n > 1 else 0}]', with_n(max(n - 1, 1)))]
+    if n > 1:
+        ways += [(f'lax.slice_in_dim({v.text}, 1, {n}, axis={axis})', with_n(n - 1))]
+        ways += [(f'lax.slice_in_dim({v.text}, 0, {n}, 2, axis={axis})', with_n((n + 1) // 2))]
+    if v.size % 2 == 0:
+        ways += [(f'{v.text}.reshape(2, -1)', (2, v.size // 2)), (f'{v.text}.reshape(-1, 2)', (v.size // 2, 2))]
+        ways += [(f"{v.text}.reshape(2, -1, order='F')", (2, v.size // 2))]
+    return w.pick(ways)
+
+
+@statement(3, rank=1)
+def joined(w, v):
+    axis = w.axis(v)
+    same = lambda u: (
+        len(u.shape) == len(v.shape)
+        and all(a == b for d, (a, b) in enumerate(zip(u.shape, v.shape, strict=True)) if d != axis)
+    )
+    u = w.value(same) or v
+    if u.shape == v.shape and w.chance(3):
+        return f'jnp.stack([{v.text}, {u.text}], axis={axis})', (*v.shape[:axis], 2, *v.shape[axis:])
+    total = v.shape[axis] + u.shape[axis]
+    return f'jnp.concatenate([{v.text}, {u.text}], axis={axis})', (*v.shape[:axis], total, *v.shape[axis + 1 :])
+
+
+@statement(2, rank=1)
+def indexed(w, v):
+    """Gathers and scatters, at constant places and at places told by the data."""
+    n = v.shape[0]
+    at = w.pick(['0', f"(x['k'] % {n})", f'np.array([{n - 1}, 0])', f"np.array([0, 0]) + x['k'] % {n}"])
+    if "'k'" in at:
+        w.program.inputs['k'] = ()
+    picked = f'{v.text}[{at}]'
+    many = 'array' in at
+    row = ((2,) if many else ()) + v.shape[1:]
+    u = w.value(lambda u: _fits(u.shape, row))
+    ways = [(picked, row)]
+    if u is not None:
+        ways += [(f'{v.text}.at[{at}].{how}({u.text})', v.shape) for how in ('set', 'add')]
+    ways += [(f'lax.dynamic_slice_in_dim({v.text}, {_start(w)}, {max(n - 1, 1)})', (max(n - 1, 1), *v.shape[1:]))]
+    one = w.value(lambda u: _fits(u.shape, (1, *v.shape[1:])))
+    if one is not None:
+        row = f'jnp.broadcast_to({one.text}, {(1, *v.shape[1:])})'
+        ways += [(f'lax.dynamic_update_slice_in_dim({v.text}, {row}, {_start(w)}, 0)', v.shape)]
+    ways += [(f'jax.ops.segment_sum({v.text}, np.arange({n}) // 2, {(n + 1) // 2})', ((n + 1) // 2, *v.shape[1:]))]
+    ways += [(f'jnp.take_along_axis({v.text}, jnp.argsort({v.text}, axis=0), axis=0)', v.shape)]
+    ways += [(f'lax.top_k({v.text}, 1)[0]', (*v.shape[:-1], 1))]
+    return w.pick(ways)
+
+
+def _start(w):
+    start = w.pick(['1', "x['k']"])
+    if start != '1':
+        w.program.inputs['k'] = ()
+    return start
+
+
+@statement(1, rank=1)
+def convolved(w, v):
+    *front, n = v.shape
+    kernel, channels = w.parameter(2, 1, w.pick([2, 3, 1])), 2
+    image = f'{v.text}.reshape({(math.prod(front), 1, n)})'
+    return f"lax.conv_general_dilated({image}, {kernel}, (1,), 'SAME')", (math.prod(front), channels, n)
+
+
+@statement(1, rank=1)
+def pooled(w, v):
+    how, start = w.pick([('lax.add', '0.0'), ('lax.max', '-np.inf')])
+    window = (1,) * (len(v.shape) - 1) + (2,)
+    ones = (1,) * len(v.shape)
+    return f"lax.reduce_window({v.text}, {start}, {how}, {window}, {ones}, 'SAME')", v.shape
+
+
+@statement(2)
+def branched(w, v):
+    u, c = w.like(v), w.value()
+    u = f'jnp.broadcast_to({u.text}, {v.shape})'
+    one, two = w.inner('a', 'b', shape=v.shape), w.inner('b', 'a', shape=v.shape)
+    return f'lax.cond(jnp.sum({c.text}) > 0, lambda a, b: {one}, lambda a, b: {two}, {v.text}, {u})', v.shape
+
+
+@statement(2)
+def looped(w, v):
+    u = w.like(v)
+    body = w.inner('a', f'jnp.broadcast_to({u.text}, {v.shape})', shape=v.shape)
+    return f'lax.fori_loop(0, {w.pick([1, 2, 3])}, lambda i, a: {body}, {v.text})', v.shape
+
+
+@statement(2, rank=1)
+def scanned(w, v):
+    _, *rest = v.shape
+    first = w.value(lambda u: _fits(u.shape, tuple(rest)))
+    start = (
+        f'jnp.zeros({tuple(rest)})'
+        if first is None or w.chance(3)
+        else f'jnp.broadcast_to({first.text}, {tuple(rest)})'
+    )
+    body, out = w.inner('a', 'b', shape=tuple(rest)), w.inner('a', 'b', shape=tuple(rest))
+    which, shape = w.pick([(0, tuple(rest)), (1, v.shape)])
+    return f'lax.scan(lambda a, b: ({body}, {out}), {start}, {v.text}{w.pick(["", ", reverse=True"])})[{which}]', shape
+
+
+@statement(2, rank=1)
+def called(w, v):
+    """A nested jit, remat or vmap."""
+    how = w.pick(['jax.jit', 'jax.checkpoint', 'jax.vmap'])
+    u = w.like(v)
+    shape = v.shape[1:] if how == 'jax.vmap' else v.shape
+    body = w.inner('a', 'b', shape=shape)
+    return f'{how}(lambda a, b: {body})({v.text}, jnp.broadcast_to({u.text}, {v.shape}))', v.shape
+
+
+# ---------------------------------------------------------------- new states
+
+WRITES: list[Callable[[Writer, str, Value], str]] = []
+
+
+def writes(times: int = 1):
+    """Register a way to write a new state."""
+
+    def register(function):
+        WRITES.extend([function] * times)
+        return function
+
+    return register
+
+
+@writes(6)
+def leaky(w, name, old):
+    return f'0.8 * {old.text} + {w.fitted(w.value(), old.shape)}'
+
+
+@writes(2)
+def decaying(w, name, old):
+    weight = w.parameter(*w.pick([old.shape[-1:], (), old.shape]))
+    return f'nn.sigmoid({weight}) * {old.text} + {w.fitted(w.value(), old.shape)}'
+
+
+@writes(2)
+def gated(w, name, old):
+    v, gate = w.value(), w.value()
+    gate = f'nn.sigmoid({w.fitted(gate, old.shape)})'
+    return f'(1 - {gate}) * {old.text} + {gate} * {w.fitted(v, old.shape)}'
+
+
+@writes(3)
+def replaced(w, name, old):
+    return w.fitted(w.value(), old.shape)
+
+
+@writes(1)
+def constant(w, name, old):
+    return f'jnp.full({old.shape}, 0.3)'
+
+
+@writes(1)
+def unchanged(w, name, old):
+    return f'{old.text} * 1.0'
+
+
+@writes(1)
+def delayed(w, name, old):
+    same = [n for n, s in w.program.states.items() if s == old.shape]
+    return f"s['{w.pick(same)}'] + 0.0"
+
+
+@writes(1)
+def shifted(w, name, old):
+    if not old.shape:
+        return old.text
+    return f'0.5 * jnp.roll({old.text}, 1, {w.axis(old)}) + {w.fitted(w.value(), old.shape)}'
+
+
+@writes(2)
+def per_position(w, name, old):
+    """Mixes the last axis: inside a position for a group state, across positions else."""
+    if not old.shape:
+        return f'0.9 * {old.text}'
+    n = old.shape[-1]
+    return f'jnp.tanh({old.text} @ {w.parameter(n, n)} + {w.fitted(w.value(), old.shape)})'
+
+
+def draw_program(pick: Pick) -> Program:
+    """A program, choice by choice; shapes that the grammar does not tell are found by evaluation."""
+    return Writer(pick).write()

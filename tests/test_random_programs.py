@@ -1,0 +1,187 @@
+"""Random step programs against JAX itself.
+
+For every program: one step's gradient is the plain one; D-RTRL is the dense influence recursion, whatever the
+length of its blocks; and each parameter's credit class is proven by numbers: `exact` is BPTT, `instantaneous` the
+sum of one-step gradients, `none` no gradient at all. By default a few programs; `make fuzz` runs many.
+"""
+
+import dataclasses
+import functools
+import os
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+from braintrace.analysis.credit import CreditAnalysis
+from braintrace.analysis.sites import find_sites
+from braintrace.engine.sequence import Sequencer
+from braintrace.frontends.functions import extract_function_info
+from braintrace.program import OtherState
+from interpreter import traced
+from oracle import Problem, total_of
+from programs import draw_program
+
+STEPS = 4
+SEEDS = [int(n) for n in os.environ.get('SEEDS', '0:1').split(':')]
+"""Seeds first:last, each good for its own programs."""
+PROGRAMS = int(os.environ.get('PROGRAMS', 25))
+"""How many a seed."""
+
+
+def values_of(shapes, seed):
+    draw = np.random.default_rng(seed)
+    return {
+        name: np.asarray(draw.integers(0, 3, shape), np.int32)
+        if name == 'k'
+        else np.asarray(0.7 * draw.standard_normal(shape))
+        for name, shape in shapes.items()
+    }
+
+
+@dataclasses.dataclass
+class Grouped:
+    """A state that keeps several states of its positions on its last axis."""
+
+    varshape: tuple[int, ...]
+    name2index: tuple = ()
+
+
+def with_roles(program, kinds):
+    """The program with some states taken as groups along their last axis, and some as not hidden."""
+
+    def grouped(h):
+        *shape, count = h.varshape
+        return dataclasses.replace(h, varshape=tuple(shape), num_state=count, state=Grouped(tuple(shape)))
+
+    kind = lambda h: kinds[h.path[0]]
+    hidden = tuple(grouped(h) if kind(h) == 'group' else h for h in program.hidden if kind(h) != 'other')
+    others = tuple(OtherState(h.path, (), h.invar, h.outvar) for h in program.hidden if kind(h) == 'other')
+    return dataclasses.replace(program, hidden=hidden, others=others)
+
+
+class Case:
+    """A program with values, and everything that is compared."""
+
+    def __init__(self, program):
+        self.step, self.states = program.step, values_of(program.states, 0)
+        self.parameters = values_of(program.parameters, 1)
+        self.weights = np.asarray([1.0, 0.5, 0.0, 2.0])
+        xs = [values_of(program.inputs, 2 + t) for t in range(STEPS)]
+        self.xs = jax.tree.map(lambda *x: np.stack(x), *xs)
+        info = extract_function_info(self.loss_step, self.parameters, self.states, xs[0])
+        values = jax.tree.leaves((self.parameters, self.states, xs[0]))
+        roles = with_roles(info.program, program.kinds)
+        self.problem = Problem(roles, values, jax.tree.leaves(self.xs), self.weights)
+
+    def loss_step(self, p, s, x):
+        new, out = self.step(p, s, x)
+        return new, total_of(out)
+
+    @property
+    def names(self):
+        return {p.invar: p.path[0] for p in self.problem.program.parameters}
+
+    @functools.cached_property
+    def plain(self):
+        """Gradient of the weighted losses by plain JAX; ``through`` scales what goes from step to step."""
+        stop = jax.lax.stop_gradient
+        scale = lambda a, through: through * a + stop((1 - through) * a)
+
+        def loss(p, weights, through):
+            def step(s, at):
+                w, x = at
+                s, out = self.loss_step(p, jax.tree.map(lambda a: scale(a, through), s), x)
+                return s, w * out
+
+            return jnp.sum(jax.lax.scan(step, self.states, (weights, self.xs))[1])
+
+        return traced(jax.grad(loss), self.parameters, self.weights, 1.0)
+
+    @functools.cached_property
+    def recursion(self):
+        """Gradients of every step's loss by the dense influence recursion."""
+        return self.problem.gradients(traced)
+
+    def engine(self, way, block):
+        """The same by the engine."""
+        problem = self.problem
+        engine = Sequencer(problem.plan)
+
+        def solve(weights):
+            given = (problem.inputs, weights, block)
+            if way == 'two_pass':
+                return engine.two_pass(problem.parameters, problem.states, *given).gradients
+            return engine.one_pass(problem.parameters, problem.states, engine.init_traces(), *given).gradients
+
+        return traced(solve, self.weights)
+
+    @functools.cached_property
+    def credit(self):
+        a = self.problem.analysed
+        facts = a.facts
+        sites = find_sites(facts, a.groups, a.positions)
+        analysis = CreditAnalysis(facts, a.members, a.groups, a.positions, sites)
+        return {p.path[0]: analysis.judge(p) for p in facts.program.parameters}
+
+
+WAYS = [*(('two_pass', k) for k in (4, 3, 1)), *(('one_pass', k) for k in (1, 2, 3, 4))]
+
+
+def check(program, ways):
+    """Everything that must hold for a program."""
+    case = Case(program)
+    start = np.eye(STEPS)[0]
+    plain, single, first = (
+        case.plain(case.parameters, *given) for given in ((case.weights, 1.0), (case.weights, 0.0), (start, 1.0))
+    )
+    found = {}
+    for way, block in ways:
+        engine = case.engine(way, block)
+        found, one = engine(case.weights), engine(start)
+        for v, name in case.names.items():
+            close(one[v], first[name], f'{name}: one step by {way}')
+            wanted = sum(w * g[v] for w, g in zip(case.weights, case.recursion, strict=True))
+            close(found[v], wanted, f'{name}: {way} in blocks of {block}')
+    for v, name in case.names.items():
+        credit, reason = case.credit[name]
+        if credit == 'none':
+            close(0 * plain[name], plain[name], f'{name}: none ({reason})')
+        elif credit != 'local':
+            close(found[v], (plain if credit == 'exact' else single)[name], f'{name}: {credit} ({reason})')
+
+
+def close(found, wanted, what):
+    size = max(np.abs(wanted).max(initial=0), 1e-6)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7 * size, err_msg=what)
+
+
+def drawn(data):
+    """A program, and one way to solve it or two."""
+    pick = lambda options: data.draw(st.sampled_from(options))
+    program = draw_program(pick)
+    assume(program.parameters and any(kind != 'other' for kind in program.kinds.values()))
+    return program, pick([[pick(WAYS)], [pick(WAYS), pick(WAYS)]])
+
+
+def fuzz(seed, programs):
+    """Check random programs; the smallest that fails is shown as Python."""
+
+    @hypothesis.seed(seed)
+    @settings(max_examples=programs, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def run(data):
+        program, ways = drawn(data)
+        hypothesis.note(f'{program}\n# solved by {ways}')
+        check(program, ways)
+
+    run()
+
+
+@pytest.mark.parametrize('seed', range(*SEEDS))
+def test_random_programs(seed, x64):
+    fuzz(seed, PROGRAMS)
