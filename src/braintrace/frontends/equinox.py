@@ -107,8 +107,8 @@ def _default_state(model: Any) -> Any:
 def _paths(model: Any, state: Any, name: str) -> list[tuple]:
     """A path for every array of a state; inside an ``eqx.nn.State`` that of its index in the model."""
     is_index = lambda x: isinstance(x, eqx.nn.StateIndex)
-    indices = zip(leaf_paths(model, is_index), jax.tree.leaves(model, is_leaf=is_index), strict=True)
-    indices = [(path, index) for path, index in indices if is_index(index)]
+    found = zip(leaf_paths(model, is_index), jax.tree.leaves(model, is_leaf=is_index), strict=True)
+    indices = [(path, index) for path, index in found if is_index(index)]
     paths = [(name, *path) for path in state_paths(state)]
     numbers = jax.tree.unflatten(jax.tree.structure(state), range(len(paths)))
     for part in jax.tree.leaves(numbers, is_leaf=lambda x: isinstance(x, eqx.nn.State)):

@@ -94,9 +94,7 @@ class FlaxModel(PureModel):
         model = nnx.merge(self.graphdef, *self._merged(parameters, state))
         result, new = model(*carry, *inputs), []
         if self.carry is not None:
-            if not (isinstance(result, tuple) and len(result) == 2):
-                raise self._no_pair(result)
-            new, result = self._new_carry(result[0]), result[1]
+            new, result = self._carried(self.carry.structure, result)
         _, *parts = self._split(model)
         if any(jax.tree.structure(a) != b.structure for a, b in zip(parts, self._leaves, strict=True)):
             raise CompilationError(
@@ -117,16 +115,13 @@ class FlaxModel(PureModel):
                 )
         return [*new, *jax.tree.leaves(parts[1:])], result
 
-    def _new_carry(self, carry: Any) -> list[Any]:
-        if jax.tree.structure(carry) != self.carry.structure:
-            raise self._no_pair(carry)
-        return jax.tree.leaves(carry)
-
-    def _no_pair(self, result: Any) -> CompilationError:
-        return CompilationError(
+    def _carried(self, structure: Any, result: Any) -> tuple[list[Any], Any]:
+        """New carry and output of a call."""
+        if isinstance(result, tuple) and len(result) == 2 and jax.tree.structure(result[0]) == structure:
+            return jax.tree.leaves(result[0]), result[1]
+        raise CompilationError(
             three_parts(
-                f'{type(self.model).__name__} with a carry of {self.carry.structure} that it turns into '
-                f'{jax.tree.structure(result)}',
+                f'{type(self.model).__name__} with a carry of {structure} that returns {jax.tree.structure(result)}',
                 'a module with a carry is called as model(carry, *inputs) -> (carry, out)',
                 'a __call__ that takes the carry first and returns (carry, out), and a carry of the form it returns',
             )
