@@ -305,3 +305,15 @@ def test_convolutions_learn_by_every_rule(rule):
     exact = compiled(xs, 'bptt', model=learner.model)
     wanted = exact.etrace_grad(xs, step_fn=squares(exact), fresh=True)
     assert_close(learner.etrace_grad(xs, step_fn=squares(learner), fresh=True), wanted, 1e-4)
+
+
+def test_another_batch_size_may_be_met_inside_a_transformation_first():
+    net = brainstate.nn.GRUCell(2, 3)
+    learner = braintrace.compile(net, 'd_rtrl', jnp.ones((4, 2)), batch_size=4)
+    learner(jnp.ones((4, 2)))
+    learner.reset_state(batch_size=5)
+    weights = net.states(brainstate.ParamState)
+    found = brainstate.transform.grad(lambda: jnp.sum(learner(jnp.ones((5, 2)))), weights)()
+    other = braintrace.compile(net, 'd_rtrl', jnp.ones((5, 2)), batch_size=5)
+    wanted = brainstate.transform.grad(lambda: jnp.sum(other(jnp.ones((5, 2)))), weights)()
+    jax.tree.map(np.testing.assert_allclose, dict(found), dict(wanted))

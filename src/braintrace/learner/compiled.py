@@ -117,8 +117,12 @@ class Compiled(brainstate.nn.Module):
         }
         if self.rule.predictor is not None:
             self.standing = self._stand(self.rule)
+        self._make_traces()
+
+    def _make_traces(self) -> None:
+        """Zero traces for the model's step as it is now, before any program asks for them."""
         with contextlib.suppress(NotSupportedError):  # refused again, with the reason, when a trace is needed
-            self._read_traces(self._step_program(args)[0], fresh=False)
+            self._read_traces(self._step_program(self._example)[0], fresh=False)
 
     def _stand(self, rule: Rule) -> Standing | None:
         """The state that a rule reads, as it is at first; a predictor's once the model is compiled."""
@@ -390,4 +394,6 @@ class Compiled(brainstate.nn.Module):
             resized = lambda x: jnp.zeros((batch_size, *jnp.shape(x)[1:]), jnp.result_type(x))
             same = lambda x: jnp.ndim(x) and jnp.shape(x)[0] == old
             self._example = jax.tree.map(lambda x: resized(x) if same(x) else x, self._example)
+            self.traces = {}
+            self._make_traces()
         self._clear_traces()
