@@ -40,6 +40,14 @@ def total_of(outputs):
     return total
 
 
+def sequence(x, steps):
+    """An input that changes from step to step; whole numbers stay."""
+    x = jnp.asarray(x)
+    scales = 1 + 0.3 * np.sin(np.arange(steps))
+    moving = jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.stack([(x * s).astype(x.dtype) if moving else x for s in scales])
+
+
 class Problem:
     """A step program whose first output is a loss, a few steps of inputs, and the plan of its step.
 

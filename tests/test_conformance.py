@@ -13,7 +13,7 @@ import pytest
 
 import braintrace
 from braintrace.learner.rules import RULES
-from test_engine import Problem
+from oracle import sequence, total_of
 from test_zoo import close_to, precision
 from zoo import CASES
 
@@ -26,14 +26,7 @@ POSITIONS = ('d_rtrl', 'eprop', 'ostlrecurrent', 'rtrl')
 
 
 def loss_of(learner):
-    def loss(*xs):
-        total = 0.0
-        for x in jax.tree.leaves(learner(*xs)):
-            if jnp.issubdtype(x.dtype, jnp.inexact):
-                total = total + jnp.sum(jnp.sin(1.0 + jnp.arange(x.size).reshape(x.shape)) * (x * x.conj()).real)
-        return total
-
-    return loss
+    return lambda *xs: total_of(learner(*xs))
 
 
 def is_random(model):
@@ -49,7 +42,7 @@ def test_conformance(name, rule):
         model, inputs = case.build()
         learner = RULES[rule](model, **({'window': 2} if rule == 'dni' else {'k': 2} if rule == 'tbptt' else {}))
         learner.compile_graph(*inputs)
-        xs = jax.tree.map(lambda x: Problem.sequence(x, STEPS), inputs)
+        xs = jax.tree.map(lambda x: sequence(x, STEPS), inputs)
         loss, half = loss_of(learner), STEPS // 2
         run = lambda xs, **how: learner.etrace_grad(*xs, step_fn=loss, reduction='sum', **how)
         part = lambda a, b: jax.tree.map(lambda x: x[a:b], xs)

@@ -8,13 +8,12 @@ import os
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from braintrace.engine.plan import Values
 from braintrace.engine.sequence import Sequencer
 from braintrace.frontends.brainstate import trace_step
-from oracle import Problem, total_of
+from oracle import Problem, sequence, total_of
 from test_zoo import close_to, precision
 from zoo import CASES
 
@@ -25,17 +24,10 @@ def problem_of(case, steps):
     """A model of the zoo with a loss and a few steps of inputs."""
     model, inputs = case.build()
     info = trace_step(lambda *xs: total_of(model(*xs)), model, inputs, {})
-
-    def sequence(x):
-        x = jnp.asarray(x)
-        scales = 1 + 0.3 * np.sin(np.arange(steps))
-        moving = jnp.issubdtype(x.dtype, jnp.inexact)
-        return jnp.stack([(x * s).astype(x.dtype) if moving else x for s in scales])
-
     weights = jnp.asarray([1.0, 0.5, 0.0, 2.0][:steps])
     values = info.flat_inputs(inputs, None, {})
     by_variable = dict(zip(info.program.closed.jaxpr.invars, values, strict=True))
-    return Problem(info.program, values, [sequence(by_variable[v]) for v in info.program.inputs], weights)
+    return Problem(info.program, values, [sequence(by_variable[v], steps) for v in info.program.inputs], weights)
 
 
 @pytest.mark.parametrize('name', list(CASES)[:: 1 if ALL else 6])
