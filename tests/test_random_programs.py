@@ -24,7 +24,7 @@ from braintrace.frontends.functions import extract_function_info
 from braintrace.program import OtherState
 from interpreter import traced
 from oracle import Problem, total_of
-from programs import draw_program
+from programs import Program, draw_program
 
 STEPS = 4
 SEEDS = [int(n) for n in os.environ.get('SEEDS', '0:1').split(':')]
@@ -158,6 +158,73 @@ def check(program, ways):
 def close(found, wanted, what):
     size = max(np.abs(wanted).max(initial=0), 1e-6)
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7 * size, err_msg=what)
+
+
+def program(text, parameters, states, inputs, kinds={}):
+    """A program from its lines; the last names the new states and the output."""
+    *lines, written, output = [line.strip() for line in text.strip().splitlines()]
+    kinds = dict.fromkeys(states, 'hidden') | kinds
+    return Program(parameters, states, kinds, inputs, lines, dict(zip(states, written.split(), strict=True)), [output])
+
+
+FOUND = {  # what random programs have found, made small
+    'no input is read by the core': program(
+        """v0 = 0.8 * s['h'] + p['w']
+        v0
+        v0 * x['x']""",
+        {'w': (3,)}, {'h': (3,)}, {'x': ()},
+    ),
+    'other state beside a weight, read by no loss': program(
+        """v0 = 0.8 * s['o'] + (x['x'] @ p['w'])
+        v0 v0
+        x['x']""",
+        {'w': (2, 3)}, {'o': (3,), 'h': (3,)}, {'x': (2,)}, {'o': 'other'},
+    ),
+    'old value of an other state in the local step': program(
+        """v0 = 0.8 * s['o'] + s['h']
+        v1 = jnp.tanh(s['h'] @ p['w'] + (s['h'] @ p['w'] + s['o']))
+        v0 v1
+        x['x'] @ p['w']""",
+        {'w': (3, 3)}, {'o': (3,), 'h': (3,)}, {'x': (3,)}, {'o': 'other'},
+    ),
+    'loop with a result that reads no state': program(
+        """v0 = lax.scan(lambda a, b: (0.7 * a, a + b), jnp.zeros(3), s['h'])[0] + x['x']
+        v1 = 0.8 * s['h'] + v0
+        v1
+        (v1 + v0) @ p['w']""",
+        {'w': (3, 2)}, {'h': (1, 3)}, {'x': (3,)},
+    ),
+    'one row of a batched product': program(
+        """v0 = 0.8 * s['h'] + jnp.einsum('ij,ijk->ik', x['x'], p['w'])[1, 1]
+        v0
+        v0""",
+        {'w': (2, 3, 3)}, {'h': ()}, {'x': (2, 3)},
+    ),
+    'part of a product from the left': program(
+        """v0 = 0.8 * s['h'] + (p['w'] @ x['x']).ravel()[:2]
+        v0
+        v0""",
+        {'w': (2, 2)}, {'h': (2,)}, {'x': (2, 3)},
+    ),
+    'weights of a constant state': program(
+        """v0 = jnp.full((1, 3), 0.3)
+        v1 = 0.8 * s['h'] + v0 @ p['w']
+        v0 v1
+        v1""",
+        {'w': (3, 3)}, {'c': (1, 3), 'h': (1, 3)}, {'x': ()},
+    ),
+    'columns first': program(
+        """v0 = 0.8 * s['h'] + (x['x'] @ p['w']).reshape(3, 2, order='F')
+        v0
+        v0""",
+        {'w': (2, 3)}, {'h': (3, 2)}, {'x': (2, 2)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', FOUND)
+def test_found(name, x64):
+    check(FOUND[name], [('two_pass', 3), ('one_pass', 2)])
 
 
 def drawn(data):

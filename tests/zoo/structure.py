@@ -647,8 +647,8 @@ def state_set_to_a_constant():
 @case(['h'], {'w': 'exact 0'}, note='a trace of the inputs, not hidden, drives the state beside the weights')
 def short_term_state_beside_the_weights():
     def step(m, x):
-        m.trace.value = 0.8 * m.trace.value + x
-        m.h.value = jnp.tanh(0.9 * m.h.value + x @ m.w.value + m.trace.value.sum())
-        return m.h.value
+        m.h.value = 0.9 * m.h.value + (x @ m.w.value + m.trace.value)
+        m.trace.value = 0.8 * m.trace.value + x.sum()
+        return jnp.tanh(m.h.value)
 
-    return Step(step, w=weight(I, H), h=hidden(B, H), trace=other(jnp.zeros((B, I)))), (array(B, I),)
+    return Step(step, w=weight(I, H), h=hidden(B, H), trace=other(array(B, H))), (array(B, I),)
