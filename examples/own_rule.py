@@ -23,6 +23,7 @@ RULE = braintrace.ETraceConfig(
     kappa=0.5,
     learning_signal='random_feedback',
 )
+OTHERS = ('rflo', 'eprop', 'd_rtrl', 'rtrl')
 
 
 class Net(brainstate.nn.Module):
@@ -44,7 +45,7 @@ class Net(brainstate.nn.Module):
         return self.readout(jnp.tanh(self.h.value))
 
 
-def main(updates: int = 200, units: int = 48, steps: int = 150, picture: str | None = None) -> tuple[float, float]:
+def main(updates: int = 200, units: int = 48, steps: int = 150, others: tuple = OTHERS, picture: str | None = None):
     """Squared error over variance, before and after."""
     brainstate.random.seed(0)
     task = braintrace.tasks.Series('mackey_glass', steps=steps)
@@ -54,7 +55,7 @@ def main(updates: int = 200, units: int = 48, steps: int = 150, picture: str | N
     history = braintrace.fit(learner, batches, step_fn=step, optimizer=optax.adam(5e-3), updates=updates)
     before, after = history['loss'][0], history['loss'][-5:].mean()
     print(f'next value of a chaotic series: error {before:.3f} before, {after:.3f} after')
-    found = learner.gradient_check(*batches(0), step_fn=step, rules=[RULE, 'rflo', 'eprop', 'd_rtrl', 'rtrl'])
+    found = learner.gradient_check(*batches(0), step_fn=step, rules=[RULE, *others])
     print(f'\n{found}')
     if picture is not None:
         found.plot(picture)
