@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from mkdocs.structure.files import File
 
+ROOT = Path(__file__).parent.parent
+MEASURED = '<!-- measured -->'
 BLOCK = re.compile(r'```python\n(.*?)```', re.DOTALL)
 
 
@@ -24,7 +27,7 @@ def run(markdown: str, page: str) -> tuple[str, dict[str, bytes]]:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(block[1], f'{Path(page).stem}.py', 'exec'), names)
-        text = printed.getvalue().rstrip()
+        text = printed.getvalue().replace(f'{ROOT}/', '').rstrip()
         found = [block[0], *([f'```text\n{text}\n```'] if text else [])]
         if 'figure' in names:
             name = f'{Path(page).stem}-{len(pictures)}.svg'
@@ -37,12 +40,18 @@ def run(markdown: str, page: str) -> tuple[str, dict[str, bytes]]:
     return BLOCK.sub(shown, markdown), pictures
 
 
+def on_files(files: Any, config: Any) -> None:
+    """The picture of the benchmark is a page's, too."""
+    files.append(File.generated(config, 'results.svg', abs_src_path=str(ROOT / 'benchmarks' / 'results.svg')))
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Called by mkdocs for every page."""
+    """The table of the benchmark is that of the README; marked pages are run."""
+    if MEASURED in markdown:
+        (table,) = re.findall(r'results.json -->\n(.*?)\n<!-- end', (ROOT / 'README.md').read_text(), re.DOTALL)
+        markdown = markdown.replace(MEASURED, table)
     if not page.meta.get('execute'):
         return markdown
-    from mkdocs.structure.files import File
-
     print(f'running {page.file.src_uri}', file=sys.stderr, flush=True)
     markdown, pictures = run(markdown, page.file.src_uri)
     for name, content in pictures.items():

