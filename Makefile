@@ -10,16 +10,16 @@ train: $(READY)
 	$(RUN) scripts/train.py
 
 test: $(READY)
-	$(RUN) -m ruff check src tests scripts benchmarks experiments examples
-	$(RUN) -m ruff format --check src tests scripts benchmarks experiments examples
+	$(RUN) -m ruff check src tests scripts benchmarks experiments
+	$(RUN) -m ruff format --check src tests scripts benchmarks experiments
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
 
 zoo: $(READY)
 	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_engine.py
 
 lint: $(READY)
-	$(RUN) -m ruff check --fix src tests scripts benchmarks experiments examples
-	$(RUN) -m ruff format src tests scripts benchmarks experiments examples
+	$(RUN) -m ruff check --fix src tests scripts benchmarks experiments
+	$(RUN) -m ruff format src tests scripts benchmarks experiments
 	$(RUN) -m mypy
 
 bench: $(READY)
