@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: train test zoo conformance fuzz operations models browser lint bench bench-compile learn rules clean
+.PHONY: train test zoo conformance fuzz operations models browser lint bench bench-compile learn rules docs clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -48,6 +48,10 @@ learn: $(READY)
 rules: $(READY)
 	$(RUN) experiments/rules.py
 
+docs: $(READY)
+	$(RUN) -m pip install --quiet --editable '.[docs]'
+	JAX_PLATFORMS=cpu $(RUN) -m mkdocs build --strict
+
 bench-compile: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) benchmarks/compile_time.py
 
@@ -59,4 +63,4 @@ $(READY): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peer out
+	rm -rf $(VENV) .venv-peer out site

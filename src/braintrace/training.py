@@ -122,7 +122,7 @@ def fit(
             )
         )
     before = history.records[-1]['seconds'] if history.records else 0.0
-    progress = Progress(updates, before) if show else None
+    progress = Progress(updates) if show else None
     with _log(out, history.records) as log, _stop_asked() as stop:
         for i in range(done, updates):
             sequences = tuple(jax.tree.map(jnp.asarray, s) for s in batches(i))
@@ -252,8 +252,8 @@ class Supervised:
 class Progress:
     """A line of progress: rewritten in a terminal, a new one every few seconds in a pipe."""
 
-    def __init__(self, updates: int, seconds: float = 0.0, file: Any = None, every: float = 5.0):
-        self.updates, self.seconds = updates, seconds
+    def __init__(self, updates: int, file: Any = None, every: float = 5.0):
+        self.updates = updates
         self.file = file or sys.stderr
         self.live = self.file.isatty()
         self.every = 0.2 if self.live else every
@@ -268,11 +268,12 @@ class Progress:
         self._shown = now
         first = self._recent[0]
         gone = (record['seconds'] - first['seconds'], number - int(first['update']))
-        a_update = gone[0] / gone[1] if gone[1] else record['seconds'] - self.seconds
         names = [n for n in record if n not in ('update', 'seconds')]
         mean = lambda name: np.mean([r[name] for r in self._recent if name in r])
         parts = [f'update {number}/{self.updates}', *(f'{name} {mean(name):.4g}' for name in names)]
-        parts += [f'{steps / a_update:,.0f} steps/s', f'{_clock((self.updates - number) * a_update)} left']
+        if gone[1]:  # the first update also compiles
+            rate = gone[1] / gone[0]
+            parts += [f'{steps * rate:,.0f} steps/s', f'{_clock((self.updates - number) / rate)} left']
         parts.append(f'{peak_memory() / 2**20:,.0f} MiB')
         text = '  '.join(parts)
         print(f'\r\033[K{text}' if self.live else text, end='' if self.live else '\n', file=self.file, flush=True)

@@ -392,7 +392,7 @@ class Learner(Compiled):
         )
         if self.rule.trace == 'none':
             return MemoryPlan(steps, {}, window(self.rule.window or steps), None, window(steps))
-        two = getattr(engine, 'two_pass', None)
+        two = engine.two_pass if self.rule.is_local and self.rule.trace == 'per_param' else None
         return MemoryPlan(
             steps,
             dict(zip(traced.trace_keys, map(bytes_of, traces), strict=True)),

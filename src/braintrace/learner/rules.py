@@ -257,7 +257,7 @@ def compile(
         raise TypeError(
             three_parts(
                 f'compile(..., {kind.__name__}, {options})',
-                str(error),
+                str(error).split('() ')[-1],
                 f'options of {kind.__name__} only: {_names(kind)}',
             )
         ) from error

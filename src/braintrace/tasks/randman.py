@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -42,19 +43,17 @@ class Randman:
 
     def times(self, labels: np.ndarray, points: np.ndarray) -> np.ndarray:
         """Spike times in [0, 1] of every unit, for points (size, dimensions) of the given classes."""
+        low, high = _range(self)
+        return np.clip((self.heights(labels, points) - low[labels]) / (high - low)[labels], 0, 1)
+
+    def heights(self, labels: np.ndarray, points: np.ndarray) -> np.ndarray:
+        """Spike times before they are brought into [0, 1]."""
         fixed = np.random.default_rng(self.seed)
         shape = (self.classes, self.units, self.dimensions, self.frequencies)
         height, phase = fixed.random(shape), fixed.random(shape)
         order = np.arange(1, self.frequencies + 1)
-
-        def heights(labels: np.ndarray, points: np.ndarray) -> np.ndarray:
-            angles = 2 * np.pi * (order * points[:, None, :, None] + phase[labels])
-            return np.prod(np.sum(height[labels] * np.sin(angles) / order**self.smoothness, -1), -1)
-
-        grid = np.random.default_rng(self.seed + 1).random((2000, self.dimensions))
-        known = np.stack([heights(np.full(len(grid), c), grid) for c in range(self.classes)])
-        low, high = known.min(1), known.max(1)
-        return np.clip((heights(labels, points) - low[labels]) / (high - low)[labels], 0, 1)
+        angles = 2 * np.pi * (order * points[:, None, :, None] + phase[labels])
+        return np.prod(np.sum(height[labels] * np.sin(angles) / order**self.smoothness, -1), -1)
 
     def batch(self, rng: np.random.Generator, size: int) -> Trials:
         """Draw trials; the answer counts at every step."""
@@ -65,3 +64,11 @@ class Randman:
         spikes[when, np.arange(size)[:, None], np.arange(self.units)] = 1
         targets = np.broadcast_to(labels.astype(np.int32), (self.steps, size))
         return Trials(spikes, targets, np.ones(self.steps, np.float32))
+
+
+@cache
+def _range(task: Randman) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest height of every class and unit, of many points."""
+    grid = np.random.default_rng(task.seed + 1).random((2000, task.dimensions))
+    known = np.stack([task.heights(np.full(len(grid), c), grid) for c in range(task.classes)])
+    return known.min(1), known.max(1)
