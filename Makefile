@@ -15,8 +15,7 @@ test: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
 
 zoo: $(READY)
-	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_engine.py tests/test_functions.py tests/test_flax.py \
-	    tests/test_equinox.py tests/test_readme.py
+	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal $(addprefix tests/test_,engine.py functions.py flax.py equinox.py)
 
 conformance: $(READY)
 	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_conformance.py
