@@ -74,9 +74,9 @@ class Case:
         xs = [values_of(program.inputs, 2 + t) for t in range(STEPS)]
         self.xs = jax.tree.map(lambda *x: np.stack(x), *xs)
         info = extract_function_info(self.loss_step, self.parameters, self.states, xs[0])
-        values = jax.tree.leaves((self.parameters, self.states, xs[0]))
+        values = jax.tree.map(jnp.asarray, [self.parameters, self.states, xs[0], self.xs])
         roles = with_roles(info.program, program.kinds)
-        self.problem = Problem(roles, values, jax.tree.leaves(self.xs), self.weights)
+        self.problem = Problem(roles, jax.tree.leaves(values[:3]), jax.tree.leaves(values[3]), self.weights)
 
     def loss_step(self, p, s, x):
         new, out = self.step(p, s, x)
