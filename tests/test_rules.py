@@ -652,7 +652,7 @@ def test_rules_are_compared_on_the_users_own_model(tmp_path):
     cosines = [cosine(a, b) for a, b in zip(mine, exact, strict=True)]
     assert found['RFLO'].cosine == pytest.approx(cosine(case.gradient('rflo'), case.bptt()))
     assert sorted(row.cosine for row in found['RFLO'].rows) == pytest.approx(sorted(cosines))
-    assert found['ETraceConfig'].rows == found['D_RTRL'].rows
+    assert found['ETraceConfig()'].rows == found['D_RTRL'].rows
     assert 'cosine to BPTT' in str(found)
     found.plot(tmp_path / 'rules.png')
     assert (tmp_path / 'rules.png').stat().st_size > 10_000

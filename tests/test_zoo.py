@@ -5,6 +5,7 @@ dense Jacobians by `jax.jacrev`, and the plain one-step gradient. It shares no s
 """
 
 import contextlib
+import os
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from braintrace.compat import evaluate, is_var
 from braintrace.engine.executor import ETraceGraphExecutor
 from oracle import local_step
 from zoo import CASES
+
+ALL = os.environ.get('ZOO') == 'all'
 
 
 @contextlib.contextmanager
@@ -189,6 +192,7 @@ def pull_site(graph, site, env, y_bar):
     return pull(y_bar)
 
 
+@pytest.mark.parametrize('case', list(CASES)[:: 1 if ALL else 3], indirect=True)
 def test_numbers(case):
     model, inputs = case.build()
     before = [s.value for s in model.states().values()]

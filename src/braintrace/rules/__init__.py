@@ -306,8 +306,13 @@ class ETraceConfig:
                 )
         for wrong, reason, instead in self._contradictions():
             if wrong:
-                given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-                raise ValueError(three_parts(f'ETraceConfig({_written(given)})', reason, instead))
+                raise ValueError(three_parts(self.name, reason, instead))
+
+    @property
+    def name(self) -> str:
+        """The parts that are not the default ones."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f'ETraceConfig({_written(given)})'
 
     def _contradictions(self) -> list[tuple[Any, str, str]]:
         """(whether it is one, why it cannot work, what to write instead)."""
@@ -393,7 +398,7 @@ class ETraceConfig:
         if factors and self.temporal_recursion == 'none':
             decay = (decay[0], 0.0)
         return Rule(
-            'ETraceConfig',
+            self.name,
             self.trace_factorization,
             self.temporal_recursion,
             self.recurrence_scope,
@@ -460,7 +465,7 @@ PRESETS = {
 
 def named(name: str) -> str:
     """The name under which a rule is known, from any way to write it."""
-    plain = name.lower()
+    plain = name.lower().replace('-', '_')
     found = next((n for n in (plain, plain.replace('_', '')) if n in PRESETS), None)
     if found is None:
         raise ValueError(
