@@ -62,4 +62,4 @@ $(READY): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peer .cache out site site
+	rm -rf $(VENV) .venv-peer .cache out site
