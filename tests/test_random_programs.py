@@ -213,6 +213,26 @@ FOUND = {  # what random programs have found, made small
         v1""",
         {'w': (3, 3)}, {'c': (1, 3), 'h': (1, 3)}, {'x': ()},
     ),
+    'state made of parameters only': program(
+        """v0 = (jnp.ones(2) @ p['w']).reshape(3)
+        v1 = 0.8 * s['h'] + v0 * s['g']
+        v1 v0
+        v1 * x['x'] + v0""",
+        {'w': (2, 3)}, {'h': (3,), 'g': (3,)}, {'x': ()},
+    ),
+    'state made of two parameters': program(
+        """v0 = p['w'] @ p['u']
+        v1 = 0.8 * s['h'] + v0 * s['g']
+        v1 v0
+        v1 * x['x'] + v0""",
+        {'w': (2, 3), 'u': (3, 3)}, {'h': (2, 3), 'g': (2, 3)}, {'x': ()},
+    ),
+    'state set to a parameter': program(
+        """v0 = 0.8 * s['h'] + s['g'] @ p['r']
+        v0 p['w']
+        v0 * x['x']""",
+        {'w': (3,), 'r': (3, 3)}, {'h': (3,), 'g': (3,)}, {'x': ()},
+    ),
     'columns first': program(
         """v0 = 0.8 * s['h'] + (x['x'] @ p['w']).reshape(3, 2, order='F')
         v0

@@ -143,6 +143,8 @@ family('elementwise', _barrier, 'optimization_barrier')
 
 
 def _reshape(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    if outs[0] is None:
+        return [None] * len(eqn.invars)
     shape, order = _shape(eqn.invars[0]), eqn.params.get('dimensions')
     if eqn.primitive.name != 'reshape' or order is None:
         order = range(len(shape))

@@ -82,10 +82,10 @@ def find_sites(
 
 
 def weight_operands(facts: Facts, eqn: Equation) -> list[int]:
-    """Operands computed from parameters only, of an equation that reads data too."""
+    """Operands computed from parameters only, of an equation that reads data too or makes a new hidden state."""
     family = TABLE.get(eqn.primitive.name)
     bits = [of(facts.total, v) for v in eqn.invars]
-    if all(facts.is_weight(b) or not b.reads for b in bits):
+    if all(facts.is_weight(b) or not b.reads for b in bits) and not any(v in facts.new_bit for v in eqn.outvars):
         return []
     return [k for k, b in enumerate(bits) if facts.is_weight(b) and (family is None or family.differentiates(eqn, k))]
 

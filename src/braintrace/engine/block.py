@@ -84,7 +84,7 @@ def complete(plan: Plan, const: Values, steps: Values, last: Values) -> Values:
 
     def one(step: Values) -> Values:
         env = plan.compute(plan.derivative_variables, const | step)
-        return env.pick(v for v in env if v in step or v not in const)
+        return env.pick(v for v in env if v not in const)
 
     return jax.vmap(one)(steps)
 
@@ -288,7 +288,7 @@ def _pull_tap(
 def tap_operands(plan: Plan, const: Values, steps: Values) -> dict[int, dict[int, jax.Array]]:
     """Data operands of every tap, stacked over the steps of a completed block."""
     wanted = {
-        i: {k: v for k, v in enumerate(tap.equation.invars) if is_var(v) and (v in steps or v not in const)}
+        i: {k: v for k, v in enumerate(tap.equation.invars) if is_var(v) and v not in const}
         for i, tap in plan.taps.items()
     }
     return {i: {k: steps[v] for k, v in operands.items()} for i, operands in wanted.items()}

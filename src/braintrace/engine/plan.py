@@ -245,8 +245,8 @@ class Plan:
 
     @cached_property
     def constants(self) -> tuple[Var, ...]:
-        """Values that depend on no data."""
-        return self._where(lambda reads: not reads & self.facts.data)
+        """Values that depend on no data; new states are never among them."""
+        return tuple(v for v in self._where(lambda reads: not reads & self.facts.data) if v not in self.ends)
 
     @cached_property
     def before(self) -> tuple[Var, ...]:

@@ -151,11 +151,19 @@ class Traces:
         operands = tap_operands(self.plan, const, jax.tree.map(lambda x: x[:1], steps))
         for site, trace in zip(self.sites, traces, strict=True):
             if isinstance(site.carrier, Factorised):
-                stacked = operands[site.equation]
+                stacked = self._stacked(site, const, operands, 1)
                 y_bar, x = site.carrier.told(trace, gamma[site.group]), trace.x
                 gradient = site.carrier.gradient(self._unmoved(site, const, stacked), stacked, y_bar[None], x[None])
                 total = self.told(total, site, gradient)
         return total
+
+    def _stacked(self, site: Site, const: Values, operands: dict, length: int) -> dict[int, Any]:
+        """Operands of a site's operation that are data; of a state made without any, all but the weight, repeated."""
+        found = operands[site.equation]
+        if found:
+            return found
+        every = self._unmoved(site, const, {site.operand: None})
+        return {k: jnp.broadcast_to(x, (length, *jnp.shape(x))) for k, x in every.items()}
 
     def _unmoved(self, site: Site, const: Values, stacked: dict[int, Any]) -> dict[int, Any]:
         """Operands of a site's operation that stay the same, the weight among them."""
@@ -188,7 +196,7 @@ class Traces:
         rows = self._rows(const, steps, cotangents)
         for n, (site, trace) in enumerate(zip(self.sites, traces, strict=True)):
             if not isinstance(site.carrier, Factorised):
-                g, stacked = site.group, operands[site.equation]
+                g, stacked = site.group, self._stacked(site, const, operands, length)
                 given = (self._unmoved(site, const, stacked), stacked, rows[g][site.result], products[g][1], gamma[g])
                 new[n], gradient = site.carrier.solve(trace, *given)
                 total = self.told(total, site, gradient)
@@ -208,11 +216,12 @@ class Traces:
             for group, signals in zip(self.plan.groups, moving.signals, strict=True)
         ]
         rows = self._rows(const, steps, ones)
-        fixed = {n: self._unmoved(self.sites[n], const, operands[self.sites[n].equation]) for n in mine}
+        stacked = {n: self._stacked(self.sites[n], const, operands, length) for n in mine}
+        fixed = {n: self._unmoved(self.sites[n], const, stacked[n]) for n in mine}
         drives = {}
         for n in mine:
             site = self.sites[n]
-            given = (fixed[n], operands[site.equation], rows[site.group].get(site.result, {}))
+            given = (fixed[n], stacked[n], rows[site.group].get(site.result, {}))
             drives[n] = site.carrier.drive(*given, length)
 
         def step(old: dict[int, FactorTrace], at: tuple) -> tuple:
@@ -233,7 +242,7 @@ class Traces:
             site = self.sites[n]
             new[n] = last[n]
             for y_bars, xs in told[n]:
-                gradient = site.carrier.gradient(fixed[n], operands[site.equation], y_bars, xs)
+                gradient = site.carrier.gradient(fixed[n], stacked[n], y_bars, xs)
                 total = self.told(total, site, gradient)
         return new, total
 
