@@ -23,7 +23,7 @@ from ..training import History, Supervised, fit
 from .look import Result, load
 
 _BY_TASK: dict[str, dict[str, Any]] = {
-    'evidence': {'model': 'alif', 'batch': 64, 'updates': 120, 'lr': 5e-3, 'rate_target': 0.01},
+    'evidence': {'model': 'alif', 'batch': 64, 'updates': 140, 'lr': 4e-3, 'rate_target': 0.01},
     'matching': {'model': 'gif', 'batch': 64, 'updates': 300, 'lr': 1e-3, 'rate_target': 0.02},
     'copying': {'model': 'gru', 'batch': 32, 'updates': 1000, 'lr': 2e-3},
     'adding': {'model': 'gru', 'batch': 64, 'updates': 1000, 'lr': 3e-3},
@@ -92,7 +92,7 @@ def _folder(options: argparse.Namespace, name: str) -> Path:
     return next(p for n in range(1, 10**6) if not (p := start / (name if n == 1 else f'{name}-{n}')).exists())
 
 
-def _held_out(supervised: Supervised, batches: int = 4) -> dict[str, float]:
+def _held_out(supervised: Supervised, batches: int = 8) -> dict[str, float]:
     """Metrics of trials that training never saw."""
     found = []
     for i in range(batches):
