@@ -107,7 +107,10 @@ def train(experiment: Experiment, rule: str, seed: int, report: Callable[[str], 
     learner = braintrace.compile(net, rule, example, batch_size=experiment.batch, **experiment.options.get(rule, {}))
     penalty = None if experiment.rate_target is None else lambda: net.rate.penalty(experiment.rate_target)
     supervised = braintrace.Supervised(learner, task, experiment.batch, seed=seed, penalty=penalty)
-    clipped = optax.chain(optax.clip_by_global_norm(experiment.clip), optax.adam(experiment.rate))
+    rate = experiment.rate
+    if not experiment.online:
+        rate = optax.cosine_decay_schedule(rate, experiment.updates, alpha=0.05)
+    clipped = optax.chain(optax.clip_by_global_norm(experiment.clip), optax.adam(rate))
     clipped = optax.apply_if_finite(clipped, max_consecutive_errors=50)
     start = time.perf_counter()
     if experiment.online:
@@ -141,7 +144,7 @@ def run(name: str, experiment: Experiment, rules: tuple, seeds: int) -> None:
         runs = []
         for seed in range(seeds):
             tell = lambda text, rule=rule, seed=seed: print(f'{name:12} {rule:8} seed {seed}  {text}', flush=True)
-            runs.append(train(experiment, rule, seed, tell))
+            runs.append({**train(experiment, rule, seed, tell), 'shape': experiment.shape})
         found[rule] = runs
         content = {'wanted': experiment.wanted, 'measure': experiment.measure, 'reference': experiment.task.reference}
         file.write_text(json.dumps({**content, 'rules': found}, indent=1) + '\n')
@@ -151,8 +154,8 @@ def table() -> str:
     """All results there are, as Markdown."""
     lines = ['# Learning', '', 'Made by `python experiments/learning.py`; mean [least, most] over seeds.', '']
     lines += [
-        '| task | rule | measure | result | wanted | reached | seconds |',
-        '| --- | --- | --- | --- | --- | --- | --- |',
+        '| task | rule | network | updates | measure | result | wanted | reached | seconds |',
+        '| --- | --- | --- | --- | --- | --- | --- | --- | --- |',
     ]
     for name, experiment in EXPERIMENTS.items():
         file = HERE / f'{name}.json'
@@ -163,8 +166,10 @@ def table() -> str:
             good = sum(map(experiment.reached, finals))
             seconds = np.mean([r['seconds'] for r in runs])
             spread = f'[{min(finals):.4f}, {max(finals):.4f}]'
+            shape = ' '.join([experiment.network, *(f'{k} {v}' for k, v in runs[0].get('shape', {}).items())])
+            updates = experiment.task.steps if experiment.online else len(runs[0]['course'])
             lines.append(
-                f'| {name} | {rule} | {experiment.measure} | {np.mean(finals):.4f} {spread} '
+                f'| {name} | {rule} | {shape} | {updates} | {experiment.measure} | {np.mean(finals):.4f} {spread} '
                 f'| {experiment.wanted} | {good} of {len(finals)} | {seconds:.0f} |'
             )
     references = [
