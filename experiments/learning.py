@@ -144,7 +144,8 @@ def run(name: str, experiment: Experiment, rules: tuple, seeds: int) -> None:
         runs = []
         for seed in range(seeds):
             tell = lambda text, rule=rule, seed=seed: print(f'{name:12} {rule:8} seed {seed}  {text}', flush=True)
-            runs.append({**train(experiment, rule, seed, tell), 'shape': experiment.shape})
+            how = {'shape': experiment.shape, 'rate': 'constant' if experiment.online else 'cosine'}
+            runs.append({**train(experiment, rule, seed, tell), **how})
         found[rule] = runs
         content = {'wanted': experiment.wanted, 'measure': experiment.measure, 'reference': experiment.task.reference}
         file.write_text(json.dumps({**content, 'rules': found}, indent=1) + '\n')
@@ -154,8 +155,8 @@ def table() -> str:
     """All results there are, as Markdown."""
     lines = ['# Learning', '', 'Made by `python experiments/learning.py`; mean [least, most] over seeds.', '']
     lines += [
-        '| task | rule | network | updates | measure | result | wanted | reached | seconds |',
-        '| --- | --- | --- | --- | --- | --- | --- | --- | --- |',
+        '| task | rule | network | updates | rate | measure | result | wanted | reached | seconds |',
+        '| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |',
     ]
     for name, experiment in EXPERIMENTS.items():
         file = HERE / f'{name}.json'
@@ -168,8 +169,10 @@ def table() -> str:
             spread = f'[{min(finals):.4f}, {max(finals):.4f}]'
             shape = ' '.join([experiment.network, *(f'{k} {v}' for k, v in runs[0].get('shape', {}).items())])
             updates = experiment.task.steps if experiment.online else len(runs[0]['course'])
+            rate = runs[0].get('rate', 'constant')
             lines.append(
-                f'| {name} | {rule} | {shape} | {updates} | {experiment.measure} | {np.mean(finals):.4f} {spread} '
+                f'| {name} | {rule} | {shape} | {updates} | {rate} '
+                f'| {experiment.measure} | {np.mean(finals):.4f} {spread} '
                 f'| {experiment.wanted} | {good} of {len(finals)} | {seconds:.0f} |'
             )
     references = [
