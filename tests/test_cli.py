@@ -3,10 +3,11 @@
 import json
 import textwrap
 
+import numpy as np
 import pytest
 
 import braintrace
-from braintrace.cli import main, runs
+from braintrace.cli import look, main, parser, runs
 
 SMALL = ['--batch', '4', '--units', '6', '--task-option', 'length=2', '--task-option', 'lag=2']
 MODEL = """
@@ -24,6 +25,9 @@ MODEL = """
 
     def make():
         return Net(), jnp.ones((4, 3))
+
+    def needs(size):
+        return Net(size)
 
     def broken():
         return None.missing
@@ -57,6 +61,8 @@ def test_training_writes_all_and_goes_on_exactly(here, capsys):
     assert json.loads((out / 'config.json').read_text())['task_options'] == {'length': 2, 'lag': 2}
     code, resumed, _ = run(capsys, 'train', '--resume', str(out), '--updates', '5', '--json')
     assert (code, resumed['updates']) == (0, 5)
+    code, _, said = run(capsys, 'train', '--resume', str(out), '--lr', '0.5', '--batch', '2')
+    assert (code, '--resume with --batch, --lr' in said) == (2, True)
     learner, supervised, optimizer = runs._prepare(runs.Config(**json.loads((out / 'config.json').read_text())))
     whole = braintrace.fit(learner, **supervised.parts(), optimizer=optimizer, updates=5, show=False)
     losses = [json.loads(line)['loss'] for line in (out / 'metrics.jsonl').read_text().splitlines()]
@@ -78,11 +84,13 @@ def test_own_model_and_comparison(here, capsys):
 
 
 def test_explaining(here, capsys):
+    arguments = parser().parse_args(['explain', 'brainstate.nn:GRUCell(3, 4)', '--input', '2,3'])
     code, text, _ = run(capsys, 'explain', 'mine.py:make', '--steps', '5', '--html', 'page.html')
     assert code == 0
     assert 'readout.weight.weight' in text
     assert 'memory for 5 steps' in text
     assert '</html>' in (here / 'page.html').read_text()
+    assert np.array_equal(*(look.compiled(arguments, 'd_rtrl')[0].model.Wh.weight.value['weight'] for _ in range(2)))
     code, found, _ = run(capsys, 'explain', 'brainstate.nn:GRUCell(3, num_out=4)', '--input', '2,3', '--json')
     assert found['groups'] == [{'states': ['h'], 'positions': [2, 4]}]
     assert {p['name']: p['credit'] for p in found['parameters']}['Wh.weight.weight'] == 'local'
@@ -107,6 +115,9 @@ def test_checking_and_timing(here, capsys):
         (['train', 'nothing'], 'none by this name'),
         (['train'], 'train TASK, or train --resume DIR'),
         (['train', '--resume', 'nowhere'], 'no config.json'),
+        (['train', 'copying', '--resume', 'nowhere'], 'both copying and --resume'),
+        (['train', 'copying', '--model', 'mine.py:make'], 'numbers of inputs and outputs'),
+        (['explain', 'mine.py:needs'], 'needs no more arguments'),
         (['train', 'copying', '--task-option', 'speed=3'], 'options among'),
         (['train', 'copying', '--model', 'nothing'], 'one of'),
         (['train', 'copying', '--rule', 'nothing'], 'd_rtrl'),

@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import inspect
 import statistics
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,13 @@ def load(text: str, *more: Any) -> Any:
         if not hasattr(found, part):
             raise ValueError(three_parts(f'a model {text!r}', f'{where} has no {part!r}', f'a function of {where}'))
         found = getattr(found, part)
+    try:
+        inspect.signature(found).bind(*arguments, *more, **keywords)
+    except TypeError as error:
+        wanted = 'a function of the numbers of inputs and outputs' if more else 'one that needs no more arguments'
+        raise ValueError(
+            three_parts(f'a model {text!r}', f'{name}: {error}', f"{wanted}, or literals as in '{where}:{name}(3, 16)'")
+        ) from error
     return found(*arguments, *more, **keywords)
 
 
@@ -69,6 +78,7 @@ def _module(where: str) -> Any:
 
 def compiled(options: argparse.Namespace, rule: str) -> tuple[Learner, tuple]:
     """The learner of the user's model, and its example inputs."""
+    brainstate.random.seed(options.seed)
     found = load(options.model)
     model, *inputs = found if isinstance(found, tuple) else (found,)
     inputs = inputs or [jnp.zeros(shape) for shape in options.input]
@@ -117,6 +127,7 @@ def explain(options: argparse.Namespace) -> Result:
     report, plan = learner.report, learner.memory_plan(options.steps)
     text = f'{report}\n\n{plan}'
     if options.html:
+        Path(options.html).parent.mkdir(parents=True, exist_ok=True)
         learner.write_report(options.html, steps=options.steps)
         text += f'\n\npage: {options.html}'
     result = {
@@ -146,6 +157,7 @@ def check(options: argparse.Namespace) -> Result:
     if wrong:
         text += '\n\nexact credit differs from BPTT:\n' + '\n'.join(f'  {line}' for line in wrong)
     if options.plot:
+        Path(options.plot).parent.mkdir(parents=True, exist_ok=True)
         found.plot(options.plot)
         text += f'\n\npicture: {options.plot}'
     rows = lambda c: {r.name: {'credit': r.credit, 'cosine': r.cosine, 'norm_ratio': r.norm_ratio} for r in c.rows}

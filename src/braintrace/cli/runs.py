@@ -105,14 +105,25 @@ def _held_out(supervised: Supervised, batches: int = 8) -> dict[str, float]:
 def train(options: argparse.Namespace) -> Result:
     """Train a network on a task, or go on training it."""
     if (options.task is None) == (options.resume is None):
+        given = 'neither a task nor a folder' if options.task is None else f'both {options.task} and --resume'
         raise ValueError(
-            three_parts('train', 'it takes a task, or a folder to go on with', 'train TASK, or train --resume DIR')
+            three_parts(
+                f'train with {given}',
+                'it starts on a task, or goes on in a folder, which knows its task',
+                'train TASK, or train --resume DIR',
+            )
         )
     if options.resume:
         out, config = Path(options.resume), _resumed(options)
     else:
         config = _config(options)
         out = _folder(options, config.task)
+        if (out / 'checkpoints').exists():
+            raise FileExistsError(
+                three_parts(
+                    f'--out {out}', 'it holds a training', f'another folder, or braintrace train --resume {out}'
+                )
+            )
     learner, supervised, optimizer = _prepare(config)
     out.mkdir(parents=True, exist_ok=True)
     (out / 'config.json').write_text(json.dumps(asdict(config), indent=1) + '\n')
@@ -141,6 +152,17 @@ def _resumed(options: argparse.Namespace) -> Config:
     if not file.exists():
         raise FileNotFoundError(
             three_parts(f'--resume {options.resume}', 'it holds no config.json', 'the folder of a training')
+        )
+    fixed = ('rule', 'model', 'units', 'batch', 'lr', 'out')
+    changed = [f'--{name}' for name in fixed if getattr(options, name) is not None]
+    changed += ['--task-option'] * bool(options.task_option) + ['--rule-option'] * bool(options.rule_option)
+    if changed:
+        raise ValueError(
+            three_parts(
+                f'--resume with {", ".join(changed)}',
+                'a training goes on as it began: only --updates may change',
+                'train --resume DIR --updates N, or a new training',
+            )
         )
     config = Config(**json.loads(file.read_text()))
     return config if options.updates is None else replace(config, updates=options.updates)
