@@ -87,6 +87,9 @@ def test_a_folder_is_not_written_over(tmp_path):
         braintrace.fit(learner, updates=2, out=tmp_path, **parts)
     with pytest.raises(ValueError, match='without a folder'):
         braintrace.fit(learner, updates=2, resume=True, **parts)
+    for batches in (lambda i: jnp.ones((3, 4, TASK.inputs)), iter([()])):
+        with pytest.raises(TypeError, match='returns a tuple'):
+            braintrace.fit(learner, updates=2, **{**parts, 'batches': batches})
     with pytest.raises(ValueError, match='updates=0'):
         braintrace.fit(learner, updates=0, **parts)
 

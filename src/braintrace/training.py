@@ -125,7 +125,7 @@ def fit(
     progress = Progress(updates) if show else None
     with _log(out, history.records) as log, _stop_asked() as stop:
         for i in range(done, updates):
-            sequences = tuple(jax.tree.map(jnp.asarray, s) for s in batches(i))
+            sequences = tuple(jax.tree.map(jnp.asarray, s) for s in _drawn(batches, i))
             record = {'update': i + 1, **_one(learner, sequences, step_fn, optimizer, metrics, update_every)}
             last = i + 1 == updates
             if validate is not None and ((i + 1) % validate_every == 0 or last):
@@ -147,6 +147,19 @@ def fit(
     if progress is not None:
         progress.close()
     return history
+
+
+def _drawn(batches: Callable[[int], Sequence[Any]], update: int) -> Sequence[Any]:
+    found = batches(update) if callable(batches) else batches
+    if not isinstance(found, (tuple, list)):
+        raise TypeError(
+            three_parts(
+                f'batches that give a {type(found).__name__}',
+                'each update takes the sequences of one batch',
+                'a function of the number of the update that returns a tuple, e.g. lambda i: (xs, ys)',
+            )
+        )
+    return found
 
 
 def _one(
