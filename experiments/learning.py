@@ -153,7 +153,13 @@ def run(name: str, experiment: Experiment, rules: tuple, seeds: int) -> None:
 
 def table() -> str:
     """All results there are, as Markdown."""
-    lines = ['# Learning', '', 'Made by `python experiments/learning.py`; mean [least, most] over seeds.', '']
+    lines = [
+        '# Learning',
+        '',
+        'Made by `python experiments/learning.py`; mean [least, most] over seeds. Where weights change once a batch,',
+        'rows with a constant rate, or another network than the task has in the script, are of an earlier setting.',
+        '',
+    ]
     lines += [
         '| task | rule | network | updates | rate | measure | result | wanted | reached | seconds |',
         '| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |',

@@ -49,6 +49,8 @@ def test_conformance(name, rule):
         first, second = run(part(0, half)), run(part(half, STEPS))
         for x in jax.tree.leaves((first, second)):
             assert np.isfinite(np.asarray(x, complex)).all()
+        if rule in POSITIONS and 'none' not in case.credit.values():
+            assert all(np.any(x != 0) for x in jax.tree.leaves(jax.tree.map(jnp.add, first, second)))
         planned = {key: [shape for shape, _ in found] for key, found in _planned(learner).items()}
         assert planned == {k: [x.shape for x in jax.tree.leaves(t.peek())] for k, t in learner.traces.items()}
         if is_random(model):

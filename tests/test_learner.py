@@ -317,3 +317,11 @@ def test_another_batch_size_may_be_met_inside_a_transformation_first():
     other = braintrace.compile(net, 'd_rtrl', jnp.ones((5, 2)), batch_size=5)
     wanted = brainstate.transform.grad(lambda: jnp.sum(other(jnp.ones((5, 2)))), weights)()
     jax.tree.map(np.testing.assert_allclose, dict(found), dict(wanted))
+
+
+def test_programs_do_not_pile_up():
+    learner = braintrace.compile(brainstate.nn.GRUCell(2, 3), 'd_rtrl', jnp.ones((2, 2)), batch_size=2)
+    outputs = [learner.evaluate(jnp.ones((2, 2, 2)), step_fn=lambda x: learner(x).sum()) for _ in range(20)]
+    assert len(learner._made.programs) <= 16
+    assert outputs[0][0] != 0
+    np.testing.assert_array_equal(outputs[0], outputs[-1])

@@ -746,3 +746,10 @@ def test_a_running_mean_of_gradients():
     assert mean == {'w': 2.0}
     mean, state = GradExpon(0.5)({'w': jnp.asarray(5.0)}, state)
     assert mean == {'w': (0.5 * 0.5 * 2 + 0.5 * 5) / 0.75}
+
+
+def test_the_report_says_what_a_rule_makes_of_the_classes():
+    told = lambda rule: str(braintrace.compile(brainstate.nn.GRUCell(2, 3), rule, jnp.ones((1, 2)), batch_size=1).report)
+    assert 'D_RTRL, equal to BPTT: no position feeds' in told('d_rtrl') and 'classes' not in told('d_rtrl')
+    assert 'approximates' in told('rflo') and 'approximates' in told('pp_prop')
+    assert 'other means' in told('bptt') and 'other means' in told('snap')

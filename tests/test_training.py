@@ -87,7 +87,7 @@ def test_a_folder_is_not_written_over(tmp_path):
         braintrace.fit(learner, updates=2, out=tmp_path, **parts)
     with pytest.raises(ValueError, match='without a folder'):
         braintrace.fit(learner, updates=2, resume=True, **parts)
-    for batches in (lambda i: jnp.ones((3, 4, TASK.inputs)), iter([()])):
+    for batches in (lambda i: jnp.ones((3, 4, TASK.inputs)), iter([()]), parts['batches'](0)):
         with pytest.raises(TypeError, match='returns a tuple'):
             braintrace.fit(learner, updates=2, **{**parts, 'batches': batches})
     with pytest.raises(ValueError, match='updates=0'):
@@ -96,7 +96,8 @@ def test_a_folder_is_not_written_over(tmp_path):
 
 def test_stops(tmp_path):
     learner, parts = make()
-    early = braintrace.fit(learner, updates=9, callbacks=[lambda r: r['update'] == 3], **parts)
+    stops = [lambda r: np.True_ if r['update'] == 3 else 1.0]  # a number is no answer
+    early = braintrace.fit(learner, updates=9, callbacks=stops, **parts)
     assert (early.ended, len(early.records)) == ('stopped early', 3)
 
     def interrupt(record):

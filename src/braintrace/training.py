@@ -136,7 +136,8 @@ def fit(
             log(record)
             if progress is not None:
                 progress(record, len(jax.tree.leaves(sequences)[0]))
-            if True in [callback(record) for callback in callbacks]:
+            asked = [callback(record) for callback in callbacks]
+            if any(isinstance(stopped, (bool, np.bool_)) and stopped for stopped in asked):
                 history.ended = 'stopped early'
             if stop.is_set():
                 history.ended = 'interrupted'
@@ -150,11 +151,12 @@ def fit(
 
 
 def _drawn(batches: Callable[[int], Sequence[Any]], update: int) -> Sequence[Any]:
-    found = batches(update) if callable(batches) else batches
+    found = batches(update) if callable(batches) else None
     if not isinstance(found, (tuple, list)):
+        given = f'give a {type(found).__name__}' if callable(batches) else f'are a {type(batches).__name__}'
         raise TypeError(
             three_parts(
-                f'batches that give a {type(found).__name__}',
+                f'batches that {given}',
                 'each update takes the sequences of one batch',
                 'a function of the number of the update that returns a tuple, e.g. lambda i: (xs, ys)',
             )

@@ -102,8 +102,8 @@ class _Page:
         lines = [tag('p', sentence)]
         if (rule := self.report.rule) is not None:
             lines.append(tag('p', 'Rule: ', tag('strong', rule.name), f'. Equal to BPTT: {rule.exact_when}.'))
-            if rule.trace == 'none' or not rule.is_local:
-                lines.append(tag('p', 'It has other means than these traces; the classes are for comparison.'))
+            if rule.caveat:
+                lines.append(tag('p', rule.caveat))
         title = tag('p', 'Report of braintrace', class_='over')
         return tag('header', title, tag('h1', self.report.model), tag('ul', *chips, class_='chips'), *lines)
 

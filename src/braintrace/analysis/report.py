@@ -57,7 +57,11 @@ class CompilationReport:
     def to_str(self, level: DiagnosticLevel | str = DiagnosticLevel.NOTICE) -> str:
         """The report as text, with diagnostics of at least the given level."""
         level = DiagnosticLevel[level.upper()] if isinstance(level, str) else level
-        lines = ['Hidden groups']
+        lines = []
+        if self.rule is not None:
+            lines += ['Rule', f'  {self.rule.name}, equal to BPTT: {self.rule.exact_when}']
+            lines += [f'  {self.rule.caveat}'] * bool(self.rule.caveat) + ['']
+        lines += ['Hidden groups']
         for group in self.hidden_groups:
             names = ', '.join(path_name(p) for p in group.hidden_paths)
             lines.append(

@@ -160,7 +160,7 @@ class Learner(Compiled):
                 zero = {path: jax.tree.map(jnp.zeros_like, s.value) for path, s in parameters.items()}
                 return brainstate.transform.scan(one, zero, (chunks, cotangents))
 
-            self._made.programs[key] = (None, brainstate.transform.jit(run))
+            self._made.keep(key, None, brainstate.transform.jit(run))
         chunks = jax.tree.map(lambda x: jnp.asarray(x).reshape(count, size, *jnp.shape(x)[1:]), sequences)
         with self._undone_on_error():
             self._in_chunk = True
@@ -287,7 +287,7 @@ class Learner(Compiled):
         key = ('online', traced, optimizer, update_every, *self._held())
         if key not in self._made.programs:
             loop = brainstate.transform.jit(lambda xs, w: brainstate.transform.for_loop(one, xs, w))
-            self._made.programs[key] = (traced, loop)
+            self._made.keep(key, traced, loop)
         windows = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, update_every, *jnp.shape(x)[1:]), sequences)
         with self._undone_on_error(optimizer):
             losses, finite = self._made.programs[key][1](windows, mask.reshape(-1, update_every))
@@ -301,7 +301,7 @@ class Learner(Compiled):
         move = apply_by(check_optimizer(optimizer), self.param_states, self._made.optimizers)
         key = ('apply', optimizer, *self.param_states.values())
         if key not in self._made.programs:
-            self._made.programs[key] = (None, brainstate.transform.jit(lambda g: move(g, jnp.asarray(True))))
+            self._made.keep(key, None, brainstate.transform.jit(lambda g: move(g, jnp.asarray(True))))
         self._made.programs[key][1]({path: gradients[path] for path in self.param_states})
 
     def optimizer_states(self, optimizer: Any) -> dict[str, brainstate.State]:
@@ -321,7 +321,7 @@ class Learner(Compiled):
         key = ('evaluate', step_fn, self._state_shapes(), *self._held())
         if key not in self._made.programs:
             run = lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs)
-            self._made.programs[key] = (None, brainstate.transform.jit(run))
+            self._made.keep(key, None, brainstate.transform.jit(run))
         before = [(state, state.value) for state in self._held()]
         self._tracing = True
         try:

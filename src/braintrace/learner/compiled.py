@@ -44,6 +44,12 @@ class _Made:
     optimizers: dict[Any, brainstate.State]
     zeros: dict[tuple, Any]
 
+    def keep(self, key: tuple, *program: Any) -> None:
+        """Keep a program; the oldest goes where there are too many."""
+        if len(self.programs) >= _MOST_PROGRAMS:
+            self.programs.pop(next(iter(self.programs)))
+        self.programs[key] = program
+
 
 class _OtherShape(Exception):
     """A modulator of a step has another shape than the standing one."""
@@ -200,7 +206,7 @@ class Compiled(brainstate.nn.Module):
             self.graph  # noqa: B018 - refuses a learner that was not compiled
             example = jax.tree.map(lambda x: jnp.asarray(x)[0], args) if window else args
             traced = self._traced(self._call, example, False, self.rule)
-            self._made.programs[key] = (traced, jax.jit(online_step(traced, window, exact)))
+            self._made.keep(key, traced, jax.jit(online_step(traced, window, exact)))
         return self._made.programs[key]
 
     # ------------------------------------------------------------ programs
@@ -214,11 +220,9 @@ class Compiled(brainstate.nn.Module):
         sizes = tuple((x.shape, x.dtype) for x in leaves)
         key = (step_fn, structure, sizes, fresh, rule, evolve, self._state_shapes())
         if key not in self._made.programs:
-            if len(self._made.programs) >= _MOST_PROGRAMS:
-                self._made.programs.pop(next(iter(self._made.programs)))
             traced = self._trace(step_fn, jax.tree.map(lambda x: jnp.asarray(x)[0], sequences), rule, not evolve)
             run = self._evolution(traced) if evolve else self._solver(traced, fresh, rule)
-            self._made.programs[key] = (traced, jax.jit(run, donate_argnums=2))
+            self._made.keep(key, traced, jax.jit(run, donate_argnums=2))
         return self._made.programs[key]
 
     def _state_shapes(self) -> tuple:

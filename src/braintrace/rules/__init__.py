@@ -155,6 +155,15 @@ class Rule:
         """True if traces live at positions; otherwise one influence of parameters on all states is kept."""
         return self.scope == 'diagonal' and self.trace != 'random_projection'
 
+    @property
+    def caveat(self) -> str:
+        """What a reader of credit classes, which are those of exact local traces, is to know of the rule."""
+        if self.trace == 'none' or not self.is_local:
+            return 'It has other means than local traces: the classes are for comparison.'
+        if self.decay is None and self.scheme.is_plain:
+            return ''
+        return 'It approximates the traces: "exact" and "local" are what they would give, and it gives less.'
+
 
 _LOCAL = 'no position feeds another across time'
 _FACTORS = ('B·(I + H·S)', 'T·B·I·H')
