@@ -53,7 +53,7 @@ def test_training_writes_all_and_goes_on_exactly(here, capsys):
     assert code == 0
     assert result['updates'] == 3
     assert 'update 3/3' in said
-    assert '0: cell.h' in said
+    assert 'credit: 4 local, 2 exact (report.txt)' in said
     out = here / result['out']
     names = {'config.json', 'metrics.jsonl', 'checkpoints', 'report.txt', 'report.html', 'result.json'}
     names |= {'learning.png', 'activity.png', 'traces.png'}
@@ -61,8 +61,10 @@ def test_training_writes_all_and_goes_on_exactly(here, capsys):
     assert json.loads((out / 'config.json').read_text())['task_options'] == {'length': 2, 'lag': 2}
     code, resumed, _ = run(capsys, 'train', '--resume', str(out), '--updates', '5', '--json')
     assert (code, resumed['updates']) == (0, 5)
-    code, _, said = run(capsys, 'train', '--resume', str(out), '--lr', '0.5', '--batch', '2')
-    assert (code, '--resume with --batch, --lr' in said) == (2, True)
+    code, _, said = run(capsys, 'train', '--resume', str(out), '--json')
+    assert (code, 'nothing to train: update 5 is reached' in said) == (0, True)
+    code, _, said = run(capsys, 'train', '--resume', str(out), '--lr', '0.5', '--seed', '2')
+    assert (code, '--resume with --lr, --seed' in said) == (2, True)
     learner, supervised, optimizer = runs._prepare(runs.Config(**json.loads((out / 'config.json').read_text())))
     whole = braintrace.fit(learner, **supervised.parts(), optimizer=optimizer, updates=5, show=False)
     losses = [json.loads(line)['loss'] for line in (out / 'metrics.jsonl').read_text().splitlines()]

@@ -1,5 +1,6 @@
 """The training loop: exact resumption, checkpoints that are whole or refused, stops, metrics."""
 
+import inspect
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import braintrace
 from braintrace import networks, tasks
 from braintrace.checkpoint import Checkpoints, states_of
+from braintrace.errors import is_explained
 from braintrace.training import Progress
 
 TASK = tasks.Copying(length=2, lag=2, symbols=3)
@@ -111,6 +113,32 @@ def test_stops(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize(
+    ('change', 'told'),
+    [
+        ({'step_fn': lambda x: 0.0}, 'a function of 3 argument'),
+        ({'step_fn': lambda x, y, w: 0.0}, 'return loss, outputs'),
+        ({'metrics': lambda outputs, x: {}}, 'a function of 4 argument'),
+        ({'metrics': lambda outputs, x, y, w: 1.0}, "{'accuracy': ...}"),
+        ({'callbacks': [braintrace.EarlyStop('acuracy')]}, "'accuracy'?"),
+        ({'callbacks': [braintrace.EarlyStop('valid_los')], 'validate': True}, "'valid_loss'?"),
+    ],
+)
+def test_what_does_not_fit_together_is_told(change, told):
+    learner, parts = make()
+    if 'validate' in change:
+        change = {**change, 'validate': parts['batches']}
+    if 'step_fn' in change and len(inspect.signature(change['step_fn']).parameters) == 3:
+        change = {'step_fn': lambda x, y, w: jnp.sum(learner(x))}
+    before = weights(learner)
+    with pytest.raises((TypeError, ValueError, braintrace.CompilationError)) as error:
+        braintrace.fit(learner, updates=1, **{**parts, **change})
+    assert told in str(error.value)
+    assert is_explained(error.value)
+    if 'callbacks' not in change:  # which are called after the update
+        jax.tree.map(np.testing.assert_array_equal, weights(learner), before)
+
+
 def test_early_stop_counts_measurements():
     stop = braintrace.EarlyStop('valid_loss', patience=2)
     assert [stop(r) for r in ({'valid_loss': 2.0}, {}, {'valid_loss': 1.0}, {'valid_loss': 1.5}, {})] == [False] * 5
@@ -187,5 +215,5 @@ def test_progress_says_the_same_in_a_pipe(capsys):
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
-    assert lines[1].startswith('update 2/3  loss 2.5  100 steps/s  0:01 left')
+    assert lines[1].startswith('update 2/3  loss 2.5  (means of 2)  100 steps/s  0:01 left')
     assert 'MiB' in lines[1]

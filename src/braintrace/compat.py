@@ -305,6 +305,12 @@ def source_line(eqn: Equation) -> str:
     return _own_line(frames[:outside]) or 'unknown source'
 
 
+def short_source(source: str) -> str:
+    """A place in a file for people: from its package, or from the working folder, if it is in one of them."""
+    *_, rest = source.rpartition('-packages' + os.sep)
+    return rest.removeprefix(os.getcwd() + os.sep)
+
+
 def failing_line(error: BaseException) -> str:
     """The user's own line in which an error arose, to be added to a message; empty if none is known."""
     frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]

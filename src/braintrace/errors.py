@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 def three_parts(wrote: str, why: str, instead: str) -> str:
     """The text of an error: what was written, why it cannot work, what to write instead."""
@@ -9,6 +12,14 @@ def three_parts(wrote: str, why: str, instead: str) -> str:
 
 
 _WHY = 'why it cannot work: '
+
+
+def one_of(choices: Iterable[str], given: object = '') -> str:
+    """What to write instead of a name that is not known: one of these, the nearest first."""
+    names = list(choices)
+    near = difflib.get_close_matches(str(given).lower(), names, 1)
+    named = ', '.join(repr(name) for name in dict.fromkeys([*near, *names]))
+    return f'{near[0]!r}? There are: {named}' if near else f'one of {named}'
 
 
 def is_explained(error: BaseException) -> bool:

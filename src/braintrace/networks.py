@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .errors import three_parts
+from .errors import one_of, three_parts
 from .nn import FiringRate
 
 
@@ -161,5 +161,12 @@ NETWORKS: dict[str, Any] = {
 def network(name: str, inputs: int, outputs: int, **options: Any) -> brainstate.nn.Module:
     """A network by its name."""
     if name not in NETWORKS:
-        raise ValueError(three_parts(f'a network {name!r}', 'there is none by this name', f'one of {[*NETWORKS]}'))
+        instead = f'{one_of(NETWORKS, name)}; or file.py:factory on the command line'
+        raise ValueError(
+            three_parts(
+                f'a network {name!r}',
+                'there is none by this name',
+                instead,
+            )
+        )
     return NETWORKS[name](inputs, outputs, **options)

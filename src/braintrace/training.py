@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .checkpoint import Checkpoints, states_of
-from .errors import three_parts
+from .errors import one_of, three_parts
 from .learner import Learner
+from .learner.arguments import check_call
 
 Record = dict[str, float]
 """What one update gave: its number, its loss, the metrics, seconds so far."""
@@ -51,6 +52,12 @@ class EarlyStop:
     def __call__(self, record: Record) -> bool:
         """Whether to stop after this record."""
         if self.metric not in record:
+            if not self.metric.startswith('valid_') or any(name.startswith('valid_') for name in record):
+                raise ValueError(
+                    three_parts(
+                        f'EarlyStop({self.metric!r})', 'no such metric is measured', one_of(record, self.metric)
+                    )
+                )
             return False
         value = self._sign * record[self.metric]
         self._since = 0 if value < self._best else self._since + 1
@@ -122,6 +129,8 @@ def fit(
             )
         )
     before = history.records[-1]['seconds'] if history.records else 0.0
+    if show and done >= updates:
+        print(f'nothing to train: update {done} is reached, and {updates} were asked for', file=sys.stderr)
     progress = Progress(updates) if show else None
     with _log(out, history.records) as log, _stop_asked() as stop:
         for i in range(done, updates):
@@ -182,8 +191,9 @@ def _one(
     gradients, losses, *outputs = learner.etrace_grad(
         *sequences, step_fn=step_fn, has_aux=has_aux, return_value=True, fresh=True
     )
+    record = _record(losses, outputs, sequences, metrics)
     learner.apply(gradients, optimizer)
-    return _record(losses, outputs, sequences, metrics)
+    return record
 
 
 @dataclass(frozen=True)
@@ -204,7 +214,16 @@ def _measure(learner: Learner, sequences: tuple, step_fn: Callable, metrics: Cal
 
 
 def _record(losses: jax.Array, outputs: Sequence[Any], sequences: tuple, metrics: Callable | None) -> Record:
-    found = {} if metrics is None else metrics(*outputs, *sequences)
+    found: Any = {}
+    if metrics is not None:
+        check_call('metrics', metrics, (*outputs, *sequences), 'the outputs and each sequence')
+        found = metrics(*outputs, *sequences)
+    if not isinstance(found, Mapping):
+        raise TypeError(
+            three_parts(
+                f'metrics that return a {type(found).__name__}', 'each has a name', "a dictionary: {'accuracy': ...}"
+            )
+        )
     return {'loss': float(jnp.mean(losses)), **{name: float(value) for name, value in found.items()}}
 
 
@@ -286,6 +305,7 @@ class Progress:
         names = [n for n in record if n not in ('update', 'seconds')]
         mean = lambda name: np.mean([r[name] for r in self._recent if name in r])
         parts = [f'update {number}/{self.updates}', *(f'{name} {mean(name):.4g}' for name in names)]
+        parts += [f'(means of {len(self._recent)})'] if len(self._recent) > 1 else []
         if gone[1]:  # the first update also compiles
             rate = gone[1] / gone[0]
             parts += [f'{steps * rate:,.0f} steps/s', f'{_clock((self.updates - number) / rate)} left']

@@ -12,7 +12,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..compat import Atom, Equation, is_opaque, is_var, is_whole_cut, open_jaxpr, source_line, structure, sub_programs
+from ..compat import (
+    Atom,
+    Equation,
+    is_opaque,
+    is_var,
+    is_whole_cut,
+    open_jaxpr,
+    short_source,
+    source_line,
+    structure,
+    sub_programs,
+)
 from ..program import Hidden, Parameter, Path
 from ..program.step import path_name
 from .dependence import of, union
@@ -103,7 +114,11 @@ class CreditAnalysis:
         return found
 
     def _stopped(self, bits: int) -> list[str]:
-        return [f'no credit passes {e.primitive.name} ({source_line(e)})' for e, into in self._opaque if into & bits]
+        return [
+            f'no credit passes {e.primitive.name} ({short_source(source_line(e))})'
+            for e, into in self._opaque
+            if into & bits
+        ]
 
     def _cuts(self, g: int, bits: int) -> list[Cut]:
         return [c for c in self.positions[g].found if c.bits.grads & bits]
@@ -229,7 +244,7 @@ class CreditAnalysis:
                 yield CompilationRecord(
                     DiagnosticKind.PROBED if probed else DiagnosticKind.MISSING_RULE,
                     DiagnosticLevel.NOTICE if probed else DiagnosticLevel.WARNING,
-                    f'primitive {name!r} at {line} has no rule: {told}; '
+                    f'primitive {name!r} at {short_source(line)} has no rule: {told}; '
                     f'say how it treats positions with braintrace.register_primitive({name!r}, ...)',
                     name,
                     None,
@@ -247,7 +262,7 @@ class CreditAnalysis:
             yield CompilationRecord(
                 DiagnosticKind.NOT_DIFFERENTIABLE,
                 DiagnosticLevel.WARNING,
-                f'{name} at {line} has no reverse derivative: no credit passes it; {instead}',
+                f'{name} at {short_source(line)} has no reverse derivative: no credit passes it; {instead}',
                 eqn.primitive.name,
                 context={'source': line},
             )
@@ -294,7 +309,7 @@ def _opaque_in(eqn: Equation) -> Iterator[Equation]:
 
 
 def _where(cut: Cut) -> str:
-    return f'{cut.eqn.primitive.name} ({source_line(cut.eqn)})'
+    return f'{cut.eqn.primitive.name} ({short_source(source_line(cut.eqn))})'
 
 
 def _names(paths: Sequence[Path]) -> str:

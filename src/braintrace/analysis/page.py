@@ -9,12 +9,12 @@ from __future__ import annotations
 import html
 import linecache
 import math
-import os
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from ..compat import short_source
 from .chart import KNOWN_AS, Node
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .drawing import Box, Drawing, Row
@@ -81,16 +81,6 @@ class _Page:
     def __init__(self, report: CompilationReport):
         self.report, self.chart = report, report.chart
         self.credit = {r.context['name']: r for r in report.credits}
-        self.sources = dict.fromkeys(
-            [r.context['source'] for r in report.diagnostics if r.context and 'source' in r.context]
-            + [node.source for node in self.chart.nodes if node.source]
-        )
-
-    def text(self, message: str) -> str:
-        """A message with the names of files in place of their paths."""
-        for source in self.sources:
-            message = message.replace(source, _short(source))
-        return message
 
     def heading(self) -> Markup:
         """Model, rule, and how many parameters get which credit."""
@@ -195,10 +185,10 @@ class _Page:
             (tag('code', name), None),
             ('–' if shape is None else _shape(shape), -1 if shape is None else math.prod(shape)),
             (_chip(credit), list(CLASSES).index(credit)),
-            (self.text(record.context['reason']), None),
+            (record.context['reason'], None),
             (', '.join(map(str, groups)) or '–', groups[0] if groups else 1e9),
             (', '.join(dict.fromkeys(node.title for node in uses)) or '–', None),
-            (together(*(tag('div', _short(s), title=s) for s in sources)) or '–', None),
+            (together(*(tag('div', short_source(s), title=s) for s in sources)) or '–', None),
         ]
         first, *rest = cells
         return tag(
@@ -246,12 +236,12 @@ class _Page:
                     _level(record.level),
                     f' {record.kind.replace("_", " ")} ',
                     tag('span', str(number[id(record)]), class_='number') if id(record) in number else '',
-                    tag('span', self.text(record.message), class_='message'),
+                    tag('span', record.message, class_='message'),
                     id=f'cut-{number[id(record)]}' if id(record) in number else None,
                 )
                 for record in records
             ]
-            where = tag('h3', 'The whole model' if source is None else tag('code', source))
+            where = tag('h3', 'The whole model' if source is None else tag('code', short_source(source), title=source))
             cards.append(tag('article', where, _excerpt(source), tag('ul', *items), class_='place'))
         return _section('diagnostics', 'Diagnostics', *cards)
 
@@ -320,10 +310,6 @@ def _at_most(rows: list[Row]) -> list[Row]:
 
 def _shape(shape: Iterable[int]) -> str:
     return '×'.join(map(str, shape)) or 'scalar'
-
-
-def _short(source: str) -> str:
-    return source if source.startswith('<') else os.path.basename(source)
 
 
 def _listed(parts: Sequence[str]) -> str:

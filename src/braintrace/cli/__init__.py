@@ -77,9 +77,9 @@ def parser() -> argparse.ArgumentParser:
         return made
 
     def training(made: argparse.ArgumentParser) -> None:
-        made.add_argument('--model', help=f'{", ".join(NETWORKS)}, or module:factory taking inputs and outputs')
+        made.add_argument('--model', help=f'{", ".join(NETWORKS)}, or file.py:factory of inputs and outputs')
         made.add_argument('--units', type=_at_least_one, help='of the network')
-        made.add_argument('--updates', '--epochs', type=_at_least_one, help='of the weights, one for each batch')
+        made.add_argument('--updates', '--epochs', type=_at_least_one, help='of the weights, one a batch')
         made.add_argument('--batch', type=_at_least_one, help='trials in a batch')
         made.add_argument('--lr', type=float, help="Adam's rate")
         made.add_argument('--task-option', type=_option, action='append', default=[], metavar='NAME=VALUE')
@@ -91,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument('--rule', default=None, help='d_rtrl (default), pp_prop, eprop, ..., bptt')
     train.add_argument('--resume', metavar='DIR', help='go on with a training that wrote to DIR')
     training(train)
+    train.set_defaults(seed=None)  # a resumed training has one
 
     compare = command('compare', runs.compare, 'train by several rules from the same seeds; one plot')
     compare.add_argument('task', help=', '.join(TASKS))

@@ -90,6 +90,7 @@ def compiled(options: argparse.Namespace, rule: str) -> tuple[Learner, tuple]:
                 '--input 8,3 (a batch of 8 with 3 channels), or a factory that returns (model, x)',
             )
         )
+    print(f'compiling {options.model}, {rule}', file=sys.stderr, flush=True)
     first = jax.tree.leaves(inputs)[0]
     batch = options.batch or (first.shape[0] if jnp.ndim(first) > 1 else None)
     return compile_model(model, rule, *inputs, batch_size=batch, seed=options.seed), tuple(inputs)

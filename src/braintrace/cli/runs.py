@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def train(options: argparse.Namespace) -> Result:
     (out / 'report.txt').write_text(f'{learner.report}\n')
     learner.write_report(out / 'report.html', steps=supervised.task.steps)
     tell = lambda text: print(text, file=sys.stderr, flush=True)
-    tell(f'{learner.report}\n\n{config.task} by {config.rule}, {config.updates} updates, results in {out}')
+    tell(f'{config.task} by {config.rule}, {config.updates} updates, results in {out}; credit: {_credit(learner)}')
     history = fit(
         learner, **supervised.parts(), optimizer=optimizer, updates=config.updates, out=out, resume=bool(options.resume)
     )
@@ -147,13 +148,19 @@ def train(options: argparse.Namespace) -> Result:
     return result, f'on unseen trials: {metrics}\npictures and report in {out}: {files}, report.html', 0
 
 
+def _credit(learner: Learner) -> str:
+    """How many arrays of parameters get which credit."""
+    found = Counter(record.context['credit'] for record in learner.report.credits)
+    return ', '.join(f'{n} {name}' for name, n in found.items()) + ' (report.txt)'
+
+
 def _resumed(options: argparse.Namespace) -> Config:
     file = Path(options.resume) / 'config.json'
     if not file.exists():
         raise FileNotFoundError(
             three_parts(f'--resume {options.resume}', 'it holds no config.json', 'the folder of a training')
         )
-    fixed = ('rule', 'model', 'units', 'batch', 'lr', 'out')
+    fixed = ('rule', 'model', 'units', 'batch', 'lr', 'seed', 'out')
     changed = [f'--{name}' for name in fixed if getattr(options, name) is not None]
     changed += ['--task-option'] * bool(options.task_option) + ['--rule-option'] * bool(options.rule_option)
     if changed:

@@ -295,7 +295,8 @@ def _explain(model: Any, args: tuple, error: Exception) -> CompilationError:
     if isinstance(error, jax.errors.ConcretizationTypeError):
         instead = 'jax.numpy.where, jax.lax.cond or jax.lax.scan where Python code asks for the value of an array'
     elif isinstance(error, (TypeError, ValueError)):
-        instead = 'inputs for which model(*inputs) runs: check their shapes, their batch axis and that of the states'
+        runs = 'inputs for which model(*inputs) runs: check their shapes and batch axes'
+        instead = f'{runs}; compile(..., batch_size=B) gives one to the states'
     return CompilationError(
         three_parts(
             f'a step of {name} on inputs of shapes {shapes}',

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..errors import CompilationError, three_parts
+from ..errors import CompilationError, one_of, three_parts
 from ..program import Path
 from ..rules import Rule
 
@@ -61,8 +62,8 @@ def check_aux(structure: Any, has_aux: bool) -> None:
     raise CompilationError(
         three_parts(
             f'a step_fn that returns {structure} with has_aux={has_aux}',
-            'a step gives its loss, or with has_aux=True a pair (loss, aux)',
-            'return loss' if not has_aux else 'return loss, aux',
+            'a step gives its loss, or with has_aux=True, which fit asks for if it has metrics, a pair (loss, aux)',
+            'return loss' if not has_aux else 'return loss, outputs',
         )
     )
 
@@ -87,9 +88,7 @@ def weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(
-            three_parts(f'{name}={value!r}', 'it has no such choice', f'one of {", ".join(map(repr, choices))}')
-        )
+        raise ValueError(three_parts(f'{name}={value!r}', 'it has no such choice', one_of(choices, value)))
 
 
 def check_combination(rule: Rule, vjp_method: str, trace: Any, trace_dtype: Any) -> None:
@@ -169,7 +168,10 @@ def check_batch(inputs: tuple, batch_size: int | None) -> None:
         )
 
 
-def length_of(sequences: tuple) -> int:
+def length_of(sequences: tuple, step_fn: Callable[..., Any] | None = None) -> int:
+    """Steps of sequences that agree on them and fit the arguments of a step."""
+    if step_fn is not None:
+        check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
     lengths = {jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(sequences)}
     if len(lengths) != 1 or None in lengths or 0 in lengths:
         shapes = [jnp.shape(x) for x in jax.tree.leaves(sequences)]
@@ -181,6 +183,24 @@ def length_of(sequences: tuple) -> int:
             )
         )
     return lengths.pop()
+
+
+def check_call(name: str, function: Callable[..., Any], given: tuple, told: str) -> None:
+    """Raise unless a function can be called with so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions of C have none
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        raise TypeError(
+            three_parts(
+                f'{name}{signature}, to be called with {len(given)} argument(s): {told}',
+                str(error),
+                f'a function of {len(given)} argument(s)',
+            )
+        ) from error
 
 
 def check_finite_values(losses: jax.Array, weights: jax.Array, gradients: dict[str, Any], what: str) -> None:
@@ -195,10 +215,18 @@ def check_finite_values(losses: jax.Array, weights: jax.Array, gradients: dict[s
         )
     bad = ~jnp.isfinite(losses) & (weights != 0)
     if bool(jnp.any(bad)):
-        raise FloatingPointError(f'the loss of {what} {int(jnp.argmax(bad))} is not finite; nothing was updated')
+        raise FloatingPointError(_not_finite(f'the loss of {what} {int(jnp.argmax(bad))}'))
     for name, gradient in gradients.items():
         if not all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(gradient)):
-            raise FloatingPointError(f'the gradient of {name} is not finite; nothing was updated')
+            raise FloatingPointError(_not_finite(f'the gradient of {name}'))
+
+
+def _not_finite(what: str) -> str:
+    return three_parts(
+        f'{what} is not finite',
+        'weights that follow it are lost; nothing was updated',
+        'finite inputs, a smaller rate, optax.clip_by_global_norm; mask=... for steps that do not count',
+    )
 
 
 def check_optimizer(optimizer: Any) -> Any:

@@ -212,7 +212,7 @@ class Learner(Compiled):
         self, sequences: tuple, step_fn: Callable, mask: Any, reduction: str, fresh: bool, rule: Rule
     ) -> tuple[Traced, Solved, jax.Array]:
         """Run a sequence; nothing is written yet."""
-        length = length_of(sequences)
+        length = length_of(sequences, step_fn)
         mask = jnp.ones(length) if mask is None else read_mask(mask, length, 'steps')
         cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
         traced, solve = self._program(step_fn, sequences, fresh, rule)
@@ -232,7 +232,7 @@ class Learner(Compiled):
         ``step_fn(*slices)`` calls the learner, by default on all of them; what it returns is given, stacked over
         time, if ``return_outputs``.
         """
-        length = length_of(sequences)
+        length = length_of(sequences, step_fn)
         traced, evolve = self._program(step_fn or self, sequences, False, self.rule, evolve=True)
         parameters, states = traced.read()
         traces = self._read_traces(traced, fresh=False, given=True)
@@ -257,7 +257,7 @@ class Learner(Compiled):
         update are masked, updates; states and traces go on. Returns the loss of every step.
         """
         check_optimizer(optimizer)
-        length = length_of(sequences)
+        length = length_of(sequences, step_fn)
         if update_every < 1 or length % update_every:
             raise ValueError(
                 three_parts(
@@ -317,7 +317,7 @@ class Learner(Compiled):
 
         Forward only: nothing is learned, and states and traces stay as they are.
         """
-        length_of(sequences)
+        length_of(sequences, step_fn)
         key = ('evaluate', step_fn, self._state_shapes(), *self._held())
         if key not in self._made.programs:
             run = lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs)

@@ -122,7 +122,11 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         lines = [f'memory for {self.steps} steps']
-        lines += [f'  trace of {", ".join(key[0])} in {key[1]}: {size_text(n)}' for key, n in self.traces.items()]
+        named: dict[str, list[int]] = {}
+        for (parameters, operation, *_), n in self.traces.items():
+            named.setdefault(f'{", ".join(parameters)} in {operation}', []).append(n)
+        parts = lambda sizes: f' in {len(sizes)} parts' if len(sizes) > 1 else ''
+        lines += [f'  trace of {name}: {size_text(sum(sizes))}{parts(sizes)}' for name, sizes in named.items()]
         lines += [
             f'one pass, {"traces carried:" if self.traces else "windows:       "} {size_text(self.one_pass)}',
             *([] if self.two_pass is None else [f'two passes, no trace:     {size_text(self.two_pass)}']),

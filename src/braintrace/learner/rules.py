@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..errors import three_parts
+from ..errors import one_of, three_parts
 from .arguments import check_batch
 from .base import Learner
 from .frameworks import adapted, following
@@ -226,9 +226,7 @@ def compile(
     if isinstance(rule, rules.ETraceConfig):
         kind, options = Configured, {'config': rule, **options}
     if not (isinstance(kind, type) and issubclass(kind, Learner)):
-        raise ValueError(
-            three_parts(f'rule={rule!r}', 'there is no such rule', f'one of {", ".join(map(repr, RULES))}')
-        )
+        raise ValueError(three_parts(f'rule={rule!r}', 'there is no such rule', one_of(RULES, rule)))
     if seed is not None:
         brainstate.random.seed(seed)
     if vmap and batch_size is None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..engine.recursion import Scheme
-from ..errors import three_parts
+from ..errors import one_of, three_parts
 
 PARTS = {
     'trace_factorization': ('per_param', 'io_factorized', 'random_projection', 'none'),
@@ -477,7 +477,5 @@ def named(name: str) -> str:
     plain = name.lower().replace('-', '_')
     found = next((n for n in (plain, plain.replace('_', '')) if n in PRESETS), None)
     if found is None:
-        raise ValueError(
-            three_parts(f'rule={name!r}', 'there is no such rule', f'one of {", ".join(map(repr, PRESETS))}')
-        )
+        raise ValueError(three_parts(f'rule={name!r}', 'there is no such rule', one_of(PRESETS, name)))
     return found

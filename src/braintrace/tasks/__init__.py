@@ -4,10 +4,11 @@ Every task gives :class:`Trials`: inputs (time, batch, channels), targets of eve
 ``reference`` says what others reached, and how.
 """
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from ..errors import three_parts
+from ..errors import one_of, three_parts
 from .memory import Adding, Copying, DelayedMatchToSample, EvidenceAccumulation, PatternGeneration
 from .randman import Randman
 from .recordings import NMNIST, SHD, Digits
@@ -38,9 +39,10 @@ def task(name: str, **options: Any) -> Task:
     25
     """
     if name not in TASKS:
-        raise ValueError(three_parts(f'a task {name!r}', 'there is none by this name', f'one of {[*TASKS]}'))
+        raise ValueError(three_parts(f'a task {name!r}', 'there is none by this name', one_of(TASKS, name)))
     try:
         return TASKS[name](**options)
     except TypeError as error:
-        fields = [*getattr(TASKS[name], 'func', TASKS[name]).__dataclass_fields__]
-        raise ValueError(three_parts(f'task {name!r} with {options}', str(error), f'options among {fields}')) from error
+        made = getattr(TASKS[name], 'func', TASKS[name])
+        known = [f.name for f in fields(made) if f.init]
+        raise ValueError(three_parts(f'task {name!r} with {options}', str(error), f'options among {known}')) from error

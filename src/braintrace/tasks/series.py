@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..errors import three_parts
+from ..errors import one_of, three_parts
 from .trials import Trials
 
 
@@ -32,9 +32,7 @@ class Series:
         """Draw stretches."""
         makers = {'mackey_glass': _mackey_glass, 'lorenz': _lorenz, 'henon': _henon}
         if self.name not in makers:
-            raise ValueError(
-                three_parts(f'name={self.name!r}', 'there is no such series', f'one of {", ".join(makers)}')
-            )
+            raise ValueError(three_parts(f'name={self.name!r}', 'there is no such series', one_of(makers, self.name)))
         values = makers[self.name](rng, self.steps + 1, size)
         values = ((values - values.mean(0)) / values.std(0)).astype(np.float32)[..., None]
         return Trials(values[:-1], values[1:], np.ones(self.steps, np.float32))
