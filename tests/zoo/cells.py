@@ -96,6 +96,17 @@ def gru_with_readout():
     return model, (array(B, I),)
 
 
+@case(
+    ['cell/module/h'],
+    {f'cell/module/{leaf}': answer for leaf, answer in GRU.items()}
+    | {'readout/weight/weight': 'exact', 'readout/weight/bias': 'exact'},
+    note='a cell of one sample, mapped over the batch by brainstate.nn.Vmap',
+)
+def gru_mapped_by_brainstate():
+    mapped = nn.Vmap(cell(nn.GRUCell, I, H, batch=B), vmap_states=brainstate.HiddenState)
+    return Step(lambda m, x: m.readout(m.cell(x)), cell=mapped, readout=linear(H, 5)), (array(B, I),)
+
+
 # recurrences that keep positions: no path is cut
 
 

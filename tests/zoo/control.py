@@ -252,6 +252,20 @@ def vmapped_unit():
     return membrane(advance, w=weight(H, I), tau=weight(H)), (array(B, I),)
 
 
+@case(
+    ['module/V'],
+    {'module/w': 'exact 0', 'module/tau': 'exact 0'},
+    note='a model of one sample, mapped over the batch by brainstate.nn.Vmap',
+)
+def mapped_by_brainstate():
+    def step(m, x):
+        m.V.value = m.tau.value * m.V.value + x @ m.w.value
+        return spike(m.V.value - 0.1)
+
+    one = Step(step, V=hidden(B, H), w=weight(I, H), tau=weight(H))
+    return brainstate.nn.Vmap(one, vmap_states=brainstate.HiddenState), (array(B, I),)
+
+
 @case(['V'], {'w': 'exact 0'}, note='the voltage step is found from the gradient of an energy')
 def gradient_inside_the_step():
     def advance(m, V, x):
