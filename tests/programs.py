@@ -596,3 +596,38 @@ def per_position(w, name, old):
 def draw_program(pick: Pick) -> Program:
     """A program, choice by choice; shapes that the grammar does not tell are found by evaluation."""
     return Writer(pick).write()
+
+
+class PositionWriter(Writer):
+    """Writes programs whose states meet element by element only; inputs enter by one product each."""
+
+    def statement(self) -> None:
+        kept = {'elementwise', 'surrogate', 'binary', 'weighted'}
+        self.name(self.pick([made for made in STATEMENTS if made.__name__ in kept])(self))
+
+    def new_state(self, name: str) -> None:
+        shape = self.program.states[name]
+        text = self.pick([leaky, decaying, gated, replaced, unchanged, delayed])(
+            self, name, Value(f"s['{name}']", shape)
+        )
+        self.program.written[name] = self.name((text, shape)).text
+
+    def write(self) -> Program:
+        program, shape = self.program, self.shape()
+        program.states = {f'h{i}': shape for i in range(self.pick([1, 2, 3]))}
+        program.kinds = dict.fromkeys(program.states, 'hidden')
+        program.inputs['x'] = (2,)
+        for _ in range(self.pick([1, 2, 3])):
+            self.name((f"jnp.tensordot(x['x'], {self.parameter(2, *shape)}, 1)", shape))
+        self.values += [Value(f"s['{name}']", shape) for name in program.states]
+        for _ in range(self.pick([2, 3, 4, 5, 1])):
+            self.statement()
+        for name in program.states:
+            self.new_state(name)
+        program.outputs = [self.output()]
+        return program
+
+
+def draw_position_program(pick: Pick) -> Program:
+    """A program that keeps positions, so that the credit of every parameter is exact."""
+    return PositionWriter(pick).write()

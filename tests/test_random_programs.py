@@ -2,7 +2,8 @@
 
 For every program: one step's gradient is the plain one; D-RTRL is the dense influence recursion, whatever the
 length of its blocks; and each parameter's credit class is proven by numbers: `exact` is BPTT, `instantaneous` the
-sum of one-step gradients, `none` no gradient at all. By default a few programs; `make fuzz` runs many.
+sum of one-step gradients, `none` no gradient at all. Where states meet position by position only, all credit is
+exact: nothing is cut that need not be. By default a few programs; `make fuzz` runs many.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from braintrace.frontends.functions import extract_function_info
 from braintrace.program import OtherState
 from interpreter import traced
 from oracle import Problem, total_of
-from programs import Program, draw_program
+from programs import Program, draw_position_program, draw_program
 
 STEPS = 4
 SEEDS = [int(n) for n in os.environ.get('SEEDS', '0:1').split(':')]
@@ -133,7 +134,7 @@ WAYS = [*(('two_pass', k) for k in (4, 3, 1)), *(('one_pass', k) for k in (1, 2,
 
 
 def check(program, ways):
-    """Everything that must hold for a program."""
+    """Everything that must hold for a program; the case for more."""
     case = Case(program)
     start = np.eye(STEPS)[0]
     plain, single, first = (
@@ -153,6 +154,7 @@ def check(program, ways):
             close(0 * plain[name], plain[name], f'{name}: none ({reason})')
         elif credit != 'local':
             close(found[v], (plain if credit == 'exact' else single)[name], f'{name}: {credit} ({reason})')
+    return case
 
 
 def close(found, wanted, what):
@@ -247,24 +249,25 @@ def test_found(name, x64):
     check(FOUND[name], [('two_pass', 3), ('one_pass', 2)])
 
 
-def drawn(data):
+def drawn(data, draw):
     """A program, and one way to solve it or two."""
     pick = lambda options: data.draw(st.sampled_from(options))
-    program = draw_program(pick)
+    program = draw(pick)
     assume(program.parameters and any(kind != 'other' for kind in program.kinds.values()))
     return program, pick([[pick(WAYS)], [pick(WAYS), pick(WAYS)]])
 
 
-def fuzz(seed, programs):
+def fuzz(seed, programs, draw=draw_program, allowed=None):
     """Check random programs; the smallest that fails is shown as Python."""
 
     @hypothesis.seed(seed)
     @settings(max_examples=programs, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def run(data):
-        program, ways = drawn(data)
+        program, ways = drawn(data, draw)
         hypothesis.note(f'{program}\n# solved by {ways}')
-        check(program, ways)
+        case = check(program, ways)
+        assert allowed is None or {credit for credit, _ in case.credit.values()} <= allowed, case.credit
 
     run()
 
@@ -272,3 +275,8 @@ def fuzz(seed, programs):
 @pytest.mark.parametrize('seed', range(*SEEDS))
 def test_random_programs(seed, x64):
     fuzz(seed, PROGRAMS)
+
+
+@pytest.mark.parametrize('seed', range(*SEEDS))
+def test_what_keeps_its_position_is_exact(seed, x64):
+    fuzz(seed, PROGRAMS, draw_position_program, {'exact', 'none'})
