@@ -3,10 +3,14 @@
 python experiments/rules.py
 """
 
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import brainstate
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -53,6 +57,44 @@ def cosines() -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def timed(name: str, units: int, steps: int) -> Callable[[], float]:
+    """A function that takes the seconds of one gradient of an adaptive LIF net, traces carried."""
+    net = models.AdaptiveLIF(nn, INPUTS, units)
+    learner = braintrace.compile(net, name, jnp.ones((BATCH, INPUTS)), batch_size=BATCH)
+    xs, ys = jnp.ones((steps, BATCH, INPUTS)), jnp.ones((steps, BATCH, models.OUTPUTS))
+    taught = {'modulator': 1.0} if name == 'threefactor' else {}
+    step = lambda x, y: models.loss(learner(x, **taught), y)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(learner.etrace_grad(xs, ys, step_fn=step))
+        return time.perf_counter() - start
+
+    seconds()
+    return seconds
+
+
+def growth() -> dict[str, tuple[int, float, float, float]]:
+    """By rule: units, how much longer it should take if they double, how much it does, and if steps double."""
+    found = {}
+    for name, rule in PRESETS.items():
+        if name == 'es_d_rtrl':
+            continue
+        units = 24 if '³' in rule.cost[1] else 512
+        runs = [timed(name, *size) for size in ((units, STEPS), (2 * units, STEPS), (units, 2 * STEPS))]
+        rounds = [[run() for run in runs] for _ in range(7)]
+        wide, long = (statistics.median(r[i] / r[0] for r in rounds) for i in (1, 2))
+        grown = [stated(rule.cost[1], B=BATCH, I=INPUTS + h, H=h, T=STEPS) for h in (units, 2 * units)]
+        found[rule.name] = units, grown[1] / grown[0], wide, long
+        print(rule.name, *found[rule.name], flush=True)
+    return found
+
+
+def stated(formula: str, **sizes: int) -> float:
+    """The value of a cost such as ``T·B·H³·I``."""
+    return eval(formula.replace('·', '*').replace('³', '**3').replace('²', '**2'), sizes)
+
+
 def described(rule: Rule) -> str:
     label = rule.name.partition('(')[0]
     parts = {'per_param': 'one for each parameter', 'io_factorized': 'two factors', 'random_projection': 'rank one'}
@@ -63,7 +105,7 @@ def described(rule: Rule) -> str:
     return f'| `{label}` | {trace} | {rule.cost[0]} | {rule.cost[1]} | {rule.exact_when} | {needs} | {rule.use} |'
 
 
-def page(found: dict[str, dict[str, list[float]]]) -> str:
+def page(found: dict[str, dict[str, list[float]]], grown: dict[str, tuple[int, float, float, float]]) -> str:
     """The page, in Markdown."""
     lines = [
         '# Choose a rule',
@@ -96,6 +138,16 @@ def page(found: dict[str, dict[str, list[float]]]) -> str:
     lines += [f'| {rule} | {" | ".join(text(row[title]) for title in MODELS)} |' for rule, row in found.items()]
     lines += [
         '',
+        '## What it costs, measured',
+        '',
+        f'How much longer a gradient of an adaptive LIF net takes ({STEPS} steps, batch {BATCH}, one pass;',
+        'medians of ratios) if its units double, beside the ratio of the formula above with the units among the',
+        'inputs; and if its steps double. That traces grow as stated is a test.',
+        '',
+        '| rule | units | stated | found | steps |',
+        '| --- | --- | --- | --- | --- |',
+        *(f'| {name} | {h} to {2 * h} | {a:.1f} | {b:.1f} | {c:.1f} |' for name, (h, a, b, c) in grown.items()),
+        '',
         '## Parts',
         '',
         'A rule is a combination, and `ETraceConfig` makes new ones; combinations without a meaning are refused.',
@@ -114,4 +166,4 @@ def page(found: dict[str, dict[str, list[float]]]) -> str:
 
 if __name__ == '__main__':
     (ROOT / 'docs').mkdir(exist_ok=True)
-    (ROOT / 'docs' / 'rules.md').write_text(page(cosines()))
+    (ROOT / 'docs' / 'rules.md').write_text(page(cosines(), growth()))
