@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from .errors import three_parts
+from .frontends.brainstate import module_states
 from .learner import Learner
 from .program.step import path_name
 
 
 def states_of(learner: Learner, optimizer: Any = None) -> dict[str, brainstate.State]:
     """All that training moves, by name: model, traces, the rule's own state, optimiser, random numbers."""
-    found = {f'learner.{path_name(path)}': state for path, state in learner.states().items()}
+    found = {f'learner.{path_name(path)}': state for path, state in module_states(learner).items()}
     if optimizer is not None:
         found |= {f'optimizer.{name}': state for name, state in learner.optimizer_states(optimizer).items()}
     return {**found, 'random': brainstate.random.DEFAULT}

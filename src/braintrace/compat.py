@@ -41,12 +41,12 @@ else:
 
 def new_var(aval: Any) -> Var:
     """A fresh variable."""
-    return Var(aval)
+    return jex.Var(aval)
 
 
 def is_var(atom: Atom) -> bool:
     """True unless the atom is a literal constant."""
-    return not isinstance(atom, Literal)
+    return not isinstance(atom, jex.Literal)
 
 
 def is_differentiable(atom: Atom) -> bool:
@@ -56,12 +56,12 @@ def is_differentiable(atom: Atom) -> bool:
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
     """The open program inside a closed one; an open one as it is."""
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    return jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
 
 
 def consts_of(jaxpr: Any) -> Sequence[Any]:
     """The constants of a closed program; none for an open one."""
-    return jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
+    return jaxpr.consts if isinstance(jaxpr, jex.ClosedJaxpr) else ()
 
 
 def _debug_info(inputs: int, outputs: int) -> Any:
@@ -78,7 +78,7 @@ def make_jaxpr(
     """Assemble a program from its parts; ``like`` is one of the same inputs and outputs, for its names."""
     effects = frozenset().union(*(eqn.effects for eqn in equations))
     info = like.debug_info if like is not None else _debug_info(len(invars), len(outvars))
-    return Jaxpr(list(constvars), list(invars), list(outvars), list(equations), effects, info)
+    return jex.Jaxpr(list(constvars), list(invars), list(outvars), list(equations), effects, info)
 
 
 def trace(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
@@ -88,7 +88,7 @@ def trace(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
 
 def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     """Attach constants to a program."""
-    return ClosedJaxpr(jaxpr, list(consts))
+    return jex.ClosedJaxpr(jaxpr, list(consts))
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
@@ -117,11 +117,11 @@ class SubProgram(NamedTuple):
 def sub_programs(eqn: Equation) -> Iterator[SubProgram]:
     """All sub-programs of an equation, in a fixed order."""
     for name, value in eqn.params.items():
-        if isinstance(value, (Jaxpr, ClosedJaxpr)):
+        if isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)):
             yield SubProgram((name, None), value)
         elif type(value) in (tuple, list):
             for i, item in enumerate(value):
-                if isinstance(item, (Jaxpr, ClosedJaxpr)):
+                if isinstance(item, (jex.Jaxpr, jex.ClosedJaxpr)):
                     yield SubProgram((name, i), item)
 
 
@@ -218,7 +218,7 @@ class Mask:
         return f'{int(self.array.sum())}/{self.array.size}'
 
 
-cut_p = Primitive('cut')
+cut_p = jex.Primitive('cut')
 """The identity whose derivative is zero where its mask is true (everywhere without a mask)."""
 
 

@@ -10,6 +10,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
+from brainstate.typing import ArrayLike
 
 from .errors import one_of, three_parts
 from .nn import FiringRate
@@ -29,6 +30,9 @@ def _fire_jvp(primals: tuple, tangents: tuple) -> tuple:
 
 class SpikingNetwork(brainstate.nn.Module):
     """Spiking units with all-to-all recurrence, a running mean of their spikes, and a leaky read-out."""
+
+    V: brainstate.HiddenState
+    a: brainstate.HiddenState
 
     def __init__(self, inputs: int, outputs: int, units: int, tau_out: float, gain: float, seed: int):
         super().__init__()
@@ -51,7 +55,7 @@ class SpikingNetwork(brainstate.nn.Module):
         """Who fires at the potentials of now."""
         raise NotImplementedError
 
-    def read_out(self) -> jax.Array:
+    def read_out(self) -> ArrayLike:
         """Count the spikes of now and let them move the output."""
         now = self.spikes()
         self.rate(now)
@@ -93,7 +97,7 @@ class ALIF(SpikingNetwork):
         over = (self.V.value - self.threshold - self.beta * self.a.value) / self.threshold
         return jnp.where(self.rest.value == 0, fire(over), 0.0)
 
-    def update(self, x: jax.Array) -> jax.Array:
+    def update(self, x: jax.Array) -> ArrayLike:
         z = self.spikes()
         reset = jax.lax.stop_gradient(z)
         self.rest.value = jnp.where(reset > 0, float(self.refractory), jnp.maximum(self.rest.value - 1, 0))
@@ -115,7 +119,7 @@ class GIF(SpikingNetwork):
     def spikes(self) -> jax.Array:
         return fire(self.V.value - 1.0)
 
-    def update(self, x: jax.Array) -> jax.Array:
+    def update(self, x: jax.Array) -> ArrayLike:
         z = self.spikes()
         drive = x @ self.feed.value + z @ self.recur.value
         self.a.value = self.keep_slow * self.a.value - 0.1 * z

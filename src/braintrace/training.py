@@ -291,7 +291,8 @@ class Progress:
         self.file = file or sys.stderr
         self.live = self.file.isatty()
         self.every = 0.2 if self.live else every
-        self._shown, self._recent = 0.0, []
+        self._shown = 0.0
+        self._recent: list[Record] = []
 
     def __call__(self, record: Record, steps: int) -> None:
         """Show a record, if it is time to or the last one."""

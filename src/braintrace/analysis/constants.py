@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..compat import Atom, Equation, Jaxpr, Literal, Var, consts_of, evaluate_equation, is_var, open_jaxpr
+from ..compat import Atom, Equation, Jaxpr, Var, consts_of, evaluate_equation, is_var, open_jaxpr
 
 
 class Constants:
@@ -30,7 +30,7 @@ class Constants:
 
     def __call__(self, atom: Atom) -> np.ndarray | None:
         """The value of a constant atom; None for the others."""
-        if isinstance(atom, Literal):
+        if not is_var(atom):
             return np.asarray(atom.val)
         if not self.knows(atom):
             return None

@@ -31,7 +31,7 @@ class Bits(NamedTuple):
     reads: int = 0
     grads: int = 0
 
-    def __or__(self, other: Bits) -> Bits:  # type: ignore[override]
+    def __or__(self, other: Bits) -> Bits:
         return Bits(self.reads | other.reads, self.grads | other.grads)
 
 

@@ -37,7 +37,8 @@ class CompilationRecord(NamedTuple):
     primitive: str | None = None
     weight_path: Path | None = None
     hidden_paths: tuple[Path, ...] = ()
-    context: dict[str, Any] | None = None
+    context: Any = None
+    """What else is known, by name; the names depend on the kind."""
 
     def dict(self) -> dict[str, Any]:
         """The record as a dictionary."""

@@ -79,12 +79,19 @@ def _shape(atom: Any) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, 'shape', ()))
 
 
+def _only(outs: list[Labels]) -> np.ndarray:
+    """The labels of a single result: a rule is asked only if some result has any."""
+    (out,) = outs
+    assert out is not None
+    return out
+
+
 def _merge(eqn: Equation, outs: list[Labels], axis_map: Callable[[Equation, int], AxisMap]) -> list[Labels]:
     """Project the labels of every result onto every operand."""
     result: list[Labels] = []
     for k, operand in enumerate(eqn.invars):
         labels: Labels = None
-        for out in outs:
+        for out in (o for o in outs if o is not None):
             labels = join(labels, project(out, axis_map(eqn, k), _shape(operand)))
         result.append(labels)
     return result
@@ -143,12 +150,10 @@ family('elementwise', _barrier, 'optimization_barrier')
 
 
 def _reshape(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
-    if outs[0] is None:
-        return [None] * len(eqn.invars)
     shape, order = _shape(eqn.invars[0]), eqn.params.get('dimensions')
     if eqn.primitive.name != 'reshape' or order is None:
         order = range(len(shape))
-    labels = outs[0].reshape([shape[d] for d in order]).transpose(np.argsort(order))
+    labels = _only(outs).reshape([shape[d] for d in order]).transpose(np.argsort(order))
     return [labels] + [None] * (len(eqn.invars) - 1)
 
 
@@ -165,13 +170,13 @@ def _broadcast(eqn: Equation, k: int) -> AxisMap:
 
 
 def _broadcast_rule(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
-    first = project(outs[0], _broadcast(eqn, 0), _shape(eqn.invars[0]))
+    first = project(_only(outs), _broadcast(eqn, 0), _shape(eqn.invars[0]))
     return [first] + [None] * (len(eqn.invars) - 1)
 
 
 def _tile(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     shape = _shape(eqn.invars[0])
-    copies = outs[0].reshape([n for pair in zip(eqn.params['reps'], shape, strict=True) for n in pair])
+    copies = _only(outs).reshape([n for pair in zip(eqn.params['reps'], shape, strict=True) for n in pair])
     return [project(copies, range(1, copies.ndim, 2), shape)]
 
 
@@ -185,7 +190,7 @@ def _slice(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     labels = np.full(_shape(eqn.invars[0]), NONE, np.int32)
     strides = p['strides'] or (1,) * labels.ndim
     index = tuple(slice(*s) for s in zip(p['start_indices'], p['limit_indices'], strides, strict=True))
-    labels[index] = outs[0]
+    labels[index] = _only(outs)
     return [labels]
 
 
@@ -197,11 +202,11 @@ def _split(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
 def _concatenate(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     axis = eqn.params['dimension']
     ends = np.cumsum([_shape(v)[axis] for v in eqn.invars])[:-1]
-    return list(np.split(outs[0], ends, axis))
+    return list(np.split(_only(outs), ends, axis))
 
 
 def _stack(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
-    return list(np.moveaxis(outs[0], eqn.params['axis'], 0))
+    return list(np.moveaxis(_only(outs), eqn.params['axis'], 0))
 
 
 def _unstack(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
@@ -210,7 +215,7 @@ def _unstack(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
 
 
 def _pad(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
-    out, shape = outs[0], _shape(eqn.invars[0])
+    out, shape = _only(outs), _shape(eqn.invars[0])
     labels = np.full(shape, NONE, np.int32)
     inside, taken = [], []
     for n, total, (low, _, interior) in zip(shape, out.shape, eqn.params['padding_config'], strict=True):
@@ -239,9 +244,10 @@ def _same_size(small: Sequence[int], large: Sequence[int]) -> AxisMap:
 def _starts(eqn: Equation, first: int, sizes: Sequence[int], limits: Sequence[int], const: Const) -> tuple | None:
     """The slices a dynamic slice takes, where its start is constant."""
     values = [const(v) for v in eqn.invars[first:]]
-    if any(v is None for v in values):
+    known = [v for v in values if v is not None]
+    if len(known) < len(values):
         return None
-    at = [int(np.clip(v, 0, n - s)) for v, s, n in zip(values, sizes, limits, strict=True)]
+    at = [int(np.clip(v, 0, n - s)) for v, s, n in zip(known, sizes, limits, strict=True)]
     return tuple(slice(a, a + s) for a, s in zip(at, sizes, strict=True))
 
 
@@ -250,21 +256,21 @@ def _dynamic_slice(eqn: Equation, outs: list[Labels], const: Const) -> list[Labe
     indices: list[Labels] = [None] * (len(eqn.invars) - 1)
     at = _starts(eqn, 1, sizes, shape, const)
     if at is None:
-        return [project(outs[0], _same_size(sizes, shape), shape), *indices]
+        return [project(_only(outs), _same_size(sizes, shape), shape), *indices]
     labels = np.full(shape, NONE, np.int32)
-    labels[at] = outs[0]
+    labels[at] = _only(outs)
     return [labels, *indices]
 
 
 def _dynamic_update_slice(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
-    shape, sizes = _shape(eqn.invars[0]), _shape(eqn.invars[1])
+    out, shape, sizes = _only(outs), _shape(eqn.invars[0]), _shape(eqn.invars[1])
     indices: list[Labels] = [None] * (len(eqn.invars) - 2)
     at = _starts(eqn, 2, sizes, shape, const)
     if at is None:
-        return [outs[0], project(outs[0], _same_size(sizes, shape), sizes), *indices]
-    kept = outs[0].copy()
+        return [out, project(out, _same_size(sizes, shape), sizes), *indices]
+    kept = out.copy()
     kept[at] = NONE
-    return [kept, outs[0][at], *indices]
+    return [kept, out[at], *indices]
 
 
 family('movement', _dynamic_slice, 'dynamic_slice')
@@ -309,7 +315,7 @@ class _Window:
 
 
 def _gather(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
-    p, shape = eqn.params, _shape(eqn.invars[0])
+    p, out, shape = eqn.params, _only(outs), _shape(eqn.invars[0])
     d = p['dimension_numbers']
     window = _Window(
         d.offset_dims, d.collapsed_slice_dims, d.start_index_map,
@@ -317,12 +323,12 @@ def _gather(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     )  # fmt: skip
     indices = const(eqn.invars[1])
     if indices is None:
-        return [project(outs[0], window.axis_map(shape, outs[0].ndim), shape), None]
-    return [gather_back(outs[0], window.locations(shape, indices, p['mode']), shape), None]
+        return [project(out, window.axis_map(shape, out.ndim), shape), None]
+    return [gather_back(out, window.locations(shape, indices, p['mode']), shape), None]
 
 
 def _scatter(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
-    p, out = eqn.params, outs[0]
+    p, out = eqn.params, _only(outs)
     shape, updates = _shape(eqn.invars[0]), _shape(eqn.invars[2])
     d = p['dimension_numbers']
     windows = iter(d.update_window_dims)
@@ -450,14 +456,14 @@ def _dot(eqn: Equation, k: int) -> AxisMap:
 
 def _conv(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     """Image: through the kernel's windows, features of a group joined. Kernel: its output features."""
-    p, d = eqn.params, eqn.params['dimension_numbers']
+    p, d, out = eqn.params, eqn.params['dimension_numbers'], _only(outs)
     image, kernel = (_shape(v) for v in eqn.invars)
     kernel_map: list[int | None] = [d.out_spec[1] if a == d.rhs_spec[0] else None for a in range(len(kernel))]
-    kernel_labels = project(outs[0], kernel_map, kernel)
+    kernel_labels = project(out, kernel_map, kernel)
     if p['batch_group_count'] != 1:
-        return [project(outs[0], [None] * len(image), image), kernel_labels]
+        return [project(out, [None] * len(image), image), kernel_labels]
     groups = p['feature_group_count']
-    out = outs[0].transpose(d.out_spec)
+    out = out.transpose(d.out_spec)
     out = project(out.reshape(out.shape[0], groups, -1, *out.shape[2:]), [0, 1, *range(3, out.ndim + 1)], (
         out.shape[0], groups, *out.shape[2:]
     ))  # fmt: skip

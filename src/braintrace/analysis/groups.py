@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +33,7 @@ def jacrev_last_dim(fn: Callable[[jax.Array], jax.Array], hid_vals: jax.Array) -
     return jnp.stack(rows, axis=-2)
 
 
-def group_merging(groups: Sequence[Sequence[T] | set[T]]) -> list[frozenset[T]]:
+def group_merging(groups: Iterable[Iterable[T]]) -> list[frozenset[T]]:
     """Merge sets that intersect, until none do.
 
     >>> [sorted(g) for g in group_merging([{1, 2}, {2, 3}, {4}])]
@@ -62,7 +62,7 @@ class HiddenGroup(NamedTuple):
     it reads is in ``transition_jaxpr_constvars``. Complex states count as two: real and imaginary.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]
     hidden_paths: tuple[Path, ...]
     hidden_states: tuple[Any, ...]
     hidden_invars: tuple[Var, ...]

@@ -33,26 +33,21 @@ def join_over(labels: np.ndarray, axes: Sequence[int]) -> np.ndarray:
     return np.where(low == _FAR, NONE, np.where(low == high, high, CONFLICT)).astype(np.int32)
 
 
-def project(labels: Labels, axis_map: Sequence[int | None], shape: Sequence[int]) -> Labels:
+def project(labels: np.ndarray, axis_map: Sequence[int | None], shape: Sequence[int]) -> np.ndarray:
     """Labels of an operand whose axis d runs along axis ``axis_map[d]`` of the result.
 
     Result axes that no operand axis runs along are joined; an operand axis mapped to None meets
     all of the result.
     """
-    if labels is None:
-        return None
     kept = [a for a in axis_map if a is not None]
     joined = join_over(labels, [a for a in range(labels.ndim) if a not in kept])
-    order = np.argsort(np.argsort(kept)) if kept else []
-    joined = joined.transpose(*order) if len(kept) > 1 else joined
+    joined = joined.transpose(*np.argsort(np.argsort(kept))) if len(kept) > 1 else joined
     expand = joined.reshape([shape[d] if a is not None else 1 for d, a in enumerate(axis_map)])
     return np.broadcast_to(expand, shape)
 
 
-def gather_back(labels: Labels, locations: np.ndarray, shape: Sequence[int]) -> Labels:
+def gather_back(labels: np.ndarray, locations: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Labels of an operand whose element ``locations[e]`` appears as element e of the result."""
-    if labels is None:
-        return None
     size = int(np.prod(shape))
     source, target = labels.reshape(-1), locations.reshape(-1)
     valid = (source != NONE) & (target >= 0) & (target < size)

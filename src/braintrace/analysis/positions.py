@@ -92,7 +92,7 @@ class _Pass:
         self.out, self.opaque = out, opaque
         self.uses: dict[Var, list[tuple[int, int, np.ndarray]]] = defaultdict(list)
         self.reading: dict[Var, list[tuple[int, int]]] = defaultdict(list)
-        self.starts: dict[Var, np.ndarray] = {}
+        self.starts: dict[Var, Labels] = {}
         self.keep: Mapping[Var, np.ndarray] = {}
 
     def run(
@@ -101,7 +101,7 @@ class _Pass:
         self.keep = keep
         for atom, labels in starts:
             if is_var(atom) and labels is not None:
-                self.starts[atom] = join(self.starts.get(atom), labels)  # type: ignore[assignment]
+                self.starts[atom] = join(self.starts.get(atom), labels)
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[i]
             if not any(v in self.uses or v in self.starts for v in eqn.outvars):
@@ -186,7 +186,7 @@ class _Pass:
             if not any(is_var(v) and v in origins for v in eqn.invars) or structure(eqn) not in ('none', 'custom'):
                 continue
             ends = np.cumsum([v.aval.size for v in eqn.outvars])
-            index = [
+            index: list[Labels] = [
                 np.arange(end - v.aval.size, end, dtype=np.int32).reshape(v.aval.shape)
                 for v, end in zip(eqn.outvars, ends, strict=True)
             ]
@@ -289,8 +289,8 @@ class _Pass:
         self.enter(i, ('jaxpr', None), inner)
         labels = [inner.out.labels.get(v) for v in invars]
         for k in range(b, len(invars)):
-            if labels[k] is not None:
-                labels[k] = np.broadcast_to(labels[k], eqn.invars[k].aval.shape)
+            if (found := labels[k]) is not None:
+                labels[k] = np.broadcast_to(found, eqn.invars[k].aval.shape)
         return labels
 
     def over_rounds(self, v: Var, labels: Labels) -> Labels:

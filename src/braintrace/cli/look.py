@@ -33,10 +33,11 @@ def load(text: str, *more: Any) -> Any:
     if not colon:
         raise ValueError(three_parts(f'a model {text!r}', 'it names no function', 'module:name or file.py:name'))
     try:
-        node = ast.parse(call, mode='eval').body
-        arguments = [ast.literal_eval(a) for a in node.args] if isinstance(node, ast.Call) else []
-        keywords = {k.arg: ast.literal_eval(k.value) for k in node.keywords} if isinstance(node, ast.Call) else {}
-        name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+        node: Any = ast.parse(call, mode='eval').body
+        node = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        arguments = [ast.literal_eval(a) for a in node.args]
+        keywords = {k.arg: ast.literal_eval(k.value) for k in node.keywords}
+        name = ast.unparse(node.func)
     except (SyntaxError, ValueError) as error:
         raise ValueError(
             three_parts(f'a model {text!r}', f'it cannot be read: {error}', "e.g. 'brainstate.nn:GRUCell(3, 16)'")
@@ -61,11 +62,11 @@ def _module(where: str) -> Any:
         file = Path(where)
         if not file.exists():
             raise ValueError(three_parts(f'a model of {where}', 'there is no such file', 'the path of a file'))
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        spec: Any = importlib.util.spec_from_file_location(file.stem, file)
+        module = importlib.util.module_from_spec(spec)
         sys.modules.setdefault(file.stem, module)
         sys.path.insert(0, str(file.parent))
-        spec.loader.exec_module(module)  # type: ignore[union-attr]
+        spec.loader.exec_module(module)
         return module
     sys.path.insert(0, '')
     try:
@@ -115,11 +116,11 @@ class Distance:
     def __init__(self, learner: Learner, seed: int):
         self.learner, self.seed = learner, seed
 
-    def __call__(self, *inputs: Any) -> jax.Array:
+    def __call__(self, *inputs: Any) -> Any:
         outputs = jax.tree.leaves(self.learner(*inputs))
         rng = np.random.default_rng(self.seed)
         real = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
-        return sum(jnp.mean(jnp.abs(x - rng.normal(size=x.shape).astype(x.dtype)) ** 2) for x in real)  # type: ignore
+        return sum(jnp.mean(jnp.abs(x - rng.normal(size=x.shape).astype(x.dtype)) ** 2) for x in real)
 
 
 def explain(options: argparse.Namespace) -> Result:

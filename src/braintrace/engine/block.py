@@ -96,7 +96,7 @@ def credit(plan: Plan, const: Values, steps: Values, cotangents: Sequence[jax.Ar
     contributes exactly nothing.
     """
 
-    def one(step: Values, cotangents: list[jax.Array]) -> tuple:
+    def one(step: Values, cotangents: list[jax.Array]) -> tuple[list, Values, Values, list, list]:
         env = const | step
         targets, (ys, signals, reads) = signals_of(plan, env, cotangents)
         return targets, plan.compute(aux, env).pick(aux), ys, signals, reads
@@ -123,7 +123,7 @@ def signals_of(
     ys = [env[v] for v in plan.tap_results]
     old = [group.components([env[v] for v in group.hidden_invars]) for group in plan.groups]
     deltas = jax.tree.map(jnp.zeros_like, old)
-    targets, pull = jax.vjp(lambda *moving: joint_targets(plan, env, *moving, back), ys, deltas, old)
+    targets, pull = jax.vjp(lambda *moving: joint_targets(plan, env, *moving, back=back), ys, deltas, old)
     grads = pull([c.astype(t.dtype) for c, t in zip(cotangents, targets, strict=True)])
     silent = jnp.all(jnp.stack([jnp.all(c == 0) for c in cotangents]))
     ys_bar, signals, reads = jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), grads)
@@ -149,7 +149,7 @@ def _jacobian(local: LocalStep, env: Values) -> Jacobian:
 def credit_back(found: Credit, last: Sequence[Components], length: int) -> tuple[list[Components], list[Components]]:
     """γ of every step and group from γ at the block's end, and γ at its start; of living components only."""
 
-    def step(gamma: list[Components], at: tuple) -> tuple:
+    def step(gamma: list[Components], at: tuple) -> tuple[list[Components], list[Components]]:
         earlier = []
         for later, signals, reads, jacobian in zip(gamma, *at, strict=True):
             whole = later | {i: x + later[i] if i in later else x for i, x in signals.items()}
@@ -236,15 +236,15 @@ def weight_gradients(
                 parts.append((cut, mine))
         reaches_states = any(v in bars for bars in local for v in tap.results)
         data = operands[i] if reaches_states else _spared(operands[i], y_bars)
-        for equation, bars in [(tap.equation, y_bars), *parts]:
-            grads = _pull_tap(plan, equation, tap.weights, const, data, bars, boxes)
+        for equation, told in [(tap.equation, y_bars), *parts]:
+            grads = _pull_tap(plan, equation, tap.weights, const, data, told, boxes)
             for k, grad in grads.items():
                 v = equation.invars[k]
                 total[v] = total[v] + grad if v in total else grad
     return total
 
 
-def _spared(operands: dict[int, jax.Array], y_bars: Values) -> dict[int, jax.Array]:
+def _spared(operands: dict[int, jax.Array], y_bars: Mapping[Var, jax.Array]) -> dict[int, jax.Array]:
     """Operands with ones at steps that no gradient reaches: a masked loss may be NaN there."""
     rows = lambda x: x.reshape(len(x), -1)
     silent = jnp.stack([jnp.all(rows(y) == 0, axis=1) for y in y_bars.values()]).all(axis=0)
@@ -263,7 +263,7 @@ def _pull_tap(
     weights: Sequence[int],
     const: Values,
     operands: dict,
-    y_bars: Values,
+    y_bars: Mapping[Var, jax.Array],
     boxes: Mapping[Var, tuple[slice, ...] | None],
 ) -> dict[int, Any]:
     if len(weights) == 1 and len(equation.outvars) == 1:
@@ -294,5 +294,5 @@ def tap_operands(plan: Plan, const: Values, steps: Values) -> dict[int, dict[int
     return {i: {k: steps[v] for k, v in operands.items()} for i, operands in wanted.items()}
 
 
-def _length(steps: Values) -> int:
+def _length(steps: Mapping[Var, jax.Array]) -> int:
     return len(next(iter(steps.values())))

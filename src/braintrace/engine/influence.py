@@ -110,6 +110,7 @@ class Forward:
 
         Found at random parameters, states and inputs: whatever moves at any of them is reached.
         """
+        assert self.reach is not None
         rng = np.random.default_rng(0)
         variables = self.plan.program.closed.jaxpr.invars
         with jax.ensure_compile_time_eval():
@@ -226,7 +227,7 @@ class Forward:
         wanted = (*self.plan.targets, *self.aux)
         silent = lambda w: jnp.all(w == 0)
 
-        def one(carry: tuple, at: tuple) -> tuple:
+        def one(carry: tuple, at: tuple) -> tuple[tuple, tuple[jax.Array, Values]]:
             states, trace, total = carry
             xs, weight = at
             env = self._environment(parameters, states, xs)
@@ -242,7 +243,7 @@ class Forward:
     def evolve(self, parameters: Values, states: Values, traces: list, inputs: Values, block: int) -> Solved:
         """Advance states and influence without a loss; ``aux`` values of every step come along."""
 
-        def one(carry: tuple, xs: Values) -> tuple:
+        def one(carry: tuple, xs: Values) -> tuple[tuple, Values]:
             states, trace = carry
             env = self._environment(parameters, states, xs)
             states, trace, values = self._moved(env, parameters, states, trace, self.aux)
@@ -255,7 +256,7 @@ class Forward:
         """A few steps: targets and auxiliary values of each, next states, next influence."""
         wanted = tuple(dict.fromkeys((*self.plan.targets, *self.aux)))
 
-        def one(carry: tuple, xs: Values) -> tuple:
+        def one(carry: tuple, xs: Values) -> tuple[tuple, list[Any]]:
             states, trace = carry
             env = self._environment(parameters, states, xs)
             states, trace, values = self._moved(env, parameters, states, trace, wanted)

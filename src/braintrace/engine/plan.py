@@ -73,7 +73,7 @@ class Turned(NamedTuple):
     weight: Var
 
 
-def replay(equation: Equation, data: Sequence[int], operands: Sequence[Any], kept: Values) -> Values:
+def replay(equation: Equation, data: Sequence[int], operands: Sequence[Any], kept: Mapping[Var, Any]) -> Values:
     """Kept results of an equation, differentiable in themselves and, through the equation, in its data.
 
     The equation is not run again, except where it holds sub-programs.
@@ -386,7 +386,7 @@ class LocalStep:
         reads = [v for e in equations for v in e.invars] + list(self.group.hidden_outvars)
         return tuple(v for v in dict.fromkeys(v for v in reads if is_var(v)) if v not in made)
 
-    def __call__(self, env: Values, old: Sequence[jax.Array], ys: Sequence[Any]) -> list[jax.Array]:
+    def __call__(self, env: dict[Var, Any], old: Sequence[jax.Array], ys: Sequence[Any]) -> list[jax.Array]:
         """Components of the new states; ``env`` holds constants, anchors and new states, ``ys`` the taps' results."""
         new = {v: env[v] for v in (*self.group.hidden_outvars, *self.plan.anchors) if v in env}
         kept = dict(zip(self.taps, ys, strict=True))

@@ -47,7 +47,8 @@ def _split(facts: Facts, eqn: Equation) -> list[Equation] | None:
         return None
 
     def parts(weight: jax.Array, *xs: jax.Array) -> jax.Array:
-        total, start = None, 0
+        total: Any = None
+        start = 0
         for x in xs:
             size = x.shape[axis]
             piece = jax.lax.slice_in_dim(weight, start, start + size, axis=weight_axis)

@@ -103,15 +103,13 @@ class Sequencer:
         const = constants(self.plan, parameters | self._fixed(states))
         moving = self._moving(states)
         (head, head_w), (tail, tail_w) = _split((inputs, weights), block)
-        steps = None
         if head_w.size:
 
-            def ahead(states: Values, xs: Values) -> tuple[Values, Values]:
+            def ahead(states: Values, xs: Values) -> tuple[Values, tuple[Values, Values]]:
                 done = forward(self.plan, const, states, xs)
                 return done.states, (done.steps.pick(v for v in done.steps if v not in xs), self._hidden(done.states))
 
             moving, (steps, ends) = jax.lax.scan(ahead, moving, head)
-        last_steps = None
         if tail_w.size:
             done = forward(self.plan, const, moving, tail)
             moving, last_steps = done.states, done.steps
@@ -123,7 +121,7 @@ class Sequencer:
             losses, extras = [loss], [extra]
         if head_w.size:
 
-            def back(carry: tuple, xs: tuple) -> tuple:
+            def back(carry: tuple, xs: tuple) -> tuple[tuple, tuple[jax.Array, Values]]:
                 kept, end, given, w = xs
                 gamma, total, loss, extra = self._back(const, kept | given, end, w, *carry)
                 return (gamma, total), (loss, extra)
@@ -158,7 +156,7 @@ class Sequencer:
         const = constants(self.plan, parameters | self._fixed(states))
         head, tail = _split(inputs, block)
 
-        def one(carry: tuple, xs: Values) -> tuple:
+        def one(carry: tuple, xs: Values) -> tuple[tuple, Values]:
             moving, traces = carry
             done = forward(self.plan, const, moving, xs)
             if traces:
@@ -218,7 +216,7 @@ class Sequencer:
         unit = jnp.maximum(jnp.max(weights), jnp.finfo(weights.dtype).tiny)
         learned = [*(jnp.zeros_like(const[v]) for v in plan.standing), jnp.zeros(())] if predictor else [jnp.zeros(())]
 
-        def one(carry: tuple, xs: tuple) -> tuple:
+        def one(carry: tuple, xs: tuple) -> tuple[tuple, tuple[jax.Array, Values]]:
             states, traces, total, through, learned = carry
             inputs, weights, n = xs
             later = None
@@ -290,7 +288,7 @@ class Sequencer:
 
     def _ahead(
         self, const: Values, states: Values, traces: Trace, total: Values, inputs: Values, weights: jax.Array
-    ) -> tuple:
+    ) -> tuple[tuple[Values, Trace, Values], tuple[jax.Array, Values]]:
         carry, found = self._solve(const, states, traces, total, inputs, [weights])
         return carry, (found.targets[0], found.aux)
 

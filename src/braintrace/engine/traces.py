@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -206,7 +206,7 @@ class Traces:
         self, const: Values, operands: dict, steps: Values, moving: Credit, traces: Trace, total: Values
     ) -> tuple:
         """Factorised traces after the block and their gradients; all sites in one loop over its steps."""
-        mine = [n for n, s in enumerate(self.sites) if isinstance(s.carrier, Factorised)]
+        mine = {n: s.carrier for n, s in enumerate(self.sites) if isinstance(s.carrier, Factorised)}
         new: Trace = list(traces)
         if not mine:
             return new, total
@@ -219,17 +219,18 @@ class Traces:
         stacked = {n: self._stacked(self.sites[n], const, operands, length) for n in mine}
         fixed = {n: self._unmoved(self.sites[n], const, stacked[n]) for n in mine}
         drives = {}
-        for n in mine:
+        for n, carrier in mine.items():
             site = self.sites[n]
             given = (fixed[n], stacked[n], rows[site.group].get(site.result, {}))
-            drives[n] = site.carrier.drive(*given, length)
+            drives[n] = carrier.drive(*given, length)
 
-        def step(old: dict[int, FactorTrace], at: tuple) -> tuple:
+        def step(old: dict[int, FactorTrace], at: tuple) -> tuple[dict[int, FactorTrace], dict[int, list]]:
             drives, signals, reads, jacobians = at
             carry, told = {}, {}
             for n, trace in old.items():
-                _, _, y, g, carrier = self.sites[n]
-                after = carrier.step(trace, *drives[n], jacobians[g], recursions[g].after(y))
+                carrier, y, g = mine[n], self.sites[n].result, self.sites[n].group
+                x, rows = drives[n]
+                after = carrier.step(trace, x, rows, jacobians[g], recursions[g].after(y))
                 carry[n] = after._replace(f={s: after.f[s] for s in trace.f})
                 told[n] = [(carrier.told(after, signals[g]), after.x)]
                 if reads[g]:
@@ -238,12 +239,11 @@ class Traces:
 
         start = {n: traces[n] for n in mine}
         last, told = jax.lax.scan(step, start, (drives, moving.signals, moving.reads, moving.jacobians))
-        for n in mine:
-            site = self.sites[n]
+        for n, carrier in mine.items():
             new[n] = last[n]
             for y_bars, xs in told[n]:
-                gradient = site.carrier.gradient(fixed[n], stacked[n], y_bars, xs)
-                total = self.told(total, site, gradient)
+                gradient = carrier.gradient(fixed[n], stacked[n], y_bars, xs)
+                total = self.told(total, self.sites[n], gradient)
         return new, total
 
     def advance_silently(
@@ -276,7 +276,7 @@ class Traces:
         return jax.vmap(one)(steps, cotangents)
 
 
-def add(total: Values, more: Values) -> Values:
+def add(total: Values, more: Mapping[Var, Any]) -> Values:
     """Two sets of gradients in one; the first says of what."""
     return Values((v, x + more[v] if v in more else x) for v, x in total.items())
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..compat import Atom, evaluate_equation, is_differentiable, is_var
+from ..compat import Atom, Var, evaluate_equation, is_differentiable, is_var
 from .plan import Components, Plan, Values
 from .signal import evaluate_views, owner_of
 
@@ -96,7 +96,7 @@ def _deep_step(plan: Plan, env: Values, wanted: Sequence[Atom], run: Run) -> lis
     still = env | Values((v, jax.lax.stop_gradient(env[v])) for v in hidden)
     still = Values(zip(jaxpr.constvars, consts, strict=True)) | still
     known = plan.compute(plan.derivative_variables, jax.tree.map(jax.lax.stop_gradient, still))
-    delta = {}
+    delta: dict[Var, Any] = {}
     for local in plan.locals:
         group = local.group
         new = local(known, group.components([env[v] for v in group.hidden_invars]), [known[v] for v in local.taps])

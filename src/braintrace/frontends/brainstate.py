@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import dis
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import brainstate
 import brainunit as u
@@ -91,7 +91,8 @@ class ModuleInfo(NamedTuple):
         """Sort the results of the jaxpr as :meth:`jaxpr_call` returns them."""
         a, b = self.num_var_out, self.num_var_out + self.num_var_state
         leaves = iter(results[a:b])
-        hidden, others = {}, {}
+        hidden: dict[Path, Any] = {}
+        others: dict[Path, Any] = {}
         for state, tree in zip(self.compiled_model_states, self.state_tree_outvars, strict=True):
             path = self.state_id_to_path[id(state)]
             value = jax.tree.map(lambda _: next(leaves), tree, is_leaf=lambda v: not is_var(v))
@@ -125,6 +126,11 @@ def is_module(model: Any) -> bool:
     return isinstance(model, brainstate.nn.Module)
 
 
+def module_states(model: brainstate.nn.Module, *kinds: Any) -> Mapping[Path, brainstate.State]:
+    """The states of a module by path, or those of some kind."""
+    return cast(Any, model.states(*kinds))
+
+
 @contextmanager
 def _states_kept(states: dict[Path, brainstate.State]) -> Iterator[None]:
     """Put the values of all states back if tracing fails."""
@@ -153,8 +159,8 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
 
 def trace_step(function: Callable[..., Any], model: brainstate.nn.Module, args: tuple, kwargs: dict) -> ModuleInfo:
     """Trace a function that advances a module by one step, and sort its variables by role."""
-    found = dict(model.states())
-    stateful = brainstate.transform.StatefulFunction(function, return_only_write=False, name=type(model).__name__)
+    found = dict(module_states(model))
+    stateful: Any = brainstate.transform.StatefulFunction(function, return_only_write=False, name=type(model).__name__)
     with _states_kept(found):
         try:
             traced = stateful.get_jaxpr(*args, **kwargs)
@@ -162,7 +168,7 @@ def trace_step(function: Callable[..., Any], model: brainstate.nn.Module, args: 
             raise
         except Exception as error:
             raise _explain(model, args, error) from error
-    if created := [path for path in model.states() if path not in found]:
+    if created := [path for path in module_states(model) if path not in found]:
         raise _state_created(created[0])
     states = stateful.get_states(*args, **kwargs)
     written = {id(s) for s in stateful.get_write_states(*args, **kwargs)}

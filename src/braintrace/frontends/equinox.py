@@ -51,11 +51,11 @@ class EquinoxModel(PureModel):
         x, *more = inputs
         positional, named = _bound(model, more)
         result = model(x, self.state_leaves.tree(state), *positional, **named)
-        if jax.tree.structure(result) == self.state_leaves.structure:
+        if self.state_leaves.structure == jax.tree.structure(result):
             return jax.tree.leaves(result), result
         if isinstance(result, tuple) and len(result) == 2:
             out, new = result
-            if jax.tree.structure(new) == self.state_leaves.structure:
+            if self.state_leaves.structure == jax.tree.structure(new):
                 return jax.tree.leaves(new), out
         raise CompilationError(
             three_parts(

@@ -92,11 +92,12 @@ class FlaxModel(PureModel):
         """One call of the module."""
         carry = () if self.carry is None else (self.carry.tree(state[: self.num_carried]),)
         model = nnx.merge(self.graphdef, *self._merged(parameters, state))
-        result, new = model(*carry, *inputs), []
+        result = model(*carry, *inputs)
+        new: list[Any] = []
         if self.carry is not None:
             new, result = self._carried(self.carry.structure, result)
         _, *parts = self._split(model)
-        if any(jax.tree.structure(a) != b.structure for a, b in zip(parts, self._leaves, strict=True)):
+        if any(b.structure != jax.tree.structure(a) for a, b in zip(parts, self._leaves, strict=True)):
             raise CompilationError(
                 three_parts(
                     f'a call of {type(self.model).__name__} that makes or drops Variables',
@@ -117,7 +118,7 @@ class FlaxModel(PureModel):
 
     def _carried(self, structure: Any, result: Any) -> tuple[list[Any], Any]:
         """New carry and output of a call."""
-        if isinstance(result, tuple) and len(result) == 2 and jax.tree.structure(result[0]) == structure:
+        if isinstance(result, tuple) and len(result) == 2 and structure == jax.tree.structure(result[0]):
             return jax.tree.leaves(result[0]), result[1]
         raise CompilationError(
             three_parts(
@@ -156,7 +157,7 @@ class FlaxModel(PureModel):
     def pull(self, given: Any = None) -> tuple[list[Any], list[Any | None]]:
         """Values of the user's module now; a change of mode (train, eval) changes the step."""
         graphdef, *parts = self._split(self.model if given is None else given)
-        same = all(jax.tree.structure(a) == b.structure for a, b in zip(parts, self._leaves, strict=True))
+        same = all(b.structure == jax.tree.structure(a) for a, b in zip(parts, self._leaves, strict=True))
         if not same or (given is not None and graphdef != self.graphdef):
             raise CompilationError(
                 three_parts(

@@ -173,5 +173,6 @@ def _trace(
 
 def _check_state(old: Any, new: Any) -> None:
     shapes = [jax.tree.map(lambda x: (jnp.shape(x), str(jnp.result_type(x))), s) for s in (old, new)]
-    if jax.tree.structure(old) != jax.tree.structure(new) or shapes[0] != shapes[1]:
+    structure: Any = jax.tree.structure(old)
+    if structure != jax.tree.structure(new) or shapes[0] != shapes[1]:
         raise TypeError(f'it turns a state of {shapes[0]} into {shapes[1]}')

@@ -19,12 +19,12 @@ class Leaves:
     def __init__(self, tree: Any, what: str, paths: Sequence[Path]):
         self.what = what
         self.paths = list(paths)
-        self.structure = jax.tree.structure(tree)
+        self.structure: Any = jax.tree.structure(tree)
 
     def flat(self, tree: Any) -> list[Any]:
         """The arrays of another tree of this structure."""
         leaves, structure = jax.tree.flatten(tree)
-        if structure != self.structure:
+        if self.structure != structure:
             raise ValueError(
                 three_parts(
                     f'{self.what} of structure {structure}',

@@ -172,9 +172,9 @@ def length_of(sequences: tuple, step_fn: Callable[..., Any] | None = None) -> in
     """Steps of sequences that agree on them and fit the arguments of a step."""
     if step_fn is not None:
         check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
-    lengths = {jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(sequences)}
-    if len(lengths) != 1 or None in lengths or 0 in lengths:
-        shapes = [jnp.shape(x) for x in jax.tree.leaves(sequences)]
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(sequences)]
+    lengths = {shape[0] for shape in shapes if shape}
+    if len(lengths) != 1 or 0 in lengths or () in shapes:
         raise ValueError(
             three_parts(
                 f'sequences of shapes {shapes}',

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import brainstate
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ..engine.plan import Values
 from ..engine.sequence import Sequencer, Solved
 from ..errors import three_parts
+from ..frontends.brainstate import module_states
 from ..program import Path
 from ..program.step import path_name
 from ..rules import BPTT as BPTT_RULE
@@ -123,7 +124,7 @@ class Learner(Compiled):
 
     def _chunks(
         self, sequences: tuple, step_fn: Callable, mask: Any, size: int, reduction: str, has_aux: bool, fresh: bool
-    ) -> tuple:
+    ) -> tuple[dict[Path, Any], jax.Array, jax.Array, Any]:
         """Gradients over windows of ``size`` steps that ``step_fn`` takes whole; one loss for each window."""
         length = length_of(sequences)
         if size < 1 or length % size:
@@ -139,7 +140,7 @@ class Learner(Compiled):
         cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
         key = ('chunks', step_fn, size, has_aux, self._state_shapes(), *self._held())
         if key not in self._made.programs:
-            parameters = self.model.states(brainstate.ParamState)
+            parameters = module_states(self.model, brainstate.ParamState)
 
             def one(total: Any, xs: tuple) -> tuple:
                 chunk, weight = xs
@@ -180,7 +181,7 @@ class Learner(Compiled):
     def _held(self) -> tuple[brainstate.State, ...]:
         """The states that a compiled loop of brainstate holds on to."""
         own = () if self.standing is None else (self.standing,)
-        return (*self.model.states().values(), *self.traces.values(), *own)
+        return (*module_states(self.model).values(), *self.traces.values(), *own)
 
     def teach_predictor(self, sequences: tuple, step_fn: Callable[..., Any]) -> float:
         """One update of the rule's predictor from a fresh sequence, nothing else changed; its error before."""
@@ -325,7 +326,7 @@ class Learner(Compiled):
         before = [(state, state.value) for state in self._held()]
         self._tracing = True
         try:
-            for path, state in self.model.states().items():
+            for path, state in module_states(self.model).items():
                 if path in self._start:
                     state.value = self._start[path].value
             return self._made.programs[key][1](*sequences)
@@ -333,6 +334,16 @@ class Learner(Compiled):
             self._tracing = False
             for state, value in before:
                 state.value = value
+
+    @overload
+    def gradient_check(
+        self, *sequences: Any, step_fn: Callable[..., Any], rules: None = None, **options: Any
+    ) -> GradientCheck: ...
+
+    @overload
+    def gradient_check(
+        self, *sequences: Any, step_fn: Callable[..., Any], rules: Sequence[Any], **options: Any
+    ) -> RuleComparison: ...
 
     def gradient_check(
         self, *sequences: Any, step_fn: Callable[..., Any], rules: Sequence[Any] | None = None, **options: Any
@@ -370,7 +381,7 @@ class Learner(Compiled):
     def memory_plan(self, steps: int) -> MemoryPlan:
         """Bytes that a sequence of the compiled inputs needs, one way and another, before any is allocated."""
 
-        def step_fn(*xs: Any) -> jax.Array:
+        def step_fn(*xs: Any) -> Any:
             leaves = [x for x in jax.tree.leaves(self(*xs)) if jnp.issubdtype(x.dtype, jnp.inexact)]
             return sum(jnp.sum(jnp.abs(x) ** 2) for x in leaves)
 
@@ -384,19 +395,20 @@ class Learner(Compiled):
         block = lambda carried: self._block(traced, steps, carried)
 
         def temporary(run: Callable, *args: Any) -> int:
-            found = jax.jit(run).lower(*args).compile().memory_analysis()
+            found: Any = jax.jit(run).lower(*args).compile().memory_analysis()
             return int(found.temp_size_in_bytes + found.output_size_in_bytes)
 
         window = lambda length: temporary(
-            lambda *a: Sequencer(traced.plan).windows(*a, length), parameters, states, [], inputs, weights
+            lambda *a: Sequencer(traced.plan).windows(*a, length=length), parameters, states, [], inputs, weights
         )
         if self.rule.trace == 'none':
             return MemoryPlan(steps, {}, window(self.rule.window or steps), None, window(steps))
-        two = engine.two_pass if self.rule.is_local and self.rule.trace == 'per_param' else None
+        fitting = self.rule.is_local and self.rule.trace == 'per_param'
+        two = lambda *a: traced.sequencer.two_pass(*a, block=block(False))
         return MemoryPlan(
             steps,
             dict(zip(traced.trace_keys, map(bytes_of, traces), strict=True)),
-            temporary(lambda *a: engine.one_pass(*a, block(True)), parameters, states, traces, inputs, weights),
-            None if two is None else temporary(lambda *a: two(*a, block(False)), parameters, states, inputs, weights),
+            temporary(lambda *a: engine.one_pass(*a, block=block(True)), parameters, states, traces, inputs, weights),
+            temporary(two, parameters, states, inputs, weights) if fitting else None,
             window(steps),
         )

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 
 from ..analysis.graph import ETraceGraph
 from ..analysis.report import CompilationReport
+from ..compat import Var
 from ..engine.executor import ETraceGraphExecutor
 from ..engine.plan import Values
 from ..engine.sequence import Solved
 from ..errors import CompilationError, NotSupportedError, three_parts
+from ..frontends.brainstate import module_states
 from ..program import Path
 from ..rules import Rule
 from .arguments import (
@@ -78,7 +80,7 @@ class Compiled(brainstate.nn.Module):
         check_finite: bool = False,
         name: str | None = None,
     ):
-        super().__init__(name=name)
+        super().__init__(name=name)  # type: ignore[call-arg]
         check_choice('reach', reach, ('local', 'deep'))
         self.rule = replace(rule, deep=reach == 'deep')
         check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
@@ -118,7 +120,7 @@ class Compiled(brainstate.nn.Module):
         self.traces = {}
         self._start = {
             path: StartValue(state.value)
-            for path, state in self.model.states().items()
+            for path, state in module_states(self.model).items()
             if not isinstance(state, brainstate.ParamState) and not isinstance(state, brainstate.random.RandomState)
         }
         if self.rule.predictor is not None:
@@ -163,18 +165,18 @@ class Compiled(brainstate.nn.Module):
     @property
     def param_states(self) -> dict[Path, brainstate.State]:
         """The model's parameters by path."""
-        return dict(self.model.states(brainstate.ParamState))
+        return dict(module_states(self.model, brainstate.ParamState))
 
     @property
     def hidden_states(self) -> dict[Path, brainstate.State]:
         """The model's hidden states by path."""
-        return dict(self.model.states(brainstate.HiddenState))
+        return dict(module_states(self.model, brainstate.HiddenState))
 
     @property
     def other_states(self) -> dict[Path, brainstate.State]:
         """States that are neither parameters nor hidden."""
         roles = (brainstate.ParamState, brainstate.HiddenState)
-        return {path: state for path, state in self.model.states().items() if not isinstance(state, roles)}
+        return {path: state for path, state in module_states(self.model).items() if not isinstance(state, roles)}
 
     def _set_modulator(self, value: Any) -> None:
         if self.standing is None or self.rule.signal != 'modulatory':
@@ -247,7 +249,7 @@ class Compiled(brainstate.nn.Module):
         try:
             return self._traced_now(*given)
         except CompilationError as error:
-            if not isinstance(error.__cause__, _OtherShape):
+            if self.standing is None or not isinstance(error.__cause__, _OtherShape):
                 raise
             self.standing.value = jnp.zeros(error.__cause__.shape)  # the step brings a modulator of its own
             return self._traced_now(*given)
@@ -262,9 +264,10 @@ class Compiled(brainstate.nn.Module):
             length = len(weights)
             if window is not None or rule.deep:
                 given = (parameters, states, traces, inputs, weights, window or length, rule.deep)
-                return engine.windows(*given, rule.predictor, fresh)
+                return traced.sequencer.windows(*given, rule.predictor, fresh)
             if fresh and rule.is_local and rule.trace == 'per_param' and self._two_passes(traced, length):
-                return engine.two_pass(parameters, states, inputs, weights, self._block(traced, length, False))
+                block = self._block(traced, length, False)
+                return traced.sequencer.two_pass(parameters, states, inputs, weights, block)
             traces = engine.init_traces() if fresh else traces
             return engine.one_pass(parameters, states, traces, inputs, weights, self._block(traced, length, True))
 
@@ -290,7 +293,7 @@ class Compiled(brainstate.nn.Module):
 
     def _restarted(self, traced: Traced, states: Values) -> Values:
         """States as they were when the model was compiled; random keys go on."""
-        start = {}
+        start: dict[Var, Any] = {}
         pairs = zip(traced.info.compiled_model_states, traced.info.state_tree_invars, strict=True)
         for state, tree in pairs:
             path = traced.info.state_id_to_path[id(state)]
@@ -383,7 +386,7 @@ class Compiled(brainstate.nn.Module):
         With a ``batch_size`` the states are made anew for it, and that is where fresh sequences start from then on.
         """
         if batch_size is None:
-            for path, state in self.model.states().items():
+            for path, state in module_states(self.model).items():
                 if path in self._start:
                     state.value = self._start[path].value
         else:
@@ -392,7 +395,7 @@ class Compiled(brainstate.nn.Module):
             else:
                 brainstate.nn.init_all_states(self.model, batch_size)
             old = next((jnp.shape(x)[0] for x in jax.tree.leaves([s.value for s in self._start.values()])), None)
-            current = self.model.states()
+            current = module_states(self.model)
             for path, start in self._start.items():
                 start.value = current[path].value
             resized = lambda x: jnp.zeros((batch_size, *jnp.shape(x)[1:]), jnp.result_type(x))

@@ -9,6 +9,8 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+_VALUE: Any = brainstate.ShortTermState.value
+
 
 class EligibilityTrace(brainstate.ShortTermState):
     """The state that holds one trace.
@@ -28,7 +30,7 @@ class EligibilityTrace(brainstate.ShortTermState):
     @value.setter
     def value(self, value: Any) -> None:
         self._seen = True
-        brainstate.ShortTermState.value.fset(self, value)
+        _VALUE.fset(self, value)
 
     def keep(self, value: Any) -> None:
         """Hold a value that nobody else holds."""
@@ -37,7 +39,7 @@ class EligibilityTrace(brainstate.ShortTermState):
 
     def peek(self) -> Any:
         """The trace, for a look at its shapes."""
-        return brainstate.ShortTermState.value.fget(self)
+        return _VALUE.fget(self)
 
     def give_up(self) -> Any:
         """The trace, in arrays that nobody will miss."""
@@ -46,6 +48,8 @@ class EligibilityTrace(brainstate.ShortTermState):
 
 class Standing(brainstate.State):
     """A value of the learner's own that its rule reads: a modulator, or how often a gradient was asked for."""
+
+    value: Any
 
 
 class StartValue(brainstate.State):

@@ -23,7 +23,7 @@ def online_step(traced: Traced, window: bool, exact: bool) -> Callable:
     """
     engine, plan = traced.engine, traced.plan
     outputs = plan.program.outputs
-    gradient = engine.exact_window_gradient if exact else engine.block_gradient
+    gradient = traced.sequencer.exact_window_gradient if exact else engine.block_gradient
     stack = lambda tree: tree if window else jax.tree.map(lambda x: x[None], tree)
     single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
 

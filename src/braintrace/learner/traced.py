@@ -19,7 +19,7 @@ from ..engine.plan import Plan, Values
 from ..engine.rewrite import split_products
 from ..engine.sequence import Sequencer
 from ..errors import CompilationError, three_parts
-from ..frontends.brainstate import ModuleInfo, trace_step
+from ..frontends.brainstate import ModuleInfo, module_states, trace_step
 from ..program import Path, StepProgram
 from ..program.step import path_name
 from ..rules import Rule
@@ -66,6 +66,12 @@ class Traced:
         else:
             self.engine = Forward(self.plan, 0 if rule.trace == 'random_projection' else rule.sparse_n, rule.seed)
 
+    @property
+    def sequencer(self) -> Sequencer:
+        """The engine, where the rule is local."""
+        assert isinstance(self.engine, Sequencer)
+        return self.engine
+
     def _standing(self, program: StepProgram, state: brainstate.State | None) -> tuple:
         """Values of the learner's own state at the end of a step."""
         pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
@@ -79,7 +85,7 @@ class Traced:
             return True
         tap, facts = self.plan.taps[equation], self.plan.facts
         weights = [tap.equation.invars[k] for k in tap.weights]
-        if self.trace == 'marked':
+        if isinstance(self.trace, str):  # 'marked'
             made = [self.plan.equations[i] for i in self.plan.needed(weights, ())]
             return any(MARK in scope(e) for e in (tap.equation, *made))
         grads = union(facts.total[w] for w in weights).grads
@@ -103,7 +109,7 @@ class Traced:
 
     def _objects(self) -> list[tuple[Any, brainstate.State]]:
         """Variables of every state, with the state object that the model has now at its path."""
-        current = dict(self.model.states())
+        current = dict(module_states(self.model))
         found = []
         pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
         for state, tree in pairs:
@@ -133,7 +139,7 @@ class Traced:
         return {v: self.info.state_id_to_path[id(s)] for s, tree in states for v in jax.tree.leaves(tree)}
 
     def _path_of(self, state: brainstate.State) -> Path:
-        return next((p for p, s in self.model.states().items() if s is state), ('<outside>',))
+        return next((p for p, s in module_states(self.model).items() if s is state), ('<outside>',))
 
     def write(self, states: Values) -> None:
         """Put new values into the model's states."""
@@ -152,7 +158,7 @@ class Traced:
 
     def parameter_states(self) -> dict[Path, brainstate.State]:
         """The model's parameters by path."""
-        return dict(self.model.states(brainstate.ParamState))
+        return dict(module_states(self.model, brainstate.ParamState))
 
     def inputs(self, args: Sequence[Any]) -> Values:
         """Inputs by variable."""

@@ -80,5 +80,5 @@ class FiringRate(brainstate.nn.Module):
 
     def penalty(self, target: float) -> ArrayLike:
         """Half the mean squared distance to a target rate, in spikes a step, of each unit's mean over the batch."""
-        rates = self.r.value.reshape(-1, *self.out_size).mean(0)  # type: ignore[misc]
+        rates = self.r.value.reshape(-1, *self.out_size).mean(0)  # type: ignore[union-attr]
         return 0.5 * jnp.mean((rates - target) ** 2) / target

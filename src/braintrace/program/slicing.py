@@ -19,6 +19,7 @@ from ..compat import (
     Jaxpr,
     Var,
     close,
+    consts_of,
     cut_equation,
     is_var,
     make_jaxpr,
@@ -73,7 +74,7 @@ def _cut_one(i: int, eqn: Equation, cuts: Cuts, out: list[Equation]) -> None:
 def _cut_body(jaxpr: Any, cuts: Cuts) -> Any:
     body = open_jaxpr(jaxpr)
     cut = make_jaxpr(body.constvars, body.invars, body.outvars, with_cuts(body.eqns, cuts), like=body)
-    return close(cut, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else cut
+    return close(cut, consts_of(jaxpr)) if isinstance(jaxpr, ClosedJaxpr) else cut
 
 
 def with_cuts(equations: Sequence[Equation], cuts: Cuts) -> list[Equation]:

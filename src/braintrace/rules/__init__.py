@@ -112,7 +112,8 @@ class SyntheticGradient:
     def error(self, weights: Sequence[jax.Array], states: list, right: list) -> jax.Array:
         """Mean squared distance to the right credit."""
         pairs = zip(jax.tree.leaves(self(weights, states)), jax.tree.leaves(right), strict=True)
-        return sum(jnp.mean((a - b) ** 2) for a, b in pairs)
+        total: Any = sum(jnp.mean((a - b) ** 2) for a, b in pairs)
+        return total
 
 
 @dataclass(frozen=True)
@@ -404,7 +405,7 @@ class ETraceConfig:
         number = self.decay[0] if isinstance(self.decay, tuple) else self.decay
         factors = self.trace_factorization == 'io_factorized'
         decay = _decays(self.decay) if factors else None
-        if factors and self.temporal_recursion == 'none':
+        if decay is not None and self.temporal_recursion == 'none':
             decay = (decay[0], 0.0)
         return Rule(
             self.name,
