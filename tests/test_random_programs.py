@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from braintrace.analysis.credit import CreditAnalysis
+from braintrace.analysis.credit import UNFELT, CreditAnalysis
 from braintrace.analysis.sites import find_sites
 from braintrace.engine.sequence import Sequencer
 from braintrace.frontends.functions import extract_function_info
@@ -151,7 +151,9 @@ def check(program, ways):
     for v, name in case.names.items():
         credit, reason = case.credit[name]
         if credit == 'none':
-            close(0 * plain[name], plain[name], f'{name}: none ({reason})')
+            close(found[v], 0 * plain[name], f'{name}: none ({reason})')
+            if not reason.startswith(UNFELT):
+                close(0 * plain[name], plain[name], f'{name}: none ({reason})')
         elif credit != 'local':
             close(found[v], (plain if credit == 'exact' else single)[name], f'{name}: {credit} ({reason})')
     return case

@@ -362,7 +362,7 @@ def delta_rule():
     return Step(step, **parts), (array(B, I),)
 
 
-@case(['fast', 'h'], {'w': 'instantaneous 1', 'decay': 'local 0', 'rate': 'local 0'})
+@case(['fast', 'h'], {'w': 'instantaneous 1', 'decay': 'none 0', 'rate': 'none 0'})
 def fast_weights():
     def step(m, x):
         m.h.value = jnp.tanh(x @ m.w.value + jnp.einsum('bij,bj->bi', m.fast.value, m.h.value))

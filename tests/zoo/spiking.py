@@ -221,7 +221,7 @@ def recurrent_exponential_synapse():
 
 @case(
     ['E', 'P'],
-    {'w': 'local 0', 'ei': 'local 1', 'ie': 'local 0'},
+    {'w': 'local 0', 'ei': 'none 1', 'ie': 'local 0'},  # no output reads P in its step
     note='excitatory and inhibitory populations of different sizes, coupled in the same step',
 )
 def excitation_inhibition():

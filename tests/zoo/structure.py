@@ -305,7 +305,7 @@ def two_populations_of_one_size():
 
 @case(
     ['V', 'theta'],
-    {'w': 'local 0', 'rate': 'local 1'},
+    {'w': 'local 0', 'rate': 'none 1'},
     note='one threshold per unit, shared by the batch: its shape is not that of V',
 )
 def threshold_shared_by_batch():
@@ -413,7 +413,7 @@ def delayed_input():
     return Step(step, w=weight(I, H), V=hidden(B, H), **ring_of(5, B, I)), (array(B, I),)
 
 
-@case(['V'], {'w': 'instantaneous', 'gain': 'exact 0'}, note='the delay sits between weights and membrane')
+@case(['V'], {'w': 'none', 'gain': 'exact 0'}, note='the delay sits between weights and membrane')
 def delayed_result():
     def step(m, x):
         m.V.value = 0.9 * m.V.value + m.gain.value * ring(m, x @ m.w.value)

@@ -26,12 +26,15 @@ from ..compat import (
 )
 from ..program import Hidden, Parameter, Path
 from ..program.step import path_name
-from .dependence import of, union
+from .dependence import Bits, flow, of, union
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .facts import Facts
 from .groups import HiddenGroup
 from .positions import Cut, Positions
 from .sites import HiddenParamOpRelation
+
+UNFELT = 'no output of its step feels it, and no credit comes back from later ones'
+"""Begins the reason of a parameter that BPTT would teach and traces cannot."""
 
 
 @dataclass(frozen=True)
@@ -114,33 +117,54 @@ class CreditAnalysis:
         return found
 
     def _stopped(self, bits: int) -> list[str]:
-        return [
-            f'no credit passes {e.primitive.name} ({short_source(source_line(e))})'
-            for e, into in self._opaque
-            if into & bits
-        ]
+        return [f'no credit passes {_at(e)}' for e, into in self._opaque if into & bits]
 
     def _cuts(self, g: int, bits: int) -> list[Cut]:
         return [c for c in self.positions[g].found if c.bits.grads & bits]
 
     @cached_property
-    def _leaks(self) -> list[str | None]:
-        """Why credit that reached a group is not all carried on; None if it is."""
-        return [self._leak(g) for g in range(len(self.groups))]
+    def _leaks(self) -> list[list[str]]:
+        """Why credit that reached each group is not all carried on."""
+        return [self._leaks_of(g) for g in range(len(self.groups))]
 
-    def _leak(self, g: int) -> str | None:
+    def _passages(self, g: int, within: bool = False) -> dict[int, Equation]:
+        """Where a group's old states (or, within a step, its new ones) enter those of others, by their number."""
+        program, members = self.facts.program, self.members[g]
+        read = {h.outvar if within else h.invar for h in members}
+        doors = [e for e in program.equations if any(is_var(v) and v in read for v in e.invars)]
+        marks = {v: Bits(1 << n, 1 << n) for n, e in enumerate(doors) for v in e.outvars}
+        if not within:
+            marks |= {h.outvar: Bits() for h in members}
+        reach = flow(program.closed.jaxpr, [Bits()] * len(program.closed.jaxpr.invars), marks, {})
+        found = {}
+        for other, live in enumerate(self._live_groups):
+            entered = union(of(reach, h.outvar) for h in self.members[other]).grads
+            if live and other != g and entered:
+                found[other] = doors[(entered & -entered).bit_length() - 1]
+        return found
+
+    def _leaks_of(self, g: int) -> list[str]:
         old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
         name = _names(self.groups[g].hidden_paths)
-        if cuts := self._cuts(g, old):
-            return f'{name} feeds itself across positions, cut at {_where(cuts[0])}'
+        found = [f'{name} feeds itself across positions, cut at {_at(c.eqn)}' for c in self._cuts(g, old)[:1]]
         for other, live in enumerate(self._live_groups):
             fed = self._new[other] & (old | new) if live else self._passed_on[other] & old
             if other != g and fed:
-                return f'{name} feeds {_names(self.groups[other].hidden_paths)}, another group'
+                passage = self._passages(g).get(other) or self._passages(g, within=True).get(other)
+                where = f' ({short_source(source_line(passage))})' if passage else ''
+                found.append(f'{name} feeds {_names(self.groups[other].hidden_paths)}, another group{where}')
         for state in self._live_others:
             if self._grads([state.outvar]) & (old | new):
-                return f'{name} feeds {path_name(state.path)}, which is not a hidden state'
-        return next(iter(self._stopped(old | new)), None)
+                found.append(f'{name} feeds {path_name(state.path)}, which is not a hidden state')
+        return found + self._stopped(old | new)
+
+    def _is_felt(self, bit: int, carried: Sequence[HiddenGroup]) -> bool:
+        """Whether an output of a step feels these bits in that step, or what traces carry of them."""
+        outputs = self.facts.program.outputs
+        seen = self._grads(outputs)
+        read = union(of(self.facts.direct, atom) for atom in outputs).grads
+        new_and_old = [(self.facts.new(self.members[g.index]), self.facts.old(self.members[g.index])) for g in carried]
+        return bool(seen & bit) or any(seen & new or read & old for new, old in new_and_old)
 
     def judge(self, parameter: Parameter) -> tuple[str, str]:
         """Credit class of one parameter array, and the reason."""
@@ -154,17 +178,20 @@ class CreditAnalysis:
         stopped += [leak for g in met for leak in self._stopped(self.facts.old(self.members[g]))]
         if not reached and not others and not stopped:
             return 'exact', 'acts on outputs of its own step only'
-        lost = [f'cut at {_where(c)}: {c.reason}' for g in reached for c in self._cuts(g, bit)]
-        lost += [leak for g in met if (leak := self._leaks[g])]
+        lost = [f'cut at {_at(c.eqn)}: {c.reason}' for g in reached for c in self._cuts(g, bit)]
+        lost += [leak for g in met for leak in self._leaks[g]]
         lost += [f'feeds {path_name(o.path)}, which is not a hidden state' for o in others]
-        lost += stopped
+        lost = list(dict.fromkeys([*lost, *stopped]))
+        told = lambda lost: lost[0] + (f' (and {len(lost) - 1} more)' if len(lost) > 1 else '')
         sites = [s for s in self.sites if parameter in s.parameters]
         carried = [g for s in sites for g in s.hidden_groups if self._remembers[g.index]]
+        if lost and not self._is_felt(bit, carried):
+            return 'none', f'{UNFELT}: {next((x for x in lost if "another group" in x), lost[0])}'
         if not carried:
-            why = lost[0] if lost else 'no state keeps its value position by position'
+            why = told(lost) if lost else 'no state keeps its value position by position'
             return 'instantaneous', why
         if lost:
-            return 'local', lost[0]
+            return 'local', told(lost)
         return 'exact', f'every path into {_names(carried[0].hidden_paths)} keeps its position'
 
     # ------------------------------------------------------------ records
@@ -210,7 +237,7 @@ class CreditAnalysis:
                 equation = self._place.get(id(cut.eqn))
                 for path in paths:
                     what = _names(hidden) if path is None else path_name(path)
-                    message = f'{what} → {_names(hidden)} cut at {_where(cut)}: {cut.reason}'
+                    message = f'{what} → {_names(hidden)} cut at {_at(cut.eqn)}: {cut.reason}'
                     if (message, path) not in found:
                         context = {'source': source_line(cut.eqn), 'operand': cut.operand, 'elements': cut.elements}
                         found[message, path] = CompilationRecord(
@@ -226,6 +253,18 @@ class CreditAnalysis:
                     if equation is not None and equation not in places:
                         places.append(equation)
         yield from found.values()
+        for g, group in enumerate(self.groups):
+            for other, eqn in self._passages(g).items():
+                line, target = source_line(eqn), self.groups[other].hidden_paths
+                yield CompilationRecord(
+                    DiagnosticKind.CUT,
+                    DiagnosticLevel.NOTICE,
+                    f'{_names(group.hidden_paths)} → {_names(target)} cut at {_at(eqn)}: another group',
+                    eqn.primitive.name,
+                    None,
+                    group.hidden_paths,
+                    {'source': line, 'equations': [self._place[id(eqn)]]},
+                )
 
     def _gap_records(self) -> Iterator[CompilationRecord]:
         reported = set()
@@ -308,8 +347,8 @@ def _opaque_in(eqn: Equation) -> Iterator[Equation]:
                 yield from _opaque_in(inner)
 
 
-def _where(cut: Cut) -> str:
-    return f'{cut.eqn.primitive.name} ({short_source(source_line(cut.eqn))})'
+def _at(eqn: Equation) -> str:
+    return f'{eqn.primitive.name} ({short_source(source_line(eqn))})'
 
 
 def _names(paths: Sequence[Path]) -> str:

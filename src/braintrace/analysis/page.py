@@ -27,7 +27,7 @@ CLASSES = {
     'exact': ("BPTT's own gradient", 'no temporal path is cut: the gradient is that of BPTT'),
     'local': ('credit position by position only', "carried through each position's own state; what is cut is listed"),
     'instantaneous': ('the gradient of one step', 'no trace reaches it: it learns from the step in which it acts only'),
-    'none': ('no gradient', 'no differentiable path leads from it to a state or an output'),
+    'none': ('no gradient', 'no path leads from it to an output, or only such as are cut'),
 }  # fmt: skip
 """Credit classes: what the parameters of each get, and what that means."""
 WORDS = {
