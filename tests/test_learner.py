@@ -325,3 +325,64 @@ def test_programs_do_not_pile_up():
     assert len(learner._made.programs) <= 16
     assert outputs[0][0] != 0
     np.testing.assert_array_equal(outputs[0], outputs[-1])
+
+
+class Constants(brainstate.nn.Module):
+    """Its output has a constant part, a state is set to one, and its first state has no batch axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.ones((2, 3)))
+        self.clock = brainstate.ShortTermState(jnp.zeros(()))
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, 3)))
+
+    def update(self, x):
+        self.clock.value = jnp.ones(())
+        self.h.value = jnp.tanh(0.9 * self.h.value + x @ self.w.value)
+        return self.h.value, 1.0
+
+
+@pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop', 'rtrl', 'bptt'])
+def test_outputs_states_and_losses_may_be_constant(rule):
+    net, x = Constants(), jnp.ones((2, 2))
+    learner = braintrace.compile(net, rule, x, batch_size=2)
+    weights = net.states(brainstate.ParamState)
+    single = brainstate.transform.grad(lambda: learner(x)[0].sum(), weights)()
+    learner.reset_state()
+    whole = learner.etrace_grad(x[None], step_fn=lambda x: learner(x)[0].sum())
+    np.testing.assert_allclose(single['w',], whole['w',], rtol=1e-6)
+    assert np.any(whole['w',] != 0)
+    constant = lambda x: (jnp.ones(()), learner(x))
+    nothing, aux = learner.etrace_grad(jnp.stack([x, x]), step_fn=constant, has_aux=True)
+    assert not np.any(nothing['w',])
+    assert aux[0].shape == (2, 2, 3)
+
+
+def test_another_batch_size_where_the_first_state_has_none():
+    learner = braintrace.compile(Constants(), 'd_rtrl', jnp.ones((2, 2)), batch_size=2)
+    learner.reset_state(batch_size=5)
+    gradients = learner.etrace_grad(jnp.ones((3, 5, 2)), step_fn=lambda x: learner(x)[0].sum())
+    assert np.any(gradients['w',] != 0)
+
+
+def test_an_optimiser_starts_once():
+    started = []
+    adam = optax.adam(0.1)
+    counted = optax.GradientTransformation(lambda p: started.append(p) or adam.init(p), adam.update)
+    learner = braintrace.compile(Constants(), 'd_rtrl', jnp.ones((2, 2)), batch_size=2)
+    for _ in range(3):
+        learner.apply({path: jnp.ones_like(s.value) for path, s in learner.param_states.items()}, counted)
+    assert len(started) == 1
+
+
+def test_weakly_typed_weights_do_not_compile_again():
+    net = brainstate.nn.GRUCell(2, 3)
+    net.weak = brainstate.ParamState(jnp.full((3,), jnp.log(10.0)))
+    assert net.weak.value.weak_type
+    learner = braintrace.compile(net, 'd_rtrl', jnp.ones((2, 2)), batch_size=2)
+    step, adam = lambda x: jnp.sum(learner(x) * net.weak.value), optax.adam(0.1)
+    for _ in range(3):
+        learner.apply(learner.etrace_grad(jnp.ones((4, 2, 2)), step_fn=step, fresh=True), adam)
+    assert max(run._cache_size() for _, run in learner._made.programs.values() if hasattr(run, '_cache_size')) == 1

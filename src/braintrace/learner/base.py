@@ -337,39 +337,56 @@ class Learner(Compiled):
 
     @overload
     def gradient_check(
-        self, *sequences: Any, step_fn: Callable[..., Any], rules: None = None, **options: Any
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        rules: None = None,
+        mask: Any = None,
+        reduction: str = 'mean',
     ) -> GradientCheck: ...
 
     @overload
     def gradient_check(
-        self, *sequences: Any, step_fn: Callable[..., Any], rules: Sequence[Any], **options: Any
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        rules: Sequence[Any],
+        mask: Any = None,
+        reduction: str = 'mean',
     ) -> RuleComparison: ...
 
     def gradient_check(
-        self, *sequences: Any, step_fn: Callable[..., Any], rules: Sequence[Any] | None = None, **options: Any
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        rules: Sequence[Any] | None = None,
+        mask: Any = None,
+        reduction: str = 'mean',
     ) -> GradientCheck | RuleComparison:
         """Compare gradients of a fresh sequence with BPTT's: this rule's, or those of ``rules``; nothing is changed.
 
         ``rules``: names of rules, with the options they have by default, or :class:`ETraceConfig`.
         """
-        exact = self._by_name(sequences, step_fn, BPTT_RULE, options)
+        check_choice('reduction', reduction, ('mean', 'sum'))
+        exact = self._by_name(sequences, step_fn, BPTT_RULE, mask, reduction)
         checks = []
         asked = [self.rule] if rules is None else [PRESETS[named(r)] if isinstance(r, str) else r.rule for r in rules]
         for rule in asked:
-            mine = self._by_name(sequences, step_fn, rule, options)
+            mine = self._by_name(sequences, step_fn, rule, mask, reduction)
             classes = {r.context['name']: r.context['credit'] for r in self.graph.report.credits}
             rows = tuple(compare(name, classes.get(name, 'none'), mine[name], exact[name]) for name in mine)
             checks.append(GradientCheck(rule.name, rows))
         return checks[0] if rules is None else RuleComparison(tuple(checks))
 
-    def _by_name(self, sequences: tuple, step_fn: Callable, rule: Rule, options: dict) -> dict[str, jax.Array]:
+    def _by_name(
+        self, sequences: tuple, step_fn: Callable, rule: Rule, mask: Any, reduction: str
+    ) -> dict[str, jax.Array]:
         """Gradients of a fresh sequence by parameter, under any rule."""
-        chosen = {'mask': None, 'reduction': 'mean', **options}
         before = self.rule, self.standing
         if rule is not self.rule:
             self.rule, self.standing = rule, self._stand(rule)
         try:
-            traced, solved, _ = self._solve(sequences, step_fn, chosen['mask'], chosen['reduction'], True, rule)
+            traced, solved, _ = self._solve(sequences, step_fn, mask, reduction, True, rule)
         finally:
             self.rule, self.standing = before
         return {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}

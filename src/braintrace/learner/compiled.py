@@ -114,6 +114,9 @@ class Compiled(brainstate.nn.Module):
 
     def compile_graph(self, *args: Any) -> None:
         """Compile the model for example inputs of one step; its current states are where a fresh sequence starts."""
+        strong = lambda x: jnp.asarray(x, x.dtype) if getattr(x, 'weak_type', False) else x
+        for state in module_states(self.model).values():  # an update would make their types strong, and compile again
+            state.value = jax.tree.map(strong, state.value)
         self.executor.compile_graph(*args)
         self._made.programs.clear()
         self._example = args
@@ -202,7 +205,7 @@ class Compiled(brainstate.nn.Module):
     def _step_program(self, args: tuple, window: bool = False) -> tuple[Traced, Callable]:
         """The traced step of the model alone, and its compiled form with the online gradient."""
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(args))
-        exact = window and (self._exact_windows or self._in_chunk)
+        exact = self.rule.trace == 'none' or (window and (self._exact_windows or self._in_chunk))
         key = ('step', window, exact, self._in_chunk, jax.tree.structure(args), shapes, self._state_shapes())
         if key not in self._made.programs:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
@@ -394,12 +397,15 @@ class Compiled(brainstate.nn.Module):
                 brainstate.nn.vmap_init_all_states(self.model, axis_size=batch_size)
             else:
                 brainstate.nn.init_all_states(self.model, batch_size)
-            old = next((jnp.shape(x)[0] for x in jax.tree.leaves([s.value for s in self._start.values()])), None)
             current = module_states(self.model)
+            before = jax.tree.leaves([s.value for s in self._start.values()])
             for path, start in self._start.items():
                 start.value = current[path].value
+            after = jax.tree.leaves([s.value for s in self._start.values()])
+            sizes = [(jnp.shape(a)[:1], jnp.shape(b)[:1]) for a, b in zip(before, after, strict=True)]
+            old = next((a for a, b in sizes if b == (batch_size,)), None)
             resized = lambda x: jnp.zeros((batch_size, *jnp.shape(x)[1:]), jnp.result_type(x))
-            same = lambda x: jnp.ndim(x) and jnp.shape(x)[0] == old
+            same = lambda x: jnp.ndim(x) and jnp.shape(x)[:1] == old
             self._example = jax.tree.map(lambda x: resized(x) if same(x) else x, self._example)
             self.traces = {}
             self._make_traces()

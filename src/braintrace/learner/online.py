@@ -76,7 +76,9 @@ def apply_by(
         update = optimizer.update
     else:
         values = {path: state.value for path, state in parameters.items()}
-        memory = held.setdefault(optimizer, brainstate.ShortTermState(optimizer.init(values)))
+        if optimizer not in held:
+            held[optimizer] = brainstate.ShortTermState(optimizer.init(values))
+        memory = held[optimizer]
         states = [memory]
 
         def update(gradients: dict) -> None:

@@ -105,7 +105,7 @@ def check_shapes(closed: ClosedJaxpr, values: Sequence[Any]) -> None:
 
 
 def distinct_outputs(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxpr:
-    """Give each of these outputs a variable of its own that an equation defines.
+    """Give each of these outputs a variable of its own that an equation defines, and every constant one a variable.
 
     A state passed through unchanged, set to a constant, or set to the same value as another state
     becomes a copy, so that a variable stands for one new state only.
@@ -114,10 +114,10 @@ def distinct_outputs(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxpr:
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     outvars, copies = list(jaxpr.outvars), []
     taken: set[Var] = set()
-    for i in places:
-        out = outvars[i]
-        if not is_var(out) or out not in made or out in taken:
+    for i, out in enumerate(outvars):
+        if not is_var(out) or (i in places and (out not in made or out in taken)):
             outvars[i] = new_var(out.aval)
             copies.append(copy_equation(out, outvars[i]))
-        taken.add(outvars[i])
+        if i in places:
+            taken.add(outvars[i])
     return close(make_jaxpr(jaxpr.constvars, jaxpr.invars, outvars, [*jaxpr.eqns, *copies]), closed.consts)
