@@ -29,6 +29,14 @@ MODEL = """
     def needs(size):
         return Net(size)
 
+    def small(inputs, outputs, extra=0):
+        return Net(inputs, outputs + extra)
+
+    def nil():
+        return None
+
+    net = Net()
+
     def broken():
         return None.missing
 """
@@ -63,6 +71,8 @@ def test_training_writes_all_and_goes_on_exactly(here, capsys):
     assert (code, resumed['updates']) == (0, 5)
     code, _, said = run(capsys, 'train', '--resume', str(out), '--json')
     assert (code, 'nothing to train: update 5 is reached' in said) == (0, True)
+    run(capsys, 'train', '--resume', str(out), '--updates', '2')
+    assert json.loads((out / 'config.json').read_text())['updates'] == 5
     code, _, said = run(capsys, 'train', '--resume', str(out), '--lr', '0.5', '--seed', '2')
     assert (code, '--resume with --lr, --seed' in said) == (2, True)
     learner, supervised, optimizer = runs._prepare(runs.Config(**json.loads((out / 'config.json').read_text())))
@@ -93,6 +103,8 @@ def test_explaining(here, capsys):
     assert 'memory for 5 steps' in text
     assert '</html>' in (here / 'page.html').read_text()
     assert np.array_equal(*(look.compiled(arguments, 'd_rtrl')[0].model.Wh.weight.value['weight'] for _ in range(2)))
+    code, text, _ = run(capsys, 'explain', 'mine.py:net', '--input', '2,3')
+    assert (code, 'cell.h' in text) == (0, True)
     code, found, _ = run(capsys, 'explain', 'brainstate.nn:GRUCell(3, num_out=4)', '--input', '2,3', '--json')
     assert found['groups'] == [{'states': ['h'], 'positions': [2, 4]}]
     assert {p['name']: p['credit'] for p in found['parameters']}['Wh.weight.weight'] == 'local'
@@ -132,6 +144,17 @@ def test_checking_and_timing(here, capsys):
         (['explain', 'mine.py:make(1 +)'], 'cannot be read'),
         (['check', 'mine.py:make', '--rules', 'nothing'], 'd_rtrl'),
         (['bench'], 'make bench'),
+        (['train', 'copying', '--task-option', 'lag=-3'], 'not a negative one'),
+        (['train', 'copying', '--task-option', 'lag=abc'], 'a number'),
+        (['train', 'copying', '--out', 'mine.py'], 'it is a file'),
+        (['train', 'copying', '--rule', 'threefactor', *SMALL], 'modulator'),
+        (['train', 'copying', '--model', 'mine.py:small', '--units', '3'], 'units=3'),
+        (['train', 'copying', '--model', 'mine.py:small(extra=2)'], 'as many outputs as it is told'),
+        (['compare', 'copying', '--rules', 'd_rtrl,nothing'], 'no such rule'),
+        (['explain', 'mine.py:nil'], 'it gives None'),
+        (['explain', 'brainstate.nn:GRUCel(3, 4)'], 'GRUCell'),
+        (['explain', 'brainstate.nn:GRUCell(3, foo)'], 'literals in brackets'),
+        (['check', 'mine.py:make', '--plot', 'rules.xyz'], '.svg or .pdf'),
     ],
 )
 def test_what_cannot_work_is_told_in_three_parts(here, capsys, words, told):

@@ -657,7 +657,7 @@ def test_rules_are_compared_on_the_users_own_model(tmp_path):
     assert found['RFLO'].cosine == pytest.approx(cosine(case.gradient('rflo'), case.bptt()))
     assert sorted(row.cosine for row in found['RFLO'].rows) == pytest.approx(sorted(cosines))
     assert found['ETraceConfig()'].rows == found['D_RTRL'].rows
-    assert 'cosine to BPTT' in str(found)
+    assert 'cosine ×norm, to BPTT' in str(found)
     found.plot(tmp_path / 'rules.png')
     assert (tmp_path / 'rules.png').stat().st_size > 10_000
     with pytest.raises(ValueError, match='no such rule'):
@@ -762,5 +762,5 @@ def test_the_report_says_what_a_rule_makes_of_the_classes(rule, words):
     inputs = jnp.ones((1, 2), 'float32')
     learner = braintrace.compile(brainstate.nn.GRUCell(2, 3), rule, inputs, batch_size=1)
     told = str(learner.report).split('Hidden groups')[0]
-    assert f'equal to BPTT: {learner.rule.exact_when}' in told
+    assert f'equal to BPTT when: {learner.rule.exact_when}' in told
     assert (words in told) if words else not learner.rule.caveat

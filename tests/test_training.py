@@ -122,6 +122,7 @@ def test_stops(tmp_path):
         ({'metrics': lambda outputs, x, y, w: 1.0}, "{'accuracy': ...}"),
         ({'callbacks': [braintrace.EarlyStop('acuracy')]}, "'accuracy'?"),
         ({'callbacks': [braintrace.EarlyStop('valid_los')], 'validate': True}, "'valid_loss'?"),
+        ({'callbacks': [braintrace.EarlyStop('valid_loss')]}, 'validate=...'),
     ],
 )
 def test_what_does_not_fit_together_is_told(change, told):
@@ -137,6 +138,23 @@ def test_what_does_not_fit_together_is_told(change, told):
     assert is_explained(error.value)
     if 'callbacks' not in change:  # which are called after the update
         jax.tree.map(np.testing.assert_array_equal, weights(learner), before)
+
+
+def test_numbers_that_are_not_finite_end_a_training():
+    learner, parts = make()
+    lost = lambda i: (parts['batches'](i)[0] * np.nan, *parts['batches'](i)[1:])
+    before = weights(learner)
+    with pytest.raises(FloatingPointError, match='as they were before it') as error:
+        braintrace.fit(learner, updates=2, **{**parts, 'batches': lost})
+    assert is_explained(error.value)
+    jax.tree.map(np.testing.assert_array_equal, weights(learner), before)
+
+
+def test_validation_has_the_batch_size_of_training():
+    learner, parts = make()
+    other = braintrace.Supervised(learner, TASK, 3).batches
+    with pytest.raises(ValueError, match='of the same size'):
+        braintrace.fit(learner, updates=2, validate=other, validate_every=1, **parts)
 
 
 def test_early_stop_counts_measurements():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ class Checkpoints:
         self._manager = orbax.CheckpointManager(self.folder, options=options)
 
     @property
+    def _name(self) -> str:
+        """The folder as a user knows it."""
+        return os.path.relpath(self.folder)
+
+    @property
     def latest(self) -> int | None:
         """The number of the newest checkpoint."""
         return self._manager.latest_step()
@@ -56,7 +62,7 @@ class Checkpoints:
         if update is None or update not in self._manager.all_steps():
             raise FileNotFoundError(
                 three_parts(
-                    f'a checkpoint{"" if update is None else f" {update}"} of {self.folder.name}',
+                    f'a checkpoint{"" if update is None else f" {update}"} of {self._name}',
                     f'there are {sorted(self._manager.all_steps()) or "none"}',
                     'a folder that training wrote to with out=...',
                 )
@@ -67,7 +73,7 @@ class Checkpoints:
         except Exception as error:
             raise ValueError(
                 three_parts(
-                    f'checkpoint {update} of {self.folder.name}',
+                    f'checkpoint {update} of {self._name}',
                     f'it cannot be read: {type(error).__name__}: {str(error).splitlines()[0][:200]}',
                     'an older checkpoint, or training from the start; a torn file cannot be mended',
                 )
@@ -75,7 +81,7 @@ class Checkpoints:
         if differences := _differences(wanted, found):
             raise ValueError(
                 three_parts(
-                    f'checkpoint {update} of {self.folder.name} for this model',
+                    f'checkpoint {update} of {self._name} for this model',
                     f'it was written by another: {differences}',
                     'the model, rule, batch size and optimiser that it was written with',
                 )

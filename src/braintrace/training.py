@@ -53,11 +53,9 @@ class EarlyStop:
         """Whether to stop after this record."""
         if self.metric not in record:
             if not self.metric.startswith('valid_') or any(name.startswith('valid_') for name in record):
-                raise ValueError(
-                    three_parts(
-                        f'EarlyStop({self.metric!r})', 'no such metric is measured', one_of(record, self.metric)
-                    )
-                )
+                names = [name for name in record if name not in ('update', 'seconds')]
+                known = one_of(dict.fromkeys([*names, *(f'valid_{name}' for name in names)]), self.metric)
+                raise ValueError(three_parts(f'EarlyStop({self.metric!r})', 'it is not measured', known))
             return False
         value = self._sign * record[self.metric]
         self._since = 0 if value < self._best else self._since + 1
@@ -112,6 +110,10 @@ def fit(
                 'numbers of at least 1',
             )
         )
+    if validate is None and any(getattr(c, 'metric', '').startswith('valid_') for c in callbacks):
+        raise ValueError(
+            three_parts('EarlyStop on a metric of validation', 'there is none', 'validate=..., or a metric of training')
+        )
     history, done = History(), 0
     checkpoints = Checkpoints(Path(out) / 'checkpoints') if out is not None else None
     states = states_of(learner, optimizer)
@@ -138,7 +140,9 @@ def fit(
             record = {'update': i + 1, **_one(learner, sequences, step_fn, optimizer, metrics, update_every)}
             last = i + 1 == updates
             if validate is not None and ((i + 1) % validate_every == 0 or last):
-                found = _measure(learner, tuple(validate(i)), step_fn, metrics)
+                held_out = tuple(_drawn(validate, i))
+                _check_alike(held_out, sequences)
+                found = _measure(learner, held_out, step_fn, metrics)
                 record |= {f'valid_{name}': value for name, value in found.items()}
             record['seconds'] = before + time.perf_counter() - stop.start
             history.records.append(record)
@@ -173,6 +177,19 @@ def _drawn(batches: Callable[[int], Sequence[Any]], update: int) -> Sequence[Any
     return found
 
 
+def _check_alike(held_out: tuple, sequences: tuple) -> None:
+    """Raise unless sequences for validation have the shapes of those for training, time aside."""
+    shapes = [[jnp.shape(x)[1:] for x in jax.tree.leaves(part)] for part in (held_out, sequences)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            three_parts(
+                f'validation on sequences of shapes {shapes[0]}, time aside',
+                f'the learner trains on {shapes[1]}, and its states have that batch axis',
+                'batches of the same size; several may be measured by learner.evaluate',
+            )
+        )
+
+
 def _one(
     learner: Learner,
     sequences: tuple,
@@ -192,6 +209,14 @@ def _one(
         *sequences, step_fn=step_fn, has_aux=has_aux, return_value=True, fresh=True
     )
     record = _record(losses, outputs, sequences, metrics)
+    if not np.isfinite(record['loss']):
+        raise FloatingPointError(
+            three_parts(
+                f'a batch whose loss is {record["loss"]}',
+                'weights that follow it are lost; they are as they were before it',
+                'finite data, a smaller rate, optax.clip_by_global_norm or optax.apply_if_finite',
+            )
+        )
     learner.apply(gradients, optimizer)
     return record
 

@@ -91,7 +91,7 @@ class _Page:
         sentence = f'Of {total} parameter array{"s" * (total != 1)}, eligibility traces give {told}.'
         lines = [tag('p', sentence)]
         if (rule := self.report.rule) is not None:
-            lines.append(tag('p', 'Rule: ', tag('strong', rule.name), f'. Equal to BPTT: {rule.exact_when}.'))
+            lines.append(tag('p', 'Rule: ', tag('strong', rule.name), f'. Equal to BPTT when: {rule.exact_when}.'))
             if rule.caveat:
                 lines.append(tag('p', rule.caveat))
         title = tag('p', 'Report of braintrace', class_='over')

@@ -59,7 +59,7 @@ class CompilationReport:
         level = DiagnosticLevel[level.upper()] if isinstance(level, str) else level
         lines = []
         if self.rule is not None:
-            lines += ['Rule', f'  {self.rule.name}, equal to BPTT: {self.rule.exact_when}']
+            lines += ['Rule', f'  {self.rule.name}, equal to BPTT when: {self.rule.exact_when}']
             lines += [f'  {self.rule.caveat}'] * bool(self.rule.caveat) + ['']
         lines += ['Hidden groups']
         for group in self.hidden_groups:
@@ -67,7 +67,10 @@ class CompilationReport:
             lines.append(
                 f'  {group.index}: {names}   positions {group.varshape}, states per position {group.num_state}'
             )
-        lines += ['', 'Parameters']
+        lines += [
+            '',
+            'Parameters, with what local traces would give' if self.rule and self.rule.caveat else 'Parameters',
+        ]
         rows = [(r.context['name'], r.context['credit'], r.context['reason']) for r in self.credits]
         width = max((len(name) for name, _, _ in rows), default=0)
         lines += [f'  {name:{width}}  {credit:13}  {reason}' for name, credit, reason in rows]

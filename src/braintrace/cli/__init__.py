@@ -24,7 +24,8 @@ _EXAMPLES = """examples:
   braintrace bench mymodels.py:make
 
 A model is given as module:name or file.py:name. What the name stands for is called (with literal arguments, if there
-are any in brackets) and returns a model, or a model and example inputs of one step."""
+are any in brackets; train and compare put the numbers of inputs and outputs before them) and returns a model, or for
+explain, check and bench a model and example inputs of one step."""
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes besides 0: what was asked cannot work, and the message says why; a check failed; Ctrl-C."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -28,7 +29,10 @@ Result = tuple[Any, str, int]
 
 
 def load(text: str, *more: Any) -> Any:
-    """What ``module:name``, ``file.py:name`` or ``module:name(literals)`` gives when it is called."""
+    """What ``module:name``, ``file.py:name`` or ``module:name(literals)`` is, if a model, or else gives when called.
+
+    ``more``: arguments before the literals.
+    """
     where, colon, call = text.rpartition(':')
     if not colon:
         raise ValueError(three_parts(f'a model {text!r}', 'it names no function', 'module:name or file.py:name'))
@@ -38,23 +42,26 @@ def load(text: str, *more: Any) -> Any:
         arguments = [ast.literal_eval(a) for a in node.args]
         keywords = {k.arg: ast.literal_eval(k.value) for k in node.keywords}
         name = ast.unparse(node.func)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(
-            three_parts(f'a model {text!r}', f'it cannot be read: {error}', "e.g. 'brainstate.nn:GRUCell(3, 16)'")
-        ) from error
+    except (SyntaxError, ValueError, TypeError) as error:
+        why = 'it cannot be read: a name, and literals in brackets'
+        raise ValueError(three_parts(f'a model {text!r}', why, "e.g. 'brainstate.nn:GRUCell(3, 16)'")) from error
     found = _module(where)
     for part in name.split('.'):
         if not hasattr(found, part):
-            raise ValueError(three_parts(f'a model {text!r}', f'{where} has no {part!r}', f'a function of {where}'))
+            near = difflib.get_close_matches(part, dir(found), 3)
+            instead = ' or '.join(near) or f'a function of {where}'
+            raise ValueError(three_parts(f'a model {text!r}', f'{where} has no {part!r}', instead))
         found = getattr(found, part)
+    if isinstance(found, brainstate.nn.Module) and not more:
+        return found
     try:
-        inspect.signature(found).bind(*arguments, *more, **keywords)
+        inspect.signature(found).bind(*more, *arguments, **keywords)
     except TypeError as error:
         wanted = 'a function of the numbers of inputs and outputs' if more else 'one that needs no more arguments'
         raise ValueError(
-            three_parts(f'a model {text!r}', f'{name}: {error}', f"{wanted}, or literals as in '{where}:{name}(3, 16)'")
+            three_parts(f'a model {text!r}', f'{name}: {error}', f"{wanted}; others by '{where}:{name}(units=16)'")
         ) from error
-    return found(*arguments, *more, **keywords)
+    return found(*more, *arguments, **keywords)
 
 
 def _module(where: str) -> Any:
@@ -82,6 +89,12 @@ def compiled(options: argparse.Namespace, rule: str) -> tuple[Learner, tuple]:
     brainstate.random.seed(options.seed)
     found = load(options.model)
     model, *inputs = found if isinstance(found, tuple) else (found,)
+    if model is None or isinstance(model, (int, float, str)):
+        raise TypeError(
+            three_parts(
+                f'a model {options.model!r}', f'it gives {model!r}', 'a function that returns a model, or (model, x)'
+            )
+        )
     inputs = inputs or [jnp.zeros(shape) for shape in options.input]
     if not inputs:
         raise ValueError(
@@ -146,6 +159,10 @@ def explain(options: argparse.Namespace) -> Result:
 
 def check(options: argparse.Namespace) -> Result:
     """Gradients of rules against BPTT; fails if a parameter whose credit is exact differs under D-RTRL."""
+    if options.plot and Path(options.plot).suffix not in ('.png', '.svg', '.pdf'):
+        raise ValueError(
+            three_parts(f'--plot {options.plot}', 'its name says no kind of picture', 'rules.png, .svg or .pdf')
+        )
     learner, inputs = compiled(options, 'd_rtrl')
     data, loss = sequences(inputs, options.steps, options.seed), Distance(learner, options.seed)
     found = learner.gradient_check(*data, step_fn=loss, rules=options.rules)

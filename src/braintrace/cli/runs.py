@@ -19,6 +19,7 @@ from .. import plots
 from ..errors import three_parts
 from ..learner import Learner
 from ..networks import network
+from ..rules import named
 from ..tasks import task as make_task
 from ..training import History, Supervised, fit
 from .look import Result, load
@@ -72,12 +73,21 @@ def _prepare(config: Config) -> tuple[Learner, Supervised, Any]:
     task.batch(np.random.default_rng(0), 1)  # data that cannot be had is told before anything is compiled
     brainstate.random.seed(config.seed)
     if ':' in config.model:
+        if config.units is not None:
+            raise ValueError(
+                three_parts(
+                    f'--units with {config.model}',
+                    'a model of your own says itself how large it is',
+                    f"--model '{config.model.partition('(')[0]}(units={config.units})', if it has such an argument",
+                )
+            )
         net = load(config.model, task.inputs, task.outputs)
     else:
         units = {} if config.units is None else {'units': config.units}
         net = network(config.model, task.inputs, task.outputs, seed=config.seed, **units)
     example = jnp.zeros((config.batch, task.inputs))
     learner = compile_model(net, config.rule, example, batch_size=config.batch, **config.rule_options)
+    _check_fit(learner, config, task)
     target = config.rate_target if hasattr(net, 'rate') else None
     penalty = None if target is None else lambda: net.rate.penalty(target)
     supervised = Supervised(learner, task, config.batch, seed=config.seed, penalty=penalty)
@@ -85,8 +95,31 @@ def _prepare(config: Config) -> tuple[Learner, Supervised, Any]:
     return learner, supervised, optimizer
 
 
+def _check_fit(learner: Learner, config: Config, task: Any) -> None:
+    """Raise unless a task can teach this learner."""
+    shapes = [v.aval.shape for v in learner.report.program.outputs]
+    if shapes != [(config.batch, task.outputs)]:
+        raise ValueError(
+            three_parts(
+                f'--model {config.model}, whose step gives {", ".join(map(str, shapes)) or "nothing"}',
+                f'{config.task} compares it with targets of shape {(config.batch, task.outputs)}',
+                'a factory that makes as many outputs as it is told by its second argument',
+            )
+        )
+    if learner.rule.signal == 'modulatory':
+        raise ValueError(
+            three_parts(
+                f'--rule {config.rule}',
+                'it is taught by a modulator, and a task gives a loss',
+                'another rule; in Python, learner(x, modulator=...)',
+            )
+        )
+
+
 def _folder(options: argparse.Namespace, name: str) -> Path:
     """The folder asked for, or a new one."""
+    if options.out and Path(options.out).is_file():
+        raise FileExistsError(three_parts(f'--out {options.out}', 'it is a file', 'the name of a folder'))
     if options.out:
         return Path(options.out)
     start = Path('out')
@@ -127,7 +160,9 @@ def train(options: argparse.Namespace) -> Result:
             )
     learner, supervised, optimizer = _prepare(config)
     out.mkdir(parents=True, exist_ok=True)
-    (out / 'config.json').write_text(json.dumps(asdict(config), indent=1) + '\n')
+    save = lambda: (out / 'config.json').write_text(json.dumps(asdict(config), indent=1) + '\n')
+    if not options.resume:
+        save()
     (out / 'report.txt').write_text(f'{learner.report}\n')
     learner.write_report(out / 'report.html', steps=supervised.task.steps)
     tell = lambda text: print(text, file=sys.stderr, flush=True)
@@ -135,6 +170,8 @@ def train(options: argparse.Namespace) -> Result:
     history = fit(
         learner, **supervised.parts(), optimizer=optimizer, updates=config.updates, out=out, resume=bool(options.resume)
     )
+    if len(history.records) <= config.updates:
+        save()  # with what is asked for from now on
     if history.ended == 'interrupted':
         text = f'stopped at update {len(history.records)}; go on with: braintrace train --resume {out}'
         return {'out': str(out), 'ended': history.ended, 'updates': len(history.records)}, text, 130
@@ -187,6 +224,8 @@ def _draw(learner: Learner, supervised: Supervised, history: History, out: Path)
 def compare(options: argparse.Namespace) -> Result:
     """Train by several rules from the same seeds."""
     out = _folder(options, f'compare-{options.task}')
+    for rule in options.rules:
+        named(rule)  # one that is not known is told before others are trained
     found: dict[str, list[History]] = {}
     finals: dict[str, list[dict[str, float]]] = {}
     for rule in options.rules:

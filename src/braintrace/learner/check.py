@@ -50,6 +50,18 @@ class GradientCheck:
             )
         return '\n'.join(lines)
 
+    def plot(self, file: Any = None) -> Any:
+        """As :meth:`RuleComparison.plot`, of this rule alone."""
+        return RuleComparison((self,)).plot(file)
+
+
+def _compared(row: CheckRow) -> str:
+    return 'zero' if row.norm_ratio == 0 else f'{row.cosine:.3f} ×{row.norm_ratio:.2f}'
+
+
+def _cut_short(name: str) -> str:
+    return name if len(name) <= 24 else f'{name[:23]}…'
+
 
 @dataclass(frozen=True)
 class RuleComparison:
@@ -62,21 +74,21 @@ class RuleComparison:
 
     def __str__(self) -> str:
         names = [row.name for row in self.checks[0].rows]
-        width = max(map(len, ('cosine to BPTT', *names)))
-        columns = [max(len(check.rule), 7) for check in self.checks]
+        rules = [_cut_short(check.rule) for check in self.checks]
+        rows = [[_compared(check.rows[i]) for check in self.checks] for i in range(len(names))]
+        rows += [[f'{check.cosine:.3f}      ' for check in self.checks]]
+        title = 'cosine ×norm, to BPTT'
+        width, columns = max(map(len, (title, *names))), [max(len(rule), 11) for rule in rules]
         cells = lambda texts: '  '.join(f'{t:>{w}}' for t, w in zip(texts, columns, strict=True))
-        lines = [f'{"cosine to BPTT":{width}}  {cells([check.rule for check in self.checks])}']
-        for i, name in enumerate(names):
-            lines.append(f'{name:{width}}  {cells([f"{check.rows[i].cosine:.3f}" for check in self.checks])}')
-        lines.append(f'{"all together":{width}}  {cells([f"{check.cosine:.3f}" for check in self.checks])}')
-        return '\n'.join(lines)
+        table = zip([title, *names, 'all together'], [rules, *rows], strict=True)
+        return '\n'.join(f'{name:{width}}  {cells(texts)}'.rstrip() for name, texts in table)
 
     def plot(self, file: Any = None) -> Any:
         """Draw cosines and norms by rule and parameter; to a file, or as a figure of matplotlib."""
         from matplotlib.figure import Figure
 
         names = [row.name for row in self.checks[0].rows]
-        rules = [check.rule for check in self.checks]
+        rules = [_cut_short(check.rule) for check in self.checks]
         figure = Figure(figsize=(3 + 1.5 * len(rules), 1.5 + 0.4 * len(names)), layout='constrained')
         for axes, (title, values, limits) in zip(
             figure.subplots(1, 2, sharey=True),
@@ -93,7 +105,9 @@ class RuleComparison:
             axes.set_yticks(range(len(names)), names)
             for i, line in enumerate(table):
                 for j, value in enumerate(line):
-                    axes.text(j, i, f'{value:.2f}', ha='center', va='center', fontsize=8)
+                    middle = (value - limits[0]) / (limits[1] - limits[0])
+                    color = 'black' if 0.2 < middle < 0.8 else 'white'
+                    axes.text(j, i, f'{value:.2f}', ha='center', va='center', fontsize=8, color=color)
         if file is not None:
             figure.savefig(file, dpi=120)
         return figure
@@ -129,7 +143,7 @@ class MemoryPlan:
         lines += [f'  trace of {name}: {size_text(sum(sizes))}{parts(sizes)}' for name, sizes in named.items()]
         lines += [
             f'one pass, {"traces carried:" if self.traces else "windows:       "} {size_text(self.one_pass)}',
-            *([] if self.two_pass is None else [f'two passes, no trace:     {size_text(self.two_pass)}']),
+            *([] if self.two_pass is None else [f'two passes, fresh=True:   {size_text(self.two_pass)}']),
             f'BPTT:                     {size_text(self.bptt)}',
         ]
         return '\n'.join(lines)

@@ -159,6 +159,8 @@ class Rule:
     @property
     def caveat(self) -> str:
         """What a reader of credit classes, which are those of exact local traces, is to know of the rule."""
+        if self.signal == 'modulatory':
+            return 'It is taught by a modulator, 1 until one is given, and not by a loss: BPTT is no measure of it.'
         if self.trace == 'none' or not self.is_local:
             return 'It has other means than local traces: the classes are for comparison.'
         if self.decay is None and self.scheme.is_plain:
@@ -205,7 +207,7 @@ def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int
 def ottt(leak: float) -> Rule:
     """A presynaptic trace that leaks; the postsynaptic side is that of the step."""
     _check_decay('leak', leak)
-    when = 'units that leak by this number, with no other memory'
+    when = 'units that leak by `leak`, with no other memory'
     cost, use = ('B·I', 'T·B·I·H'), 'feed-forward spiking layers: the least memory'
     return Rule('OTTT', 'io_factorized', 'none', decay=(leak, 0.0), exact_when=when, cost=cost, use=use)
 
@@ -213,7 +215,7 @@ def ottt(leak: float) -> Rule:
 def rflo(leak: float) -> Rule:
     """One trace a parameter that leaks by a number in place of D."""
     _check_decay('leak', leak)
-    when = 'units that leak by this number, with no other memory and no weights between them'
+    when = 'units that leak by `leak`, with no other memory and no weights between them'
     use = 'leaky rate units; a comparison'
     return Rule('RFLO', 'per_param', 'scalar_leak', leak=leak, exact_when=when, use=use)
 
@@ -242,7 +244,7 @@ def eprop(kappa: float | KappaFilter | None, feedback: str | FixedRandomFeedback
 def snap(n: int) -> Rule:
     """The influence of a parameter on the states that it reaches within n steps."""
     _check_count('n', n)
-    when = 'no parameter reaches more states than it does within n steps'
+    when = 'no parameter reaches more states than it does within `n` steps'
     cost = ('B·I·H·S·(states within n steps)', 'T·B·H³·I')
     use = 'small or sparse nets whose units feed each other'
     return Rule(f'SnAp({n})', scope='sparse_n', sparse_n=n, exact_when=when, cost=cost, use=use)

@@ -40,9 +40,15 @@ def task(name: str, **options: Any) -> Task:
     """
     if name not in TASKS:
         raise ValueError(three_parts(f'a task {name!r}', 'there is none by this name', one_of(TASKS, name)))
+    known = {f.name: f.default for f in fields(getattr(TASKS[name], 'func', TASKS[name])) if f.init}
+    is_number = lambda x: isinstance(x, (int, float)) and x >= 0
+    if wrong := [n for n, v in options.items() if is_number(known.get(n)) and not is_number(v)]:
+        told = ', '.join(f'{n}={options[n]!r}' for n in wrong)
+        raise ValueError(
+            three_parts(f'task {name!r} with {told}', 'it counts or measures', 'a number, not a negative one')
+        )
     try:
         return TASKS[name](**options)
     except TypeError as error:
-        made = getattr(TASKS[name], 'func', TASKS[name])
-        known = [f.name for f in fields(made) if f.init]
-        raise ValueError(three_parts(f'task {name!r} with {options}', str(error), f'options among {known}')) from error
+        wanted = f'options among {", ".join(known)}'
+        raise ValueError(three_parts(f'task {name!r} with {options}', str(error), wanted)) from error
