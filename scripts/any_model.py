@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 import braintrace
+from braintrace.analysis.credit import UNFELT
 from braintrace.analysis.diagnostics import DiagnosticKind
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +33,7 @@ checked against dense Jacobians.
 | exact | every parameter's gradient is that of BPTT |
 | local | temporal credit through each parameter's own position; the first loss is named |
 | instantaneous | some parameter gets its one-step gradient only |
+| none | some parameter gets no gradient: no output feels it in its own step, and what later steps feel is cut |
 | refused | compilation says what was written, why it cannot work, and what to write instead |
 """
 LOSSES = (DiagnosticKind.MISSING_RULE, DiagnosticKind.NOT_DIFFERENTIABLE)
@@ -55,8 +57,10 @@ def row(case: zoo.Case) -> str:
         report = braintrace.compile_etrace_graph(model, *inputs, include_hidden_perturb=False).report
     groups = ['{' + ', '.join('.'.join(map(str, p)) for p in g.hidden_paths) + '}' for g in report.hidden_groups]
     counts = Counter(r.context['credit'] for r in report.credits)
-    worst = next((c for c in ORDER[1:] if counts[c]), 'none')
-    reason = next(r.context['reason'] for r in report.credits if r.context['credit'] == worst)
+    reasons = {r.context['reason']: r.context['credit'] for r in report.credits}
+    unfelt = [reason for reason in reasons if reason.startswith(UNFELT)]
+    worst = 'none' if unfelt else next((c for c in ORDER[1:] if counts[c]), 'none')
+    reason = next(reason for reason, credit in reasons.items() if credit == worst and (not unfelt or reason in unfelt))
     verdict = worst if worst == 'exact' else f'{worst}: {bare(reason)}'
     lost = [
         bare(r.message)
