@@ -57,10 +57,9 @@ def row(case: zoo.Case) -> str:
         report = braintrace.compile_etrace_graph(model, *inputs, include_hidden_perturb=False).report
     groups = ['{' + ', '.join('.'.join(map(str, p)) for p in g.hidden_paths) + '}' for g in report.hidden_groups]
     counts = Counter(r.context['credit'] for r in report.credits)
-    reasons = {r.context['reason']: r.context['credit'] for r in report.credits}
-    unfelt = [reason for reason in reasons if reason.startswith(UNFELT)]
-    worst = 'none' if unfelt else next((c for c in ORDER[1:] if counts[c]), 'none')
-    reason = next(reason for reason, credit in reasons.items() if credit == worst and (not unfelt or reason in unfelt))
+    judged = [(r.context['credit'], r.context['reason']) for r in report.credits]
+    unfelt = [pair for pair in judged if pair[1].startswith(UNFELT)]
+    worst, reason = next(pair for c in (*ORDER[1:], 'none') for pair in [*unfelt, *judged] if unfelt or pair[0] == c)
     verdict = worst if worst == 'exact' else f'{worst}: {bare(reason)}'
     lost = [
         bare(r.message)
