@@ -84,7 +84,7 @@ def activity(learner: Learner, trial: Sequence[Any], kind: str, file: str | Path
         ax.set_ylabel(name)
     _answers(next(rows), output, targets[:, 0], weights, kind)
     for ax in axes[:, 0]:
-        ax.set_xlim(0, len(inputs) - 1)
+        ax.set_xlim(-0.5, len(inputs) - 0.5)
     axes[-1, 0].set_xlabel('step')
     figure.savefig(file, dpi=120)
 

@@ -178,7 +178,8 @@ class CreditAnalysis:
         stopped += [leak for g in met for leak in self._stopped(self.facts.old(self.members[g]))]
         if not reached and not others and not stopped:
             return 'exact', 'acts on outputs of its own step only'
-        lost = [f'cut at {_at(c.eqn)}: {c.reason}' for g in reached for c in self._cuts(g, bit)]
+        into = lambda g: _names(self.groups[g].hidden_paths)
+        lost = [f'path to {into(g)} cut at {_at(c.eqn)}: {c.reason}' for g in reached for c in self._cuts(g, bit)]
         lost += [leak for g in met for leak in self._leaks[g]]
         lost += [f'feeds {path_name(o.path)}, which is not a hidden state' for o in others]
         lost = list(dict.fromkeys([*lost, *stopped]))
