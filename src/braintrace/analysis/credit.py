@@ -26,7 +26,7 @@ from ..compat import (
 )
 from ..program import Hidden, Parameter, Path
 from ..program.step import path_name
-from .dependence import Bits, flow, of, union
+from .dependence import of, union
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .facts import Facts
 from .groups import HiddenGroup
@@ -127,21 +127,30 @@ class CreditAnalysis:
         """Why credit that reached each group is not all carried on."""
         return [self._leaks_of(g) for g in range(len(self.groups))]
 
-    def _passages(self, g: int, within: bool = False) -> dict[int, Equation]:
-        """Where a group's old states (or, within a step, its new ones) enter those of others, by their number."""
-        program, members = self.facts.program, self.members[g]
-        read = {h.outvar if within else h.invar for h in members}
-        doors = [e for e in program.equations if any(is_var(v) and v in read for v in e.invars)]
-        marks = {v: Bits(1 << n, 1 << n) for n, e in enumerate(doors) for v in e.outvars}
-        if not within:
-            marks |= {h.outvar: Bits() for h in members}
-        reach = flow(program.closed.jaxpr, [Bits()] * len(program.closed.jaxpr.invars), marks, {})
-        found = {}
-        for other, live in enumerate(self._live_groups):
-            entered = union(of(reach, h.outvar) for h in self.members[other]).grads
-            if live and other != g and entered:
-                found[other] = doors[(entered & -entered).bit_length() - 1]
+    @cached_property
+    def _making(self) -> list[list[Equation]]:
+        """The equations that make each group's new states from what is old and from the new states of others."""
+        new = {h.outvar for m in self.members for h in m}
+        found = []
+        for members in self.members:
+            live: set[Atom] = {h.outvar for h in members}
+            made = []
+            for eqn in reversed(self.facts.program.equations):
+                if any(v in live for v in eqn.outvars):
+                    made.append(eqn)
+                    live |= {v for v in eqn.invars if is_var(v) and v not in new}
+            found.append(made[::-1])
         return found
+
+    def _passage(self, g: int, other: int, within: bool = False) -> Equation | None:
+        """The first equation by which a group's old states (or within a step its new ones) enter another's new ones."""
+        members = self.members[g]
+        read = {h.outvar if within else h.invar for h in members}
+        bits = self.facts.new(members) if within else self.facts.old(members)
+        if not union(self.facts.behind[h.outvar] for h in self.members[other]).grads & bits:
+            return None
+        doors = (e for e in self._making[other] if any(is_var(v) and v in read for v in e.invars))
+        return next((e for e in doors if self._grads(e.outvars) & bits), None)
 
     def _leaks_of(self, g: int) -> list[str]:
         old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
@@ -150,7 +159,7 @@ class CreditAnalysis:
         for other, live in enumerate(self._live_groups):
             fed = self._new[other] & (old | new) if live else self._passed_on[other] & old
             if other != g and fed:
-                passage = self._passages(g).get(other) or self._passages(g, within=True).get(other)
+                passage = self._passage(g, other) or self._passage(g, other, within=True)
                 where = f' ({short_source(source_line(passage))})' if passage else ''
                 found.append(f'{name} feeds {_names(self.groups[other].hidden_paths)}, another group{where}')
         for state in self._live_others:
@@ -255,7 +264,10 @@ class CreditAnalysis:
                         places.append(equation)
         yield from found.values()
         for g, group in enumerate(self.groups):
-            for other, eqn in self._passages(g).items():
+            for other, live in enumerate(self._live_groups):
+                eqn = self._passage(g, other) if live and other != g else None
+                if eqn is None:
+                    continue
                 line, target = source_line(eqn), self.groups[other].hidden_paths
                 yield CompilationRecord(
                     DiagnosticKind.CUT,
