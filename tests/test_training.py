@@ -153,8 +153,10 @@ def test_numbers_that_are_not_finite_end_a_training():
 def test_validation_has_the_batch_size_of_training():
     learner, parts = make()
     other = braintrace.Supervised(learner, TASK, 3).batches
+    before = weights(learner)
     with pytest.raises(ValueError, match='of the same size'):
-        braintrace.fit(learner, updates=2, validate=other, validate_every=1, **parts)
+        braintrace.fit(learner, updates=2, validate=other, **parts)
+    jax.tree.map(np.testing.assert_array_equal, weights(learner), before)
 
 
 def test_early_stop_counts_measurements():

@@ -114,6 +114,8 @@ def fit(
         raise ValueError(
             three_parts('EarlyStop on a metric of validation', 'there is none', 'validate=..., or a metric of training')
         )
+    if validate is not None:
+        _check_alike(_drawn(validate, 0), _drawn(batches, 0))
     history, done = History(), 0
     checkpoints = Checkpoints(Path(out) / 'checkpoints') if out is not None else None
     states = states_of(learner, optimizer)
@@ -140,9 +142,7 @@ def fit(
             record = {'update': i + 1, **_one(learner, sequences, step_fn, optimizer, metrics, update_every)}
             last = i + 1 == updates
             if validate is not None and ((i + 1) % validate_every == 0 or last):
-                held_out = tuple(_drawn(validate, i))
-                _check_alike(held_out, sequences)
-                found = _measure(learner, held_out, step_fn, metrics)
+                found = _measure(learner, tuple(_drawn(validate, i)), step_fn, metrics)
                 record |= {f'valid_{name}': value for name, value in found.items()}
             record['seconds'] = before + time.perf_counter() - stop.start
             history.records.append(record)
@@ -177,7 +177,7 @@ def _drawn(batches: Callable[[int], Sequence[Any]], update: int) -> Sequence[Any
     return found
 
 
-def _check_alike(held_out: tuple, sequences: tuple) -> None:
+def _check_alike(held_out: Sequence[Any], sequences: Sequence[Any]) -> None:
     """Raise unless sequences for validation have the shapes of those for training, time aside."""
     shapes = [[jnp.shape(x)[1:] for x in jax.tree.leaves(part)] for part in (held_out, sequences)]
     if shapes[0] != shapes[1]:
