@@ -69,7 +69,7 @@ def test_tasks_by_name():
     assert tasks.task('lorenz', steps=7) == tasks.Series('lorenz', 7)
     with pytest.raises(ValueError, match='none by this name'):
         tasks.task('juggling')
-    with pytest.raises(ValueError, match=r"options among .*'lag'"):
+    with pytest.raises(ValueError, match=r'options among .*lag'):
         tasks.task('copying', speed=3)
 
 
