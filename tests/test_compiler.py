@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import braintrace as bt
-from braintrace.compat import is_var
+from braintrace.compat import is_var, short_source
 from zoo.base import Step, array, hidden, other, weight
 
 B, I, H = 2, 3, 4  # noqa: E741
@@ -754,3 +754,29 @@ def test_lines_point_to_the_caller_of_cached_functions():
             (cut, *_) = graph.explain(kind='cut')
             lines.append(cut.context['source'] == f'{__file__}:{inspect.getsourcelines(fn)[1] + 1}')
     assert all(lines)
+
+
+def inhibition(m, x):
+    """No output reads i in its step: e feels it a step later."""
+    e = m.e.value
+    m.e.value = 0.9 * e + x @ m.w.value - m.i.value @ m.back.value
+    m.i.value = 0.8 * m.i.value + e @ m.to.value
+    return m.e.value
+
+
+def test_what_no_output_feels_has_no_credit_and_names_the_line():
+    parts = {'w': weight(I, H), 'back': weight(3, H), 'to': weight(H, 3), 'e': hidden(B, H), 'i': hidden(B, 3)}
+    graph = bt.compile_etrace_graph(Step(inhibition, **parts), X)
+    credits = {r.context['name']: r.context for r in graph.explain(kind='credit')}
+    assert {name: c['credit'] for name, c in credits.items()} == {'w': 'local', 'back': 'local', 'to': 'none'}
+    first = inspect.getsourcelines(inhibition)[1]
+    lines = {'e': first + 4, 'i': first + 3}
+    assert credits['to']['reason'].endswith(f'i feeds e, another group ({os.path.relpath(__file__)}:{lines["i"]})')
+    cuts = [r for r in graph.explain(kind='cut') if 'another group' in r.message]
+    assert {r.hidden_paths[0][0]: r.context['source'] for r in cuts} == {k: f'{__file__}:{n}' for k, n in lines.items()}
+
+
+def test_sources_are_told_from_their_package_or_the_working_folder():
+    assert short_source('/somewhere/site-packages/brainstate/nn/_linear.py:129') == 'brainstate/nn/_linear.py:129'
+    assert short_source(f'{os.getcwd()}/mine.py:3') == 'mine.py:3'
+    assert short_source('/elsewhere/mine.py:3') == '/elsewhere/mine.py:3'

@@ -152,16 +152,27 @@ class CreditAnalysis:
         doors = (e for e in self._making[other] if any(is_var(v) and v in read for v in e.invars))
         return next((e for e in doors if self._grads(e.outvars) & bits), None)
 
-    def _leaks_of(self, g: int) -> list[str]:
+    @cached_property
+    def _crossings(self) -> list[list[str]]:
+        """The other groups that each group feeds, in words."""
+        return [self._crossings_of(g) for g in range(len(self.groups))]
+
+    def _crossings_of(self, g: int) -> list[str]:
         old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
-        name = _names(self.groups[g].hidden_paths)
-        found = [f'{name} feeds itself across positions, cut at {_at(c.eqn)}' for c in self._cuts(g, old)[:1]]
+        name, found = _names(self.groups[g].hidden_paths), []
         for other, live in enumerate(self._live_groups):
             fed = self._new[other] & (old | new) if live else self._passed_on[other] & old
             if other != g and fed:
                 passage = self._passage(g, other) or self._passage(g, other, within=True)
                 where = f' ({short_source(source_line(passage))})' if passage else ''
                 found.append(f'{name} feeds {_names(self.groups[other].hidden_paths)}, another group{where}')
+        return found
+
+    def _leaks_of(self, g: int) -> list[str]:
+        old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
+        name = _names(self.groups[g].hidden_paths)
+        found = [f'{name} feeds itself across positions, cut at {_at(c.eqn)}' for c in self._cuts(g, old)[:1]]
+        found += self._crossings[g]
         for state in self._live_others:
             if self._grads([state.outvar]) & (old | new):
                 found.append(f'{name} feeds {path_name(state.path)}, which is not a hidden state')
@@ -196,7 +207,7 @@ class CreditAnalysis:
         sites = [s for s in self.sites if parameter in s.parameters]
         carried = [g for s in sites for g in s.hidden_groups if self._remembers[g.index]]
         if lost and not self._is_felt(bit, carried):
-            return 'none', f'{UNFELT}: {next((x for x in lost if "another group" in x), lost[0])}'
+            return 'none', f'{UNFELT}: {[*(x for g in met for x in self._crossings[g]), *lost][0]}'
         if not carried:
             why = told(lost) if lost else 'no state keeps its value position by position'
             return 'instantaneous', why
