@@ -62,6 +62,9 @@ def test_training_writes_all_and_goes_on_exactly(here, capsys):
     assert result['updates'] == 3
     assert 'update 3/3' in said
     assert 'credit: 4 local, 2 exact (report.txt)' in said
+    (here / 'out/early/checkpoints').mkdir(parents=True)  # what a training stopped before its first update leaves
+    code, again, _ = run(capsys, 'train', 'copying', '--updates', '1', *SMALL, '--out', 'out/early', '--json')
+    assert (code, again['updates']) == (0, 1)
     out = here / result['out']
     names = {'config.json', 'metrics.jsonl', 'checkpoints', 'report.txt', 'report.html', 'result.json'}
     names |= {'learning.png', 'activity.png', 'traces.png'}

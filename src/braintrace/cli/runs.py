@@ -152,7 +152,7 @@ def train(options: argparse.Namespace) -> Result:
     else:
         config = _config(options)
         out = _folder(options, config.task)
-        if (out / 'checkpoints').exists():
+        if [*(out / 'checkpoints').glob('*')]:  # a training that was stopped before its first update left none
             raise FileExistsError(
                 three_parts(
                     f'--out {out}', 'it holds a training', f'another folder, or braintrace train --resume {out}'
