@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..errors import CompilationError, one_of, three_parts
 from ..program import Path
@@ -41,8 +42,10 @@ def results(
     return results if len(results) > 1 else gradients
 
 
-def read_mask(mask: Any, length: int, what: str) -> jax.Array:
-    mask = jnp.asarray(mask, jnp.result_type(float))
+def loss_weights(mask: Any, length: int, what: str, reduction: str = 'sum') -> Any:
+    """What each loss counts: 1 or its mask, divided by max(Σ mask, 1) for a mean."""
+    dtype = jnp.result_type(float)
+    mask = np.ones(length, dtype) if mask is None else jnp.asarray(mask, dtype)
     if mask.shape != (length,):
         raise ValueError(
             three_parts(
@@ -51,7 +54,9 @@ def read_mask(mask: Any, length: int, what: str) -> jax.Array:
                 f'an array of shape ({length},)',
             )
         )
-    return mask
+    if reduction == 'sum':
+        return mask
+    return mask / (length if isinstance(mask, np.ndarray) else jnp.maximum(mask.sum(), 1.0))
 
 
 def check_aux(structure: Any, has_aux: bool) -> None:

@@ -27,8 +27,8 @@ from .arguments import (
     check_optimizer,
     check_rank,
     length_of,
+    loss_weights,
     never_called,
-    read_mask,
     results,
 )
 from .check import GradientCheck, MemoryPlan, RuleComparison, compare
@@ -136,8 +136,7 @@ class Learner(Compiled):
                 )
             )
         count = length // size
-        mask = jnp.ones(count) if mask is None else read_mask(mask, count, 'windows')
-        cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
+        cotangents = loss_weights(mask, count, 'windows', reduction)
         key = ('chunks', step_fn, size, has_aux, self._state_shapes(), *self._held())
         if key not in self._made.programs:
             parameters = module_states(self.model, brainstate.ParamState)
@@ -214,8 +213,7 @@ class Learner(Compiled):
     ) -> tuple[Traced, Solved, jax.Array]:
         """Run a sequence; nothing is written yet."""
         length = length_of(sequences, step_fn)
-        mask = jnp.ones(length) if mask is None else read_mask(mask, length, 'steps')
-        cotangents = mask / jnp.maximum(jnp.sum(mask), 1.0) if reduction == 'mean' else mask
+        cotangents = loss_weights(mask, length, 'steps', reduction)
         traced, solve = self._program(step_fn, sequences, fresh, rule)
         parameters, states = traced.read()
         states = self._restarted(traced, states) if fresh else states
@@ -267,7 +265,7 @@ class Learner(Compiled):
                     'a sequence whose length is a multiple of update_every',
                 )
             )
-        mask = jnp.ones(length) if mask is None else read_mask(mask, length, 'steps')
+        mask = loss_weights(mask, length, 'steps')
         first = jax.tree.map(lambda x: jnp.asarray(x)[:update_every], sequences)
         traced, solve = self._program(step_fn, first, False, self.rule)
         self._read_traces(traced, fresh=False)

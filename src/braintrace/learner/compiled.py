@@ -133,7 +133,7 @@ class Compiled(brainstate.nn.Module):
     def _make_traces(self) -> None:
         """Zero traces for the model's step as it is now, before any program asks for them."""
         with contextlib.suppress(NotSupportedError):  # refused again, with the reason, when a trace is needed
-            self._read_traces(self._step_program(self._example)[0], fresh=False)
+            self._prepare_traces(self._step_program(self._example)[0])
 
     def _stand(self, rule: Rule) -> Standing | None:
         """The state that a rule reads, as it is at first; a predictor's once the model is compiled."""
@@ -209,7 +209,8 @@ class Compiled(brainstate.nn.Module):
         key = ('step', window, exact, self._in_chunk, jax.tree.structure(args), shapes, self._state_shapes())
         if key not in self._made.programs:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
-            example = jax.tree.map(lambda x: jnp.asarray(x)[0], args) if window else args
+            first = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
+            example = jax.tree.map(first, args) if window else args
             traced = self._traced(self._call, example, False, self.rule)
             self._made.keep(key, traced, jax.jit(online_step(traced, window, exact)))
         return self._made.programs[key]
@@ -225,7 +226,8 @@ class Compiled(brainstate.nn.Module):
         sizes = tuple((x.shape, x.dtype) for x in leaves)
         key = (step_fn, structure, sizes, fresh, rule, evolve, self._state_shapes())
         if key not in self._made.programs:
-            traced = self._trace(step_fn, jax.tree.map(lambda x: jnp.asarray(x)[0], sequences), rule, not evolve)
+            example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+            traced = self._trace(step_fn, example, rule, not evolve)
             run = self._evolution(traced) if evolve else self._solver(traced, fresh, rule)
             self._made.keep(key, traced, jax.jit(run, donate_argnums=2))
         return self._made.programs[key]
@@ -308,8 +310,14 @@ class Compiled(brainstate.nn.Module):
         """The traces of a step, made if there are none yet; ``given``: in memory that the call may write to."""
         if fresh or self.rule.trace == 'none':
             return []
+        self._prepare_traces(traced)
+        found = [self.traces[k] for k in traced.trace_keys]
+        return [trace.give_up() if given else trace.value for trace in found]
+
+    def _prepare_traces(self, traced: Traced) -> None:
+        """Zero traces of a step, unless there are traces like them already."""
         keys, shapes = traced.trace_keys, traced.trace_shapes
-        if shapes != {key: shapes_of(trace.peek()) for key, trace in self.traces.items()}:
+        if self.rule.trace != 'none' and shapes != {key: shapes_of(trace.peek()) for key, trace in self.traces.items()}:
             if any(bool(jnp.any(x != 0)) for t in self.traces.values() for x in jax.tree.leaves(t.peek())):
                 raise CompilationError(
                     three_parts(
@@ -321,7 +329,6 @@ class Compiled(brainstate.nn.Module):
             self._check_size(traced)
             self.traces = dict(zip(keys, map(EligibilityTrace, traced.engine.init_traces()), strict=True))
             self._remember_zeros()
-        return [self.traces[k].give_up() if given else self.traces[k].value for k in keys]
 
     @contextlib.contextmanager
     def _cleared_on_error(self) -> Iterator[None]:

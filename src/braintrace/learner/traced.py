@@ -151,10 +151,11 @@ class Traced:
 
     def gradients_by_path(self, gradients: Values) -> dict[Path, Any]:
         """Gradients in the structure of the parameters' values; zero for parameters the step never reads."""
-        result = {path: jax.tree.map(jnp.zeros_like, state.value) for path, state in self.parameter_states().items()}
-        for path, tree in self.info.weight_path_to_invars.items():
-            result[path] = jax.tree.map(lambda v: gradients[v], tree)
-        return result
+        read = self.info.weight_path_to_invars
+        return {
+            path: jax.tree.map(gradients.get, read[path]) if path in read else jax.tree.map(jnp.zeros_like, state.value)
+            for path, state in self.parameter_states().items()
+        }
 
     def parameter_states(self) -> dict[Path, brainstate.State]:
         """The model's parameters by path."""
