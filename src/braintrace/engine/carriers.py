@@ -26,7 +26,7 @@ import numpy as np
 from ..analysis.families import TABLE
 from ..analysis.groups import HiddenGroup
 from ..compat import Equation, Var, evaluate_equation
-from .plan import Components, Jacobian
+from .plan import SUMS, Components, Jacobian
 from .products import Letters, Patches, Synapses, linear_gradient, product_gradient
 
 Operands = dict[int, Any]
@@ -338,7 +338,7 @@ class Full(_Whole):
 
 
 class FactorTrace(NamedTuple):
-    """ε_x, ε_f by component, and the number of steps they have seen."""
+    """ε_x, ε_f by component, and the number of steps they have seen; no ε_f where it is another trace's."""
 
     x: jax.Array
     f: Components
@@ -358,6 +358,11 @@ class Factorised(_Site):
     data: int | None
     decay: tuple[float, float]
     constant: Callable[[Any], Any]
+
+    @property
+    def enters_as_is(self) -> bool:
+        """True if ε_f is that of y itself: a product, or a sum with the parameter."""
+        return self.data is not None or self.equation.primitive.name in SUMS
 
     def init(self, components: Sequence[int]) -> FactorTrace:
         """Traces of a fresh sequence."""

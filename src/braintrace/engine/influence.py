@@ -58,6 +58,11 @@ class Forward:
         return [(names, 'influence', tuple(h.path for h in self.plan.program.hidden))]
 
     @property
+    def owner(self) -> tuple[int, ...]:
+        """It shares nothing."""
+        return (0,)
+
+    @property
     def step_bytes(self) -> int:
         """Nothing is kept of a step."""
         return 1

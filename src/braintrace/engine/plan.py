@@ -340,8 +340,10 @@ class Plan:
         return tuple(dict.fromkeys([*self.anchors, *filter(self.is_needed, taps), *frontier]))
 
 
+SUMS = ('add', 'add_any')
+
 _LINEAR = frozenset(
-    ['add', 'sub', 'neg', 'add_any', 'convert_element_type', 'copy', 'reduce_sum']
+    [*SUMS, 'sub', 'neg', 'convert_element_type', 'copy', 'reduce_sum']
     + ['reshape', 'broadcast_in_dim', 'squeeze', 'expand_dims', 'transpose', 'slice', 'split', 'concatenate', 'rev']
 )
 
@@ -429,6 +431,19 @@ class LocalStep:
     def reached(self, y: Var) -> tuple[int, ...]:
         """Components of the new states that a tap's result can reach."""
         return tuple(i for i in range(len(self.group.owners)) if y in self._reads(i))
+
+    def sum_of(self, y: Var) -> Var:
+        """The last sum that a value enters as it is, and through which alone it reaches the group."""
+        while y not in self.group.hidden_outvars:
+            read = [(i, k) for i in self._indices for k, v in enumerate(self.plan.equations[i].invars) if v is y]
+            equation = self.plan.equations[read[0][0]] if len(read) == 1 else None
+            if equation is None or equation.primitive.name not in SUMS or read[0] in self.found.cuts.edges:
+                break
+            (total,) = equation.outvars
+            if (total.aval.shape, total.aval.dtype) != (y.aval.shape, y.aval.dtype):
+                break
+            y = total
+        return y
 
     @cached_property
     def _escaping(self) -> dict[Var, Labels]:

@@ -71,6 +71,11 @@ class Sequencer:
             found.append((names, equation.primitive.name, plan.groups[site.group].hidden_paths))
         return found
 
+    @property
+    def owner(self) -> tuple[int, ...]:
+        """For every trace the one that holds the states' side of it, where factors share that."""
+        return self.traces.owner
+
     def init_traces(self) -> Trace:
         """Traces of a fresh sequence."""
         return self.traces.init()

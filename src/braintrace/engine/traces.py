@@ -83,6 +83,24 @@ class Traces:
         return frozenset((s.group, s.result) for s in self.sites if isinstance(s.carrier, Factorised))
 
     @cached_property
+    def owner(self) -> tuple[int, ...]:
+        """For every trace the first with the same ε_f: factors of what enters one sum share it. Others own theirs."""
+        first: dict[Any, int] = {}
+        found = []
+        for n, site in enumerate(self.sites):
+            key: Any = n
+            if isinstance(site.carrier, Factorised) and site.carrier.enters_as_is:
+                place = self.plan.locals[site.group].sum_of(site.result)
+                key = (site.group, place, site.result.aval.dtype, site.carrier.positions.tobytes())
+            found.append(first.setdefault(key, n))
+        return tuple(found)
+
+    def filled(self, traces: Trace) -> Trace:
+        """Traces with the ε_f they share."""
+        shared = lambda n: traces[n]._replace(f=traces[self.owner[n]].f)
+        return [t if self.owner[n] == n else shared(n) for n, t in enumerate(traces)]
+
+    @cached_property
     def rest(self) -> dict[Var, tuple[slice, ...] | None]:
         """The part of a factorised tap's result whose one-step gradient its factors do not replace as a whole."""
         return {v: self.plan.locals[g].escape(v) for g, v in self.factored}
@@ -90,10 +108,10 @@ class Traces:
     def init(self) -> Trace:
         """Traces of a fresh sequence."""
         traces: Trace = []
-        for s in self.sites:
+        for n, s in enumerate(self.sites):
             carried = self.recursions[s.group].carried(s.result)
             if isinstance(s.carrier, Factorised):
-                traces.append(s.carrier.init(carried))
+                traces.append(s.carrier.init(carried if self.owner[n] == n else ()))
             else:
                 dtype = self.dtype or s.result.aval.dtype
                 traces.append({i: jnp.zeros(s.carrier.shape, dtype) for i in carried})
@@ -149,7 +167,7 @@ class Traces:
     ) -> Values:
         """Add γ_0 · ε_0 of factorised traces at the start of a window of completed steps."""
         operands = tap_operands(self.plan, const, jax.tree.map(lambda x: x[:1], steps))
-        for site, trace in zip(self.sites, traces, strict=True):
+        for site, trace in zip(self.sites, self.filled(traces), strict=True):
             if isinstance(site.carrier, Factorised):
                 stacked = self._stacked(site, const, operands, 1)
                 y_bar, x = site.carrier.told(trace, gamma[site.group]), trace.x
@@ -205,7 +223,10 @@ class Traces:
     def _advance_factors(
         self, const: Values, operands: dict, steps: Values, moving: Credit, traces: Trace, total: Values
     ) -> tuple:
-        """Factorised traces after the block and their gradients; all sites in one loop over its steps."""
+        """Factorised traces after the block and their gradients; all sites in one loop over its steps.
+
+        What an ε_f says about y is worked out once for all who share it.
+        """
         mine = {n: s.carrier for n, s in enumerate(self.sites) if isinstance(s.carrier, Factorised)}
         new: Trace = list(traces)
         if not mine:
@@ -221,28 +242,29 @@ class Traces:
         drives = {}
         for n, carrier in mine.items():
             site = self.sites[n]
-            given = (fixed[n], stacked[n], rows[site.group].get(site.result, {}))
+            own = rows[site.group].get(site.result, {}) if self.owner[n] == n else {}
+            given = (fixed[n], stacked[n], own)
             drives[n] = carrier.drive(*given, length)
 
-        def step(old: dict[int, FactorTrace], at: tuple) -> tuple[dict[int, FactorTrace], dict[int, list]]:
+        def step(old: dict[int, FactorTrace], at: tuple) -> tuple[dict[int, FactorTrace], tuple[dict, dict]]:
             drives, signals, reads, jacobians = at
-            carry, told = {}, {}
+            carry, y_bars, xs = {}, {}, {}
             for n, trace in old.items():
-                carrier, y, g = mine[n], self.sites[n].result, self.sites[n].group
-                x, rows = drives[n]
-                after = carrier.step(trace, x, rows, jacobians[g], recursions[g].after(y))
+                carrier, y, g, own = mine[n], self.sites[n].result, self.sites[n].group, self.owner[n] == n
+                after = carrier.step(trace, *drives[n], jacobians[g], recursions[g].after(y) if own else ())
                 carry[n] = after._replace(f={s: after.f[s] for s in trace.f})
-                told[n] = [(carrier.told(after, signals[g]), after.x)]
-                if reads[g]:
-                    told[n].append((carrier.told(trace, reads[g]), trace.x))
-            return carry, told
+                told = [(after, signals[g]), *([(trace, reads[g])] if reads[g] else [])]
+                xs[n] = [trace.x for trace, _ in told]
+                if own:
+                    y_bars[n] = [carrier.told(*each) for each in told]
+            return carry, (y_bars, xs)
 
         start = {n: traces[n] for n in mine}
-        last, told = jax.lax.scan(step, start, (drives, moving.signals, moving.reads, moving.jacobians))
+        last, (told, xs) = jax.lax.scan(step, start, (drives, moving.signals, moving.reads, moving.jacobians))
         for n, carrier in mine.items():
             new[n] = last[n]
-            for y_bars, xs in told[n]:
-                gradient = carrier.gradient(fixed[n], stacked[n], y_bars, xs)
+            for y_bars, x in zip(told[self.owner[n]], xs[n], strict=True):
+                gradient = carrier.gradient(fixed[n], stacked[n], y_bars, x)
                 total = self.told(total, self.sites[n], gradient)
         return new, total
 

@@ -40,11 +40,13 @@ _MOST_PROGRAMS = 16
 
 @dataclass
 class _Made:
-    """What is no part of the module's tree: programs, states of optax transformations, the zeros traces start from."""
+    """What is no part of the module's tree: programs, states of optax transformations, the zeros traces start from, and
+    whose trace holds the states' side of another."""
 
     programs: dict[tuple, tuple]
     optimizers: dict[Any, brainstate.State]
     zeros: dict[tuple, Any]
+    owners: dict[tuple, tuple]
 
     def keep(self, key: tuple, *program: Any) -> None:
         """Keep a program; the oldest goes where there are too many."""
@@ -105,7 +107,7 @@ class Compiled(brainstate.nn.Module):
         self._example: tuple = ()
         self.standing = self._stand(rule)
         self._start: dict[Path, StartValue] = {}
-        self._made = _Made({}, {}, {})
+        self._made = _Made({}, {}, {}, {})
         self._tracing = False
         self._in_chunk = False
         self._updates = 0
@@ -328,6 +330,7 @@ class Compiled(brainstate.nn.Module):
                 )
             self._check_size(traced)
             self.traces = dict(zip(keys, map(EligibilityTrace, traced.engine.init_traces()), strict=True))
+            self._made.owners = {key: keys[n] for key, n in zip(keys, traced.engine.owner, strict=True)}
             self._remember_zeros()
 
     @contextlib.contextmanager
@@ -388,7 +391,9 @@ class Compiled(brainstate.nn.Module):
             path = next(p for p, s in self.param_states.items() if s is path)
         start = '.'.join(map(str, path))
         mine = lambda names: any(n == start or n.startswith(start + '.') for n in names)
-        return {key: trace.value for key, trace in self.traces.items() if mine(key[0])}
+        found = {key: trace.value for key, trace in self.traces.items() if mine(key[0])}
+        shared = {key: owner for key, owner in self._made.owners.items() if key in found and owner != key}
+        return found | {key: found[key]._replace(f=self.traces[owner].value.f) for key, owner in shared.items()}
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Start afresh: the model's states as they were compiled, traces zero.
