@@ -1,6 +1,6 @@
 """Every rule on models of the zoo: finite, exact where it says so, halves are the whole, a reset begins anew.
 
-By default one model is run; `make conformance` runs them all.
+By default one model is run; `make conformance` runs them all, with ``PART=n`` one rule of each, another for each n.
 """
 
 import os
@@ -34,8 +34,18 @@ def is_random(model):
     return any(isinstance(s, brainstate.random.RandomState) for s in model.states().values()) or 'drop' in repr(model)
 
 
-@pytest.mark.parametrize('rule', [name for name in RULES if name != 'es_d_rtrl'])
-@pytest.mark.parametrize('name', list(CASES) if ALL else ['two_compartments'])
+NAMES = list(CASES) if ALL else ['two_compartments']
+EVERY = [name for name in RULES if name != 'es_d_rtrl']
+PART = os.environ.get('PART')
+
+
+def pairs():
+    """Models and rules that are run."""
+    for i, name in enumerate(NAMES):
+        yield from ((name, rule) for j, rule in enumerate(EVERY) if not PART or (i + j - int(PART)) % len(EVERY) == 0)
+
+
+@pytest.mark.parametrize(('name', 'rule'), list(pairs()))
 def test_conformance(name, rule):
     case = CASES[name]
     with precision(case):
