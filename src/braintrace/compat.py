@@ -164,6 +164,12 @@ def structure(eqn: Equation) -> str:
     return 'custom' if name in _CUSTOM else 'call'
 
 
+def has_reverse_only(eqn: Equation) -> bool:
+    """True if an equation has a derivative of its own making for reverse mode alone."""
+    inside = (e for sub in sub_programs(eqn) for e in open_jaxpr(sub.jaxpr).eqns)
+    return eqn.primitive.name.startswith('custom_vjp_call') or any(map(has_reverse_only, inside))
+
+
 _CALLBACKS = ('pure_callback', 'io_callback')
 
 

@@ -90,6 +90,8 @@ class _Site:
     def padded(self, part: jax.Array) -> jax.Array:
         """All of y, zero around its part; leading axes are left alone."""
         sides = [(p.start, n - p.stop) for p, n in zip(self.part, self.result.aval.shape, strict=True)]
+        if part.ndim == 0:
+            return part
         return jnp.pad(part, [(0, 0)] * (part.ndim - len(sides)) + sides)
 
     def run(self, operands: Operands, weight: Any) -> Any:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from ..compat import Atom, Var, is_differentiable, is_var
+from ..compat import Atom, Var, has_reverse_only, is_differentiable, is_var
 from .plan import Plan, Values
 from .sequence import Solved
 from .window import exact_step
@@ -174,10 +174,18 @@ class Forward:
                 column = jnp.zeros(self._places + 1, column.dtype).at[index[k]].set(column)[:-1]
             unit = jnp.zeros(self._count, weights.dtype).at[k].set(1)
             tangents = (to_parameters(unit), to_states(column.astype(flat.dtype)))
-            moved, _ = ravel_pytree(jax.jvp(step, (parameters, states), tangents)[1])
+            moved, _ = ravel_pytree(self._pushed(step, (parameters, states), tangents)[1])
             return (moved if index is None else jnp.append(moved, 0)[index[k]]).astype(self._dtype)
 
         return jax.lax.map(one, (jnp.arange(self._count), trace), batch_size=min(_TOGETHER, self._count))
+
+    def _pushed(self, step: Callable, primals: tuple, tangents: tuple) -> tuple[Values, Values]:
+        """A step and its forward derivative: the reverse one transposed, where an operation has no other."""
+        if not any(map(has_reverse_only, self.plan.equations)):
+            return jax.jvp(step, primals, tangents)
+        new, pull = jax.vjp(step, *primals)
+        (moved,) = jax.linear_transpose(pull, new)(tangents)
+        return new, moved
 
     def _rank_one(self, env: Values, step: Callable, parameters: Values, states: Values, trace: Carried) -> Influence:
         """s̃ and θ̃ after a step, balanced so that neither grows without need."""
@@ -185,7 +193,7 @@ class Forward:
         key = jax.random.fold_in(jax.random.key(self.seed), self._number(env))
         key = jax.random.fold_in(key, trace.steps)
         still = jax.tree.map(jnp.zeros_like, parameters)
-        new, pushed = jax.jvp(step, (parameters, states), (still, s))
+        new, pushed = self._pushed(step, (parameters, states), (still, s))
         leaves, structure = jax.tree.flatten(new)
         keys = jax.random.split(key, len(leaves))
         signs = [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
