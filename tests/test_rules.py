@@ -436,6 +436,43 @@ def test_uoro_is_right_in_the_mean():
     assert np.linalg.norm(error) < 0.2 * np.linalg.norm(case.bptt())
 
 
+class Turning(brainstate.nn.Module):
+    """Complex states and weights, and a conjugate on the way: not holomorphic."""
+
+    def __init__(self):
+        super().__init__()
+        draw = lambda *shape: jnp.asarray(np.random.default_rng(len(shape)).normal(size=(2, *shape))) * 0.4
+        self.w = brainstate.ParamState(jax.lax.complex(*draw(I, H)))
+        self.r = brainstate.ParamState(jax.lax.complex(*draw(H)))
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, H), complex))
+
+    def update(self, x):
+        self.h.value = 0.5 * self.h.value + x @ self.w.value + self.r.value * jnp.roll(self.h.value.conj(), 1, -1)
+        return jnp.concatenate([self.h.value.real, self.h.value.imag**2], -1)
+
+
+def test_influence_of_complex_parameters():
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(3, B, I)))
+
+    def found(rule, **options):
+        learner = braintrace.compile(Turning(), rule, xs[0], batch_size=B, **options)
+        step = lambda x: jnp.sum(learner(x) ** 2)
+        return lambda: ravel_pytree(dict(learner.etrace_grad(xs, step_fn=step, fresh=True)))[0]
+
+    wanted = found('bptt')()
+    assert np.abs(wanted.imag).min() > 1e-6
+    close(found('rtrl')(), wanted)
+    close(found('snap', n=H)(), wanted)
+    assert np.abs(found('snap', n=1)() - wanted).max() > 1e-3
+    draw = found('uoro')
+    draws = np.stack([np.asarray(draw()) for _ in range(1000)]).view(float)
+    error, spread = draws.mean(0) - np.asarray(wanted).view(float), draws.std(0) / len(draws) ** 0.5
+    assert np.all(np.abs(error) <= 5 * spread + 1e-12)
+    assert np.linalg.norm(error) < 0.2 * np.linalg.norm(wanted)
+
+
 # ---------------------------------------------------------------- modulators
 
 

@@ -108,12 +108,23 @@ class ALIF(SpikingNetwork):
 
 
 class GIF(SpikingNetwork):
-    """Generalised integrate-and-fire units: each has a slow current that its spikes leave behind."""
+    """Generalised integrate-and-fire units: each has a slow current that its spikes leave behind.
+
+    ``after``: what one spike adds to it; below zero units tire, above zero they are easier to wake again.
+    """
 
     def __init__(
-        self, inputs: int, outputs: int, units: int = 200, tau: float = 100.0, tau_slow: float = 1500.0, seed: int = 0
+        self,
+        inputs: int,
+        outputs: int,
+        units: int = 200,
+        tau: float = 100.0,
+        tau_slow: float = 1500.0,
+        after: float = -0.1,
+        seed: int = 0,
     ):
         super().__init__(inputs, outputs, units, tau, 0.5, seed)
+        self.after = after
         self.keep, self.keep_slow = math.exp(-1 / tau), math.exp(-1 / tau_slow)
 
     def spikes(self) -> jax.Array:
@@ -122,7 +133,7 @@ class GIF(SpikingNetwork):
     def update(self, x: jax.Array) -> ArrayLike:
         z = self.spikes()
         drive = x @ self.feed.value + z @ self.recur.value
-        self.a.value = self.keep_slow * self.a.value - 0.1 * z
+        self.a.value = self.keep_slow * self.a.value + self.after * z
         self.V.value = self.keep * self.V.value + drive + (1 - self.keep) * self.a.value - jax.lax.stop_gradient(z)
         return self.read_out()
 

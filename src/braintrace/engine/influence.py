@@ -103,7 +103,18 @@ class Forward:
 
     @cached_property
     def _count(self) -> int:
-        return sum(v.aval.size for v in self._parameters)
+        """Real numbers that the parameters are made of."""
+        return sum(v.aval.size * (2 if _is_complex(v) else 1) for v in self._parameters)
+
+    def _as_parameters(self, flat: jax.Array) -> Values:
+        """Parameters of real numbers; of a complex one all real parts come first."""
+        found, start = Values(), 0
+        for v in self._parameters:
+            parts = 2 if _is_complex(v) else 1
+            each = flat[start : start + parts * v.aval.size].reshape(parts, *v.aval.shape)
+            found[v] = (each[0] if parts == 1 else jax.lax.complex(*each)).astype(v.aval.dtype)
+            start += parts * v.aval.size
+        return found
 
     @cached_property
     def _places(self) -> int:
@@ -133,9 +144,19 @@ class Forward:
     def _moves(self, values: list[jax.Array]) -> jax.Array:
         """(places, parameters and places): where the derivative of a step is not zero."""
         env = Values(zip(self.plan.program.closed.jaxpr.invars, values, strict=True))
-        moving = (env.pick(self._parameters), env.pick(old for old, _ in self._moving))
-        flat, unravel = ravel_pytree(moving)
-        return jax.jacrev(lambda x: ravel_pytree(self._step(env, ())(*unravel(x))[0])[0])(flat) != 0
+        parameters, states = env.pick(self._parameters), env.pick(old for old, _ in self._moving)
+        flat, to_states = ravel_pytree(states)
+
+        def moved(changes: jax.Array, real: jax.Array, imaginary: jax.Array) -> jax.Array:
+            changed = jax.tree.map(jnp.add, parameters, self._as_parameters(changes))
+            tangent = jax.lax.complex(real, imaginary) if jnp.iscomplexobj(flat) else real
+            new, _ = ravel_pytree(self._step(env, ())(changed, to_states(flat + tangent.astype(flat.dtype)))[0])
+            return jnp.stack([jnp.real(new), jnp.imag(new)])
+
+        zeros = lambda n: jnp.zeros(n, jnp.finfo(flat.dtype).dtype)
+        given = (zeros(self._count), zeros(self._places), zeros(self._places))
+        by_parameter, *by_state = (jnp.any(x != 0, axis=0) for x in jax.jacrev(moved, (0, 1, 2))(*given))
+        return jnp.concatenate([by_parameter, by_state[0] | by_state[1]], axis=1)
 
     def init_traces(self) -> list[Carried]:
         """The influence at the start: none."""
@@ -151,7 +172,7 @@ class Forward:
 
     @property
     def _dtype(self) -> Any:
-        return jnp.result_type(*(v.aval.dtype for v in (*self._parameters, *(old for old, _ in self._moving))))
+        return jnp.result_type(*(old.aval.dtype for old, _ in self._moving))
 
     def _advance(self, env: Values, parameters: Values, states: Values, trace: Carried) -> Carried:
         """The influence after a step."""
@@ -164,7 +185,6 @@ class Forward:
 
     def _columns(self, step: Callable, parameters: Values, states: Values, trace: jax.Array) -> jax.Array:
         """Each parameter's influence, moved on by one forward derivative of the step."""
-        weights, to_parameters = ravel_pytree(parameters)
         flat, to_states = ravel_pytree(states)
         index = None if self.reach is None else jnp.asarray(self.reached)
 
@@ -172,8 +192,8 @@ class Forward:
             k, column = at
             if index is not None:
                 column = jnp.zeros(self._places + 1, column.dtype).at[index[k]].set(column)[:-1]
-            unit = jnp.zeros(self._count, weights.dtype).at[k].set(1)
-            tangents = (to_parameters(unit), to_states(column.astype(flat.dtype)))
+            unit = jnp.zeros(self._count, jnp.finfo(self._dtype).dtype).at[k].set(1)
+            tangents = (self._as_parameters(unit), to_states(column.astype(flat.dtype)))
             moved, _ = ravel_pytree(self._pushed(step, (parameters, states), tangents)[1])
             return (moved if index is None else jnp.append(moved, 0)[index[k]]).astype(self._dtype)
 
@@ -196,9 +216,8 @@ class Forward:
         new, pushed = self._pushed(step, (parameters, states), (still, s))
         leaves, structure = jax.tree.flatten(new)
         keys = jax.random.split(key, len(leaves))
-        signs = [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-        nu = jax.tree.unflatten(structure, signs)
-        (pulled,) = jax.vjp(lambda p: step(p, states), parameters)[1](nu)
+        nu = jax.tree.unflatten(structure, [_signs(k, x) for k, x in zip(keys, leaves, strict=True)])
+        (pulled,) = jax.vjp(lambda p: step(p, states), parameters)[1](jax.tree.map(jnp.conj, nu))
         tiny = float(jnp.finfo(self._dtype).tiny) ** 0.5
         past = jnp.sqrt((_norm(theta) + tiny) / (_norm(pushed) + tiny))
         now = jnp.sqrt((_norm(pulled) + tiny) / (_norm(nu) + tiny))
@@ -227,9 +246,7 @@ class Forward:
             told = trace.value @ flat.astype(self._dtype)
         else:
             told = jnp.sum(trace.value * jnp.append(flat, 0)[jnp.asarray(self.reached)], axis=1)
-        zeros = Values((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in self._parameters)
-        weights, to_parameters = ravel_pytree(zeros)
-        return to_parameters(jnp.real(told).astype(weights.dtype))
+        return jax.tree.map(jnp.conj, self._as_parameters(jnp.real(told)))
 
     # ------------------------------------------------------------ drivers
 
@@ -318,6 +335,17 @@ class Forward:
         moving = self._split(states)
         new, values = self._step(env, wanted)(parameters, moving)
         return states | new | self._others(env), self._advance(env, parameters, moving, trace), values
+
+
+def _is_complex(v: Var) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.complexfloating)
+
+
+def _signs(key: jax.Array, like: jax.Array) -> jax.Array:
+    """Random signs, of real and imaginary part apart."""
+    if not jnp.iscomplexobj(like):
+        return jax.random.rademacher(key, like.shape, like.dtype)
+    return jax.lax.complex(*jax.random.rademacher(key, (2, *like.shape), jnp.real(like).dtype))
 
 
 def _shaped(x: Any, v: Var) -> jax.Array:

@@ -251,7 +251,8 @@ class Traces:
             carry, y_bars, xs = {}, {}, {}
             for n, trace in old.items():
                 carrier, y, g, own = mine[n], self.sites[n].result, self.sites[n].group, self.owner[n] == n
-                after = carrier.step(trace, *drives[n], jacobians[g], recursions[g].after(y) if own else ())
+                x, rows = drives[n]
+                after = carrier.step(trace, x, rows, jacobians[g], recursions[g].after(y) if own else ())
                 carry[n] = after._replace(f={s: after.f[s] for s in trace.f})
                 told = [(after, signals[g]), *([(trace, reads[g])] if reads[g] else [])]
                 xs[n] = [trace.x for trace, _ in told]
