@@ -28,7 +28,8 @@ class Experiment:
     """A task, its network, how it is trained, and what counts as reached: an accuracy at least, an error at most.
 
     ``limits`` are those of rules with a reference of their own. ``online``: weights change at every step, under BPTT
-    after windows of 25. ``falling``: the rate follows a cosine. ``own``: what is different for a rule.
+    after windows of 25. ``falling``: the rate follows a cosine. ``fixed``: parameters that do not learn.
+    ``own``: what is different for a rule.
     """
 
     task: object
@@ -46,6 +47,7 @@ class Experiment:
     falling: bool = False
     clip: float = 1.0
     shape: dict = field(default_factory=dict)
+    fixed: tuple = ()
     own: dict = field(default_factory=dict)
 
     def wanted(self, rule: str) -> tuple[str, Callable[[float], bool]]:
@@ -83,7 +85,10 @@ EXPERIMENTS = {
         rate_target=0.01,
         falling=True,
         shape={'gain': 0.5},
-        own={'pp_prop': {'network': 'gif', 'shape': {'units': 100, 'after': 0.03}, 'updates': 200}},
+        own={
+            'pp_prop': {'network': 'gif', 'shape': {'units': 100, 'after': 0.03}, 'updates': 200},
+            'bptt': {'shape': {'gain': 0.1}, 'fixed': ('recur',), 'updates': 100},
+        },
     ),
     'matching': Experiment(
         tasks.DelayedMatchToSample(),
@@ -141,7 +146,8 @@ def train(experiment: Experiment, rule: str, seed: int, report: Callable[[str], 
     rate = experiment.rate
     if experiment.falling:
         rate = optax.cosine_decay_schedule(rate, experiment.updates, alpha=0.05)
-    clipped = optax.chain(optax.clip_by_global_norm(experiment.clip), optax.adam(rate))
+    still = optax.masked(optax.set_to_zero(), lambda tree: {path: path[0] in experiment.fixed for path in tree})
+    clipped = optax.chain(still, optax.clip_by_global_norm(experiment.clip), optax.adam(rate))
     clipped = optax.apply_if_finite(clipped, max_consecutive_errors=50)
     start = time.perf_counter()
     if experiment.online:
@@ -181,7 +187,7 @@ def run(name: str, rules: tuple, seeds: int, updates: int | None) -> None:
         given = {'updates': updates} if updates else {}
         own = replace(experiment, **experiment.own.get(rule, {}) | given)
         rate = 'cosine' if own.falling else 'constant'
-        how = {'network': own.network, 'shape': own.shape, 'rate': rate}
+        how = {'network': own.network, 'shape': own.shape, 'fixed': own.fixed, 'rate': rate}
         runs = []
         for seed in range(seeds):
             tell = lambda text, rule=rule, seed=seed: print(f'{name:12} {rule:8} seed {seed}  {text}', flush=True)
@@ -215,7 +221,8 @@ def table() -> str:
             seconds = np.mean([r['seconds'] for r in runs])
             spread = f'[{min(finals):.4f}, {max(finals):.4f}]'
             network = runs[0].get('network', experiment.network)
-            shape = ' '.join([network, *(f'{k} {v}' for k, v in runs[0].get('shape', {}).items())])
+            fixed = [f'{name} fixed' for name in runs[0].get('fixed', ())]
+            shape = ' '.join([network, *(f'{k} {v}' for k, v in runs[0].get('shape', {}).items()), *fixed])
             updates = len(runs[0]['course'])
             if experiment.online:
                 updates = experiment.task.steps // (25 if rule == 'bptt' else 1)

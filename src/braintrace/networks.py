@@ -110,7 +110,8 @@ class ALIF(SpikingNetwork):
 class GIF(SpikingNetwork):
     """Generalised integrate-and-fire units: each has a slow current that its spikes leave behind.
 
-    ``after``: what one spike adds to it; below zero units tire, above zero they are easier to wake again.
+    ``after``: what one spike adds to it; below zero units tire, above zero they are easier to wake again. ``gain``: of
+    the recurrent weights at first.
     """
 
     def __init__(
@@ -121,9 +122,10 @@ class GIF(SpikingNetwork):
         tau: float = 100.0,
         tau_slow: float = 1500.0,
         after: float = -0.1,
+        gain: float = 0.5,
         seed: int = 0,
     ):
-        super().__init__(inputs, outputs, units, tau, 0.5, seed)
+        super().__init__(inputs, outputs, units, tau, gain, seed)
         self.after = after
         self.keep, self.keep_slow = math.exp(-1 / tau), math.exp(-1 / tau_slow)
 
