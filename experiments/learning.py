@@ -60,8 +60,8 @@ class Experiment:
 
 NOT_REACHED = """What is not reached, and what was tried:
 
-- matching by D-RTRL and e-prop: 0.94 to 0.95, just below. With a slow current of -0.1 a spike in place of -0.3 and a rate
-  of 1e-3 D-RTRL had 0.93 after 800 updates; as it stands, in another run of 300 updates, 0.948.
+- matching by D-RTRL and e-prop: 0.94 to 0.95, just below. With a slow current of -0.1 a spike in place of -0.3 and a
+  rate of 1e-3 D-RTRL had 0.93 after 800 updates; as it stands, in another run of 300 updates, 0.948.
   pp_prop, with a current that excites (0.03): 0.86 after 300 at a rate of 3e-3. BPTT was not run.
 
 What is behind the settings:

@@ -1,6 +1,7 @@
 """Every rule on models of the zoo: finite, exact where it says so, halves are the whole, a reset begins anew.
 
-By default one model is run, and some that a rule once failed on; `make conformance` runs them all, with ``PART=n`` one rule of each, another for each n.
+By default one model is run, and some that a rule once failed on; `make conformance` runs them all, with ``PART=n`` one
+rule of each, another for each n.
 """
 
 import os
