@@ -30,7 +30,7 @@ def problem_of(case, steps):
     return Problem(info.program, values, [sequence(by_variable[v], steps) for v in info.program.inputs], weights)
 
 
-@pytest.mark.parametrize('name', list(CASES)[:: 1 if ALL else 6])
+@pytest.mark.parametrize('name', list(CASES)[:: 1 if ALL else 8])
 def test_one_step_is_the_plain_gradient(name):
     case = CASES[name]
     with precision(case):
@@ -48,7 +48,7 @@ def test_one_step_is_the_plain_gradient(name):
             close_to(mine[v], plain[v], case)
 
 
-@pytest.mark.parametrize('name', [n for n in CASES if n != 'brainpy_hh_recurrent'][:: 1 if ALL else 16])
+@pytest.mark.parametrize('name', [n for n in CASES if n != 'brainpy_hh_recurrent'][:: 1 if ALL else 20])
 def test_local_rule_is_the_dense_recursion(name):
     case = CASES[name]
     with precision(case):
