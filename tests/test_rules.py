@@ -436,6 +436,50 @@ def test_uoro_is_right_in_the_mean():
     assert np.linalg.norm(error) < 0.2 * np.linalg.norm(case.bptt())
 
 
+class One(brainstate.nn.Module):
+    """A state that is one number, moved by one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.asarray(0.7))
+
+    def init_state(self, **kwargs):
+        self.h = brainstate.HiddenState(jnp.zeros(()))
+
+    def update(self, x):
+        self.h.value = 0.8 * self.h.value + jnp.tanh(self.w.value * x)
+        return self.h.value
+
+
+@pytest.mark.parametrize(('rule', 'decay_f'), [('pp_prop', 0.9), ('ottt', 0.0)])
+def test_factors_of_a_scalar_state(rule, decay_f):
+    xs = jnp.asarray([0.5, -1.0, 2.0])
+    learner = braintrace.compile(One(), rule, xs[0])
+    found = learner.etrace_grad(xs, step_fn=lambda x: learner(x) ** 2, reduction='sum', fresh=True)['w',]
+    h = e_f = e_x = wanted = 0.0
+    for t, x in enumerate(np.asarray(xs)):
+        h = 0.8 * h + np.tanh(0.7 * x)
+        e_f = decay_f * 0.8 * e_f + (1 - decay_f) * x * (1 - np.tanh(0.7 * x) ** 2)
+        e_x = 0.9 * e_x + 1
+        wanted += 2 * h * e_f * e_x / (1 - decay_f ** (t + 1))
+    close(found, wanted)
+
+
+def test_factors_of_one_sum_share_their_states_side():
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(T, B, I)), jnp.float32)
+    learner = braintrace.compile(brainstate.nn.GRUCell(I, H), 'pp_prop', xs[0], batch_size=B)
+    learner.etrace_evolve(xs)
+    held = [x for trace in learner.traces.values() for x in trace.value.f.values()]
+    assert len(learner.traces) == 6
+    assert [x.shape for x in held] == [(B, H)] * 2  # one for the update gate, one for the candidate
+    for name in ('Wrz', 'Wh'):
+        shown = [trace.f[0] for trace in learner.get_etrace_of((name, 'weight')).values()]
+        assert len(shown) == 3
+        assert np.abs(shown[0]).max() > 1e-3
+        close(shown[1], shown[0])
+        close(shown[2], shown[0])
+
+
 class Turning(brainstate.nn.Module):
     """Complex states and weights, and a conjugate on the way: not holomorphic."""
 
