@@ -147,8 +147,7 @@ class Workload:
 
     ``variants`` are what we run of it, ``peer`` the same for the published package. ``peer_steps`` shortens its slow
     rules, whose cost is the same at every step. ``differs`` names gradients (as shell patterns) that the
-    published package is known to get wrong, with the reason; all others must agree. ``brief``: measured once, for its
-    memory.
+    published package is known to get wrong, with the reason; all others must agree.
     """
 
     key: str
@@ -163,7 +162,6 @@ class Workload:
     peer: tuple[str, ...] = ('d_rtrl_carried', 'pp_prop')
     peer_steps: int | None = None
     differs: dict[str, str] = field(default_factory=dict)
-    brief: bool = False
 
     def steps_of(self, side: str, variant: str) -> int:
         """Length of the sequence that a side runs."""
@@ -315,10 +313,9 @@ def workloads(quick: bool = False) -> list[Workload]:
             steps=30,
             variants=('pp_prop',),
             peer=(),
-            brief=True,
         ),
         *(
-            adaptive('9', f'adaptive LIF 256, batch 8, T {n}', 256, 32, batch=8, steps=n, peer=('pp_prop',), brief=True)
+            adaptive('9', f'adaptive LIF 256, batch 8, T {n}', 256, 32, batch=8, steps=n, peer=('pp_prop',))
             for n in (1000, 4000, 16000)
         ),
         *(

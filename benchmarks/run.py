@@ -99,7 +99,7 @@ def measure(index: int, workload: Workload, sides: dict[str, Side], rounds: int,
     plan = [('ours', v) for v in (*BASELINES, *workload.variants)]
     if 'peer' in sides:
         plan += [('peer', v) for v in workload.peer]
-    repeats = 1 if quick or workload.brief else SET_UPS
+    repeats = 1 if quick else SET_UPS
     runs: dict[str, dict[str, dict]] = {name: {} for name in sides}
     for name, variant in plan:
         print(f' {name[0]}:{variant}', end='', flush=True)
@@ -109,7 +109,7 @@ def measure(index: int, workload: Workload, sides: dict[str, Side], rounds: int,
             found |= sides[name]('peak', variant=variant, repeats=repeats)
         runs[name][variant] = {'steps': steps, 'seconds': [], **found}
     print('; rounds', end='', flush=True)
-    for i in range(1 if workload.brief else rounds):
+    for i in range(rounds):
         print(f' {i + 1}', end='', flush=True)
         for name, variant in plan:
             run = runs[name][variant]
@@ -119,7 +119,7 @@ def measure(index: int, workload: Workload, sides: dict[str, Side], rounds: int,
                     run['error'] = answer['error']
                 else:
                     run['seconds'].append(answer['seconds'] * workload.steps / run['steps'])
-    gradients = agreement(workload, sides, runs) if 'peer' in sides and not workload.brief else {}
+    gradients = agreement(workload, sides, runs) if 'peer' in sides else {}
     print(f'; {time.perf_counter() - started:.0f} s', flush=True)
     return {
         'key': workload.key,

@@ -98,7 +98,7 @@ EXPERIMENTS = {
         tasks.DelayedMatchToSample(),
         'gif',
         64,
-        400,
+        800,
         2e-3,
         'accuracy',
         0.95,

@@ -10,6 +10,11 @@ import numpy as np
 from .trials import Trials
 
 
+def poisson(rng: np.random.Generator, rates: np.ndarray) -> np.ndarray:
+    """Spikes, 0 or 1, by their probabilities (float32, which halves the time)."""
+    return (rng.random(rates.shape, dtype=np.float32) < rates).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class EvidenceAccumulation:
     """Cues to the left and to the right, a pause, then the question: which side had more?
@@ -47,12 +52,12 @@ class EvidenceAccumulation:
         """Draw trials; the target is 0 for more cues on the left."""
         likely = rng.integers(0, 2, size)
         sides = np.where(rng.random((self.cues, size)) < self.rarer, 1 - likely, likely)
-        rates = np.zeros((self.steps, size, 4, self.group))
+        rates = np.zeros((self.steps, size, 4, self.group), np.float32)
         for i in range(self.cues):
             rates[i * self.every : i * self.every + self.cue, np.arange(size), sides[i]] = self.rate
         rates[-self.recall :, :, 2] = self.rate
         rates[:, :, 3] = self.noise
-        spikes = (rng.random(rates.shape) < rates).astype(np.float32)
+        spikes = poisson(rng, rates)
         more = (sides.sum(0) * 2 > self.cues).astype(np.int32)
         weights = np.zeros(self.steps, np.float32)
         weights[-self.recall :] = 1
@@ -92,14 +97,13 @@ class DelayedMatchToSample:
         second = np.where(match, first, (first + rng.integers(1, self.directions, size)) % self.directions)
         preferred = np.arange(self.channels) / self.channels * 2 * np.pi
         bump = lambda d: np.exp(4 * (np.cos(preferred - 2 * np.pi * d[:, None] / self.directions) - 1))
-        rates = np.full((self.steps, size, self.channels), self.background)
+        rates = np.full((self.steps, size, self.channels), self.background, np.float32)
         start = self.fixation + self.shown
         rates[self.fixation : start] += self.rate * bump(first)
         rates[start + self.delay :] += self.rate * bump(second)
         weights = np.zeros(self.steps, np.float32)
         weights[start + self.delay :] = 1
-        spikes = (rng.random(rates.shape) < rates).astype(np.float32)
-        return Trials(spikes, np.broadcast_to(match.astype(np.int32), (self.steps, size)), weights)
+        return Trials(poisson(rng, rates), np.broadcast_to(match.astype(np.int32), (self.steps, size)), weights)
 
 
 @dataclass(frozen=True)
