@@ -129,8 +129,8 @@ class _Whole(_Site, ABC):
     """A trace that is small enough to be solved in one piece."""
 
     @abstractmethod
-    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
-        """Σ_t P_t ∂h_t/∂w of one component."""
+    def plus(self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
+        """A component's trace with Σ_t P_t ∂h_t/∂w added."""
 
     @abstractmethod
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
@@ -153,8 +153,9 @@ class _Whole(_Site, ABC):
         new = {}
         for s in trace:
             terms = [self.scaled(e, product[s, r]) for r, e in wide.items() if (s, r) in product]
-            terms += [self.instantaneous(fixed, steps, rows[s])] if s in rows else []
-            new[s] = sum(terms[1:], terms[0]).astype(trace[s].dtype)
+            total = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(wide[s])
+            total = self.plus(total, fixed, steps, rows[s].astype(total.dtype)) if s in rows else total
+            new[s] = total.astype(trace[s].dtype)
         told = [self.gradient(e, gamma[s]) for s, e in wide.items() if s in gamma]
         return new, sum(told[1:], told[0]) if told else jnp.zeros(self.weight.shape, self.weight.dtype)
 
@@ -167,8 +168,8 @@ class Elementwise(_Whole):
     def shape(self) -> tuple[int, ...]:
         return self.result.aval.shape
 
-    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
-        return jnp.sum(rows * self.slopes(fixed, steps, len(rows)).astype(rows.dtype), axis=0)
+    def plus(self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
+        return trace + jnp.sum(rows * self.slopes(fixed, steps, len(rows)).astype(rows.dtype), axis=0)
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
         return self.at_result(factor) * trace
@@ -266,15 +267,14 @@ class Sparse(_Whole):
     def shape(self) -> tuple[int, ...]:
         return (len(self.synapses.post), *self.result.aval.shape[1:])
 
-    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
+    def plus(self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
         pre, post = self.synapses
 
         def step(total: jax.Array, at: tuple) -> tuple:
             row, x = at
             return total + row[post] * x[pre], None
 
-        start = jnp.zeros(self.shape, rows.dtype)
-        return jax.lax.scan(step, start, (rows, steps[Synapses.INPUT].astype(rows.dtype)))[0]
+        return jax.lax.scan(step, trace, (rows, steps[Synapses.INPUT].astype(rows.dtype)))[0]
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
         return self.at_result(factor)[self.synapses.post] * trace
@@ -294,12 +294,12 @@ class Convolved(_Whole):
         filters = self.result.aval.shape[self.equation.params['dimension_numbers'].out_spec[1]]
         return (self.result.aval.size // filters, self.patches.size, filters)
 
-    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
+    def plus(self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
         def step(total: jax.Array, at: tuple) -> tuple:
             x, row = at
             return total + self.patches.of_input(x)[:, :, None] * self.patches.of_result(row)[:, None], None
 
-        return jax.lax.scan(step, jnp.zeros(self.shape, rows.dtype), (steps[0].astype(rows.dtype), rows))[0]
+        return jax.lax.scan(step, trace, (steps[0].astype(rows.dtype), rows))[0]
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
         return self.patches.of_result(self.at_result(factor))[:, None] * trace
@@ -320,7 +320,7 @@ class Full(_Whole):
     def shape(self) -> tuple[int, ...]:
         return (self._places, *self.weight.shape)
 
-    def instantaneous(self, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
+    def plus(self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
         def block(w: Any) -> Any:
             return jax.vmap(lambda step: self.run({**fixed, **step}, w), axis_size=len(rows))(steps)
 
@@ -330,7 +330,7 @@ class Full(_Whole):
             here = (jnp.asarray(self.positions) == place).astype(y.dtype)
             return pull(rows.astype(y.dtype) * here)[0]
 
-        return jax.lax.map(influence, jnp.arange(self._places))
+        return trace + jax.lax.map(influence, jnp.arange(self._places))
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
         return factor.reshape(-1, *(1,) * (trace.ndim - 1)) * trace

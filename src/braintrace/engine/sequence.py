@@ -90,14 +90,15 @@ class Sequencer:
     def block_length(self, steps: int, carried: bool) -> int:
         """Steps to solve together: what a block keeps should stay near the processor.
 
-        A block reads and writes all of the traces it carries, so that longer ones pay then, up to what the traces
-        themselves take. A length that divides the steps spares a second program for the rest.
+        A block reads and writes the gradients and all of the traces it carries, so that it may keep a quarter of what
+        the former and half of what the latter take. A length that divides the steps spares a program for the rest.
         """
         least, room = (8, 2**20)
         if carried:
-            traces = jax.tree.leaves(jax.eval_shape(self.init_traces))
-            held = sum(x.size * x.dtype.itemsize for x in traces)
-            least, room = (4, min(max(held // 2, 2**19), 2**23))
+            count = lambda arrays: sum(x.size * x.dtype.itemsize for x in arrays)
+            traces = count(jax.tree.leaves(jax.eval_shape(self.init_traces)))
+            gradients = count(v.aval for v in self._weights)
+            least, room = (4, min(max(gradients // 4 + traces // 2, 2**17), 2**23))
         longest = min(max(room // self.step_bytes, least), 50, steps)
         return next((k for k in range(longest, longest // 2, -1) if steps % k == 0), longest)
 
