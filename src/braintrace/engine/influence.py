@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from ..compat import Atom, Var, has_reverse_only, is_differentiable, is_var
+from ..analysis.families import TABLE
+from ..compat import Atom, Var, evaluate_equation, has_reverse_only, is_differentiable, is_var
 from .plan import Plan, Values
 from .sequence import Solved
-from .window import exact_step
+from .window import Run, exact_step
 
 Influence = Any
 _TOGETHER = 256
@@ -82,12 +83,14 @@ class Forward:
     def _parameters(self) -> tuple[Var, ...]:
         return tuple(p.invar for p in self.plan.program.parameters)
 
-    def _step(self, env: Values, wanted: Sequence[Atom]) -> Callable[[Values, Values], tuple[Values, list[Any]]]:
+    def _step(
+        self, env: Values, wanted: Sequence[Atom], run: Run | None = None
+    ) -> Callable[[Values, Values], tuple[Values, list[Any]]]:
         """A step as a function of parameters and of states that carry a derivative: the new ones, wanted values."""
         new = [n for _, n in self._moving]
 
         def step(parameters: Values, states: Values) -> tuple[Values, list[Any]]:
-            results = exact_step(self.plan, env | parameters | states, [*new, *wanted])
+            results = exact_step(self.plan, env | parameters | states, [*new, *wanted], run)
             moved = zip((old for old, _ in self._moving), results, strict=False)
             return Values((v, _shaped(x, v)) for v, x in moved), results[len(new) :]
 
@@ -124,7 +127,9 @@ class Forward:
     def reached(self) -> np.ndarray:
         """(parameters, places): the states that each parameter reaches within n steps; the rest is padding.
 
-        Found at random parameters, states and inputs: whatever moves at any of them is reached.
+        Found at random parameters, states and inputs, with all that opens and closes a way left open: whatever moves
+        at any of them is reached. An element that never acts, as the row of a symbol not drawn, counts as the others
+        of its column do.
         """
         assert self.reach is not None
         rng = np.random.default_rng(0)
@@ -133,13 +138,55 @@ class Forward:
             draws = [[_drawn(v, rng, scale) for v in variables] for scale in np.geomspace(0.1, 3.0, _DRAWS)]
             moved = jax.jit(self._moves)
             jacobian = functools.reduce(np.logical_or, (np.asarray(moved(draw)) for draw in draws))
-        direct, onward = jacobian[:, : self._count].T, jacobian[:, self._count :].T
+        direct, onward = self._by_column(jacobian[:, : self._count].T), jacobian[:, self._count :].T
         found = direct
         for _ in range(self.reach - 1):
             found = direct | (found.astype(np.int64) @ onward.astype(np.int64) > 0)
         width = max(int(found.sum(axis=1).max()), 1)
         order = np.argsort(~found, axis=1, kind='stable')[:, :width]
         return np.where(np.take_along_axis(found, order, axis=1), order, self._places)
+
+    def _by_column(self, direct: np.ndarray) -> np.ndarray:
+        """What each parameter reaches at once; where one reaches nothing, what those with the same last index reach."""
+        parts, start = [], 0
+        for v in self._parameters:
+            size = v.aval.size * (2 if _is_complex(v) else 1)
+            part = direct[start : start + size].reshape(-1, v.aval.shape[-1] if v.aval.shape else 1, self._places)
+            part = np.where(part.any(-1, keepdims=True), part, part.any(0, keepdims=True))
+            parts.append(part.reshape(size, self._places))
+            start += size
+        return np.concatenate(parts)
+
+    def _opened(self, i: int, operands: list[Any]) -> list[Any]:
+        """An equation that lets through any change of what it takes, at its element.
+
+        A surrogate that is zero far from the threshold, a rectifier, a choice or a gate would otherwise close ways at
+        most of the values that are drawn. What is closed by a constant stays closed.
+        """
+        eqn, name = self.plan.equations[i], self.plan.equations[i].primitive.name
+        results = evaluate_equation(eqn, operands)
+        family = TABLE.get(name)
+        varies = [is_var(v) and v in self._varying for v in eqn.invars]
+        if family is None and name.startswith('custom_'):
+            passed = varies
+        elif family is None or family.kind != 'elementwise' or (name == 'select_n' and not varies[0]):
+            return results
+        else:
+            passed = [v and family.differentiates(eqn, k) for k, v in enumerate(varies)]
+            passed = [v and all(varies) for v in passed] if name == 'mul' else passed
+        taken = [x for x, p in zip(operands, passed, strict=True) if p and jnp.issubdtype(x.dtype, jnp.inexact)]
+        if any(x.shape not in ((), r.shape) for x in taken for r in results):
+            return results
+        return [_changing(r, taken) if jnp.issubdtype(r.dtype, jnp.inexact) else r for r in results]
+
+    @cached_property
+    def _varying(self) -> set[Var]:
+        """What depends on anything but constants."""
+        found = set(self.plan.program.closed.jaxpr.invars)
+        for eqn in self.plan.equations:
+            if any(is_var(v) and v in found for v in eqn.invars):
+                found.update(eqn.outvars)
+        return found
 
     def _moves(self, values: list[jax.Array]) -> jax.Array:
         """(places, parameters and places): where the derivative of a step is not zero."""
@@ -150,12 +197,14 @@ class Forward:
         def moved(changes: jax.Array, real: jax.Array, imaginary: jax.Array) -> jax.Array:
             changed = jax.tree.map(jnp.add, parameters, self._as_parameters(changes))
             tangent = jax.lax.complex(real, imaginary) if jnp.iscomplexobj(flat) else real
-            new, _ = ravel_pytree(self._step(env, ())(changed, to_states(flat + tangent.astype(flat.dtype)))[0])
+            step = self._step(env, (), self._opened)
+            new, _ = ravel_pytree(step(changed, to_states(flat + tangent.astype(flat.dtype)))[0])
             return jnp.stack([jnp.real(new), jnp.imag(new)])
 
         zeros = lambda n: jnp.zeros(n, jnp.finfo(flat.dtype).dtype)
         given = (zeros(self._count), zeros(self._places), zeros(self._places))
-        by_parameter, *by_state = (jnp.any(x != 0, axis=0) for x in jax.jacrev(moved, (0, 1, 2))(*given))
+        slopes = jax.jacrev(moved, (0, 1, 2))(*given)
+        by_parameter, *by_state = (jnp.any((x != 0) & jnp.isfinite(x), axis=0) for x in slopes)
         return jnp.concatenate([by_parameter, by_state[0] | by_state[1]], axis=1)
 
     def init_traces(self) -> list[Carried]:
@@ -350,6 +399,16 @@ def _signs(key: jax.Array, like: jax.Array) -> jax.Array:
 
 def _shaped(x: Any, v: Var) -> jax.Array:
     return jnp.broadcast_to(x, v.aval.shape).astype(v.aval.dtype)
+
+
+def _changing(result: jax.Array, taken: Sequence[jax.Array]) -> jax.Array:
+    """A result that changes with all that was taken, and not only where its own derivative says so."""
+    for x in taken:
+        change = x - jax.lax.stop_gradient(x)
+        if jnp.iscomplexobj(change) and not jnp.iscomplexobj(result):
+            change = jnp.real(change) + jnp.imag(change)
+        result = result + 0.7321 * change.astype(result.dtype)
+    return result
 
 
 def _drawn(v: Var, rng: np.random.Generator, scale: float) -> jax.Array:

@@ -254,7 +254,8 @@ class Sequencer:
             losses, extras = [*losses, loss], [*extras, extra]
         states, traces, total, through, learned = carry
         total = add(total, self._pull(parameters, states, through)) if traces else total
-        *learned, error = (x / count for x in learned)
+        *learned, error = learned
+        learned, error = [x / count for x in learned], error / max(count - whole, 1)
         return Solved(total, *_joined(losses, extras), states, traces, learned, error)
 
     def run(self, parameters: Values, states: Values, traces: Trace, inputs: Values) -> tuple[Values, Values, Trace]:

@@ -60,7 +60,9 @@ def _spread(value: jax.Array, shape: tuple[int, ...], scale: jax.Array) -> jax.A
     if len(own) > len(shape) or any(a not in (1, b) for a, b in zip(own[::-1], shape[::-1], strict=False)):
         raise _unclear(own, shape)
     aligned = value.reshape(len(value), *(1,) * (len(shape) - len(own)), *own)
-    return jnp.broadcast_to(aligned * scale.reshape(-1, *(1,) * len(shape)), (len(value), *shape))
+    scale = scale.reshape(-1, *(1,) * len(shape))
+    scaled = jnp.where(scale == 0, 0, aligned) * scale  # a masked step may hold anything
+    return jnp.broadcast_to(scaled, (len(value), *shape))
 
 
 def _unclear(got: tuple, shape: tuple) -> CompilationError:

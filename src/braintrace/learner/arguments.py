@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import CompilationError, one_of, three_parts
 from ..program import Path
-from ..rules import Rule
+from ..rules import PRESETS, Rule, named
 
 
 def results(
@@ -107,6 +107,12 @@ def check_combination(rule: Rule, vjp_method: str, trace: Any, trace_dtype: Any)
             "vjp_method='single-step' and no chunk_size, or rule 'd_rtrl' or 'pp_prop'",
         ),
         (
+            vjp_method == 'multi-step' and rule.predictor is not None,
+            f"windows of one's own with {rule.name}",
+            'it has windows, at whose ends its predictor stands',
+            'etrace_grad or etrace_online without chunk_size and MultiStepData',
+        ),
+        (
             rule.deep and not plain,
             f"reach='deep' with {rule.name}",
             'credit from layer to layer is that of the local rule',
@@ -122,6 +128,22 @@ def check_combination(rule: Rule, vjp_method: str, trace: Any, trace_dtype: Any)
     for is_wrong, *parts in wrong:
         if is_wrong:
             raise ValueError(three_parts(*parts))
+
+
+def rules_of(asked: Any) -> list[Rule]:
+    """Rules from their names, classes, configurations or learners."""
+    if isinstance(asked, str) or not isinstance(asked, Sequence) or not asked:
+        raise ValueError(
+            three_parts(f'rules={asked!r}', 'it is a list of rules to compare', "rules=['d_rtrl', 'pp_prop']")
+        )
+    found = []
+    for one in asked:
+        name = one if isinstance(one, str) else getattr(one, '__name__', None)
+        rule = PRESETS[named(name)] if name else getattr(one, 'rule', one)
+        if not isinstance(rule, Rule):
+            raise ValueError(three_parts(f'{one!r} among rules', 'it is no rule', "a name, as 'd_rtrl', or a learner"))
+        found.append(rule)
+    return found
 
 
 def check_block(block: Any) -> None:

@@ -17,7 +17,7 @@ from ..frontends.brainstate import module_states
 from ..program import Path
 from ..program.step import path_name
 from ..rules import BPTT as BPTT_RULE
-from ..rules import PRESETS, Rule, named
+from ..rules import Rule
 from .arguments import (
     bytes_of,
     check_aux,
@@ -30,6 +30,7 @@ from .arguments import (
     loss_weights,
     never_called,
     results,
+    rules_of,
 )
 from .check import GradientCheck, MemoryPlan, RuleComparison, compare
 from .compiled import Compiled
@@ -65,17 +66,24 @@ class Learner(Compiled):
         window = any(isinstance(a, MultiStepData) for a in args)
         args = tuple(a.data if isinstance(a, (SingleStepData, MultiStepData)) else a for a in args)
         self._updates += 1
-        if modulator is not None:
-            self._set_modulator(modulator)
+        given = modulator is not None and not self._deaf
         check_rank(args, self._example, int(window))
         if self._tracing:
+            if given:
+                self._set_modulator(modulator)
             return brainstate.transform.for_loop(self._call, *args) if window else self._call(*args)
-        traced, step = self._step_program(args, window)
-        parameters, states = traced.read()
+        if window and self.rule.predictor is not None:
+            check_combination(self.rule, 'multi-step', self.trace, self.trace_dtype)
+        with self._modulated() if given else contextlib.nullcontext():
+            if given:
+                self._set_modulator(modulator)
+            traced, step = self._step_program(args, window)
+            parameters, states = traced.read()
         traces = self._read_traces(traced, fresh=False)
         outputs, states, traces = step(parameters, states, traces, traced.inputs(args))
         traced.write(states)
         self._write_traces(traced, traces, fresh=False)
+        self._count()
         return traced.outputs(outputs)
 
     # ------------------------------------------------------------ sequences
@@ -193,7 +201,11 @@ class Learner(Compiled):
         if self.standing is not None and self.rule.predictor is not None:
             rate = self.rule.predictor.rate
             self.standing.value = [w - rate * g for w, g in zip(self.standing.value, solved.learned, strict=True)]
-        elif self.standing is not None and self.rule.signal != 'modulatory':
+        else:
+            self._count()
+
+    def _count(self) -> None:
+        if self.standing is not None and self.rule.predictor is None and self.rule.signal != 'modulatory':
             self.standing.value = self.standing.value + 1
 
     @contextlib.contextmanager
@@ -322,14 +334,14 @@ class Learner(Compiled):
             run = lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs)
             self._made.keep(key, None, brainstate.transform.jit(run))
         before = [(state, state.value) for state in self._held()]
-        self._tracing = True
+        self._tracing = self._deaf = True
         try:
             for path, state in module_states(self.model).items():
                 if path in self._start:
                     state.value = self._start[path].value
             return self._made.programs[key][1](*sequences)
         finally:
-            self._tracing = False
+            self._tracing = self._deaf = False
             for state, value in before:
                 state.value = value
 
@@ -363,12 +375,13 @@ class Learner(Compiled):
     ) -> GradientCheck | RuleComparison:
         """Compare gradients of a fresh sequence with BPTT's: this rule's, or those of ``rules``; nothing is changed.
 
-        ``rules``: names of rules, with the options they have by default, or :class:`ETraceConfig`.
+        ``rules``: names or classes of rules, with the options they have by default, :class:`ETraceConfig`, or learners
+        for their rule with its options: ``braintrace.SnAp(model, n=2)``.
         """
         check_choice('reduction', reduction, ('mean', 'sum'))
+        asked = [self.rule] if rules is None else rules_of(rules)
         exact = self._by_name(sequences, step_fn, BPTT_RULE, mask, reduction)
         checks = []
-        asked = [self.rule] if rules is None else [PRESETS[named(r)] if isinstance(r, str) else r.rule for r in rules]
         for rule in asked:
             mine = self._by_name(sequences, step_fn, rule, mask, reduction)
             classes = {r.context['name']: r.context['credit'] for r in self.graph.report.credits}
@@ -381,12 +394,14 @@ class Learner(Compiled):
     ) -> dict[str, jax.Array]:
         """Gradients of a fresh sequence by parameter, under any rule."""
         before = self.rule, self.standing
+        self._deaf = self.rule.signal == 'modulatory' != rule.signal
         if rule is not self.rule:
             self.rule, self.standing = rule, self._stand(rule)
         try:
             traced, solved, _ = self._solve(sequences, step_fn, mask, reduction, True, rule)
         finally:
             self.rule, self.standing = before
+            self._deaf = False
         return {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
 
     def write_report(self, file: Any, steps: int | None = None) -> None:

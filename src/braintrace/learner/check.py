@@ -39,7 +39,7 @@ class GradientCheck:
         return dot / max((mine * exact) ** 0.5, 1e-30)
 
     def __getitem__(self, name: str) -> CheckRow:
-        return next(row for row in self.rows if row.name == name)
+        return _named({row.name: row for row in self.rows}, name)
 
     def __str__(self) -> str:
         width = max(len(row.name) for row in self.rows)
@@ -59,6 +59,12 @@ def _compared(row: CheckRow) -> str:
     return 'zero' if row.norm_ratio == 0 else f'{row.cosine:.3f} ×{row.norm_ratio:.2f}'
 
 
+def _named(found: dict[str, Any], name: str) -> Any:
+    if name not in found:
+        raise KeyError(f'{name!r}; there is: {", ".join(found)}')
+    return found[name]
+
+
 def _cut_short(name: str) -> str:
     return name if len(name) <= 24 else f'{name[:23]}…'
 
@@ -70,7 +76,7 @@ class RuleComparison:
     checks: tuple[GradientCheck, ...]
 
     def __getitem__(self, rule: str) -> GradientCheck:
-        return next(check for check in self.checks if check.rule == rule)
+        return _named({check.rule: check for check in self.checks}, rule)
 
     def __str__(self) -> str:
         names = [row.name for row in self.checks[0].rows]
@@ -78,7 +84,8 @@ class RuleComparison:
         rows = [[_compared(check.rows[i]) for check in self.checks] for i in range(len(names))]
         rows += [[f'{check.cosine:.3f}      ' for check in self.checks]]
         title = 'cosine ×norm, to BPTT'
-        width, columns = max(map(len, (title, *names))), [max(len(rule), 11) for rule in rules]
+        width = max(map(len, (title, *names)))
+        columns = [max(map(len, texts)) for texts in zip(rules, *rows, strict=True)]
         cells = lambda texts: '  '.join(f'{t:>{w}}' for t, w in zip(texts, columns, strict=True))
         table = zip([title, *names, 'all together'], [rules, *rows], strict=True)
         return '\n'.join(f'{name:{width}}  {cells(texts)}'.rstrip() for name, texts in table)

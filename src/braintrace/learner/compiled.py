@@ -109,6 +109,7 @@ class Compiled(brainstate.nn.Module):
         self._start: dict[Path, StartValue] = {}
         self._made = _Made({}, {}, {}, {})
         self._tracing = False
+        self._deaf = False
         self._in_chunk = False
         self._updates = 0
 
@@ -191,9 +192,19 @@ class Compiled(brainstate.nn.Module):
                 )
             )
         value = jnp.asarray(value, jnp.result_type(float))
-        if isinstance(value, jax.core.Tracer) and value.shape != jnp.shape(self.standing.value):
+        if self._tracing and isinstance(value, jax.core.Tracer) and value.shape != jnp.shape(self.standing.value):
             raise _OtherShape(value.shape)
         self.standing.value = value
+
+    @contextlib.contextmanager
+    def _modulated(self) -> Iterator[None]:
+        """The standing modulator stands again afterwards."""
+        before = self.standing.value if self.standing is not None else None
+        try:
+            yield
+        finally:
+            if self.standing is not None:
+                self.standing.value = before
 
     def _call(self, *args: Any) -> Any:
         """The model, or the model of one sample mapped over the batch axis of its current states."""
@@ -258,8 +269,9 @@ class Compiled(brainstate.nn.Module):
         except CompilationError as error:
             if self.standing is None or not isinstance(error.__cause__, _OtherShape):
                 raise
-            self.standing.value = jnp.zeros(error.__cause__.shape)  # the step brings a modulator of its own
-            return self._traced_now(*given)
+            with self._modulated():
+                self.standing.value = jnp.zeros(error.__cause__.shape)  # the step brings a modulator of its own
+                return self._traced_now(*given)
 
     def _traced_now(self, function: Callable, example: tuple, loss: bool, rule: Rule, whole: bool) -> Traced:
         return Traced(function, self.model, example, loss, rule, self.trace_dtype, self.trace, whole, self.standing)

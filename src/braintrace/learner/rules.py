@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .. import rules
 from ..errors import one_of, three_parts
-from .arguments import check_batch
+from .arguments import check_batch, length_of
 from .base import Learner
 from .frameworks import adapted, following
 
@@ -69,7 +69,8 @@ class EProp(Learner):
     """The trace of D_RTRL, low-passed, taught by the error at the read-out.
 
     ``feedback``: 'symmetric' sends it back by the read-out's own weights, 'random' by fixed random ones, 'adaptive' by
-    random ones that come closer to the read-out's with every update; or a :class:`FixedRandomFeedback`.
+    random ones that come closer to the read-out's with every gradient; or a :class:`FixedRandomFeedback`.
+    ``random_feedback_key``: a whole number or a key of JAX.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class EProp(Learner):
         model: brainstate.nn.Module,
         feedback: str | rules.FixedRandomFeedback = 'symmetric',
         kappa_filter_decay: float | rules.KappaFilter | None = None,
-        random_feedback_key: int = 0,
+        random_feedback_key: Any = 0,
         **options: Any,
     ):
         super().__init__(model, rules.eprop(kappa_filter_decay, feedback, random_feedback_key), **options)
@@ -98,7 +99,10 @@ class RTRL(Learner):
 
 
 class UORO(Learner):
-    """One random direction in place of the whole influence: noisy, right in the mean."""
+    """One random direction in place of the whole influence: noisy, right in the mean.
+
+    No two calls draw the same: the signs come from ``seed`` and from how often the learner was called.
+    """
 
     def __init__(self, model: brainstate.nn.Module, seed: int = 0, **options: Any):
         super().__init__(model, rules.uoro(seed), **options)
@@ -116,7 +120,7 @@ class ThreeFactor(Learner):
         self,
         model: brainstate.nn.Module,
         modulator: Any = 1.0,
-        kappa_filter_decay: float | None = None,
+        kappa_filter_decay: float | rules.KappaFilter | None = None,
         **options: Any,
     ):
         super().__init__(model, rules.three_factor(kappa_filter_decay), **options)
@@ -126,7 +130,8 @@ class ThreeFactor(Learner):
 class DNI(Learner):
     """Exact windows of k steps, and from what follows each the credit that a predictor expects.
 
-    The predictor learns at every call from the credit that comes back to each window's start.
+    The predictor learns at every call from the credit that comes back to each window's start. ``learner(x)`` alone is
+    a window of one step, from whose end no credit is expected.
     """
 
     def __init__(
@@ -144,9 +149,18 @@ def train_synthetic_gradient(learner: Learner, *sequences: Any, step_fn: Any, up
 
     Returns its mean squared distance to the right credit before each update.
     """
-    if learner.rule.predictor is None:
+    if learner.rule.predictor is None or learner.rule.window is None:
         raise ValueError(
             three_parts(f'train_synthetic_gradient of {learner.rule.name}', 'it has no predictor', "rule 'dni'")
+        )
+    length = length_of(sequences, step_fn)
+    if length <= learner.rule.window:
+        raise ValueError(
+            three_parts(
+                f'{length} steps with windows of {learner.rule.window}',
+                'the predictor learns from the credit that a window sends back to what came before it',
+                'a sequence of two windows and more, or a smaller window',
+            )
         )
     return [learner.teach_predictor(sequences, step_fn) for _ in range(updates)]
 
@@ -207,7 +221,8 @@ def compile(
 ) -> Learner:
     """Initialise a model's states, compile it, and give it a learning rule.
 
-    ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`. ``options`` go to the learner. With
+    ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`. ``options`` go to the learner.
+    ``seed``: of brainstate's random numbers, and of a rule that draws. With
     ``vmap`` the model and the example inputs are of one sample, and the learner maps over a batch of ``batch_size``.
 
     ``model``: a brainstate module; a module of Flax NNX or Equinox, with ``state`` where it takes one as an argument;
@@ -229,6 +244,7 @@ def compile(
         raise ValueError(three_parts(f'rule={rule!r}', 'there is no such rule', one_of(RULES, rule)))
     if seed is not None:
         brainstate.random.seed(seed)
+        options = {'seed': seed, **options} if issubclass(kind, UORO) else options
     if vmap and batch_size is None:
         raise ValueError(
             three_parts('vmap=True without a batch size', 'the model is mapped over a batch', 'batch_size=...')

@@ -45,6 +45,7 @@ class Traced:
         standing: brainstate.State | None = None,
     ):
         self.model = model
+        self.standing = standing
         self.info: ModuleInfo = trace_step(function, model, args, {})
         program = split_products(self.info.program)
         analysed = analyse(program)
@@ -127,6 +128,8 @@ class Traced:
         for tree, state in self._objects():
             leaves = jax.tree.leaves(state.value)
             for v, x in zip(jax.tree.leaves(tree), leaves, strict=True):
+                if state is self.standing and jnp.shape(x) != v.aval.shape:
+                    x = jnp.zeros(v.aval.shape, v.aval.dtype)  # every step brings its own
                 if jnp.shape(x) != v.aval.shape:
                     raise _state_reshaped(self._path_of(state), v.aval.shape, jnp.shape(x))
                 values[v] = x
@@ -146,7 +149,7 @@ class Traced:
         written = {old for old, _ in self.plan.carried}
         for tree, state in self._objects():
             variables, structure = jax.tree.flatten(tree)
-            if any(v in written for v in variables):
+            if state is not self.standing and any(v in written for v in variables):
                 state.value = jax.tree.unflatten(structure, [states[v] for v in variables])
 
     def gradients_by_path(self, gradients: Values) -> dict[Path, Any]:

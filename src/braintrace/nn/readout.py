@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import brainstate
 import brainunit as u
+import jax
 import jax.numpy as jnp
 from brainstate.nn import init
 from brainstate.typing import ArrayLike
@@ -80,5 +81,7 @@ class FiringRate(brainstate.nn.Module):
 
     def penalty(self, target: float) -> ArrayLike:
         """Half the mean squared distance to a target rate, in spikes a step, of each unit's mean over the batch."""
+        if not isinstance(target, jax.core.Tracer) and not target > 0:
+            raise ValueError(three_parts(f'penalty({target})', 'a target rate is positive', 'penalty(0.02)'))
         rates = self.r.value.reshape(-1, *self.out_size).mean(0)  # type: ignore[union-attr]
         return 0.5 * jnp.mean((rates - target) ** 2) / target

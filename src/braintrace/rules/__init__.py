@@ -35,6 +35,13 @@ class FixedRandomFeedback:
     scale: float | None = None
     align: float | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, 'key', _seed('key', self.key))
+        if self.scale is not None:
+            _positive('scale', self.scale)
+        if self.align is not None and self.align != 1:
+            _decay('align', self.align)
+
     def __call__(self, place: int, shape: Sequence[int], dtype: Any) -> jax.Array:
         """The weights of one read-out of a model."""
         scale = self.scale if self.scale is not None else 1 / max(shape[0] if shape else 1, 1) ** 0.5
@@ -49,7 +56,7 @@ class KappaFilter:
     kappa: float
 
     def __post_init__(self) -> None:
-        _check_decay('kappa', self.kappa)
+        object.__setattr__(self, 'kappa', _decay('kappa', self.kappa))
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class GradExpon:
     decay: float
 
     def __post_init__(self) -> None:
-        _check_decay('decay', self.decay)
+        object.__setattr__(self, 'decay', _decay('decay', self.decay))
 
     def __call__(self, gradients: Any, state: Any = None) -> tuple[Any, Any]:
         """The mean after these gradients, and the state for the next."""
@@ -85,6 +92,10 @@ class SyntheticGradient:
     width: int = 64
     rate: float = 0.1
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        _count('width', self.width)
+        _positive('rate', self.rate)
 
     def init(self, shapes: Sequence[tuple[int, tuple[int, ...], Any]]) -> list[jax.Array]:
         """Weights for groups of so many states of a shape and type."""
@@ -186,7 +197,7 @@ def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rul
     """Factorised traces: a decay in (0, 1), a rank r ≥ 1 that means (r - 1)/(r + 1), or a pair for (x, f)."""
     when = 'one step; or one decay, states without memory and inputs constant in time'
     use = 'many neurons: memory linear in them; sparse nets; not where adaptation is the memory'
-    decay = _decays(decay_or_rank)
+    decay = _decays('decay_or_rank', decay_or_rank)
     return Rule('pp_prop', 'io_factorized', decay=decay, exact_when=when, cost=_FACTORS, use=use)
 
 
@@ -197,7 +208,7 @@ def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int
         'io_factorized',
         'scalar_leak',
         leak=1.0,
-        decay=_decays(decay_or_rank),
+        decay=_decays('decay_or_rank', decay_or_rank),
         exact_when='one step',
         cost=_FACTORS,
         use='feed-forward spiking layers',
@@ -206,7 +217,7 @@ def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int
 
 def ottt(leak: float) -> Rule:
     """A presynaptic trace that leaks; the postsynaptic side is that of the step."""
-    _check_decay('leak', leak)
+    leak = _decay('leak', leak)
     when = 'units that leak by `leak`, with no other memory'
     cost, use = ('B·I', 'T·B·I·H'), 'feed-forward spiking layers: the least memory'
     return Rule('OTTT', 'io_factorized', 'none', decay=(leak, 0.0), exact_when=when, cost=cost, use=use)
@@ -214,7 +225,7 @@ def ottt(leak: float) -> Rule:
 
 def rflo(leak: float) -> Rule:
     """One trace a parameter that leaks by a number in place of D."""
-    _check_decay('leak', leak)
+    leak = _decay('leak', leak)
     when = 'units that leak by `leak`, with no other memory and no weights between them'
     use = 'leaky rate units; a comparison'
     return Rule('RFLO', 'per_param', 'scalar_leak', leak=leak, exact_when=when, use=use)
@@ -222,13 +233,12 @@ def rflo(leak: float) -> Rule:
 
 def eprop(kappa: float | KappaFilter | None, feedback: str | FixedRandomFeedback, key: int) -> Rule:
     """The local trace, low-passed, read by the error at the read-out: sent back by its own weights or by others."""
-    kappa = kappa.kappa if isinstance(kappa, KappaFilter) else kappa
-    if kappa is not None:
-        _check_decay('kappa_filter_decay', kappa)
+    kappa = _kappa(kappa)
     kinds = {'symmetric': None, 'random': FixedRandomFeedback(key), 'adaptive': FixedRandomFeedback(key, align=0.999)}
-    if not isinstance(feedback, FixedRandomFeedback) and feedback not in kinds:
-        allowed = f'one of {", ".join(map(repr, kinds))}, or a FixedRandomFeedback'
-        raise ValueError(three_parts(f'feedback={feedback!r}', 'there is no such feedback', allowed))
+    if not isinstance(feedback, FixedRandomFeedback) and not (isinstance(feedback, str) and feedback in kinds):
+        allowed = f'one of {", ".join(map(repr, kinds))}, or FixedRandomFeedback(key, scale, align)'
+        reason = 'the weights back are drawn, one array for each read-out and of its shape'
+        raise ValueError(three_parts(f'feedback={feedback!r}', reason, allowed))
     fixed = kinds[feedback] if isinstance(feedback, str) else feedback
     when = f'{_LOCAL}, symmetric feedback and no filter' if fixed or kappa else _LOCAL
     return Rule(
@@ -243,7 +253,7 @@ def eprop(kappa: float | KappaFilter | None, feedback: str | FixedRandomFeedback
 
 def snap(n: int) -> Rule:
     """The influence of a parameter on the states that it reaches within n steps."""
-    _check_count('n', n)
+    n = _count('n', n)
     when = 'no parameter reaches more states than it does within `n` steps'
     cost = ('B·I·H·S·(states within n steps)', 'T·B·H³·I')
     use = 'small or sparse nets whose units feed each other'
@@ -255,13 +265,14 @@ def uoro(seed: int) -> Rule:
     cost = ('I·H + B·H·S', 'T·B·I·H')
     when = 'in the mean over seeds'
     use = 'unbiased credit across positions at the cost of noise; many small updates'
-    return Rule('UORO', 'random_projection', scope='coupled', exact_when=when, cost=cost, use=use, seed=seed)
+    return Rule(
+        'UORO', 'random_projection', scope='coupled', exact_when=when, cost=cost, use=use, seed=_seed('seed', seed)
+    )
 
 
-def three_factor(kappa: float | None) -> Rule:
+def three_factor(kappa: float | KappaFilter | None) -> Rule:
     """The local trace, read by the caller's modulator in place of the loss."""
-    if kappa is not None:
-        _check_decay('kappa_filter_decay', kappa)
+    kappa = _kappa(kappa)
     when = 'the modulator is ∂loss/∂h, no filter, and no position feeds another across time'
     use = 'rewards and neuromodulators in place of a loss'
     return Rule('ThreeFactor', signal='modulatory', kappa=kappa, exact_when=when, use=use)
@@ -269,7 +280,10 @@ def three_factor(kappa: float | None) -> Rule:
 
 def dni(window: int, predictor: SyntheticGradient) -> Rule:
     """Exact windows; a learned predictor sends credit back from what comes after each."""
-    _check_count('window', window)
+    window = _count('window', window)
+    if not all(hasattr(predictor, name) for name in ('init', 'error', 'rate')):
+        made = 'SyntheticGradient(width=64, rate=0.1)'
+        raise ValueError(three_parts(f'predictor={predictor!r}', 'it has no init, error and rate', made))
     when = 'the predictor is right'
     return Rule(
         f'DNI({window})',
@@ -285,7 +299,7 @@ def dni(window: int, predictor: SyntheticGradient) -> Rule:
 
 def tbptt(k: int) -> Rule:
     """Truncated BPTT: exact inside windows of k steps, nothing across them."""
-    _check_count('k', k)
+    k = _count('k', k)
     when, cost = 'no credit crosses a window', ('k·B·H·S', 'T·B·I·H')
     return Rule(f'TBPTT({k})', 'none', window=k, exact_when=when, cost=cost, use='the usual compromise; a baseline')
 
@@ -319,6 +333,7 @@ class ETraceConfig:
         for wrong, reason, instead in self._contradictions():
             if wrong:
                 raise ValueError(three_parts(self.name, reason, instead))
+        self.rule  # noqa: B018 - refuses numbers out of range
 
     @property
     def name(self) -> str:
@@ -364,6 +379,16 @@ class ETraceConfig:
                 "recurrence_scope='coupled'",
             ),
             (
+                self.trace_factorization == 'none' and self.recurrence_scope != 'diagonal',
+                'a window is exact in all states as it is',
+                "recurrence_scope='diagonal'",
+            ),
+            (
+                self.decay is not None and (full or self.trace_factorization == 'none'),
+                'neither an influence on all states nor a window decays',
+                'no decay',
+            ),
+            (
                 (self.recurrence_scope == 'sparse_n') != (self.sparse_n is not None),
                 'the sparse scope and its number of steps go together',
                 "recurrence_scope='sparse_n', sparse_n=1",
@@ -404,9 +429,10 @@ class ETraceConfig:
     @property
     def rule(self) -> Rule:
         """The rule of these parts."""
-        number = self.decay[0] if isinstance(self.decay, tuple) else self.decay
         factors = self.trace_factorization == 'io_factorized'
-        decay = _decays(self.decay) if factors else None
+        decay = _decays('decay', self.decay) if factors else None
+        number = None if factors or self.decay is None else _decay('decay', self.decay)
+        window = None if self.window_size is None else _count('window_size', self.window_size)
         if decay is not None and self.temporal_recursion == 'none':
             decay = (decay[0], 0.0)
         return Rule(
@@ -415,40 +441,74 @@ class ETraceConfig:
             self.temporal_recursion,
             self.recurrence_scope,
             self.learning_signal,
-            self.kappa,
+            None if self.kappa is None else _decay('kappa', self.kappa),
             decay,
             1.0 if factors else number,
-            self.sparse_n,
-            0 if self.update_schedule == 'sequence_end' else self.window_size,
+            None if self.sparse_n is None else _count('sparse_n', self.sparse_n),
+            0 if self.update_schedule == 'sequence_end' else window,
             FixedRandomFeedback() if self.learning_signal == 'random_feedback' else None,
             SyntheticGradient() if self.learning_signal == 'bootstrapped' else None,
             'as its parts are',
         )
 
 
-def _decays(decay_or_rank: Any) -> tuple[float, float]:
-    pair = decay_or_rank if isinstance(decay_or_rank, tuple) else (decay_or_rank, decay_or_rank)
+def _plain(value: Any) -> Any:
+    """A number of NumPy or JAX as one of Python's; anything else as it is, but True and False as no number."""
+    if getattr(value, 'ndim', None) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = value.item()
+    return None if isinstance(value, bool) else value
+
+
+def _decays(name: str, value: Any) -> tuple[float, float]:
+    pair = tuple(map(_plain, value if isinstance(value, (tuple, list)) else (value, value)))
     fits = lambda d: isinstance(d, (int, float)) and (d >= 1 if isinstance(d, int) else 0 <= d < 1)
     if len(pair) != 2 or not all(map(fits, pair)):
         raise ValueError(
             three_parts(
-                f'decay_or_rank={decay_or_rank!r}',
+                f'{name}={value!r}',
                 'a decay lies between 0 and 1, a rank is a whole number from 1',
-                'decay_or_rank=0.9, decay_or_rank=19, or a pair (x side, f side)',
+                f'{name}=0.9, {name}=19, or a pair (x side, f side)',
             )
         )
     x, f = ((d - 1) / (d + 1) if isinstance(d, int) else d for d in pair)
     return x, f
 
 
-def _check_decay(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or not 0 <= value < 1:
+def _kappa(value: float | KappaFilter | None) -> float | None:
+    value = value.kappa if isinstance(value, KappaFilter) else value
+    return None if value is None else _decay('kappa_filter_decay', value)
+
+
+def _decay(name: str, value: Any) -> float:
+    found = _plain(value)
+    if not isinstance(found, (int, float)) or not 0 <= found < 1:
         raise ValueError(three_parts(f'{name}={value!r}', 'a decay lies between 0 and 1', f'{name}=0.9'))
+    return found
 
 
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(three_parts(f'{name}={value!r}', 'it counts steps', f'a whole number from 1, as {name}=20'))
+def _positive(name: str, value: Any) -> None:
+    found = _plain(value)
+    if not isinstance(found, (int, float)) or not 0 < found < float('inf'):
+        raise ValueError(three_parts(f'{name}={value!r}', 'it scales, and is positive and finite', f'{name}=0.1'))
+
+
+def _count(name: str, value: Any) -> int:
+    found = _plain(value)
+    if not isinstance(found, int) or found < 1:
+        raise ValueError(three_parts(f'{name}={value!r}', 'it counts', f'a whole number from 1, as {name}=20'))
+    return found
+
+
+def _seed(name: str, value: Any) -> int:
+    """A seed from a whole number or a key of JAX."""
+    found = _plain(value)
+    if hasattr(found, 'dtype') and jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
+        found = jax.random.key_data(found)
+    if getattr(found, 'dtype', None) == jnp.uint32 and found.size:
+        found = int(found.ravel()[-1])
+    if not isinstance(found, int):
+        raise ValueError(three_parts(f'{name}={value!r}', 'it starts random numbers', f'a whole number, as {name}=0'))
+    return found
 
 
 def _written(given: dict[str, Any]) -> str:
