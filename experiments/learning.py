@@ -70,7 +70,8 @@ BEHIND = """What is behind the settings:
   but chance in 400; a start from a fifth or a tenth of the weights (gain 0.2, 0.1): 0.74 at best, then chance.
 - matching starts from weak recurrent weights (gain 0.02). From 0.5, at half the rate, D-RTRL had 0.94 to 0.95 after 300
   and 400 updates, and 0.80 to 0.85 between 180 and 280 of 800; from 0.05 it had 0.952 and e-prop 0.955 after 400. With
-  a slow current of -0.1 a spike in place of -0.3, a gain of 0.5 and a rate of 1e-3: 0.93 after 800.
+  a slow current of -0.1 a spike in place of -0.3, a gain of 0.5 and a rate of 1e-3: 0.93 after 800. e-prop, whose
+  feedback is random, needs more updates: one seed had 0.941 after 300.
 - matching by pp_prop: with recurrent weights that learn 0.943 after 300 updates, and 0.92 after 600, so that a longer
   training at a high rate leads it astray. After 40 updates of D-RTRL its gradient of the input weights has a cosine of
   0.6 with D-RTRL's for decays of 0.9 to 0.995, and less for longer ones. With a current that excites: 0.86, and chance

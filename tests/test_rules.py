@@ -517,6 +517,70 @@ def test_influence_of_complex_parameters():
     assert np.linalg.norm(error) < 0.2 * np.linalg.norm(wanted)
 
 
+@jax.custom_jvp
+def narrow(v):
+    """Fires at zero; its slope is zero but near the threshold."""
+    return (v > 0) * 1.0
+
+
+narrow.defjvp(lambda primals, tangents: (narrow(*primals), 0.3 * tangents[0] * jnp.maximum(0, 1 - jnp.abs(primals[0]))))
+
+
+class Distant(nn.Module):
+    """Symbols drive units whose potentials, and the moments when they may fire, are far from zero."""
+
+    def __init__(self):
+        super().__init__()
+        rng = np.random.default_rng(0)
+        self.table = brainstate.ParamState(jnp.asarray(rng.normal(size=(9, H))))
+        self.recur = brainstate.ParamState(jnp.asarray(rng.normal(size=(H, H))))
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.V = brainstate.HiddenState(jnp.full((batch_size, H), -60.0))
+        self.rest = brainstate.ShortTermState(jnp.zeros((batch_size, H)))
+
+    def update(self, symbol):
+        z = narrow(self.V.value + 59.5)
+        z = z * (self.rest.value == 0)
+        self.rest.value = jnp.where(z > 0, 1.0, 0.0)
+        self.V.value = -60 + 0.9 * (self.V.value + 60) + self.table.value[symbol] + z @ self.recur.value
+        return self.V.value
+
+
+def test_snap_reaches_what_no_draw_of_values_opens():
+    symbols = jnp.asarray(np.random.default_rng(1).integers(0, 9, (T, B)))
+    found = {}
+    for rule, options in [('snap', {'n': 1}), ('snap', {'n': 2}), ('bptt', {})]:
+        learner = braintrace.compile(Distant(), rule, symbols[0], batch_size=B, **options)
+        step = lambda x, learner=learner: jnp.mean((learner(x) + 60) ** 2)
+        found[learner.rule.name] = ravel_pytree(learner.etrace_grad(symbols, step_fn=step, fresh=True))[0]
+    close(found['SnAp(2)'], found['BPTT'])
+    differ(found['SnAp(1)'], found['BPTT'])
+
+
+@pytest.mark.parametrize(('rule', 'options'), [('uoro', {}), ('eprop', {'feedback': 'adaptive'})])
+def test_a_loop_of_single_steps_is_training_online(rule, options):
+    """Signs are drawn anew and feedback comes closer at each step, as they do in the compiled loop."""
+    case = Case('leaky')
+    online, single = case.learner(rule, **options), case.learner(rule, **options)
+    losses = online.etrace_online(case.xs, case.ys, step_fn=loss_of(online), optimizer=optax.sgd(0.1))
+    weights, optimizer, found = single.model.states(brainstate.ParamState), optax.sgd(0.1), []
+    for x, y in zip(case.xs, case.ys, strict=True):
+        loss = lambda x, y: jnp.mean((single(x) - y) ** 2)
+        gradients, value = brainstate.transform.grad(loss, weights, return_value=True)(x, y)
+        single.apply(dict(gradients), optimizer)
+        found.append(value)
+    close(jnp.stack(found), losses)
+    assert single.standing.value == online.standing.value == T
+
+
+def test_the_seed_of_compile_is_that_of_a_rule_that_draws():
+    case = Case('leaky')
+    found = [case.gradient('uoro', seed=seed) for seed in (1, 1, 2)]
+    close(found[0], found[1])
+    differ(found[0], found[2])
+
+
 # ---------------------------------------------------------------- modulators
 
 
@@ -559,6 +623,26 @@ def test_a_standing_modulator_is_honoured_under_jit():
         learner.etrace_grad(case.xs, case.ys, step_fn=step)
 
 
+def test_a_modulator_of_a_step_leaves_the_standing_one():
+    case = Case('leaky')
+    learner = case.learner('three_factor', modulator=2.0)
+    step = lambda x, y, m: jnp.mean((learner(x, modulator=m) - y) ** 2)
+    ms = jnp.ones((T, B, 1)).at[1].set(jnp.nan)
+    mask = jnp.ones(T).at[1].set(0.0)
+    for _ in range(2):
+        gradients = learner.etrace_grad(case.xs, case.ys, ms, step_fn=step, mask=mask, fresh=True)
+        assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradients))
+    learner(case.xs[0], modulator=jnp.full((B, H), 100.0))
+    assert learner.evaluate(case.xs, case.ys, ms, step_fn=lambda x, y, m: learner(x, modulator=m)).shape == (T, B, O)
+    compared = learner.gradient_check(case.xs, case.ys, ms.at[1].set(1.0), step_fn=step, rules=['threefactor', 'rtrl'])
+    assert all(row.relative_error < 1e-9 for row in compared['RTRL'].rows)
+    assert learner.standing.value == 2.0
+    learner.reset_state()
+    found = learner.etrace_grad(case.xs, case.ys, step_fn=loss_of(learner), reduction='sum', fresh=True)
+    signal = lambda h, y, t: jnp.full(B * H, 2.0)
+    close(ravel_pytree(found)[0], ravel_pytree(case.tree(case.by_trace(signal=signal)))[0])
+
+
 # ---------------------------------------------------------------- learned credit
 
 
@@ -586,6 +670,11 @@ def test_a_predictor_of_credit_learns():
     assert all(learner.param_states[path].value is value for path, value in weights.items())
     with pytest.raises(ValueError, match='no predictor'):
         braintrace.train_synthetic_gradient(case.learner('d_rtrl'), *sequences, step_fn=step)
+    with pytest.raises(ValueError, match='two windows'):
+        braintrace.train_synthetic_gradient(learner, case.xs[:1], case.ys[:1], step_fn=step)
+    windowed = lambda x, y: jnp.mean((learner(MultiStepData(x)) - y) ** 2)
+    with pytest.raises(ValueError, match='windows of one'):
+        learner.etrace_grad(*sequences, step_fn=windowed, chunk_size=2)
 
 
 # ---------------------------------------------------------------- what holds for every rule
@@ -743,8 +832,14 @@ def test_rules_are_compared_on_the_users_own_model(tmp_path):
     assert 'cosine ×norm, to BPTT' in str(found)
     found.plot(tmp_path / 'rules.png')
     assert (tmp_path / 'rules.png').stat().st_size > 10_000
-    with pytest.raises(ValueError, match='no such rule'):
-        learner.gradient_check(case.xs, case.ys, step_fn=step, rules=['loud'])
+    for wrong in (['loud'], [], 'rflo', [3]):
+        with pytest.raises(ValueError, match='instead'):
+            learner.gradient_check(case.xs, case.ys, step_fn=step, rules=wrong)
+    with pytest.raises(KeyError, match='there is: D_RTRL, RFLO'):
+        found['rflo']
+    chosen = [braintrace.RFLO, braintrace.RFLO(learner.model, leak=0.5)]
+    again = learner.gradient_check(case.xs, case.ys, step_fn=step, reduction='sum', rules=chosen)
+    assert again.checks[0].rows == found['RFLO'].rows != again.checks[1].rows
 
 
 # ---------------------------------------------------------------- rules put together from parts
@@ -799,10 +894,28 @@ def test_combinations_without_a_meaning_are_refused():
         {'trace_factorization': 'none'},
         {'learning_signal': 'bootstrapped'},
         {'learning_signal': 'loud'},
+        {'trace_factorization': 'none', 'update_schedule': 'sequence_end', 'recurrence_scope': 'coupled'},
+        {'trace_factorization': 'none', 'update_schedule': 'sequence_end', 'decay': 0.5},
+        {'recurrence_scope': 'coupled', 'decay': 0.5},
+        *({'temporal_recursion': 'scalar_leak', 'decay': d} for d in (1.5, -0.5, np.nan, 5, 'x', (0.5, 0.9))),
+        *({'trace_filter': 'kappa', 'kappa': k} for k in (1.5, KappaFilter(0.5))),
+        *({'recurrence_scope': 'sparse_n', 'sparse_n': n} for n in (0, -1, 1.5, True)),
+        {'trace_factorization': 'none', 'update_schedule': 'window', 'window_size': 0},
+        {'trace_factorization': 'io_factorized', 'decay': 1.5},
     ]
     for options in wrong:
         with pytest.raises(ValueError, match='instead'):
             ETraceConfig(**options)
+    for kind, options in [
+        (FixedRandomFeedback, {'align': 3.0}),
+        (FixedRandomFeedback, {'scale': np.nan}),
+        (FixedRandomFeedback, {'key': 1.5}),
+        (SyntheticGradient, {'rate': np.nan}),
+        (SyntheticGradient, {'width': 0}),
+        (KappaFilter, {'kappa': 1.0}),
+    ]:
+        with pytest.raises(ValueError, match='instead'):
+            kind(**options)
     case = Case('leaky')
     for rule, options in itertools.product(('eprop', 'rtrl'), ({'vjp_method': 'multi-step'}, {'reach': 'deep'})):
         extra = {'feedback': 'random'} if rule == 'eprop' else {}
@@ -818,10 +931,24 @@ def test_combinations_without_a_meaning_are_refused():
         ('rflo', {'leak': 1.5}),
         ('snap', {'n': 0}),
         ('eprop', {'feedback': 'loud'}),
+        ('eprop', {'feedback': np.ones((H, O))}),
         ('ottt', {'leak': -1}),
+        ('dni', {'predictor': 'good'}),
     ]:
         with pytest.raises(ValueError, match='instead'):
             case.learner(rule, **options)
+
+
+def test_numbers_may_be_those_of_numpy_and_jax():
+    assert braintrace.EProp(Leaky(), kappa_filter_decay=np.float32(0.5)).rule.kappa == 0.5
+    assert braintrace.EProp(Leaky(), kappa_filter_decay=jnp.asarray(0.5)).rule.kappa == 0.5
+    assert braintrace.SnAp(Leaky(), n=np.int64(2)).rule.sparse_n == 2
+    assert braintrace.pp_prop(Leaky(), decay_or_rank=np.int64(3)).rule.decay == (0.5, 0.5)
+    assert braintrace.ThreeFactor(Leaky(), kappa_filter_decay=KappaFilter(0.5)).rule.kappa == 0.5
+    keys = [jax.random.key(7), jax.random.PRNGKey(7), 7]
+    assert {
+        braintrace.EProp(Leaky(), feedback='random', random_feedback_key=key).rule.feedback.key for key in keys
+    } == {7}
 
 
 def test_a_running_mean_of_gradients():

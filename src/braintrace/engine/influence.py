@@ -175,9 +175,10 @@ class Forward:
             passed = [v and family.differentiates(eqn, k) for k, v in enumerate(varies)]
             passed = [v and all(varies) for v in passed] if name == 'mul' else passed
         taken = [x for x, p in zip(operands, passed, strict=True) if p and jnp.issubdtype(x.dtype, jnp.inexact)]
-        if any(x.shape not in ((), r.shape) for x in taken for r in results):
+        if not taken or any(x.shape not in ((), r.shape) for x in taken for r in results):
             return results
-        return [_changing(r, taken) if jnp.issubdtype(r.dtype, jnp.inexact) else r for r in results]
+        held = lambda r: jax.lax.stop_gradient(jnp.nan_to_num(r)) if family is not None else r
+        return [_changing(held(r), taken) if jnp.issubdtype(r.dtype, jnp.inexact) else r for r in results]
 
     @cached_property
     def _varying(self) -> set[Var]:
@@ -203,8 +204,7 @@ class Forward:
 
         zeros = lambda n: jnp.zeros(n, jnp.finfo(flat.dtype).dtype)
         given = (zeros(self._count), zeros(self._places), zeros(self._places))
-        slopes = jax.jacrev(moved, (0, 1, 2))(*given)
-        by_parameter, *by_state = (jnp.any((x != 0) & jnp.isfinite(x), axis=0) for x in slopes)
+        by_parameter, *by_state = (jnp.any(x != 0, axis=0) for x in jax.jacrev(moved, (0, 1, 2))(*given))
         return jnp.concatenate([by_parameter, by_state[0] | by_state[1]], axis=1)
 
     def init_traces(self) -> list[Carried]:
@@ -402,12 +402,10 @@ def _shaped(x: Any, v: Var) -> jax.Array:
 
 
 def _changing(result: jax.Array, taken: Sequence[jax.Array]) -> jax.Array:
-    """A result that changes with all that was taken, and not only where its own derivative says so."""
+    """A result that is not zero, and changes with all that was taken."""
     for x in taken:
-        change = x - jax.lax.stop_gradient(x)
-        if jnp.iscomplexobj(change) and not jnp.iscomplexobj(result):
-            change = jnp.real(change) + jnp.imag(change)
-        result = result + 0.7321 * change.astype(result.dtype)
+        x = jnp.real(x) + jnp.imag(x) if jnp.iscomplexobj(x) and not jnp.iscomplexobj(result) else x
+        result = result + 0.7321 * x.astype(result.dtype)
     return result
 
 

@@ -196,7 +196,7 @@ RTRL = Rule(
 def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rule:
     """Factorised traces: a decay in (0, 1), a rank r ≥ 1 that means (r - 1)/(r + 1), or a pair for (x, f)."""
     when = 'one step; or one decay, states without memory and inputs constant in time'
-    use = 'many neurons: memory linear in them; sparse nets; not where adaptation is the memory'
+    use = 'many neurons: memory linear in them; sparse nets; less where adaptation is the memory'
     decay = _decays('decay_or_rank', decay_or_rank)
     return Rule('pp_prop', 'io_factorized', decay=decay, exact_when=when, cost=_FACTORS, use=use)
 
