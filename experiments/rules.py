@@ -115,7 +115,7 @@ def page(found: dict[str, dict[str, list[float]]], grown: dict[str, tuple[int, f
         'Start with `D_RTRL`. If its traces are too large, take `pp_prop`; if units must talk to each other over time',
         'and the net is small, `SnAp` or `RTRL`; if there is no loss but a reward, `ThreeFactor`.',
         "`learner.gradient_check(..., rules=['d_rtrl', 'pp_prop'])` compares them on your own model, and",
-        "`.plot('rules.png')` draws it.",
+        "`.plot('rules.png')` draws it; `braintrace.SnAp(net, n=2)` in the list is a rule with its options.",
         '',
         'B batch, I inputs, H units, S states of a unit, T steps. Whatever the rule, read-outs and every other',
         'parameter without a trace get the whole one-step gradient.',
