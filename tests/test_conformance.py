@@ -47,9 +47,10 @@ def by_bptt(model, inputs, xs):
 
 NAMES = list(CASES) if ALL else ['two_compartments']
 FAILED_ONCE = [
-    (name, 'rtrl') for name in ('matmul_in_custom_vjp', 'spike_by_custom_vjp', 'embedding_input', 'lru_complex')
+    ('bfloat16_spikes_in_float32_group', 'uoro'),
+    *((name, 'rtrl') for name in ('matmul_in_custom_vjp', 'spike_by_custom_vjp', 'embedding_input', 'lru_complex')),
 ]
-"""Compared with BPTT number by number."""
+"""Run every day; RTRL is compared with BPTT number by number."""
 EVERY = [name for name in RULES if name != 'es_d_rtrl']
 PART = os.environ.get('PART')
 

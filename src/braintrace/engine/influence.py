@@ -270,8 +270,8 @@ class Forward:
         tiny = float(jnp.finfo(self._dtype).tiny) ** 0.5
         past = jnp.sqrt((_norm(theta) + tiny) / (_norm(pushed) + tiny))
         now = jnp.sqrt((_norm(pulled) + tiny) / (_norm(nu) + tiny))
-        s = jax.tree.map(lambda a, b: past * a + now * b, pushed, nu)
-        theta = jax.tree.map(lambda a, b: a / past + b / now, theta, pulled)
+        s = jax.tree.map(lambda a, b: (past * a + now * b).astype(a.dtype), pushed, nu)
+        theta = jax.tree.map(lambda a, b: (a / past + b / now).astype(a.dtype), theta, pulled)
         return [s[old] for old, _ in self._moving], [theta[v] for v in self._parameters]
 
     def _factors(self, trace: Carried) -> tuple[Values, Values]:
