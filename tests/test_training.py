@@ -224,6 +224,8 @@ def test_rates_are_held_near_their_target():
     np.testing.assert_allclose(rate.r.value, [[0.5, 0, 0], [0.5, 0, 0.5]])
     means = np.array([0.5, 0, 0.25])
     assert float(rate.penalty(0.1)) == pytest.approx(0.5 * np.mean((means - 0.1) ** 2) / 0.1)
+    with pytest.raises(ValueError, match='positive'):
+        rate.penalty(0.0)
     with pytest.raises(ValueError, match='0 < decay < 1'):
         braintrace.nn.FiringRate(3, decay=1.0)
 
