@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from ..engine.recursion import Scheme
 from ..errors import one_of, three_parts
+from .numbers import as_count, as_decay, as_decays, as_seed
+from .parts import FixedRandomFeedback, GradExpon, KappaFilter, SyntheticGradient
 
 PARTS = {
     'trace_factorization': ('per_param', 'io_factorized', 'random_projection', 'none'),
@@ -21,110 +23,6 @@ PARTS = {
     'update_schedule': ('per_step', 'window', 'sequence_end'),
 }
 """The values of every part of a rule."""
-
-
-@dataclass(frozen=True)
-class FixedRandomFeedback:
-    """Weights that carry errors back from a read-out: random, of the read-out's own shape, and kept.
-
-    ``scale``: their standard deviation; by default one over the root of the read-out's inputs. ``align``: what each
-    update leaves of their distance to the read-out's weights; None keeps them as they are.
-    """
-
-    key: int = 0
-    scale: float | None = None
-    align: float | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, 'key', _seed('key', self.key))
-        if self.scale is not None:
-            _positive('scale', self.scale)
-        if self.align is not None and self.align != 1:
-            _decay('align', self.align)
-
-    def __call__(self, place: int, shape: Sequence[int], dtype: Any) -> jax.Array:
-        """The weights of one read-out of a model."""
-        scale = self.scale if self.scale is not None else 1 / max(shape[0] if shape else 1, 1) ** 0.5
-        key = jax.random.fold_in(jax.random.key(self.key), place)
-        return scale * jax.random.normal(key, tuple(shape), dtype)
-
-
-@dataclass(frozen=True)
-class KappaFilter:
-    """The low-pass filter of a trace: ē_t = κ ē_{t-1} + ε_t."""
-
-    kappa: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, 'kappa', _decay('kappa', self.kappa))
-
-
-@dataclass(frozen=True)
-class GradExpon:
-    """A running mean of gradients: ḡ = decay · ḡ + (1 - decay) · g, without the pull of its start at zero.
-
-    A pure function of trees: ``mean, state = GradExpon(0.9)(gradients, state)``, first with ``state=None``.
-    """
-
-    decay: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, 'decay', _decay('decay', self.decay))
-
-    def __call__(self, gradients: Any, state: Any = None) -> tuple[Any, Any]:
-        """The mean after these gradients, and the state for the next."""
-        start = (jax.tree.map(jnp.zeros_like, gradients), jnp.zeros(()))
-        mean, count = start if state is None else state
-        mean = jax.tree.map(lambda m, g: self.decay * m + (1 - self.decay) * g, mean, gradients)
-        count = count + 1
-        corrected = jax.tree.map(lambda m: m / (1 - self.decay**count).astype(m.dtype), mean)
-        return corrected, (mean, count)
-
-
-@dataclass(frozen=True)
-class SyntheticGradient:
-    """A predictor of the credit that a group's states get from the future: one hidden layer over its units.
-
-    ``width``: of the hidden layer; ``rate``: of its own gradient descent, once a call of the learner. It starts by
-    predicting nothing, so that learning starts as truncated BPTT.
-    """
-
-    width: int = 64
-    rate: float = 0.1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _count('width', self.width)
-        _positive('rate', self.rate)
-
-    def init(self, shapes: Sequence[tuple[int, tuple[int, ...], Any]]) -> list[jax.Array]:
-        """Weights for groups of so many states of a shape and type."""
-        weights: list[jax.Array] = []
-        for g, (count, shape, dtype) in enumerate(shapes):
-            size = count * (shape[-1] if shape else 1)
-            key = jax.random.fold_in(jax.random.key(self.seed), g)
-            weights.append(jax.random.normal(key, (size, self.width), dtype) / size**0.5)
-            weights.append(jnp.zeros(self.width, dtype))
-            weights.append(jnp.zeros((self.width, size), dtype))
-            weights.append(jnp.zeros(size, dtype))
-        return weights
-
-    def __call__(self, weights: Sequence[jax.Array], states: list[dict[int, jax.Array]]) -> list[dict[int, jax.Array]]:
-        """The credit of every state."""
-        found = []
-        for g, parts in enumerate(states):
-            a, b, c, d = weights[4 * g : 4 * g + 4]
-            x = jnp.concatenate([jnp.atleast_1d(p) for p in parts.values()], axis=-1)
-            y = jnp.tanh(x @ a + b) @ c + d
-            pieces = jnp.split(y, len(parts), axis=-1)
-            found.append({i: p.reshape(parts[i].shape) for i, p in zip(parts, pieces, strict=True)})
-        return found
-
-    def error(self, weights: Sequence[jax.Array], states: list, right: list) -> jax.Array:
-        """Mean squared distance to the right credit."""
-        pairs = zip(jax.tree.leaves(self(weights, states)), jax.tree.leaves(right), strict=True)
-        total: Any = sum(jnp.mean((a - b) ** 2) for a, b in pairs)
-        return total
 
 
 @dataclass(frozen=True)
@@ -197,7 +95,7 @@ def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rul
     """Factorised traces: a decay in (0, 1), a rank r ≥ 1 that means (r - 1)/(r + 1), or a pair for (x, f)."""
     when = 'one step; or one decay, states without memory and inputs constant in time'
     use = 'many neurons: memory linear in them; sparse nets; less where adaptation is the memory'
-    decay = _decays('decay_or_rank', decay_or_rank)
+    decay = as_decays('decay_or_rank', decay_or_rank)
     return Rule('pp_prop', 'io_factorized', decay=decay, exact_when=when, cost=_FACTORS, use=use)
 
 
@@ -208,7 +106,7 @@ def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int
         'io_factorized',
         'scalar_leak',
         leak=1.0,
-        decay=_decays('decay_or_rank', decay_or_rank),
+        decay=as_decays('decay_or_rank', decay_or_rank),
         exact_when='one step',
         cost=_FACTORS,
         use='feed-forward spiking layers',
@@ -217,7 +115,7 @@ def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int
 
 def ottt(leak: float) -> Rule:
     """A presynaptic trace that leaks; the postsynaptic side is that of the step."""
-    leak = _decay('leak', leak)
+    leak = as_decay('leak', leak)
     when = 'units that leak by `leak`, with no other memory'
     cost, use = ('B·I', 'T·B·I·H'), 'feed-forward spiking layers: the least memory'
     return Rule('OTTT', 'io_factorized', 'none', decay=(leak, 0.0), exact_when=when, cost=cost, use=use)
@@ -225,7 +123,7 @@ def ottt(leak: float) -> Rule:
 
 def rflo(leak: float) -> Rule:
     """One trace a parameter that leaks by a number in place of D."""
-    leak = _decay('leak', leak)
+    leak = as_decay('leak', leak)
     when = 'units that leak by `leak`, with no other memory and no weights between them'
     use = 'leaky rate units; a comparison'
     return Rule('RFLO', 'per_param', 'scalar_leak', leak=leak, exact_when=when, use=use)
@@ -253,7 +151,7 @@ def eprop(kappa: float | KappaFilter | None, feedback: str | FixedRandomFeedback
 
 def snap(n: int) -> Rule:
     """The influence of a parameter on the states that it reaches within n steps."""
-    n = _count('n', n)
+    n = as_count('n', n)
     when = 'no parameter reaches more states than it does within `n` steps'
     cost = ('B·I·H·S·(states within n steps)', 'T·B·H³·I')
     use = 'small or sparse nets whose units feed each other'
@@ -266,7 +164,7 @@ def uoro(seed: int) -> Rule:
     when = 'in the mean over seeds'
     use = 'unbiased credit across positions at the cost of noise; many small updates'
     return Rule(
-        'UORO', 'random_projection', scope='coupled', exact_when=when, cost=cost, use=use, seed=_seed('seed', seed)
+        'UORO', 'random_projection', scope='coupled', exact_when=when, cost=cost, use=use, seed=as_seed('seed', seed)
     )
 
 
@@ -280,7 +178,7 @@ def three_factor(kappa: float | KappaFilter | None) -> Rule:
 
 def dni(window: int, predictor: SyntheticGradient) -> Rule:
     """Exact windows; a learned predictor sends credit back from what comes after each."""
-    window = _count('window', window)
+    window = as_count('window', window)
     if not all(hasattr(predictor, name) for name in ('init', 'error', 'rate')):
         made = 'SyntheticGradient(width=64, rate=0.1)'
         raise ValueError(three_parts(f'predictor={predictor!r}', 'it has no init, error and rate', made))
@@ -299,7 +197,7 @@ def dni(window: int, predictor: SyntheticGradient) -> Rule:
 
 def tbptt(k: int) -> Rule:
     """Truncated BPTT: exact inside windows of k steps, nothing across them."""
-    k = _count('k', k)
+    k = as_count('k', k)
     when, cost = 'no credit crosses a window', ('k·B·H·S', 'T·B·I·H')
     return Rule(f'TBPTT({k})', 'none', window=k, exact_when=when, cost=cost, use='the usual compromise; a baseline')
 
@@ -430,9 +328,9 @@ class ETraceConfig:
     def rule(self) -> Rule:
         """The rule of these parts."""
         factors = self.trace_factorization == 'io_factorized'
-        decay = _decays('decay', self.decay) if factors else None
-        number = None if factors or self.decay is None else _decay('decay', self.decay)
-        window = None if self.window_size is None else _count('window_size', self.window_size)
+        decay = as_decays('decay', self.decay) if factors else None
+        number = None if factors or self.decay is None else as_decay('decay', self.decay)
+        window = None if self.window_size is None else as_count('window_size', self.window_size)
         if decay is not None and self.temporal_recursion == 'none':
             decay = (decay[0], 0.0)
         return Rule(
@@ -441,10 +339,10 @@ class ETraceConfig:
             self.temporal_recursion,
             self.recurrence_scope,
             self.learning_signal,
-            None if self.kappa is None else _decay('kappa', self.kappa),
+            None if self.kappa is None else as_decay('kappa', self.kappa),
             decay,
             1.0 if factors else number,
-            None if self.sparse_n is None else _count('sparse_n', self.sparse_n),
+            None if self.sparse_n is None else as_count('sparse_n', self.sparse_n),
             0 if self.update_schedule == 'sequence_end' else window,
             FixedRandomFeedback() if self.learning_signal == 'random_feedback' else None,
             SyntheticGradient() if self.learning_signal == 'bootstrapped' else None,
@@ -452,63 +350,9 @@ class ETraceConfig:
         )
 
 
-def _plain(value: Any) -> Any:
-    """A number of NumPy or JAX as one of Python's; anything else as it is, but True and False as no number."""
-    if getattr(value, 'ndim', None) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        value = value.item()
-    return None if isinstance(value, bool) else value
-
-
-def _decays(name: str, value: Any) -> tuple[float, float]:
-    pair = tuple(map(_plain, value if isinstance(value, (tuple, list)) else (value, value)))
-    fits = lambda d: isinstance(d, (int, float)) and (d >= 1 if isinstance(d, int) else 0 <= d < 1)
-    if len(pair) != 2 or not all(map(fits, pair)):
-        raise ValueError(
-            three_parts(
-                f'{name}={value!r}',
-                'a decay lies between 0 and 1, a rank is a whole number from 1',
-                f'{name}=0.9, {name}=19, or a pair (x side, f side)',
-            )
-        )
-    x, f = ((d - 1) / (d + 1) if isinstance(d, int) else d for d in pair)
-    return x, f
-
-
 def _kappa(value: float | KappaFilter | None) -> float | None:
     value = value.kappa if isinstance(value, KappaFilter) else value
-    return None if value is None else _decay('kappa_filter_decay', value)
-
-
-def _decay(name: str, value: Any) -> float:
-    found = _plain(value)
-    if not isinstance(found, (int, float)) or not 0 <= found < 1:
-        raise ValueError(three_parts(f'{name}={value!r}', 'a decay lies between 0 and 1', f'{name}=0.9'))
-    return found
-
-
-def _positive(name: str, value: Any) -> None:
-    found = _plain(value)
-    if not isinstance(found, (int, float)) or not 0 < found < float('inf'):
-        raise ValueError(three_parts(f'{name}={value!r}', 'it scales, and is positive and finite', f'{name}=0.1'))
-
-
-def _count(name: str, value: Any) -> int:
-    found = _plain(value)
-    if not isinstance(found, int) or found < 1:
-        raise ValueError(three_parts(f'{name}={value!r}', 'it counts', f'a whole number from 1, as {name}=20'))
-    return found
-
-
-def _seed(name: str, value: Any) -> int:
-    """A seed from a whole number or a key of JAX."""
-    found = _plain(value)
-    if hasattr(found, 'dtype') and jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
-        found = jax.random.key_data(found)
-    if getattr(found, 'dtype', None) == jnp.uint32 and found.size:
-        found = int(found.ravel()[-1])
-    if not isinstance(found, int):
-        raise ValueError(three_parts(f'{name}={value!r}', 'it starts random numbers', f'a whole number, as {name}=0'))
-    return found
+    return None if value is None else as_decay('kappa_filter_decay', value)
 
 
 def _written(given: dict[str, Any]) -> str:
