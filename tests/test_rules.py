@@ -571,6 +571,8 @@ def test_a_loop_of_single_steps_is_training_online(rule, options):
         single.apply(dict(gradients), optimizer)
         found.append(value)
     close(jnp.stack(found), losses)
+    weights_of = lambda learner: ravel_pytree({path: w.value for path, w in learner.param_states.items()})[0]
+    differ(weights_of(single), weights_of(case.learner(rule)))
     assert single.standing.value == online.standing.value == T
 
 
