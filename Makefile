@@ -17,8 +17,8 @@ test: $(READY)
 zoo: $(READY)
 	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal $(addprefix tests/test_,zoo.py learner.py engine.py exactness.py rules.py functions.py flax.py equinox.py)
 
-conformance: $(READY)  # every rule on every model, for hours; PART=0 … PART=13 run one rule of each model
-	ZOO=all PART=$(PART) JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_conformance.py
+conformance: $(READY)  # every rule on every model, for hours; RULE=rtrl: by one rule
+	ZOO=all RULE=$(RULE) JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_conformance.py
 
 browser: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) scripts/browser.py $(ARGS)

@@ -679,6 +679,43 @@ def test_a_predictor_of_credit_learns():
         learner.etrace_grad(*sequences, step_fn=windowed, chunk_size=2)
 
 
+def test_single_steps_use_the_predictor():
+    case = Case('gated')
+    learner = case.learner('dni', window=1, predictor=SyntheticGradient(width=16, rate=0.2))
+    step, sequences = loss_of(learner), (case.xs, case.ys)
+    braintrace.train_synthetic_gradient(learner, *sequences, step_fn=step, updates=50)
+    wisdom = learner.standing.value
+    learner.reset_state()
+    gradient = brainstate.transform.grad(step, learner.param_states)
+    found = [gradient(x, y) for x, y in zip(*sequences, strict=True)]
+    assert learner.standing.value is wisdom
+    learner.reset_state()
+    whole = learner.etrace_grad(*sequences, step_fn=step, reduction='sum')
+    single = ravel_pytree(jax.tree.map(lambda *g: sum(g), *found))[0]
+    close(single, ravel_pytree(whole)[0])
+    differ(single, ravel_pytree(case.tree(case.gradient('tbptt', k=1)))[0])
+
+
+def test_the_error_of_a_predictor_is_that_of_the_credit_it_is_taught():
+    """One that predicts nothing is wrong by the credit itself: ∂(later losses)/∂h at every start but the first."""
+    case = Case('leaky')
+    learner = case.learner('dni', window=2)
+    (error,) = braintrace.train_synthetic_gradient(learner, case.xs, case.ys, step_fn=loss_of(learner), updates=1)
+    states = [case.start]
+    for x in case.xs:
+        states.append(case.step(case.flat, states[-1], x))
+
+    def window(h, t):
+        total = 0.0
+        for x, y in zip(case.xs[t : t + 2], case.ys[t : t + 2], strict=True):
+            h = case.step(case.flat, h, x)
+            total = total + case.loss(case.flat, h, y)
+        return total
+
+    credit = [jax.grad(window)(states[t], t) for t in range(2, T, 2)]
+    close(error, np.mean([jnp.mean(c**2) for c in credit]))
+
+
 # ---------------------------------------------------------------- what holds for every rule
 
 RULES = {

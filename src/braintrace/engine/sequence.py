@@ -254,8 +254,7 @@ class Sequencer:
             losses, extras = [*losses, loss], [*extras, extra]
         states, traces, total, through, learned = carry
         total = add(total, self._pull(parameters, states, through)) if traces else total
-        *learned, error = learned
-        learned, error = [x / count for x in learned], error / max(count - whole, 1)
+        *learned, error = [x / max(count - whole, 1) for x in learned]
         return Solved(total, *_joined(losses, extras), states, traces, learned, error)
 
     def run(self, parameters: Values, states: Values, traces: Trace, inputs: Values) -> tuple[Values, Values, Trace]:
@@ -268,14 +267,24 @@ class Sequencer:
         return values, new, traces
 
     def exact_window_gradient(
-        self, parameters: Values, states: Values, traces: Trace, inputs: Values, cotangents: Sequence[jax.Array]
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        predictor: Predictor | None = None,
     ) -> Values:
-        """Gradient of a window for cotangents of its targets: reverse mode inside, γ_0 · ε_0 across."""
-        found = window_gradient(self.plan, parameters, states, inputs, self.plan.targets, cotangents)
+        """Gradient of a window for cotangents of its targets: reverse mode inside, γ_0 · ε_0 across.
+
+        ``predictor``: of the credit that a step's loss of weight one would get from what follows the window.
+        """
+        const = constants(self.plan, parameters | self._fixed(states))
+        later = (lambda end: predictor([const[v] for v in self.plan.standing], end)) if predictor else None
+        found = window_gradient(self.plan, parameters, states, inputs, self.plan.targets, cotangents, later=later)
         gradients, gamma, _, _ = found
         if not traces:
             return gradients
-        const = constants(self.plan, parameters | self._fixed(states))
         _, through = self._across(const, states, inputs, traces, self._no_gradient(const), gamma)
         return add(gradients, self._pull(parameters, states, through))
 

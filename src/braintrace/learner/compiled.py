@@ -225,7 +225,7 @@ class Compiled(brainstate.nn.Module):
             first = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
             example = jax.tree.map(first, args) if window else args
             traced = self._traced(self._call, example, False, self.rule)
-            self._made.keep(key, traced, jax.jit(online_step(traced, window, exact)))
+            self._made.keep(key, traced, jax.jit(online_step(traced, window, exact, self.rule.predictor)))
         return self._made.programs[key]
 
     # ------------------------------------------------------------ programs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import brainstate
@@ -13,17 +14,20 @@ import numpy as np
 from ..compat import is_var
 from ..engine.plan import Values
 from ..program import Path
+from ..rules import SyntheticGradient
 from .traced import Traced
 
 
-def online_step(traced: Traced, window: bool, exact: bool) -> Callable:
+def online_step(traced: Traced, window: bool, exact: bool, predictor: SyntheticGradient | None = None) -> Callable:
     """A step, or a window of steps, whose reverse derivative in the parameters is the online gradient.
 
-    ``exact``: reverse mode reaches through the whole step inside the window.
+    ``exact``: reverse mode reaches through the whole step inside the window; what its end gets from later, a
+    ``predictor`` tells.
     """
     engine, plan = traced.engine, traced.plan
     outputs = plan.program.outputs
-    gradient = traced.sequencer.exact_window_gradient if exact else engine.block_gradient
+    exactly = partial(traced.sequencer.exact_window_gradient, predictor=predictor)
+    gradient = exactly if exact else engine.block_gradient
     stack = lambda tree: tree if window else jax.tree.map(lambda x: x[None], tree)
     single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
 

@@ -130,8 +130,8 @@ class ThreeFactor(Learner):
 class DNI(Learner):
     """Exact windows of k steps, and from what follows each the credit that a predictor expects.
 
-    The predictor learns at every call from the credit that comes back to each window's start. ``learner(x)`` alone is
-    a window of one step, from whose end no credit is expected.
+    The predictor learns whenever the learner is given a sequence, from the credit that comes back to each window's
+    start. ``learner(x)`` alone is a window of one step: it uses the predictor and cannot teach it.
     """
 
     def __init__(
