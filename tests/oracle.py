@@ -1,7 +1,8 @@
 """The dense influence recursion of a step program, which the engine must reproduce.
 
 ε_t = D_t ε_{t-1} + ∂h_t/∂θ with full Jacobians by `jax.jacrev` of the whole step with its cuts put in, and the
-gradient Σ_t ∂ℓ_t/∂θ + (L_t D_t + R_t) ε_{t-1}. It shares no slicing with the compiler.
+gradient Σ_t ∂ℓ_t/∂θ + (L_t D_t + R_t) ε_{t-1}. It shares no slicing with the compiler. A number may leak in the place
+of D; and signals may read ē_t = κ ē_{t-1} + ε_t in the place of ε_t.
 """
 
 import jax
@@ -54,7 +55,8 @@ class Problem:
     ``values`` are those of all that the program reads, ``sequences`` those of its inputs at all steps.
     """
 
-    def __init__(self, program, values, sequences, weights):
+    def __init__(self, program, values, sequences, weights, leak=None, kappa=None):
+        self.leak, self.kappa = leak, kappa
         self.program = split_products(program)
         self.analysed = analyse(self.program)
         parts = (
@@ -86,9 +88,9 @@ class Problem:
     def gradients(self, compiled):
         """Gradients of every step's loss."""
         states = self.states
+        zero = lambda g, x: np.zeros((*g.varshape, g.num_state, *x.shape), x.dtype)
         traces = [
-            Values((v, np.zeros((*g.varshape, g.num_state, *x.shape), x.dtype)) for v, x in self.parameters.items())
-            for g in self.analysed.groups
+            Values((v, (zero(g, x), zero(g, x))) for v, x in self.parameters.items()) for g in self.analysed.groups
         ]
         at = lambda t: Values((v, x[t]) for v, x in self.inputs.items())
         step, found = compiled(self.step, states, traces, at(0)), []
@@ -127,15 +129,25 @@ class Problem:
 
             inside, across = jax.jacrev(advance, (0, 1))(parameters, old)
             dot = lambda a, b, n=old.ndim: jnp.tensordot(a, b, n)
-            credit = dot(signals[g], across) + self.direct_read(group, old, states, inputs, new)
-            gradient = Values((v, x + dot(credit, traces[g][v])) for v, x in gradient.items())
-            later.append(Values((v, dot(across, traces[g][v]) + x) for v, x in inside.items()))
+            read = self.direct_read(group, old, states, inputs, new)
+            moved, gradient = self.moved(traces[g], across, inside, dot), Values(gradient)
+            for v, (_, told) in moved.items():
+                gradient[v] += dot(signals[g], told - inside[v]) + dot(read, traces[g][v][1])
+            later.append(moved)
         moved = Values((h.invar, new[h.outvar]) for h in self.program.hidden)
         for other in self.program.others:
             if other.outvar is not None:
                 literal = jnp.full(other.invar.aval.shape, getattr(other.outvar, 'val', 0), other.invar.aval.dtype)
                 moved[other.invar] = new.get(other.outvar, literal) if is_var(other.outvar) else literal
         return gradient, states | moved, later
+
+    def moved(self, traces, across, inside, dot):
+        """The next traces, and what signals read of them."""
+        found = Values()
+        for v, (trace, told) in traces.items():
+            trace = (dot(across, trace) if self.leak is None else self.leak * trace) + inside[v]
+            found[v] = (trace, trace if self.kappa is None else self.kappa * told + trace)
+        return found
 
     def direct_read(self, group, old, states, inputs, new):
         """∂ℓ/∂h_{t-1} with every new hidden state held fixed."""

@@ -1,6 +1,7 @@
 """The engine over the zoo, against oracles that differentiate the whole program densely.
 
-One step: every parameter's gradient is the plain one. A few steps: the dense influence recursion.
+One step: every parameter's gradient is the plain one. A few steps: the dense influence recursion of the local rule, of
+RFLO (leak) and of e-prop (κ).
 By default a part of the zoo is run; `make zoo` runs both on all of it.
 """
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from braintrace.engine.plan import Values
+from braintrace.engine.recursion import Scheme
 from braintrace.engine.sequence import Sequencer
 from braintrace.frontends.brainstate import trace_step
 from oracle import Problem, sequence, total_of
@@ -20,14 +22,15 @@ from zoo import CASES
 ALL = os.environ.get('ZOO') == 'all'
 
 
-def problem_of(case, steps):
+def problem_of(case, steps, **how):
     """A model of the zoo with a loss and a few steps of inputs."""
     model, inputs = case.build()
     info = trace_step(lambda *xs: total_of(model(*xs)), model, inputs, {})
     weights = jnp.asarray([1.0, 0.5, 0.0, 2.0][:steps])
     values = info.flat_inputs(inputs, None, {})
     by_variable = dict(zip(info.program.closed.jaxpr.invars, values, strict=True))
-    return Problem(info.program, values, [sequence(by_variable[v], steps) for v in info.program.inputs], weights)
+    sequences = [sequence(by_variable[v], steps) for v in info.program.inputs]
+    return Problem(info.program, values, sequences, weights, **how)
 
 
 @pytest.mark.parametrize('name', list(CASES)[:: 1 if ALL else 8])
@@ -48,12 +51,21 @@ def test_one_step_is_the_plain_gradient(name):
             close_to(mine[v], plain[v], case)
 
 
-@pytest.mark.parametrize('name', [n for n in CASES if n != 'brainpy_hh_recurrent'][:: 1 if ALL else 20])
-def test_local_rule_is_the_dense_recursion(name):
+def schemes():
+    """Models and what goes on in the place of D and of the trace; by default fewer of both."""
+    names = [n for n in CASES if n != 'brainpy_hh_recurrent']
+    ways = {'local': {}, 'leak': {'leak': 0.8}, 'kappa': {'kappa': 0.6}, 'both': {'leak': 0.8, 'kappa': 0.6}}
+    for i, (label, how) in enumerate(ways.items()):
+        chosen = names if ALL else names[7 * i :: 140 if how else 20]
+        yield from (pytest.param(name, how, id=f'{name}-{label}') for name in chosen)
+
+
+@pytest.mark.parametrize(('name', 'how'), list(schemes()))
+def test_the_rule_is_the_dense_recursion(name, how):
     case = CASES[name]
     with precision(case):
-        problem = problem_of(case, 4)
-        engine = Sequencer(problem.plan)
+        problem = problem_of(case, 4, **how)
+        engine = Sequencer(problem.plan, Scheme(**how))
         wanted = problem.influence()
 
         def ways(parameters):
