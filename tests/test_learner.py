@@ -83,6 +83,9 @@ def test_oversized_traces_are_refused_before_they_are_made(xs):
     assert learner.traces == {}
     with pytest.raises(braintrace.NotSupportedError, match=r'pp_prop.*bfloat16'):
         learner.etrace_grad(xs, step_fn=squares(learner))
+    for wrong in ('1GB', -1, float('nan')):
+        with pytest.raises(ValueError, match='number of bytes'):
+            compiled(xs, max_trace_bytes=wrong)
 
 
 def test_passes_are_chosen_by_size_or_by_the_caller(xs):

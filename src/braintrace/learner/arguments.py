@@ -153,6 +153,11 @@ def check_block(block: Any) -> None:
         )
 
 
+def check_bytes(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError(three_parts(f'{name}={value!r}', 'it is a number of bytes', f'{name}=2**30'))
+
+
 def check_trace_dtype(dtype: Any) -> None:
     """Raise unless a type can hold traces."""
     try:

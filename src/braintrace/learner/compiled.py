@@ -24,6 +24,7 @@ from ..rules import Rule
 from .arguments import (
     bytes_of,
     check_block,
+    check_bytes,
     check_choice,
     check_combination,
     check_trace_dtype,
@@ -101,6 +102,7 @@ class Compiled(brainstate.nn.Module):
             check_choice('trace', trace, ('auto', 'marked'))
         self.trace = trace
         self.trace_dtype = trace_dtype
+        check_bytes('max_trace_bytes', max_trace_bytes)
         self.max_trace_bytes = max_trace_bytes
         self.check_finite = check_finite
         self.traces: dict[tuple, EligibilityTrace] = {}
