@@ -5,6 +5,7 @@ the read-out. Influences are dense matrices by `jax.jacrev`; nothing is shared w
 """
 
 import itertools
+import inspect
 import os
 from dataclasses import replace
 
@@ -831,6 +832,14 @@ def test_every_rule_says_when_it_is_exact_what_it_costs_and_when_to_use_it():
     for name, rule in PRESETS.items():
         assert all([rule.name, rule.exact_when, *rule.cost, rule.use])
         assert braintrace.learner.rules.RULES[name](Gated()).rule == rule
+
+
+def test_every_rule_shows_its_options():
+    for kind in braintrace.learner.rules.RULES.values():
+        options = inspect.signature(kind).parameters
+        assert {'model', 'check_finite'} < set(options)
+        assert 'options' not in options
+    assert inspect.signature(braintrace.SnAp).parameters['n'].default == 1
 
 
 def test_traces_grow_as_stated():

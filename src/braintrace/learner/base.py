@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
@@ -53,6 +54,16 @@ class Learner(Compiled):
     keep their one-step gradient. ``trace_dtype``: storage type of the traces; more than ``max_trace_bytes`` is
     refused. ``check_finite``: raise on a loss or gradient that is not finite.
     """
+
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Shows a rule's own options, and those of every learner in the place of its ``**options``."""
+        super().__init_subclass__(**given)
+        _, *own = inspect.signature(cls.__init__).parameters.values()
+        common = [p for p in inspect.signature(Compiled.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        named = {p.name: p for p in (*own, *common) if p.kind is not p.VAR_KEYWORD}
+        cls.__signature__ = inspect.Signature(list(named.values()))
 
     # ------------------------------------------------------------ one step
 

@@ -283,5 +283,4 @@ def compile(
 
 def _names(kind: type[Learner]) -> str:
     """The options of a rule."""
-    found = [*inspect.signature(kind.__init__).parameters, *inspect.signature(Learner.__init__).parameters]
-    return ', '.join(dict.fromkeys(n for n in found if n not in ('self', 'model', 'rule', 'options')))
+    return ', '.join(n for n in inspect.signature(kind).parameters if n not in ('self', 'model'))
