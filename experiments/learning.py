@@ -1,6 +1,6 @@
 """Learning, not only gradients: the reference tasks under several rules, with seeds and spread.
 
-    python experiments/learning.py [TASK ...] [--rules d_rtrl,pp_prop,eprop,bptt] [--seeds 3] [--quick]
+    python experiments/learning.py [TASK ...] [--rules d_rtrl,pp_prop,eprop,bptt] [--seeds 3] [--first 0] [--updates N]
 
 Writes one JSON file a task next to itself, and the table of all of them to ``LEARNING.md``.
 """
@@ -189,21 +189,25 @@ def train(experiment: Experiment, rule: str, seed: int, report: Callable[[str], 
     return {'final': float(np.mean(course[-20:])), 'course': course, 'seconds': time.perf_counter() - start}
 
 
-def run(name: str, rules: tuple, seeds: int, updates: int | None) -> None:
-    """Train all, and keep what came out; results of other rules stay."""
+def run(name: str, rules: tuple, seeds: range, updates: int | None) -> None:
+    """Train all, and keep what came out; results of other rules and of earlier seeds stay."""
     experiment = EXPERIMENTS[name]
     file = HERE / f'{name}.json'
+    kept = lambda: json.loads(file.read_text())['rules'] if file.exists() else {}
     for rule in rules or experiment.rules:
         given = {'updates': updates} if updates else {}
         own = replace(experiment, **experiment.own.get(rule, {}) | given)
         rate = 'cosine' if own.falling else 'constant'
         how = {'network': own.network, 'shape': own.shape, 'fixed': own.fixed, 'rate': rate}
-        runs = []
-        for seed in range(seeds):
+        runs = kept().get(rule, [])[: seeds.start]
+        for seed in seeds:
             tell = lambda text, rule=rule, seed=seed: print(f'{name:12} {rule:8} seed {seed}  {text}', flush=True)
             runs.append({**train(own, rule, seed, tell), **how})
-        found = json.loads(file.read_text())['rules'] if file.exists() else {}
-        content = {'measure': experiment.measure, 'reference': experiment.task.reference, 'rules': found | {rule: runs}}
+        content = {
+            'measure': experiment.measure,
+            'reference': experiment.task.reference,
+            'rules': kept() | {rule: runs},
+        }
         file.write_text(json.dumps(content, indent=1) + '\n')
 
 
@@ -252,10 +256,11 @@ def main() -> None:
     parser.add_argument('tasks', nargs='*', choices=[*EXPERIMENTS, []], help='all by default')
     parser.add_argument('--rules', type=lambda text: tuple(text.split(',')), default=())
     parser.add_argument('--seeds', type=int, default=3)
+    parser.add_argument('--first', type=int, default=0, help='the first seed; results of those before it stay')
     parser.add_argument('--updates', type=int)
     options = parser.parse_args()
     for name in options.tasks or EXPERIMENTS:
-        run(name, options.rules, options.seeds, options.updates)
+        run(name, options.rules, range(options.first, options.seeds), options.updates)
     (HERE / 'LEARNING.md').write_text(table())
 
 

@@ -4,8 +4,8 @@ A model exists as a module and as plain functions of flat vectors: the whole ste
 the read-out. Influences are dense matrices by `jax.jacrev`; nothing is shared with the package.
 """
 
-import itertools
 import inspect
+import itertools
 import os
 from dataclasses import replace
 
