@@ -26,8 +26,9 @@ def online_step(traced: Traced, window: bool, exact: bool, predictor: SyntheticG
     """
     engine, plan = traced.engine, traced.plan
     outputs = plan.program.outputs
-    exactly = partial(traced.sequencer.exact_window_gradient, predictor=predictor)
-    gradient = exactly if exact else engine.block_gradient
+    gradient: Callable = engine.block_gradient
+    if exact:
+        gradient = partial(traced.sequencer.exact_window_gradient, predictor=predictor)
     stack = lambda tree: tree if window else jax.tree.map(lambda x: x[None], tree)
     single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
 
