@@ -26,8 +26,8 @@ WHOLE = ('bptt', 'tbptt', 'dni')
 POSITIONS = ('d_rtrl', 'eprop', 'ostlrecurrent', 'rtrl')
 """Rules that are BPTT for parameters whose every path keeps its position."""
 
-UNSEEN = ('while_loop_inside_a_scan', 'callback_on_the_path')
-"""Models whose cut paths are closed to reverse mode too: BPTT is cut as well."""
+UNSEEN = ('while_loop_inside_a_scan', 'while_loop_on_the_path', 'callback_on_the_path', 'delayed_recurrence')
+"""Models whose cut paths are closed to reverse mode as well, or take longer than the steps that are run."""
 
 
 def loss_of(learner):
