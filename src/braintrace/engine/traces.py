@@ -253,7 +253,7 @@ class Traces:
                 carrier, y, g, own = mine[n], self.sites[n].result, self.sites[n].group, self.owner[n] == n
                 x, rows = drives[n]
                 after = carrier.step(trace, x, rows, jacobians[g], recursions[g].after(y) if own else ())
-                carry[n] = after._replace(f={s: after.f[s] for s in trace.f})
+                carry[n] = after._replace(f={s: after.f[s].astype(f.dtype) for s, f in trace.f.items()})
                 told = [(after, signals[g]), *([(trace, reads[g])] if reads[g] else [])]
                 xs[n] = [trace.x for trace, _ in told]
                 if own:
