@@ -58,10 +58,7 @@ class Experiment:
         return f'≤ {limit}', lambda value: value <= limit
 
 
-BEHIND = """Results of evidence are of before its spikes were drawn in float32: other draws, the same rates. Seeds of
-matching were run one by one, by the script's `train`; its settings were chosen by seed 0.
-
-What is behind the settings:
+BEHIND = """What is behind the settings, which were chosen by seed 0:
 
 - evidence by pp_prop needs units whose memory has the sign of its cause. Its two factors pair the cues with all that a
   unit's states did since, and so with the direct effect on V, which an adapting threshold turns round: on the network
