@@ -79,7 +79,7 @@ def test_conformance(name, rule):
         key = jax.random.key_data(brainstate.random.DEFAULT.value)
         first, second = run(part(0, half)), run(part(half, STEPS))
         draws = np.any(key != jax.random.key_data(brainstate.random.DEFAULT.value))
-        planned = {key: [shape for shape, _ in found] for key, found in _planned(learner).items()}
+        planned = {key: [shape for shape, _ in found] for key, found in _planned(learner, loss).items()}
         assert planned == {k: [x.shape for x in jax.tree.leaves(t.peek())] for k, t in learner.traces.items()}
         if not is_finite((first, second)):  # a derivative of the model itself is singular
             learner.reset_state()
@@ -109,8 +109,8 @@ def test_conformance(name, rule):
                     assert np.linalg.norm(wide(mine) - wide(true)) > 1e-5 * np.linalg.norm(wide(true))
 
 
-def _planned(learner):
-    traced, _ = learner._step_program(learner._example)
+def _planned(learner, loss):
+    traced = learner._trace(loss, learner._example, learner.rule)
     return traced.trace_shapes if learner.rule.trace != 'none' else {}
 
 

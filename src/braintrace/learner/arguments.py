@@ -130,8 +130,8 @@ def check_combination(rule: Rule, vjp_method: str, trace: Any, trace_dtype: Any)
             raise ValueError(three_parts(*parts))
 
 
-def rules_of(asked: Any) -> list[Rule]:
-    """Rules from their names, classes, configurations or learners."""
+def rules_of(asked: Any) -> list[tuple[Rule, Any]]:
+    """Rules from their names, classes, configurations or learners, and what those of learners read."""
     if isinstance(asked, str) or not isinstance(asked, Sequence) or not asked:
         raise ValueError(
             three_parts(f'rules={asked!r}', 'it is a list of rules to compare', "rules=['d_rtrl', 'pp_prop']")
@@ -142,7 +142,8 @@ def rules_of(asked: Any) -> list[Rule]:
         rule = PRESETS[named(name)] if name else getattr(one, 'rule', one)
         if not isinstance(rule, Rule):
             raise ValueError(three_parts(f'{one!r} among rules', 'it is no rule', "a name, as 'd_rtrl', or a learner"))
-        found.append(rule)
+        standing = getattr(one, 'standing', None)
+        found.append((rule, None if standing is None else standing.value))
     return found
 
 

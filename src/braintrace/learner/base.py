@@ -387,27 +387,30 @@ class Learner(Compiled):
         """Compare gradients of a fresh sequence with BPTT's: this rule's, or those of ``rules``; nothing is changed.
 
         ``rules``: names or classes of rules, with the options they have by default, :class:`ETraceConfig`, or learners
-        for their rule with its options: ``braintrace.SnAp(model, n=2)``.
+        for their rule with its options, as ``braintrace.SnAp(model, n=2)``, its modulator or its predictor.
         """
         check_choice('reduction', reduction, ('mean', 'sum'))
-        asked = [self.rule] if rules is None else rules_of(rules)
-        exact = self._by_name(sequences, step_fn, BPTT_RULE, mask, reduction)
+        asked = [(self.rule, None)] if rules is None else rules_of(rules)
+        exact = self._by_name(sequences, step_fn, BPTT_RULE, None, mask, reduction)
         checks = []
-        for rule in asked:
-            mine = self._by_name(sequences, step_fn, rule, mask, reduction)
+        for rule, read in asked:
+            mine = self._by_name(sequences, step_fn, rule, read, mask, reduction)
             classes = {r.context['name']: r.context['credit'] for r in self.graph.report.credits}
             rows = tuple(compare(name, classes.get(name, 'none'), mine[name], exact[name]) for name in mine)
             checks.append(GradientCheck(rule.name, rows))
         return checks[0] if rules is None else RuleComparison(tuple(checks))
 
     def _by_name(
-        self, sequences: tuple, step_fn: Callable, rule: Rule, mask: Any, reduction: str
+        self, sequences: tuple, step_fn: Callable, rule: Rule, read: Any, mask: Any, reduction: str
     ) -> dict[str, jax.Array]:
-        """Gradients of a fresh sequence by parameter, under any rule."""
+        """Gradients of a fresh sequence by parameter, under any rule; ``read``: what that reads, if not as at first."""
         before = self.rule, self.standing
         self._deaf = self.rule.signal == 'modulatory' != rule.signal
         if rule is not self.rule:
-            self.rule, self.standing = rule, self._stand(rule)
+            first = self._stand(rule)
+            self.rule, self.standing = rule, self._made.compared.setdefault(rule, first)
+            if self.standing is not None and first is not None:
+                self.standing.value = first.value if read is None else read
         try:
             traced, solved, _ = self._solve(sequences, step_fn, mask, reduction, True, rule)
         finally:

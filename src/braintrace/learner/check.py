@@ -36,7 +36,7 @@ class GradientCheck:
         dot = sum(r.cosine * r.norm_ratio * r.norm**2 for r in self.rows)
         mine = sum((r.norm_ratio * r.norm) ** 2 for r in self.rows)
         exact = sum(r.norm**2 for r in self.rows)
-        return dot / max((mine * exact) ** 0.5, 1e-30)
+        return dot / max((mine * exact) ** 0.5, 1e-30) if mine or exact else 1.0
 
     def __getitem__(self, name: str) -> CheckRow:
         return _named({row.name: row for row in self.rows}, name)

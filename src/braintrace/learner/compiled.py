@@ -41,13 +41,14 @@ _MOST_PROGRAMS = 16
 
 @dataclass
 class _Made:
-    """What is no part of the module's tree: programs, states of optax transformations, the zeros traces start from, and
-    whose trace holds the states' side of another."""
+    """What is no part of the module's tree: programs, states of optax transformations, the zeros traces start from,
+    whose trace holds the states' side of another, and what rules that are compared read."""
 
     programs: dict[tuple, tuple]
     optimizers: dict[Any, brainstate.State]
     zeros: dict[tuple, Any]
     owners: dict[tuple, tuple]
+    compared: dict[Rule, Standing | None]
 
     def keep(self, key: tuple, *program: Any) -> None:
         """Keep a program; the oldest goes where there are too many."""
@@ -109,7 +110,7 @@ class Compiled(brainstate.nn.Module):
         self._example: tuple = ()
         self.standing = self._stand(rule)
         self._start: dict[Path, StartValue] = {}
-        self._made = _Made({}, {}, {}, {})
+        self._made = _Made({}, {}, {}, {}, {})
         self._tracing = False
         self._deaf = False
         self._in_chunk = False
@@ -124,6 +125,7 @@ class Compiled(brainstate.nn.Module):
             state.value = jax.tree.map(strong, state.value)
         self.executor.compile_graph(*args)
         self._made.programs.clear()
+        self._made.compared.clear()
         self._example = args
         self.traces = {}
         self._start = {
@@ -239,7 +241,7 @@ class Compiled(brainstate.nn.Module):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), sequences)
         leaves, structure = jax.tree.flatten(shapes)
         sizes = tuple((x.shape, x.dtype) for x in leaves)
-        key = (step_fn, structure, sizes, fresh, rule, evolve, self._state_shapes())
+        key = (step_fn, structure, sizes, fresh, rule, evolve, self._state_shapes(), id(self.standing))
         if key not in self._made.programs:
             example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
             traced = self._trace(step_fn, example, rule, not evolve)
