@@ -658,7 +658,7 @@ def test_dni_is_bptt_in_one_window_and_starts_as_truncated_bptt():
 
 def test_a_predictor_of_credit_learns():
     case = Case('leaky')
-    learner = case.learner('dni', window=1, predictor=SyntheticGradient(width=32, rate=0.2))
+    learner = case.learner('dni', window=1, predictor=SyntheticGradient(width=32))
     step = loss_of(learner)
     sequences = (case.xs, case.ys)
     gradient = lambda: ravel_pytree(
@@ -667,9 +667,9 @@ def test_a_predictor_of_credit_learns():
     distance = lambda: float(jnp.linalg.norm(gradient() - ravel_pytree(case.tree(case.bptt()))[0]))
     before = distance()
     weights = {path: state.value for path, state in learner.param_states.items()}
-    errors = braintrace.train_synthetic_gradient(learner, *sequences, step_fn=step, updates=300)
+    errors = braintrace.train_synthetic_gradient(learner, *sequences, step_fn=step, updates=400)
     assert errors[-1] < 0.5 * errors[0]
-    assert distance() < 0.7 * before
+    assert distance() < 0.3 * before
     assert all(learner.param_states[path].value is value for path, value in weights.items())
     with pytest.raises(ValueError, match='no predictor'):
         braintrace.train_synthetic_gradient(case.learner('d_rtrl'), *sequences, step_fn=step)
@@ -680,9 +680,42 @@ def test_a_predictor_of_credit_learns():
         learner.etrace_grad(*sequences, step_fn=windowed, chunk_size=2)
 
 
+def test_a_predictor_does_not_overshoot():
+    case = Case('adaptive')
+    learner = case.learner('dni', window=2)
+    step = lambda x, y: 100 * jnp.sum((learner(x) - y) ** 2)
+    errors = braintrace.train_synthetic_gradient(learner, case.xs, case.ys, step_fn=step, updates=200)
+    assert errors[-1] < errors[0]
+    assert max(errors) < 10 * errors[0]
+
+
+def test_predicted_credit_counts_as_the_losses_do():
+    """Halves are the whole where the predictor stands still, whatever a mask leaves out, and signs do no harm."""
+    case = Case('leaky')
+    learner = case.learner('dni', window=2)
+    step = loss_of(learner)
+    braintrace.train_synthetic_gradient(learner, case.xs, case.ys, step_fn=step, updates=20)
+    wisdom = learner.standing.value
+
+    def run(*parts, mask):
+        learner.reset_state()
+        total = 0.0
+        for part in parts:
+            learner.standing.value = wisdom
+            given = (case.xs[part], case.ys[part])
+            found = learner.etrace_grad(*given, step_fn=step, mask=mask[part], reduction='sum')
+            total = total + ravel_pytree(found)[0]
+        return total
+
+    mask = jnp.array([0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    close(run(slice(0, 6), mask=mask), run(slice(0, 4), slice(4, 6), mask=mask))
+    mean = learner.etrace_grad(case.xs, case.ys, step_fn=step, mask=mask * 0 - 1.0)
+    assert jnp.all(jnp.isfinite(ravel_pytree((mean, learner.standing.value))[0]))
+
+
 def test_single_steps_use_the_predictor():
     case = Case('gated')
-    learner = case.learner('dni', window=1, predictor=SyntheticGradient(width=16, rate=0.2))
+    learner = case.learner('dni', window=1, predictor=SyntheticGradient(width=16))
     step, sequences = loss_of(learner), (case.xs, case.ys)
     braintrace.train_synthetic_gradient(learner, *sequences, step_fn=step, updates=50)
     wisdom = learner.standing.value

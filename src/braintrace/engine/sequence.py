@@ -27,7 +27,7 @@ class Solved(NamedTuple):
     states: Values
     traces: Trace
     learned: Sequence[jax.Array] = ()
-    """Gradients of a predictor's weights."""
+    """What a predictor's weights should change by."""
     error: Any = 0.0
     """Its error."""
 
@@ -39,8 +39,10 @@ class Predictor(Protocol):
         """The guess."""
         ...
 
-    def error(self, weights: Sequence[jax.Array], states: list[Components], right: list[Components]) -> jax.Array:
-        """How far the guess is from what is right."""
+    def lesson(
+        self, weights: Sequence[jax.Array], states: list[Components], right: list[Components]
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """How far the guess is from what is right, and what that should change the weights by."""
         ...
 
 
@@ -208,10 +210,12 @@ class Sequencer:
         deep: bool = False,
         predictor: Predictor | None = None,
         whole: bool = False,
+        unit: Any = 1.0,
     ) -> Solved:
         """Reverse mode inside windows of a length; across them the traces, if there are any, or a predictor.
 
-        ``whole``: nothing came before the sequence and nothing follows it.
+        ``whole``: nothing came before the sequence and nothing follows it. ``unit``: what a loss that the predictor
+        knows of counts here.
         """
         plan = self.plan
         (head, head_w), (tail, tail_w) = _split((inputs, weights), length)
@@ -219,7 +223,6 @@ class Sequencer:
         total = Values((v, jnp.zeros_like(x)) for v, x in parameters.items())
         count = len(head_w) + bool(tail_w.size)
         numbers = jnp.arange(count)
-        unit = jnp.maximum(jnp.max(weights), jnp.finfo(weights.dtype).tiny)
         learned = [*(jnp.zeros_like(const[v]) for v in plan.standing), jnp.zeros(())] if predictor else [jnp.zeros(())]
 
         def one(carry: tuple, xs: tuple) -> tuple[tuple, tuple[jax.Array, Values]]:
@@ -237,8 +240,8 @@ class Sequencer:
             if predictor:
                 preceded = jnp.where(whole & (n == 0), 0.0, 1.0)
                 start = [dict(enumerate(g.components([states[v] for v in g.hidden_invars]))) for g in plan.groups]
-                right = jax.tree.map(lambda x: x / unit.astype(x.dtype), gamma)
-                error, taught = jax.value_and_grad(lambda w: predictor.error(w, start, right))(wisdom)
+                right = jax.tree.map(lambda x: (x / unit).astype(x.dtype), gamma)
+                error, taught = predictor.lesson(wisdom, start, right)
                 learned = [a + preceded.astype(b.dtype) * b for a, b in zip(learned, [*taught, error], strict=True)]
             if traces:
                 traces, through = self._across(const, states, inputs, traces, through, gamma)

@@ -42,9 +42,17 @@ def results(
     return results if len(results) > 1 else gradients
 
 
-def loss_weights(mask: Any, length: int, what: str, reduction: str = 'sum') -> Any:
-    """What each loss counts: 1 or its mask, divided by max(Σ mask, 1) for a mean."""
+def loss_weights(mask: Any, length: int, what: str, reduction: str = 'sum') -> tuple[Any, Any]:
+    """What each loss counts, 1 or its mask, divided by max(Σ mask, 1) for a mean; and what a mask of 1 counts."""
     dtype = jnp.result_type(float)
+    try:
+        real = mask is None or not jnp.iscomplexobj(jnp.asarray(mask))
+    except (TypeError, ValueError):
+        real = False
+    if not real:
+        raise ValueError(
+            three_parts(f'mask={mask!r}', 'it weights the losses', f'{length} numbers, or None where all count alike')
+        )
     mask = np.ones(length, dtype) if mask is None else jnp.asarray(mask, dtype)
     if mask.shape != (length,):
         raise ValueError(
@@ -55,8 +63,9 @@ def loss_weights(mask: Any, length: int, what: str, reduction: str = 'sum') -> A
             )
         )
     if reduction == 'sum':
-        return mask
-    return mask / (length if isinstance(mask, np.ndarray) else jnp.maximum(mask.sum(), 1.0))
+        return mask, np.ones((), dtype)
+    total = np.asarray(length, dtype) if isinstance(mask, np.ndarray) else jnp.maximum(mask.sum(), 1.0)
+    return mask / total, 1 / total
 
 
 def check_aux(structure: Any, has_aux: bool) -> None:

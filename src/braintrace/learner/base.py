@@ -155,7 +155,7 @@ class Learner(Compiled):
                 )
             )
         count = length // size
-        cotangents = loss_weights(mask, count, 'windows', reduction)
+        cotangents, _ = loss_weights(mask, count, 'windows', reduction)
         key = ('chunks', step_fn, size, has_aux, self._state_shapes(), *self._held())
         if key not in self._made.programs:
             parameters = module_states(self.model, brainstate.ParamState)
@@ -210,8 +210,7 @@ class Learner(Compiled):
     def _learned(self, solved: Solved) -> None:
         """What a gradient leaves for the rule itself: one more has been asked for, and a predictor knows better."""
         if self.standing is not None and self.rule.predictor is not None:
-            rate = self.rule.predictor.rate
-            self.standing.value = [w - rate * g for w, g in zip(self.standing.value, solved.learned, strict=True)]
+            self.standing.value = [w + c for w, c in zip(self.standing.value, solved.learned, strict=True)]
         else:
             self._count()
 
@@ -236,7 +235,7 @@ class Learner(Compiled):
     ) -> tuple[Traced, Solved, jax.Array]:
         """Run a sequence; nothing is written yet."""
         length = length_of(sequences, step_fn)
-        cotangents = loss_weights(mask, length, 'steps', reduction)
+        cotangents, unit = loss_weights(mask, length, 'steps', reduction)
         traced, solve = self._program(step_fn, sequences, fresh, rule)
         parameters, states = traced.read()
         states = self._restarted(traced, states) if fresh else states
@@ -244,7 +243,8 @@ class Learner(Compiled):
         if self.check_finite:  # what the call gives may be refused
             traces = jax.tree.map(jnp.copy, traces)
         with self._cleared_on_error():
-            return traced, solve(parameters, states, traces, traced.inputs(sequences), cotangents), cotangents
+            given = (parameters, states, traces, traced.inputs(sequences), cotangents, unit)
+            return traced, solve(*given), cotangents
 
     def etrace_evolve(
         self, *sequences: Any, step_fn: Callable[..., Any] | None = None, return_outputs: bool = False
@@ -288,7 +288,7 @@ class Learner(Compiled):
                     'a sequence whose length is a multiple of update_every',
                 )
             )
-        mask = loss_weights(mask, length, 'steps')
+        mask, _ = loss_weights(mask, length, 'steps')
         first = jax.tree.map(lambda x: jnp.asarray(x)[:update_every], sequences)
         traced, solve = self._program(step_fn, first, False, self.rule)
         self._read_traces(traced, fresh=False)

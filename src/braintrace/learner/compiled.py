@@ -146,7 +146,7 @@ class Compiled(brainstate.nn.Module):
         """The state that a rule reads, as it is at first; a predictor's once the model is compiled."""
         if rule.predictor is not None and self._example:
             groups = self.graph.hidden_groups
-            shapes = [(g.num_state, g.varshape, g.hidden_invars[0].aval.dtype) for g in groups]
+            shapes = [(g.num_state, g.varshape, jnp.finfo(g.hidden_invars[0].aval.dtype).dtype) for g in groups]
             return Standing(rule.predictor.init(shapes))
         if rule.signal == 'modulatory':
             return Standing(jnp.ones(()))
@@ -283,11 +283,13 @@ class Compiled(brainstate.nn.Module):
     def _solver(self, traced: Traced, fresh: bool, rule: Rule) -> Callable[..., Solved]:
         engine, window = traced.engine, rule.window
 
-        def solve(parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array) -> Solved:
+        def solve(
+            parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array, unit: Any = 1.0
+        ) -> Solved:
             length = len(weights)
             if window is not None or rule.deep:
                 given = (parameters, states, traces, inputs, weights, window or length, rule.deep)
-                return traced.sequencer.windows(*given, rule.predictor, fresh)
+                return traced.sequencer.windows(*given, rule.predictor, fresh, unit)
             if fresh and rule.is_local and rule.trace == 'per_param' and self._two_passes(traced, length):
                 block = self._block(traced, length, False)
                 return traced.sequencer.two_pass(parameters, states, inputs, weights, block)

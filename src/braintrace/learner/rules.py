@@ -131,7 +131,8 @@ class DNI(Learner):
     """Exact windows of k steps, and from what follows each the credit that a predictor expects.
 
     The predictor learns whenever the learner is given a sequence, from the credit that comes back to each window's
-    start. ``learner(x)`` alone is a window of one step: it uses the predictor and cannot teach it.
+    start. ``learner(x)`` alone is a window of one step: it uses the predictor and cannot teach it, and expects the
+    credit of losses as they are, neither scaled nor masked.
     """
 
     def __init__(

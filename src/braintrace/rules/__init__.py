@@ -179,9 +179,9 @@ def three_factor(kappa: float | KappaFilter | None) -> Rule:
 def dni(window: int, predictor: SyntheticGradient) -> Rule:
     """Exact windows; a learned predictor sends credit back from what comes after each."""
     window = as_count('window', window)
-    if not all(hasattr(predictor, name) for name in ('init', 'error', 'rate')):
-        made = 'SyntheticGradient(width=64, rate=0.1)'
-        raise ValueError(three_parts(f'predictor={predictor!r}', 'it has no init, error and rate', made))
+    if not (callable(predictor) and hasattr(predictor, 'init') and hasattr(predictor, 'lesson')):
+        made = 'SyntheticGradient(width=64, rate=1.0)'
+        raise ValueError(three_parts(f'predictor={predictor!r}', 'it has no init, lesson and call', made))
     when = 'the predictor is right'
     return Rule(
         f'DNI({window})',

@@ -74,12 +74,12 @@ class GradExpon:
 class SyntheticGradient:
     """A predictor of the credit that a group's states get from the future: one hidden layer over its units.
 
-    ``width``: of the hidden layer; ``rate``: of its own gradient descent, once a call of the learner. It starts by
-    predicting nothing, so that learning starts as truncated BPTT.
+    ``width``: of the hidden layer; ``rate``: how much of its error a lesson takes away at most, whatever the size of
+    states and credit. It starts by predicting nothing, so that learning starts as truncated BPTT.
     """
 
     width: int = 64
-    rate: float = 0.1
+    rate: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -103,15 +103,36 @@ class SyntheticGradient:
         """The credit of every state."""
         found = []
         for g, parts in enumerate(states):
-            a, b, c, d = weights[4 * g : 4 * g + 4]
-            x = jnp.concatenate([jnp.atleast_1d(p) for p in parts.values()], axis=-1)
-            y = jnp.tanh(x @ a + b) @ c + d
+            _, y = _layers(weights[4 * g : 4 * g + 4], _side_by_side(parts))
             pieces = jnp.split(y, len(parts), axis=-1)
             found.append({i: p.reshape(parts[i].shape) for i, p in zip(parts, pieces, strict=True)})
         return found
 
-    def error(self, weights: Sequence[jax.Array], states: list, right: list) -> jax.Array:
-        """Mean squared distance to the right credit."""
-        pairs = zip(jax.tree.leaves(self(weights, states)), jax.tree.leaves(right), strict=True)
-        total: Any = sum(jnp.mean((a - b) ** 2) for a, b in pairs)
-        return total
+    def lesson(self, weights: Sequence[jax.Array], states: list, right: list) -> tuple[jax.Array, list[jax.Array]]:
+        """Mean squared distance to the right credit, and the change of the weights that it asks for.
+
+        The gradient is divided by a bound of the error's curvature, so that no lesson overshoots.
+        """
+        error: Any = 0.0
+        changes: list[jax.Array] = []
+        for g, (parts, credit) in enumerate(zip(states, right, strict=True)):
+            own, x, wanted = weights[4 * g : 4 * g + 4], _side_by_side(parts), _side_by_side(credit)
+            wrong = lambda w, x=x, wanted=wanted: _layers(w, x)[1] - wanted
+            squares = lambda w, wrong=wrong: jnp.mean(jnp.sum(wrong(w) ** 2, axis=-1)) / 2
+            hidden, _ = _layers(own, x)
+            inner = ((1 - hidden**2) ** 2) @ jnp.sum(own[2] ** 2, axis=1) * (1 + jnp.sum(x**2, axis=-1))
+            curvature = 1 + jnp.mean(jnp.sum(hidden**2, axis=-1) + inner)
+            error = error + jnp.mean(wrong(own) ** 2)
+            changes += [-self.rate * d / curvature for d in jax.grad(squares)(own)]
+        return error, changes
+
+
+def _layers(weights: Sequence[jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The hidden layer and the output."""
+    a, b, c, d = weights
+    hidden = jnp.tanh(x.astype(a.dtype) @ a + b)
+    return hidden, hidden @ c + d
+
+
+def _side_by_side(parts: dict[int, jax.Array]) -> jax.Array:
+    return jnp.concatenate([jnp.atleast_1d(p) for p in parts.values()], axis=-1)
