@@ -362,6 +362,28 @@ def test_ottt_and_ostl_feedforward_by_hand(fresh):
     close(case.gradient('OSTL_feedforward', fresh, decay_or_rank=(0.7, 0.4)), by_factors(case, (0.7, 0.4), 1.0))
 
 
+class OneToOne(nn.Module):
+    """Leaky units, each with a weight of its own for an input of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.linspace(0.5, 1.5, H))
+        self.h = brainstate.HiddenState(jnp.zeros((B, H)))
+
+    def update(self, x):
+        self.h.value = 0.8 * self.h.value + jnp.sin(x) * self.w.value
+        return self.h.value
+
+
+def test_ottt_is_exact_for_element_wise_weights_of_units_that_only_leak():
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(T, B, H)))
+    learner = braintrace.compile(OneToOne(), 'ottt', xs[0], leak=0.8)
+    check = learner.gradient_check(xs, step_fn=lambda x: jnp.sum(learner(x) ** 2))
+    assert check['w'].relative_error < 1e-9
+    other = braintrace.compile(OneToOne(), 'ottt', xs[0], leak=0.7)
+    assert other.gradient_check(xs, step_fn=lambda x: jnp.sum(other(x) ** 2))['w'].relative_error > 1e-3
+
+
 def test_ostl_recurrent_is_the_local_rule():
     case = Case('gated')
     close(case.gradient('OSTLRecurrent'), case.by_trace())
@@ -460,8 +482,9 @@ def test_factors_of_a_scalar_state(rule, decay_f):
     h = e_f = e_x = wanted = 0.0
     for t, x in enumerate(np.asarray(xs)):
         h = 0.8 * h + np.tanh(0.7 * x)
-        e_f = decay_f * 0.8 * e_f + (1 - decay_f) * x * (1 - np.tanh(0.7 * x) ** 2)
-        e_x = 0.9 * e_x + 1
+        on_x, on_f = (1, x) if decay_f else (x, 1)  # ∂y/∂w = x is on the side that remembers
+        e_f = decay_f * 0.8 * e_f + (1 - decay_f) * on_f * (1 - np.tanh(0.7 * x) ** 2)
+        e_x = 0.9 * e_x + on_x
         wanted += 2 * h * e_f * e_x / (1 - decay_f ** (t + 1))
     close(found, wanted)
 

@@ -354,7 +354,8 @@ class Factorised(_Site):
         ε_x = α_x ε_x + x_t        ε_f = α_f D_t ε_f + (1 - α_f) ∂h_t/∂y_t
         gradient_t = (L_t · ε_f) ⊗ ε_x / (1 - α_f^t)
 
-    An element-wise parameter has x = 1 and ∂h/∂y taken through to the parameter.
+    An element-wise parameter has x = 1 and ∂h/∂y taken through to the parameter; where ε_f has no memory, so that it
+    is ε_x that remembers, x is the slope ∂y/∂w at the element.
     """
 
     data: int | None
@@ -366,9 +367,15 @@ class Factorised(_Site):
         """True if ε_f is that of y itself: a product, or a sum with the parameter."""
         return self.data is not None or self.equation.primitive.name in SUMS
 
+    @property
+    def remembers_slopes(self) -> bool:
+        """True if ε_x is that of an element-wise parameter's slopes."""
+        return not self.enters_as_is and self.decay[1] == 0
+
     def init(self, components: Sequence[int]) -> FactorTrace:
         """Traces of a fresh sequence."""
         x = () if self.data is None else self.equation.invars[self.data].aval.shape
+        x = self.part_shape if self.remembers_slopes else x
         dtype = self.result.aval.dtype
         f = {i: jnp.zeros(self.part_shape, dtype) for i in components}  # arrays of their own: a call may write to each
         return FactorTrace(jnp.zeros(x, dtype), f, jnp.zeros((), jnp.int32))
@@ -379,6 +386,8 @@ class Factorised(_Site):
         if self.data is not None:
             return steps[self.data].astype(self.result.aval.dtype), rows
         slopes = self.slopes(fixed, steps, length)[:, *self.part]
+        if self.remembers_slopes:
+            return slopes.astype(self.result.aval.dtype), rows
         return jnp.ones(length, self.result.aval.dtype), {s: r * slopes.astype(r.dtype) for s, r in rows.items()}
 
     def step(self, old: FactorTrace, x: jax.Array, rows: Components, jacobian: Jacobian, after: Any) -> FactorTrace:
@@ -404,7 +413,8 @@ class Factorised(_Site):
     def gradient(self, fixed: Operands, steps: Operands, y_bars: jax.Array, xs: jax.Array) -> jax.Array:
         """Σ_t y_bar_t ⊗ ε_x,t in the shape of w."""
         if self.data is None:
-            return self.spread(self.padded(jnp.einsum('t...,t->...', y_bars, xs)))
+            each = 't...' if self.remembers_slopes else 't'
+            return self.spread(self.padded(jnp.einsum(f't...,{each}->...', y_bars, xs)))
         if self.equation.primitive.name == 'dot_general':
             return product_gradient(self.equation, self.operand, xs, y_bars, self.part)
         y_bars = self.padded(y_bars)
