@@ -291,6 +291,22 @@ def test_adaptive_feedback_comes_closer_to_the_weights_with_every_update():
         close(ravel_pytree(found)[0], ravel_pytree(case.tree(case.by_trace(signal=feedback_signal(case, weights))))[0])
 
 
+def test_random_feedback_needs_a_readout():
+    xs = jnp.ones((T, B, I), jnp.float32)
+    learner = braintrace.compile(nn.GRUCell(I, H), 'eprop', xs[0], batch_size=B, feedback='random')
+    with pytest.raises(braintrace.CompilationError, match='without a read-out'):
+        learner.etrace_grad(xs, step_fn=lambda x: jnp.sum(learner(x) ** 2))
+
+
+def test_rflo_with_the_feedback_of_its_paper():
+    case = Case('leaky')
+    found = case.gradient('rflo', leak=0.7, feedback='random', random_feedback_key=3)
+    config = ETraceConfig(temporal_recursion='scalar_leak', decay=0.7, learning_signal='random_feedback')
+    differ(found, case.gradient(config))
+    close(case.gradient('rflo', leak=0.7, feedback='random'), case.gradient(config))
+    differ(found, case.gradient('rflo', leak=0.7))
+
+
 def test_feedback_sends_the_size_of_the_error_not_its_direction_alone():
     case = Case('leaky')
     h, outputs = case.start, []

@@ -89,4 +89,12 @@ def _weights_back(plan: Plan, scheme: Scheme, const: Values, steps: Values) -> d
                 left = scheme.align ** _standing(plan, const, steps, 1)[0]
                 fixed = (1 - left) * weight + left * fixed
             found.setdefault(i, {})[k] = fixed.astype(weight.dtype)
+    if not found:
+        raise CompilationError(
+            three_parts(
+                'feedback by random weights without a read-out',
+                'no product with weights lies between the states and the loss, by which errors could be sent back',
+                "a read-out, as brainstate.nn.Linear, inside the model or the step_fn; or feedback='symmetric'",
+            )
+        )
     return found

@@ -59,17 +59,28 @@ class OTTT(Learner):
 
 
 class RFLO(Learner):
-    """One trace for each weight that leaks by a number: random feedback local online learning's trace."""
+    """One trace for each weight that leaks by a number: random feedback local online learning's trace.
 
-    def __init__(self, model: brainstate.nn.Module, leak: float = 0.9, **options: Any):
-        super().__init__(model, rules.rflo(leak), **options)
+    ``feedback='random'`` is the rule of the paper; see :class:`EProp` for the others.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        leak: float = 0.9,
+        feedback: str | rules.FixedRandomFeedback = 'symmetric',
+        random_feedback_key: Any = 0,
+        **options: Any,
+    ):
+        super().__init__(model, rules.rflo(leak, feedback, random_feedback_key), **options)
 
 
 class EProp(Learner):
     """The trace of D_RTRL, low-passed, taught by the error at the read-out.
 
     ``feedback``: 'symmetric' sends it back by the read-out's own weights, 'random' by fixed random ones, 'adaptive' by
-    random ones that come closer to the read-out's with every gradient; or a :class:`FixedRandomFeedback`.
+    random ones whose distance to the read-out's, wherever that goes, shrinks with every call; or a
+    :class:`FixedRandomFeedback`. What lies between layers goes back by its own weights.
     ``random_feedback_key``: a whole number or a key of JAX.
     """
 
@@ -85,7 +96,11 @@ class EProp(Learner):
 
 
 class SnAp(Learner):
-    """The influence of each parameter on the states that it reaches within n steps."""
+    """The influence of each parameter on the states that it reaches within n steps.
+
+    What is kept is that of the paper; a loss reads it through the whole of its own step, and not only through what
+    will be kept, which is nearer to BPTT.
+    """
 
     def __init__(self, model: brainstate.nn.Module, n: int = 1, **options: Any):
         super().__init__(model, rules.snap(n), **options)
@@ -174,7 +189,7 @@ class Configured(Learner):
 
 
 class BPTT(Learner):
-    """Plain backpropagation through the whole sequence: the baseline."""
+    """Plain backpropagation through the whole sequence: the baseline. ``learner(x)`` alone is one of one step."""
 
     def __init__(self, model: brainstate.nn.Module, **options: Any):
         super().__init__(model, rules.BPTT, **options)

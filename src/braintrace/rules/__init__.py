@@ -121,23 +121,25 @@ def ottt(leak: float) -> Rule:
     return Rule('OTTT', 'io_factorized', 'none', decay=(leak, 0.0), exact_when=when, cost=cost, use=use)
 
 
-def rflo(leak: float) -> Rule:
-    """One trace a parameter that leaks by a number in place of D."""
-    leak = as_decay('leak', leak)
+def rflo(leak: float, feedback: str | FixedRandomFeedback = 'symmetric', key: Any = 0) -> Rule:
+    """One trace a parameter that leaks by a number in place of D; errors come back by the read-out or by others."""
+    fixed = _feedback(feedback, key)
     when = 'units that leak by `leak`, with no other memory and no weights between them'
-    use = 'leaky rate units; a comparison'
-    return Rule('RFLO', 'per_param', 'scalar_leak', leak=leak, exact_when=when, use=use)
+    return Rule(
+        'RFLO',
+        'per_param',
+        'scalar_leak',
+        signal='random_feedback' if fixed else 'symmetric',
+        leak=as_decay('leak', leak),
+        feedback=fixed,
+        exact_when=f'{when}, symmetric feedback' if fixed else when,
+        use='leaky rate units; a comparison',
+    )
 
 
 def eprop(kappa: float | KappaFilter | None, feedback: str | FixedRandomFeedback, key: int) -> Rule:
     """The local trace, low-passed, read by the error at the read-out: sent back by its own weights or by others."""
-    kappa = _kappa(kappa)
-    kinds = {'symmetric': None, 'random': FixedRandomFeedback(key), 'adaptive': FixedRandomFeedback(key, align=0.999)}
-    if not isinstance(feedback, FixedRandomFeedback) and not (isinstance(feedback, str) and feedback in kinds):
-        allowed = f'one of {", ".join(map(repr, kinds))}, or FixedRandomFeedback(key, scale, align)'
-        reason = 'the weights back are drawn, one array for each read-out and of its shape'
-        raise ValueError(three_parts(f'feedback={feedback!r}', reason, allowed))
-    fixed = kinds[feedback] if isinstance(feedback, str) else feedback
+    kappa, fixed = _kappa(kappa), _feedback(feedback, key)
     when = f'{_LOCAL}, symmetric feedback and no filter' if fixed or kappa else _LOCAL
     return Rule(
         'EProp',
@@ -282,6 +284,11 @@ class ETraceConfig:
                 "recurrence_scope='diagonal'",
             ),
             (
+                self.trace_factorization == 'none' and self.temporal_recursion != 'jacobian',
+                'without a trace nothing goes on from step to step',
+                "temporal_recursion='jacobian'",
+            ),
+            (
                 self.decay is not None and (full or self.trace_factorization == 'none'),
                 'neither an influence on all states nor a window decays',
                 'no decay',
@@ -348,6 +355,18 @@ class ETraceConfig:
             SyntheticGradient() if self.learning_signal == 'bootstrapped' else None,
             'as its parts are',
         )
+
+
+def _feedback(value: str | FixedRandomFeedback, key: Any) -> FixedRandomFeedback | None:
+    """The weights that errors come back by, if not the read-out's own."""
+    kinds = {'symmetric': None, 'random': FixedRandomFeedback(key), 'adaptive': FixedRandomFeedback(key, align=0.999)}
+    if isinstance(value, FixedRandomFeedback):
+        return value
+    if not isinstance(value, str) or value not in kinds:
+        allowed = f'one of {", ".join(map(repr, kinds))}, or FixedRandomFeedback(key, scale, align)'
+        reason = 'the weights back are drawn, one array for each read-out and of its shape'
+        raise ValueError(three_parts(f'feedback={value!r}', reason, allowed))
+    return kinds[value]
 
 
 def _kappa(value: float | KappaFilter | None) -> float | None:

@@ -17,7 +17,8 @@ class FixedRandomFeedback:
     """Weights that carry errors back from a read-out: random, of the read-out's own shape, and kept.
 
     ``scale``: their standard deviation; by default one over the root of the read-out's inputs. ``align``: what each
-    update leaves of their distance to the read-out's weights; None keeps them as they are.
+    call of the learner leaves of their distance to the read-out's weights, whose own changes they follow at once, as
+    under the updates of Kolen and Pollack; None keeps them as they are.
     """
 
     key: int = 0
