@@ -685,6 +685,50 @@ def test_a_modulator_of_a_step_leaves_the_standing_one():
     close(ravel_pytree(found)[0], ravel_pytree(case.tree(case.by_trace(signal=signal)))[0])
 
 
+class LeakyOut(nn.Module):
+    """Leaky units and a read-out that leaks, of another size."""
+
+    def __init__(self):
+        super().__init__()
+        self.feed = nn.Linear(I, H)
+        self.out = braintrace.nn.LeakyRateReadout(H, O, tau=5.0)
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, H), jnp.float32))
+
+    def update(self, x):
+        self.h.value = 0.8 * self.h.value + jnp.tanh(self.feed(x))
+        return self.out(self.h.value)
+
+
+def test_a_modulator_for_the_units_and_a_loss_for_the_readout():
+    rng = np.random.default_rng(0)
+    xs, ys = (jnp.asarray(rng.normal(size=(T, B, n)), jnp.float32) for n in (I, O))
+    with brainstate.environ.context(dt=1.0):
+        learner = braintrace.compile(
+            LeakyOut(), 'three_factor', xs[0], batch_size=B, modulator=jnp.ones((1, H)), trace=lambda p: p[0] != 'out'
+        )
+        step = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+        found, other = (learner.etrace_grad(xs, k * ys, step_fn=step, fresh=True) for k in (1, 7))
+        named = lambda g, first: ravel_pytree({p: v for p, v in g.items() if p[0] == first})[0]
+        np.testing.assert_allclose(named(found, 'feed'), named(other, 'feed'), rtol=1e-5)
+        differ(named(found, 'out'), named(other, 'out'))
+        modulated = braintrace.compile(LeakyOut(), 'three_factor', xs[0], batch_size=B, modulator=jnp.ones((1, H)))
+        with pytest.raises(braintrace.CompilationError, match=r'trace=\.\.\.'):
+            modulated.etrace_grad(xs, ys, step_fn=lambda x, y: jnp.mean((modulated(x) - y) ** 2))
+
+
+def test_what_is_no_modulator():
+    case = Case('leaky')
+    learner = case.learner('three_factor')
+    for wrong, reason in (('x', 'a number'), (1j, 'a number'), (MultiStepData(case.xs), 'one modulator')):
+        with pytest.raises(ValueError, match=reason):
+            learner(case.xs[0], modulator=wrong)
+    twice = lambda x, y: jnp.sum(learner(x, modulator=1.0) + learner(x, modulator=2.0) - y)
+    with pytest.raises(braintrace.CompilationError, match='two calls with a modulator'):
+        learner.etrace_grad(case.xs, case.ys, step_fn=twice)
+
+
 # ---------------------------------------------------------------- learned credit
 
 

@@ -13,7 +13,7 @@ from ..compat import Var, is_var
 from .block import Credit, complete, constants, credit, credit_back, forward, local_pull, weight_gradients
 from .plan import Components, Plan, Values
 from .recursion import Scheme
-from .teaching import teaching_signals
+from .teaching import Taught, teaching_signals
 from .traces import Trace, Traces, add, steps_in
 from .window import run_window, window_gradient
 
@@ -293,13 +293,17 @@ class Sequencer:
 
     # ------------------------------------------------------------ one block
 
+    def _taught(self, const: Values, steps: Values, found: Credit, cotangents: Sequence[jax.Array]) -> Taught:
+        groups = {g for _, _, g in self.traces.taught}
+        return teaching_signals(self.plan, self.scheme, const, steps, found, cotangents, groups)
+
     def _back(
         self, const: Values, steps: Values, last: Values, weights: jax.Array, gamma: list, total: Values
     ) -> tuple:
         plan, traces = self.plan, self.traces
         steps = complete(plan, const, steps, last)
         found = credit(plan, const, steps, [weights], self.aux)
-        moving = traces.moving(found, teaching_signals(plan, self.scheme, const, steps, found, [weights]))
+        moving = traces.moving(found, self._taught(const, steps, found, [weights]))
         gammas, first = credit_back(moving, gamma, len(weights))
         local = traces.of_taught(local_pull(plan, const, steps, traces.teaching(found, moving, gammas)))
         total = add(total, weight_gradients(plan, const, steps, found.results, local))
@@ -327,7 +331,7 @@ class Sequencer:
         found = credit(plan, const, steps, cotangents, self.aux)
         total = add(total, self._of_constants(cotangents))
         book = self.traces
-        moving = book.moving(found, teaching_signals(plan, self.scheme, const, steps, found, cotangents))
+        moving = book.moving(found, self._taught(const, steps, found, cotangents))
         local: list[Values] = [Values() for _ in plan.groups]
         first = book.no_signal
         if book.exact or not self.scheme.is_plain:

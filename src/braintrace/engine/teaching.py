@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -20,17 +20,23 @@ Taught = tuple[list[Components], list[Components]]
 
 
 def teaching_signals(
-    plan: Plan, scheme: Scheme, const: Values, steps: Values, found: Credit, cotangents: Sequence[jax.Array]
+    plan: Plan,
+    scheme: Scheme,
+    const: Values,
+    steps: Values,
+    found: Credit,
+    cotangents: Sequence[jax.Array],
+    groups: Set[int],
 ) -> Taught:
-    """The signals that a scheme's traces are read by."""
+    """The signals that a scheme's traces are read by; ``groups``: those that have any."""
     if scheme.signal == 'symmetric':
         return found.signals, found.reads
     if scheme.signal == 'modulatory':
         value = _standing(plan, const, steps, len(cotangents[0]))
         scale = cotangents[0] if plan.weighted else jnp.ones(len(cotangents[0]))
         return [
-            {i: _spread(value, x[0].shape, scale).astype(x.dtype) for i, x in signals.items()}
-            for signals in found.signals
+            {i: _spread(value, x[0].shape, scale).astype(x.dtype) for i, x in signals.items() if g in groups}
+            for g, signals in enumerate(found.signals)
         ], [{} for _ in found.reads]
     weights = _weights_back(plan, scheme, const, steps)
 
@@ -70,7 +76,8 @@ def _unclear(got: tuple, shape: tuple) -> CompilationError:
         three_parts(
             f'a modulator of shape {got} for states of shape {shape}',
             'it is neither one number, nor clearly one for each sample, for each neuron, or for both',
-            f'shape () or {shape}, or with ones: {(shape[0], *(1,) * (len(shape) - 1))}, {(1, *shape[1:])}',
+            f'shape () or {shape}, or with ones: {(shape[0], *(1,) * (len(shape) - 1))}, {(1, *shape[1:])}; trace=... '
+            'keeps the modulator from states whose parameters it does not choose',
         )
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import CompilationError, one_of, three_parts
 from ..program import Path
 from ..rules import PRESETS, Rule, named
+from .data import MultiStepData
 
 
 def results(
@@ -166,6 +167,19 @@ def check_block(block: Any) -> None:
 def check_bytes(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or not value >= 0:
         raise ValueError(three_parts(f'{name}={value!r}', 'it is a number of bytes', f'{name}=2**30'))
+
+
+def check_modulator(value: Any) -> None:
+    if isinstance(value, MultiStepData):
+        why = 'a window is taught by one modulator'
+        instead = 'one modulator for the window, or steps one by one: learner(x, modulator=m), also in a step_fn'
+        raise ValueError(three_parts('a modulator for each step of a window', why, instead))
+    try:
+        real = not jnp.iscomplexobj(jnp.asarray(value))
+    except (TypeError, ValueError):
+        real = False
+    if not real:
+        raise ValueError(three_parts(f'modulator={value!r}', 'it is a number or an array of them', 'modulator=1.0'))
 
 
 def check_trace_dtype(dtype: Any) -> None:

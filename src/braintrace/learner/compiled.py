@@ -27,6 +27,7 @@ from .arguments import (
     check_bytes,
     check_choice,
     check_combination,
+    check_modulator,
     check_trace_dtype,
     length_of,
     never_called,
@@ -115,6 +116,7 @@ class Compiled(brainstate.nn.Module):
         self._deaf = False
         self._in_chunk = False
         self._updates = 0
+        self._modulators = 0
 
     # ------------------------------------------------------------ compiling
 
@@ -195,7 +197,17 @@ class Compiled(brainstate.nn.Module):
                     f'a modulator for {self.rule.name}', 'its traces are taught by the loss', "rule 'three_factor'"
                 )
             )
+        check_modulator(value)
         value = jnp.asarray(value, jnp.result_type(float))
+        if self._tracing and self._modulators:
+            raise CompilationError(
+                three_parts(
+                    'two calls with a modulator in one step_fn',
+                    'a step has one, which teaches all that happens in it',
+                    'one call with modulator=... in a step_fn',
+                )
+            )
+        self._modulators += self._tracing
         if self._tracing and isinstance(value, jax.core.Tracer) and value.shape != jnp.shape(self.standing.value):
             raise _OtherShape(value.shape)
         self.standing.value = value
@@ -278,6 +290,7 @@ class Compiled(brainstate.nn.Module):
                 return self._traced_now(*given)
 
     def _traced_now(self, function: Callable, example: tuple, loss: bool, rule: Rule, whole: bool) -> Traced:
+        self._modulators = 0
         return Traced(function, self.model, example, loss, rule, self.trace_dtype, self.trace, whole, self.standing)
 
     def _solver(self, traced: Traced, fresh: bool, rule: Rule) -> Callable[..., Solved]:

@@ -127,8 +127,10 @@ class ThreeFactor(Learner):
     """The trace of D_RTRL taught by a modulator in the place of ∂loss/∂h: one number, one for each sample or neuron.
 
     A standing one by ``modulator=`` here or ``learner.standing.value``; another for a step by
-    ``learner(x, modulator=m)``, also inside a ``step_fn``, where it may be computed from anything. What minimises is
-    positive: a reward goes in with a minus. Parameters beyond the traces keep the gradient of the loss.
+    ``learner(x, modulator=m)``, also inside a ``step_fn``, where it may be computed from anything known by then, or by
+    ``learner.standing.value = m`` after the call, from its output too. What minimises is positive: a reward goes in
+    with a minus. Parameters beyond the traces keep the gradient of the loss; those of a leaky read-out, which is a
+    state too, are taught by the modulator unless ``trace=lambda path: path[0] != 'out'`` leaves them out.
     """
 
     def __init__(
