@@ -285,6 +285,42 @@ def test_bad_options_are_refused_where_they_are_given(xs):
         learner.etrace_online(xs, step_fn=squares(learner), optimizer='adam')
 
 
+def test_a_refused_call_changes_nothing(xs):
+    learner = compiled(xs)
+    step = squares(learner)
+    learner.etrace_grad(xs, step_fn=step)
+    held = lambda: [np.array(x) for s in learner._held() for x in jax.tree.leaves(s.value)]
+    before = held()
+    mean = {'step_fn': step, 'reduction': 'mean'}
+    for error, call in (
+        (ValueError, lambda: learner.etrace_grad(xs, **mean, weights=[('zz',)])),
+        (ValueError, lambda: learner.etrace_grad(xs, **mean, weights=3)),
+        (ValueError, lambda: learner.etrace_grad(xs, **mean, mask='abc')),
+        (ValueError, lambda: learner.etrace_grad(xs, **mean, mask=1j * np.ones(T))),
+        (ValueError, lambda: learner.etrace_grad(xs, **mean, chunk_size=2.0)),
+        (ValueError, lambda: learner.etrace_online(xs, step_fn=step, optimizer=optax.sgd(0.1), update_every='a')),
+        (TypeError, lambda: learner.etrace_grad(xs, step_fn=None)),
+        (ValueError, lambda: learner.apply(None, optax.sgd(0.1))),
+        (ValueError, lambda: learner.apply({('zz',): 1.0}, optax.sgd(0.1))),
+        (ValueError, lambda: braintrace.compile(Net(), braintrace.learner.Learner, xs[0], batch_size=B)),
+    ):
+        with pytest.raises(error, match='what to write instead'):
+            call()
+    jax.tree.map(np.testing.assert_array_equal, held(), before)
+
+
+def test_some_weights_learn_and_the_others_stay(xs):
+    learner = compiled(xs)
+    chosen = ('readout', 'weight')
+    before = {path: state.value for path, state in learner.param_states.items()}
+    gradients = learner.etrace_grad(xs, step_fn=squares(learner), weights=[chosen])
+    for optimizer in (optax.adamw(0.1), braintools.optim.Adam(lr=0.1)):
+        learner.apply(gradients, optimizer)
+    for path, state in learner.param_states.items():
+        moved = [np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (state.value, before[path])), strict=True)]
+        assert any(moved) == (path == chosen)
+
+
 def test_online_learning_refuses_what_is_not_finite_and_undoes_it(xs):
     learner = compiled(xs, check_finite=True)
     for optimizer in (optax.adam(0.1), braintools.optim.Adam(lr=0.1)):

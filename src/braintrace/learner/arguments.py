@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,16 +28,7 @@ def results(
 ) -> Any:
     """What ``etrace_grad`` was asked to return."""
     if weights is not None:
-        unknown = [p for p in weights if tuple(p) not in gradients]
-        if unknown:
-            raise ValueError(
-                three_parts(
-                    f'weights={unknown}',
-                    'the model has no such parameters',
-                    f'some of {", ".join(map(repr, gradients))}',
-                )
-            )
-        gradients = {tuple(p): gradients[tuple(p)] for p in weights}
+        gradients = {p: gradients[p] for p in weights}
     losses = losses if loss_output == 'per_step' else weighted(losses, cotangents)
     results = (gradients, *([losses] if return_value else []), *([aux] if has_aux else []))
     return results if len(results) > 1 else gradients
@@ -243,6 +234,8 @@ def length_of(sequences: tuple, step_fn: Callable[..., Any] | None = None) -> in
 
 def check_call(name: str, function: Callable[..., Any], given: tuple, told: str) -> None:
     """Raise unless a function can be called with so many arguments."""
+    if not callable(function):
+        raise TypeError(three_parts(f'{name}={function!r}', f'it is called with {told}', f'{name}=lambda x: ...'))
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions of C have none
@@ -283,6 +276,15 @@ def _not_finite(what: str) -> str:
         'weights that follow it are lost; nothing was updated',
         'finite inputs, a smaller rate, optax.clip_by_global_norm; mask=... for steps that do not count',
     )
+
+
+def check_paths(name: str, given: Any, parameters: Mapping[Path, Any]) -> None:
+    """Raise unless these are paths of parameters."""
+    known = isinstance(given, (Mapping, list)) and all(path in parameters for path in given)
+    if not known:
+        what = f'{name} of {", ".join(map(repr, given))}' if isinstance(given, (Mapping, list)) else f'{name}={given!r}'
+        some = f'by path, some of {", ".join(map(repr, parameters))}'
+        raise ValueError(three_parts(what, 'the model has no such parameters', some))
 
 
 def check_optimizer(optimizer: Any) -> Any:

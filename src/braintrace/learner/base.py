@@ -22,10 +22,12 @@ from ..rules import Rule
 from .arguments import (
     bytes_of,
     check_aux,
+    check_call,
     check_choice,
     check_combination,
     check_finite_values,
     check_optimizer,
+    check_paths,
     check_rank,
     length_of,
     loss_weights,
@@ -123,6 +125,9 @@ class Learner(Compiled):
         """
         check_choice('loss_output', loss_output, ('per_step', 'reduced'))
         check_choice('reduction', reduction, ('mean', 'sum'))
+        if weights is not None:
+            weights = [tuple(p) for p in weights] if isinstance(weights, Sequence) else weights
+            check_paths('weights', weights, self.param_states)
         if chunk_size is not None:
             check_combination(self.rule, 'multi-step', self.trace, self.trace_dtype)
             found = self._chunks(sequences, step_fn, mask, chunk_size, reduction, has_aux, fresh)
@@ -146,7 +151,7 @@ class Learner(Compiled):
     ) -> tuple[dict[Path, Any], jax.Array, jax.Array, Any]:
         """Gradients over windows of ``size`` steps that ``step_fn`` takes whole; one loss for each window."""
         length = length_of(sequences)
-        if size < 1 or length % size:
+        if not isinstance(size, int) or size < 1 or length % size:
             raise ValueError(
                 three_parts(
                     f'{length} steps with chunk_size={size}',
@@ -234,7 +239,8 @@ class Learner(Compiled):
         self, sequences: tuple, step_fn: Callable, mask: Any, reduction: str, fresh: bool, rule: Rule
     ) -> tuple[Traced, Solved, jax.Array]:
         """Run a sequence; nothing is written yet."""
-        length = length_of(sequences, step_fn)
+        check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
+        length = length_of(sequences)
         cotangents, unit = loss_weights(mask, length, 'steps', reduction)
         traced, solve = self._program(step_fn, sequences, fresh, rule)
         parameters, states = traced.read()
@@ -279,8 +285,9 @@ class Learner(Compiled):
         update are masked, updates; states and traces go on. Returns the loss of every step.
         """
         check_optimizer(optimizer)
-        length = length_of(sequences, step_fn)
-        if update_every < 1 or length % update_every:
+        check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
+        length = length_of(sequences)
+        if not isinstance(update_every, int) or update_every < 1 or length % update_every:
             raise ValueError(
                 three_parts(
                     f'{length} steps with update_every={update_every}',
@@ -319,12 +326,19 @@ class Learner(Compiled):
         return losses.reshape(-1)
 
     def apply(self, gradients: dict[Path, Any], optimizer: Any) -> None:
-        """Change the parameters by an optimiser of braintools or optax, whose state lives on from call to call."""
+        """Change the parameters by an optimiser of braintools or optax, whose state lives on from call to call.
+
+        Parameters without a gradient stay as they are.
+        """
+        check_paths('gradients', gradients, self.param_states)
         move = apply_by(check_optimizer(optimizer), self.param_states, self._made.optimizers)
         key = ('apply', optimizer, *self.param_states.values())
         if key not in self._made.programs:
             self._made.keep(key, None, brainstate.transform.jit(lambda g: move(g, jnp.asarray(True))))
-        self._made.programs[key][1]({path: gradients[path] for path in self.param_states})
+        still = {path: state.value for path, state in self.param_states.items() if path not in gradients}
+        self._made.programs[key][1]({**jax.tree.map(jnp.zeros_like, still), **gradients})
+        for path, value in still.items():
+            self.param_states[path].value = value
 
     def optimizer_states(self, optimizer: Any) -> dict[str, brainstate.State]:
         """The states of an optimiser as this learner uses it, by name."""

@@ -258,7 +258,7 @@ def compile(
     kind = RULES[rules.named(rule)] if isinstance(rule, str) else rule
     if isinstance(rule, rules.ETraceConfig):
         kind, options = Configured, {'config': rule, **options}
-    if not (isinstance(kind, type) and issubclass(kind, Learner)):
+    if not (isinstance(kind, type) and issubclass(kind, Learner) and kind is not Learner):
         raise ValueError(three_parts(f'rule={rule!r}', 'there is no such rule', one_of(RULES, rule)))
     if seed is not None:
         brainstate.random.seed(seed)
