@@ -130,6 +130,7 @@ def page(found: dict[str, dict[str, list[float]]], grown: dict[str, tuple[int, f
         '',
         f'Cosine of the whole gradient, mean [least, most] of {SEEDS} seeds: {UNITS} units, {STEPS} steps, random',
         'weights, inputs and targets, the default options; a cosine does not order how well nets learn.',
+        "SnAp, RTRL and UORO are read through the whole of a loss's own step, local traces through its own units.",
         '',
         f'| rule | {" | ".join(MODELS)} |',
         f'| --- | {" | ".join("---" for _ in MODELS)} |',
