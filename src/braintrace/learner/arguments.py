@@ -280,11 +280,11 @@ def _not_finite(what: str) -> str:
 
 def check_paths(name: str, given: Any, parameters: Mapping[Path, Any]) -> None:
     """Raise unless these are paths of parameters."""
-    known = isinstance(given, (Mapping, list)) and all(path in parameters for path in given)
-    if not known:
-        what = f'{name} of {", ".join(map(repr, given))}' if isinstance(given, (Mapping, list)) else f'{name}={given!r}'
-        some = f'by path, some of {", ".join(map(repr, parameters))}'
-        raise ValueError(three_parts(what, 'the model has no such parameters', some))
+    listed = isinstance(given, (Mapping, list))
+    unknown = [path for path in given if path not in parameters] if listed else given
+    if unknown or not listed:
+        some = f'some of {", ".join(map(repr, parameters))}'
+        raise ValueError(three_parts(f'{name}={unknown!r}', 'the model has no such parameters', some))
 
 
 def check_optimizer(optimizer: Any) -> Any:
