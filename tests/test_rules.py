@@ -1009,6 +1009,34 @@ def test_rules_are_compared_on_the_users_own_model(tmp_path):
 # ---------------------------------------------------------------- rules put together from parts
 
 
+@pytest.mark.parametrize(
+    ('rule', 'options'), [('three_factor', {'modulator': 2.0}), ('uoro', {}), ('dni', {'window': 2})]
+)
+def test_comparing_leaves_what_the_learner_reads(rule, options):
+    case = Case('leaky')
+
+    def two_calls(compared):
+        learner = case.learner(rule, **options)
+        step = loss_of(learner)
+        if compared:
+            same = type(learner)(learner.model, **options)
+            learner.gradient_check(case.xs, case.ys, step_fn=step, rules=[rule, same, 'd_rtrl'])
+        return [ravel_pytree(learner.etrace_grad(case.xs, case.ys, step_fn=step, fresh=True))[0] for _ in range(2)]
+
+    jax.tree.map(np.testing.assert_array_equal, two_calls(True), two_calls(False))
+
+
+def test_a_learner_is_compared_with_what_it_reads():
+    case = Case('leaky')
+    learner = case.learner('d_rtrl')
+    norm = lambda m: (
+        learner.gradient_check(
+            case.xs, case.ys, step_fn=loss_of(learner), rules=[braintrace.ThreeFactor(learner.model, modulator=m)]
+        )['ThreeFactor']['feed.weight.weight'].norm_ratio
+    )
+    np.testing.assert_allclose(norm(-2.0), 2 * norm(1.0), rtol=1e-6)
+
+
 def test_presets_are_their_parts():
     pairs = [
         (ETraceConfig(), ('d_rtrl', {})),
