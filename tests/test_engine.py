@@ -33,7 +33,7 @@ def problem_of(case, steps, **how):
     return Problem(info.program, values, sequences, weights, **how)
 
 
-@pytest.mark.parametrize('name', list(CASES)[:: 1 if ALL else 8])
+@pytest.mark.parametrize('name', list(CASES)[:: 1 if ALL else 20])
 def test_one_step_is_the_plain_gradient(name):
     case = CASES[name]
     with precision(case):
@@ -56,7 +56,7 @@ def schemes():
     names = [n for n in CASES if n != 'brainpy_hh_recurrent']
     ways = {'local': {}, 'leak': {'leak': 0.8}, 'kappa': {'kappa': 0.6}, 'both': {'leak': 0.8, 'kappa': 0.6}}
     for i, (label, how) in enumerate(ways.items()):
-        chosen = names if ALL else names[7 * i :: 140 if how else 20]
+        chosen = names if ALL else names[7 * i :: 140 if how else 50]
         yield from (pytest.param(name, how, id=f'{name}-{label}') for name in chosen)
 
 
