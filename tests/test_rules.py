@@ -962,9 +962,7 @@ def test_traces_grow_as_stated():
     """Powers of the number of units by which what a rule carries grows."""
     powers = {'d_rtrl': 2, 'pp_prop': 1, 'eprop': 2, 'ostlfeedforward': 1, 'ottt': 1, 'rflo': 2, 'snap': 2, 'rtrl': 3}
     powers |= {'uoro': 2, 'bptt': 0}
-    for name, power in (
-        powers.items() if ALL else [(name, powers[name]) for name in ('d_rtrl', 'snap')]
-    ):
+    for name, power in powers.items() if ALL else [(name, powers[name]) for name in ('d_rtrl', 'snap')]:
         sizes = []
         for units in (16, 32):
             cell = (nn.ValinaRNNCell if name == 'snap' else nn.GRUCell)(1, units)
