@@ -58,7 +58,7 @@ class Experiment:
         return f'≤ {limit}', lambda value: value <= limit
 
 
-BEHIND = """What is behind the settings, which were chosen by seed 0:
+BEHIND = """What is behind the settings; those of matching were chosen by seed 0:
 
 - evidence by pp_prop needs units whose memory has the sign of its cause. Its two factors pair the cues with all that a
   unit's states did since, and so with the direct effect on V, which an adapting threshold turns round: on the network

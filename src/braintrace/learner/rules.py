@@ -99,7 +99,7 @@ class SnAp(Learner):
     """The influence of each parameter on the states that it reaches within n steps.
 
     What is kept is that of the paper; a loss reads it through the whole of its own step, and not only through what
-    will be kept, which is nearer to BPTT.
+    will be kept.
     """
 
     def __init__(self, model: brainstate.nn.Module, n: int = 1, **options: Any):

@@ -75,8 +75,8 @@ class GradExpon:
 class SyntheticGradient:
     """A predictor of the credit that a group's states get from the future: one hidden layer over its units.
 
-    ``width``: of the hidden layer; ``rate``: how much of its error a lesson takes away at most, whatever the size of
-    states and credit. It starts by predicting nothing, so that learning starts as truncated BPTT.
+    ``width``: of the hidden layer; ``rate``: 1 takes the largest step that a bound of the error's curvature allows,
+    whatever the size of states and credit. It starts by predicting nothing, so that learning starts as truncated BPTT.
     """
 
     width: int = 64
@@ -112,7 +112,7 @@ class SyntheticGradient:
     def lesson(self, weights: Sequence[jax.Array], states: list, right: list) -> tuple[jax.Array, list[jax.Array]]:
         """Mean squared distance to the right credit, and the change of the weights that it asks for.
 
-        The gradient is divided by a bound of the error's curvature, so that no lesson overshoots.
+        The gradient is divided by a bound of the error's curvature, so that with a rate up to 1 no lesson overshoots.
         """
         error: Any = 0.0
         changes: list[jax.Array] = []
