@@ -1,8 +1,9 @@
 """The dense influence recursion of a step program, which the engine must reproduce.
 
 ε_t = D_t ε_{t-1} + ∂h_t/∂θ with full Jacobians by `jax.jacrev` of the whole step with its cuts put in, and the
-gradient Σ_t ∂ℓ_t/∂θ + (L_t D_t + R_t) ε_{t-1}. It shares no slicing with the compiler. A number may leak in the place
-of D; and signals may read ē_t = κ ē_{t-1} + ε_t in the place of ε_t.
+gradient Σ_t ∂ℓ_t/∂θ + (L_t D_t + R_t) ε_{t-1}. It shares no slicing and no derivative program with the compiler, only
+the cuts that the analysis chose. A number may leak in the place of D; and signals may read ē_t = κ ē_{t-1} + ε_t in the
+place of ε_t.
 """
 
 import jax
@@ -11,10 +12,10 @@ import numpy as np
 
 from braintrace.analysis.graph import analyse
 from braintrace.compat import evaluate, evaluate_equation, is_var, make_jaxpr
-from braintrace.engine.plan import Plan, Values
-from braintrace.engine.rewrite import split_products
-from braintrace.engine.signal import joint_outputs
+from braintrace.compiled_step import Values
+from braintrace.lowering import lower
 from braintrace.program import Cuts, with_cuts
+from braintrace.solver import BlockSolver, JacobianRecursion, PerParameter, ScalarLeak, Traces
 
 
 def local_step(program, members, positions):
@@ -50,27 +51,26 @@ def sequence(x, steps):
 
 
 class Problem:
-    """A step program whose first output is a loss, a few steps of inputs, and the plan of its step.
+    """A step program whose first output is a loss, a few steps of inputs, and its compiled step.
 
     ``values`` are those of all that the program reads, ``sequences`` those of its inputs at all steps.
     """
 
     def __init__(self, program, values, sequences, weights, leak=None, kappa=None):
         self.leak, self.kappa = leak, kappa
-        self.program = split_products(program)
-        self.analysed = analyse(self.program)
-        parts = (
-            self.analysed.facts,
-            tuple(self.analysed.members),
-            self.analysed.groups,
-            tuple(self.analysed.positions),
-        )
-        self.plan = Plan(*parts, self.program.outputs[:1])
+        self.program = program
+        self.analysed = analyse(program)
+        self.compiled = lower(self.analysed, program.outputs[:1])
         env = Values(zip(self.program.closed.jaxpr.invars, values, strict=True))
         self.parameters = env.pick(p.invar for p in self.program.parameters)
         self.states = env.pick(v for v in env if v not in self.parameters and v not in self.program.inputs)
         self.inputs = Values(zip(self.program.inputs, sequences, strict=True))
         self.weights = weights
+
+    def solver(self):
+        """The solver of the compiled step under the same rule."""
+        kind = JacobianRecursion() if self.leak is None else ScalarLeak(self.leak)
+        return BlockSolver(self.compiled, Traces(self.compiled, PerParameter(), kind, self.kappa))
 
     def flat(self, parameters, states, inputs):
         return [(parameters | states | inputs)[v] for v in self.program.closed.jaxpr.invars]
@@ -113,9 +113,7 @@ class Problem:
 
         gradient, new = jax.grad(loss, has_aux=True)(parameters)
         groups = self.analysed.groups
-        zeros = [jnp.zeros_like(self.old(g, states)) for g in groups]
-        flat = self.flat(parameters, states, inputs)
-        signals = jax.grad(lambda d: joint_outputs(self.program, groups, flat, d)[0])(zeros)
+        signals = self.signals(self.flat(parameters, states, inputs), new)
         later = []
         for g, group in enumerate(groups):
             old = self.old(group, states)
@@ -141,6 +139,49 @@ class Problem:
                 moved[other.invar] = new.get(other.outvar, literal) if is_var(other.outvar) else literal
         return gradient, states | moved, later
 
+    def interpret(self, flat, held={}, added={}):
+        """Run the step equation by equation: the loss, and new states as their equations give them.
+
+        Whoever reads a new state reads the one that is ``held`` in its place, or the state with what is ``added``.
+        """
+        jaxpr = self.program.closed.jaxpr
+        env = dict(zip(jaxpr.constvars, self.program.closed.consts, strict=True))
+        env.update(zip(jaxpr.invars, flat, strict=True))
+        made = {}
+        for eqn in jaxpr.eqns:
+            results = evaluate_equation(eqn, [env[v] if is_var(v) else v.val for v in eqn.invars])
+            for v, x in zip(eqn.outvars, results, strict=True):
+                made[v] = x
+                env[v] = held.get(v, x + added[v] if v in added else x)
+        return env[jaxpr.outvars[0]], made
+
+    def signals(self, flat, new):
+        """L of every group: ∂ℓ/∂h less what passes on through states of its own group.
+
+        T = ∂ℓ/∂h along all paths inside the step obeys T_i = L_i + Σ_j T_j ∂h_j/∂h_i, the sum over states j of the
+        same group and their derivative with all other new states held.
+        """
+        groups = self.analysed.groups
+        spread = lambda parts: {
+            v: x
+            for group, part in zip(groups, parts, strict=True)
+            for v, x in zip(group.hidden_outvars, group.split_hidden(part), strict=True)
+        }
+        values = [group.concat_hidden([new[v] for v in group.hidden_outvars]) for group in groups]
+        zeros = [jnp.zeros_like(x) for x in values]
+        total = jax.grad(lambda added: self.interpret(flat, added=spread(added))[0])(zeros)
+        found = []
+        for g, (group, value) in enumerate(zip(groups, values, strict=True)):
+
+            def own(part, g=g, group=group):
+                held = spread([*values[:g], part, *values[g + 1 :]])
+                made = self.interpret(flat, held=held)[1]
+                return group.concat_hidden([made[v] for v in group.hidden_outvars])
+
+            inside = jax.jacrev(own)(value)
+            found.append(total[g] - jnp.tensordot(total[g], inside, value.ndim))
+        return found
+
     def moved(self, traces, across, inside, dot):
         """The next traces, and what signals read of them."""
         found = Values()
@@ -151,16 +192,10 @@ class Problem:
 
     def direct_read(self, group, old, states, inputs, new):
         """∂ℓ/∂h_{t-1} with every new hidden state held fixed."""
-        jaxpr = self.program.closed.jaxpr
-        fixed = {h.outvar: new[h.outvar] for h in self.program.hidden}
+        held = {h.outvar: new[h.outvar] for h in self.program.hidden}
 
         def loss(h):
             moved = states | dict(zip(group.hidden_invars, group.split_hidden(h), strict=True))
-            env = dict(zip(jaxpr.constvars, self.program.closed.consts, strict=True))
-            env.update(zip(jaxpr.invars, self.flat(self.parameters, moved, inputs), strict=True))
-            for eqn in jaxpr.eqns:
-                results = evaluate_equation(eqn, [env[v] if is_var(v) else v.val for v in eqn.invars])
-                env.update((v, fixed.get(v, x)) for v, x in zip(eqn.outvars, results, strict=True))
-            return env[jaxpr.outvars[0]]
+            return self.interpret(self.flat(self.parameters, moved, inputs), held=held)[0]
 
         return jax.grad(loss)(old)

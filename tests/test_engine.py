@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from braintrace.engine.plan import Values
-from braintrace.engine.recursion import Scheme
-from braintrace.engine.sequence import Sequencer
+from braintrace.compiled_step import Values
 from braintrace.frontends.brainstate import trace_step
 from oracle import Problem, sequence, total_of
 from test_zoo import close_to, precision
@@ -38,7 +36,7 @@ def test_one_step_is_the_plain_gradient(name):
     case = CASES[name]
     with precision(case):
         problem = problem_of(case, 1)
-        engine = Sequencer(problem.plan)
+        engine = problem.solver()
         first = Values((v, x[0]) for v, x in problem.inputs.items())
 
         def both(parameters):
@@ -65,7 +63,7 @@ def test_the_rule_is_the_dense_recursion(name, how):
     case = CASES[name]
     with precision(case):
         problem = problem_of(case, 4, **how)
-        engine = Sequencer(problem.plan, Scheme(**how))
+        engine = problem.solver()
         wanted = problem.influence()
 
         def ways(parameters):

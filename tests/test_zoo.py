@@ -15,7 +15,7 @@ import pytest
 from braintrace.analysis.facts import Facts
 from braintrace.analysis.graph import analyse, compile_etrace_graph
 from braintrace.compat import evaluate, is_var
-from braintrace.engine.executor import ETraceGraphExecutor
+from braintrace.lowering.executor import ETraceGraphExecutor
 from oracle import local_step
 from zoo import CASES
 

@@ -1,8 +1,7 @@
 """Online learning for recurrent and spiking networks: eligibility traces, compiled from plain models."""
 
-from . import networks, nn, tasks
+from . import networks, nn, operations, tasks
 from .analysis.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
-from .analysis.families import register_primitive
 from .analysis.graph import (
     ETraceGraph,
     add_hidden_perturbation_from_minfo,
@@ -19,7 +18,7 @@ from .analysis.groups import HiddenGroup, group_merging, jacrev_last_dim
 from .analysis.perturbation import HiddenPerturbation
 from .analysis.report import CompilationReport
 from .analysis.sites import HiddenParamOpRelation
-from .engine.executor import ETraceGraphExecutor, SiteJacobian
+from .lowering.executor import ETraceGraphExecutor, SiteJacobian
 from .errors import CompilationError, NotSupportedError
 from .frontends.brainstate import ModuleInfo, extract_module_info
 from .learner import (
@@ -48,6 +47,7 @@ from .learner import (
     pp_prop,
     train_synthetic_gradient,
 )
+from .operations import register_primitive
 from .ops import (
     conv,
     einsum,

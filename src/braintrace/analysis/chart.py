@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..compat import Atom, Equation, Var, is_var, source_line
+from ..operations import operation_of
 from ..program import Parameter, Path, StepProgram
 from ..program.step import path_name
 from .dependence import Bits, flow, of, union
@@ -17,9 +18,16 @@ from .sites import HiddenParamOpRelation, weight_operands
 
 KNOWN_AS = {'dot_general': 'matmul', 'conv_general_dilated': 'conv', 'mul': 'scale'}
 """Primitives under the names that people know them by."""
-ADDS = ('add', 'add_any', 'sub')
 MOST = 4
 """More inputs, outputs or other states than these share one box."""
+
+
+def _adds(eqn: Equation) -> bool:
+    """Whether an equation is a sum or a difference."""
+    operation = operation_of(eqn)
+    if operation is None or operation.family != 'elementwise':
+        return False
+    return operation.linear is True and len(eqn.invars) == 2
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ class ChartMaker:
             use = _Use([i], self._parameters(eqn), source_line(eqn), reached[i])
             reads = union(behind[v] for v in eqn.outvars).reads
             before = next((uses[j] for j in uses if bits[j] == reads), None)
-            if before and eqn.primitive.name in ADDS:
+            if before and _adds(eqn):
                 before.equations.append(i)
                 before.parameters += [p for p in use.parameters if p not in before.parameters]
                 before.groups.update(use.groups)

@@ -22,7 +22,7 @@ from ..compat import (
     structure,
     sub_programs,
 )
-from .families import TABLE
+from ..operations import operation_of
 
 
 class Bits(NamedTuple):
@@ -92,8 +92,9 @@ def _results(eqn: Equation, operands: list[Bits]) -> list[Bits]:
         return [union(outs) for outs in zip(*branches, strict=True)]
     if kind in ('custom', 'call'):
         return _custom(eqn, operands)
-    entry = TABLE.get(eqn.primitive.name)
-    grads = union(b for k, b in enumerate(operands) if entry is None or entry.differentiates(eqn, k)).grads
+    operation = operation_of(eqn)
+    passes = lambda k: operation is None or operation.differentiates(eqn, k)
+    grads = union(b for k, b in enumerate(operands) if passes(k)).grads
     return [Bits(union(operands).reads, grads)] * len(eqn.outvars)
 
 

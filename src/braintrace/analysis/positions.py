@@ -29,11 +29,11 @@ from ..compat import (
     structure,
     sub_programs,
 )
+from ..operations import ELEMENTWISE, MIXING, Operation, element_numbers, forward_labels, operation_of
+from ..operations.labels import CONFLICT, NONE, Labels, join, join_over
 from ..program.slicing import Cuts
 from .constants import Constants
 from .dependence import Bits, carry_fixpoint, flow, of
-from .families import TABLE, Rule, elementwise, mixing
-from .labels import CONFLICT, NONE, Labels, gather_back, join, join_over
 from .probe import confirmed, is_elementwise
 
 
@@ -132,8 +132,8 @@ class _Pass:
         """Note what one operand reaches; elements that reach several positions are cut."""
         if edge is None or not self.matters(eqn.invars[k]):
             return
-        family = TABLE.get(eqn.primitive.name)
-        if not self.opaque and family is not None and not family.differentiates(eqn, k):
+        operation = operation_of(eqn)
+        if not self.opaque and operation is not None and not operation.differentiates(eqn, k):
             return
         if not self.opaque and (conflict := edge == CONFLICT).any():
             self.cut(i, k, conflict, FAN_OUT)
@@ -186,18 +186,11 @@ class _Pass:
             if not any(is_var(v) and v in origins for v in eqn.invars) or structure(eqn) not in ('none', 'custom'):
                 continue
             ends = np.cumsum([v.aval.size for v in eqn.outvars])
-            index: list[Labels] = [
-                np.arange(end - v.aval.size, end, dtype=np.int32).reshape(v.aval.shape)
-                for v, end in zip(eqn.outvars, ends, strict=True)
-            ]
-            came: Labels = None
-            for v, reached in zip(eqn.invars, self.operands(i, eqn, index), strict=True):
-                if is_var(v) and v in origins and reached is not None:
-                    came = join(came, gather_back(origins[v], reached, (ends[-1],)))
-            if came is not None:
-                came = np.where(came == CONFLICT, NONE, came).astype(np.int32)
-                parts = np.split(came, ends[:-1])
-                origins.update((v, c.reshape(v.aval.shape)) for v, c in zip(eqn.outvars, parts, strict=True))
+            reached = self.operands(i, eqn, element_numbers(eqn, ends))
+            known = [origins.get(v) if is_var(v) else None for v in eqn.invars]
+            for v, labels in zip(eqn.outvars, forward_labels(eqn, known, reached, ends), strict=True):
+                if labels is not None:
+                    origins[v] = labels
         return origins
 
     def settle(self, labels: np.ndarray, wanted: np.ndarray, start: Labels, uses: Sequence) -> Labels:
@@ -218,16 +211,15 @@ class _Pass:
             return self.cond(i, eqn, outs)
         if kind == 'scan':
             return self.scan(i, eqn, outs)
-        family = TABLE.get(eqn.primitive.name)
-        rule = family.rule if family is not None else self.missing(eqn)
-        return rule(eqn, outs, self.const)
+        operation = operation_of(eqn) or self.missing(eqn)
+        return operation.labels(eqn, outs, self.const)
 
-    def missing(self, eqn: Equation) -> Rule:
-        """A primitive without a family: element-wise if a numerical probe says so, else mixing."""
+    def missing(self, eqn: Equation) -> Operation:
+        """For a primitive that is not registered: element-wise if a numerical probe says so, else mixing."""
         kind = 'elementwise' if is_elementwise(eqn) else 'mixing'
         if all(eqn is not other for other, _ in self.out.gaps):
             self.out.gaps.append((eqn, kind))
-        return elementwise if kind == 'elementwise' else mixing
+        return ELEMENTWISE if kind == 'elementwise' else MIXING
 
     def bits(self, atoms: Sequence[Atom]) -> list[Bits]:
         return [of(self.env, v) for v in atoms]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..compat import Equation, evaluate_equation, is_differentiable
-from .labels import CONFLICT, NONE, Labels
+from ..operations.labels import CONFLICT, NONE, Labels
 
 _LIMIT, _LARGE = 1 << 16, 1 << 20
 

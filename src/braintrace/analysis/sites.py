@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..compat import Equation, Jaxpr, Primitive, Var, is_var, scope, sub_programs
+from ..operations import operation_of
 from ..program import Parameter, Path, cut_inside, slice_back, slice_between
 from ..program.step import path_name
 from .dependence import of
 from .facts import Facts
-from .families import TABLE
 from .groups import HiddenGroup
 from .positions import Positions
 
@@ -83,11 +83,12 @@ def find_sites(
 
 def weight_operands(facts: Facts, eqn: Equation) -> list[int]:
     """Operands computed from parameters only, of an equation that reads data too or makes a new hidden state."""
-    family = TABLE.get(eqn.primitive.name)
+    operation = operation_of(eqn)
     bits = [of(facts.total, v) for v in eqn.invars]
     if all(facts.is_weight(b) or not b.reads for b in bits) and not any(v in facts.new_bit for v in eqn.outvars):
         return []
-    return [k for k, b in enumerate(bits) if facts.is_weight(b) and (family is None or family.differentiates(eqn, k))]
+    passes = lambda k: operation is None or operation.differentiates(eqn, k)
+    return [k for k, b in enumerate(bits) if facts.is_weight(b) and passes(k)]
 
 
 def _site(

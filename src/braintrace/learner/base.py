@@ -11,8 +11,8 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..engine.plan import Values
-from ..engine.sequence import Sequencer, Solved
+from ..compiled_step import Values
+from ..solver import Solved
 from ..errors import three_parts
 from ..frontends.brainstate import module_states
 from ..program import Path
@@ -143,7 +143,7 @@ class Learner(Compiled):
         gradients = traced.gradients_by_path(solved.gradients)
         aux = None
         if has_aux:
-            aux = traced.stacked(solved.aux | {traced.plan.targets[0]: solved.losses}, len(cotangents))[1]
+            aux = traced.stacked(solved.aux | {traced.step.targets[0]: solved.losses}, len(cotangents))[1]
         return results(gradients, solved.losses, cotangents, aux, weights, loss_output, return_value, has_aux)
 
     def _chunks(
@@ -210,12 +210,12 @@ class Learner(Compiled):
         """One update of the rule's predictor from a fresh sequence, nothing else changed; its error before."""
         _, solved, _ = self._solve(sequences, step_fn, None, 'mean', True, self.rule)
         self._learned(solved)
-        return float(solved.error)
+        return float(solved.predictor_error)
 
     def _learned(self, solved: Solved) -> None:
         """What a gradient leaves for the rule itself: one more has been asked for, and a predictor knows better."""
         if self.standing is not None and self.rule.predictor is not None:
-            self.standing.value = [w + c for w, c in zip(self.standing.value, solved.learned, strict=True)]
+            self.standing.value = [w + c for w, c in zip(self.standing.value, solved.predictor_update, strict=True)]
         else:
             self._count()
 
@@ -457,7 +457,7 @@ class Learner(Compiled):
             return int(found.temp_size_in_bytes + found.output_size_in_bytes)
 
         window = lambda length: temporary(
-            lambda *a: Sequencer(traced.plan).windows(*a, length=length), parameters, states, [], inputs, weights
+            lambda *a: traced.windows(*a, length=length), parameters, states, [], inputs, weights
         )
         if self.rule.trace == 'none':
             return MemoryPlan(steps, {}, window(self.rule.window or steps), None, window(steps))

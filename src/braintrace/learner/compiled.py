@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from ..analysis.graph import ETraceGraph
 from ..analysis.report import CompilationReport
 from ..compat import Var
-from ..engine.executor import ETraceGraphExecutor
-from ..engine.plan import Values
-from ..engine.sequence import Solved
+from ..lowering.executor import ETraceGraphExecutor
+from ..compiled_step import Values
+from ..solver import Solved
 from ..errors import CompilationError, NotSupportedError, three_parts
 from ..frontends.brainstate import module_states
 from ..program import Path
@@ -302,12 +302,19 @@ class Compiled(brainstate.nn.Module):
             length = len(weights)
             if window is not None or rule.deep:
                 given = (parameters, states, traces, inputs, weights, window or length, rule.deep)
-                return traced.sequencer.windows(*given, rule.predictor, fresh, unit)
+                return traced.sequencer.windows(
+                    *given, rule.predictor, fresh, unit, traced.rule_state(states)
+                )
             if fresh and rule.is_local and rule.trace == 'per_param' and self._two_passes(traced, length):
                 block = self._block(traced, length, False)
-                return traced.sequencer.two_pass(parameters, states, inputs, weights, block)
+                return traced.sequencer.two_pass(
+                    parameters, states, inputs, weights, block, traced.rule_state(states)
+                )
             traces = engine.init_traces() if fresh else traces
-            return engine.one_pass(parameters, states, traces, inputs, weights, self._block(traced, length, True))
+            block = self._block(traced, length, True)
+            return engine.one_pass(
+                parameters, states, traces, inputs, weights, block, traced.rule_state(states)
+            )
 
         return solve
 
@@ -325,7 +332,7 @@ class Compiled(brainstate.nn.Module):
         """Two passes need no trace; one pass if the caller says so or the sequence is too long to keep."""
         if self.passes is not None:
             return self.passes == 2
-        return length * traced.engine.step_bytes <= self.max_trace_bytes
+        return length * traced.engine.kept_bytes <= self.max_trace_bytes
 
     # ------------------------------------------------------------ states and traces
 

@@ -11,7 +11,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..engine.plan import Values
+from ..compiled_step import Values
 from ..errors import CompilationError, three_parts
 from ..frontends import pure_model
 from ..frontends.pure import PureModel
@@ -240,7 +240,7 @@ class Following(Learner):
             pure.push(pure.flat(params), [new.get(p, x) for p, x in zip(pure.state_paths, kept, strict=True)], params)
         aux = None
         if has_aux:
-            aux = traced.stacked(solved.aux | {traced.plan.targets[0]: solved.losses}, len(cotangents))[1]
+            aux = traced.stacked(solved.aux | {traced.step.targets[0]: solved.losses}, len(cotangents))[1]
         gradients = traced.gradients_by_path(solved.gradients)
         return results(gradients, solved.losses, cotangents, aux, weights, loss_output, return_value, has_aux)
 

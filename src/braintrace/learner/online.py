@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..compat import is_var
-from ..engine.plan import Values
+from ..compiled_step import Values
 from ..program import Path
 from ..rules import SyntheticGradient
 from .traced import Traced
@@ -24,8 +24,8 @@ def online_step(traced: Traced, window: bool, exact: bool, predictor: SyntheticG
     ``exact``: reverse mode reaches through the whole step inside the window; what its end gets from later, a
     ``predictor`` tells.
     """
-    engine, plan = traced.engine, traced.plan
-    outputs = plan.program.outputs
+    engine, compiled = traced.engine, traced.step
+    outputs = traced.outputs_of
     gradient: Callable = engine.block_gradient
     if exact:
         gradient = partial(traced.sequencer.exact_window_gradient, predictor=predictor)
@@ -44,14 +44,14 @@ def online_step(traced: Traced, window: bool, exact: bool, predictor: SyntheticG
         parameters, states, traces, inputs = kept
         out_bars, state_bars, _ = bars
         length = len(jax.tree.leaves(inputs)[0]) if window else 1
-        total = {v: jnp.zeros((length, *v.aval.shape), v.aval.dtype) for v in plan.targets}
+        total = {v: jnp.zeros((length, *v.aval.shape), v.aval.dtype) for v in compiled.targets}
         for v, bar in zip(outputs, out_bars, strict=True):
             if v in total:
                 total[v] = total[v] + stack(bar)
-        for old, new in plan.carried:
+        for old, new in compiled.hidden:
             if new in total:
                 total[new] = total[new].at[-1].add(state_bars[old])
-        gradients = gradient(parameters, states, traces, stack(inputs), [total[v] for v in plan.targets])
+        gradients = gradient(parameters, states, traces, stack(inputs), [total[v] for v in compiled.targets], rule_state=traced.rule_state(states))
         return gradients, _no_tangent(states), _no_tangent(traces), _no_tangent(inputs)
 
     step = jax.custom_vjp(run)

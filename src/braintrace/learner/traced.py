@@ -10,14 +10,11 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..analysis.dependence import union
 from ..analysis.graph import analyse
-from ..analysis.sites import MARK
-from ..compat import is_differentiable, is_var, scope
-from ..engine.influence import Forward
-from ..engine.plan import Plan, Values
-from ..engine.rewrite import split_products
-from ..engine.sequence import Sequencer
+from ..compat import is_differentiable, is_var
+from ..compiled_step import Tap, Values
+from ..lowering import lower
+from ..solver import BlockSolver, JacobianRecursion, PerParameter, Traces
 from ..errors import CompilationError, three_parts
 from ..frontends.brainstate import ModuleInfo, module_states, trace_step
 from ..program import Path, StepProgram
@@ -47,7 +44,7 @@ class Traced:
         self.model = model
         self.standing = standing
         self.info: ModuleInfo = trace_step(function, model, args, {})
-        program = split_products(self.info.program)
+        program = self.info.program
         analysed = analyse(program)
         if loss_first:
             _check_loss(program.outputs)
@@ -58,20 +55,28 @@ class Traced:
             targets = tuple(dict.fromkeys(v for v in (*program.outputs, *new) if is_var(v) and is_differentiable(v)))
             aux = program.outputs
         aux = tuple(dict.fromkeys(v for v in aux if is_var(v)))
-        found = (analysed.facts, tuple(analysed.members), analysed.groups, tuple(analysed.positions))
-        self.plan = Plan(*found, targets, aux, whole, self._standing(program, standing), loss_first)
+        self.rule_variables = self._standing(program, standing)
+        modulator = self.rule_variables[0] if rule.signal == 'modulatory' else None
+        self.outputs_of = program.outputs
+        self.step = lower(analysed, targets, aux, modulator, loss_first)
         self.trace = trace
-        self.engine: Sequencer | Forward
-        if rule.is_local:
-            self.engine = Sequencer(self.plan, rule.scheme, trace_dtype, self._is_traced)
-        else:
-            self.engine = Forward(self.plan, 0 if rule.trace == 'random_projection' else rule.sparse_n, rule.seed)
+        self.engine = rule.solver(self.step, self._is_traced, trace_dtype, whole)
 
     @property
-    def sequencer(self) -> Sequencer:
+    def sequencer(self) -> BlockSolver:
         """The engine, where the rule is local."""
-        assert isinstance(self.engine, Sequencer)
+        assert isinstance(self.engine, BlockSolver)
         return self.engine
+
+    def windows(self, *args: Any, length: int) -> Any:
+        """Exact windows of the step, whatever the rule."""
+        solver = BlockSolver(self.step, Traces(self.step, PerParameter(), JacobianRecursion()))
+        return solver.windows(*args, length=length)
+
+    def rule_state(self, states: Values) -> Any:
+        """What the rule keeps for itself."""
+        found = [states[v] for v in self.rule_variables if v in states]
+        return found[0] if len(found) == 1 else found
 
     def _standing(self, program: StepProgram, state: brainstate.State | None) -> tuple:
         """Values of the learner's own state at the end of a step."""
@@ -80,17 +85,13 @@ class Traced:
         new = {o.invar: o.outvar for o in program.others if o.outvar is not None}
         return tuple(new.get(v, v) for v in mine)
 
-    def _is_traced(self, equation: int) -> bool:
+    def _is_traced(self, tap: Tap) -> bool:
         """Whether the parameters of a tap are to be traced."""
         if self.trace == 'auto':
             return True
-        tap, facts = self.plan.taps[equation], self.plan.facts
-        weights = [tap.equation.invars[k] for k in tap.weights]
         if isinstance(self.trace, str):  # 'marked'
-            made = [self.plan.equations[i] for i in self.plan.needed(weights, ())]
-            return any(MARK in scope(e) for e in (tap.equation, *made))
-        grads = union(facts.total[w] for w in weights).grads
-        return any(self.trace(p.path) for p in facts.program.parameters if grads & facts.bit[p.invar])
+            return tap.marked
+        return any(self.trace(p.path) for p in tap.parameters)
 
     @property
     def trace_keys(self) -> list[tuple]:
@@ -146,7 +147,7 @@ class Traced:
 
     def write(self, states: Values) -> None:
         """Put new values into the model's states."""
-        written = {old for old, _ in self.plan.carried}
+        written = set(self.step.written)
         for tree, state in self._objects():
             variables, structure = jax.tree.flatten(tree)
             if state is not self.standing and any(v in written for v in variables):
@@ -176,7 +177,7 @@ class Traced:
     def stacked(self, values: Values, length: int) -> Any:
         """Outputs of several steps from values by variable, time first; constants repeated."""
         repeated = lambda v: jnp.broadcast_to(jnp.asarray(v.val, v.aval.dtype), (length, *v.aval.shape))
-        return self.outputs([values[v] if is_var(v) else repeated(v) for v in self.plan.program.outputs])
+        return self.outputs([values[v] if is_var(v) else repeated(v) for v in self.outputs_of])
 
 
 def shapes_of(tree: Any) -> list[tuple]:

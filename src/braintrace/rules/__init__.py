@@ -9,8 +9,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..engine.recursion import Scheme
+from ..compiled_step import CompiledStep
 from ..errors import one_of, three_parts
+from ..solver import (
+    BlockSolver,
+    Factorised,
+    InfluenceSolver,
+    JacobianRecursion,
+    Modulated,
+    PerParameter,
+    RandomFeedback,
+    RankOneInfluence,
+    ScalarLeak,
+    SparseInfluence,
+    Symmetric,
+    Traces,
+    WholeInfluence,
+)
 from .numbers import as_count, as_decay, as_decays, as_seed
 from .parts import FixedRandomFeedback, GradExpon, KappaFilter, SyntheticGradient
 
@@ -53,12 +68,30 @@ class Rule:
     seed: int = 0
 
     @property
-    def scheme(self) -> Scheme:
-        """The rule's traces, for the engine."""
-        leak = {'jacobian': None, 'scalar_leak': self.leak, 'none': 0.0}[self.recursion]
-        align = self.feedback.align if self.feedback else None
-        signal = 'symmetric' if self.signal == 'bootstrapped' else self.signal
-        return Scheme(self.decay, leak, self.kappa, signal, self.feedback, align)
+    def is_plain(self) -> bool:
+        """True if the traces are those of the local step, read by the true signal."""
+        return self.recursion == 'jacobian' and self.kappa is None and self.signal in ('symmetric', 'bootstrapped')
+
+    def solver(
+        self, step: CompiledStep, is_traced: Any, dtype: Any = None, every_component: bool = False
+    ) -> BlockSolver | InfluenceSolver:
+        """What solves sequences of a step by this rule."""
+        if self.trace == 'random_projection':
+            return InfluenceSolver(step, RankOneInfluence(step, self.seed))
+        if self.scope == 'coupled':
+            return InfluenceSolver(step, WholeInfluence(step))
+        if self.scope == 'sparse_n':
+            return InfluenceSolver(step, SparseInfluence(step, self.sparse_n or 1))
+        kind: Any = JacobianRecursion()
+        if self.recursion != 'jacobian':
+            kind = ScalarLeak(self.leak if self.recursion == 'scalar_leak' and self.leak is not None else 0.0)
+        storage: Any = PerParameter() if self.decay is None else Factorised(self.decay)
+        signal: Any = Symmetric()
+        if self.signal == 'modulatory':
+            signal = Modulated()
+        elif self.signal == 'random_feedback' and self.feedback is not None:
+            signal = RandomFeedback(self.feedback, self.feedback.align)
+        return BlockSolver(step, Traces(step, storage, kind, self.kappa, is_traced, dtype, every_component), signal)
 
     @property
     def is_local(self) -> bool:
@@ -72,7 +105,7 @@ class Rule:
             return 'It is taught by a modulator, 1 until one is given, and not by a loss: BPTT is no measure of it.'
         if self.trace == 'none' or not self.is_local:
             return 'It has other means than local traces: the classes are for comparison.'
-        if self.decay is None and self.scheme.is_plain:
+        if self.decay is None and self.is_plain:
             return ''
         return 'It approximates the traces: "exact" and "local" are what they would give, and it gives less.'
 

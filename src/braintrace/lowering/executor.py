@@ -16,7 +16,7 @@ from ..errors import three_parts
 from ..frontends.brainstate import is_module, trace_step
 from ..program import Path
 from ..program.step import path_name
-from .signal import joint_outputs
+from .views import joint_outputs
 
 
 class SiteJacobian(NamedTuple):

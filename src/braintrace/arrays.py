@@ -1,0 +1,77 @@
+"""Array helpers of operations and solver: types of sums, and parts of a result.
+
+Half precision, real and complex numbers may meet in one product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .compiled_step import Box
+
+
+def sum_type(dtype: Any) -> Any:
+    """The type in which values of a type are summed: float32 for half precision."""
+    dtype = jnp.dtype(dtype)
+    return jnp.promote_types(dtype, jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def is_complex(dtype: Any) -> bool:
+    """Whether a type is complex."""
+    return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """An array in another type; of complex numbers the real part, where that type is real.
+
+    The derivative by a real weight follows so from a complex one. Only results are cast: the
+    real part of a product is not the product of real parts.
+    """
+    real_part = jnp.iscomplexobj(x) and not is_complex(dtype)
+    return (x.real if real_part else x).astype(dtype)
+
+
+def factors_for(
+    weight: Any, xs: jax.Array, *y_bars: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Stacks of steps such that Σ_t x_t ȳ_t is the gradient of a weight of a type.
+
+    For a real weight that is the real part, Re x Re ȳ - Im x Im ȳ: a real product of twice as
+    many steps. All ``y_bars`` have one type.
+    """
+    is_real = not is_complex(weight)
+    if is_real and jnp.iscomplexobj(xs) and any(map(jnp.iscomplexobj, y_bars)):
+        xs = jnp.concatenate([xs.real, -xs.imag])
+        return xs, *(jnp.concatenate([y.real, y.imag]) for y in y_bars)
+    return tuple(x.real if is_real and jnp.iscomplexobj(x) else x for x in (xs, *y_bars))
+
+
+# ---------------------------------------------------------------- positions of a result
+
+
+def picked(values: jax.Array, positions: np.ndarray) -> jax.Array:
+    """Values by flat position, zero where that is negative; no gather if they keep their order."""
+    flat = values.reshape(-1)
+    if np.array_equal(positions.reshape(-1), np.arange(len(flat))):
+        return flat.reshape(positions.shape)
+    found = flat[np.maximum(positions, 0)]
+    return found if (positions >= 0).all() else jnp.where(positions >= 0, found, 0)
+
+
+def box_of(positions: np.ndarray) -> Box:
+    """The smallest box of y that holds all elements with a position."""
+    places = np.argwhere(positions >= 0)
+    limits = zip(places.min(axis=0), places.max(axis=0), strict=True)
+    return tuple(slice(int(a), int(b) + 1) for a, b in limits)
+
+
+def padded(part: jax.Array, box: Box | None, shape: tuple[int, ...]) -> jax.Array:
+    """All of y, zero around a box of it; leading axes are left alone."""
+    if box is None or part.ndim == 0:
+        return part
+    sides = [(p.start, n - p.stop) for p, n in zip(box, shape, strict=True)]
+    return jnp.pad(part, [(0, 0)] * (part.ndim - len(sides)) + sides)

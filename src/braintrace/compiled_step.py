@@ -1,0 +1,268 @@
+"""The record between compiler and solver: one time step as pure functions on arrays.
+
+The compiler (``lowering``) fills it in, the solver runs it, and neither reads anything
+else of the other. Arrays are kept in :class:`Values`, dictionaries whose keys the solver
+never looks into, so a step can be written by hand with strings as keys.
+
+Letters used in the solver: t steps of a block, b samples, h positions of a group,
+s states (components) of a position, y elements of a site's result, w elements of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+Key = Hashable
+Components = dict[int, jax.Array]
+"""Values of some states of a group's positions, by number; each has the positions' shape."""
+Jacobian = dict[tuple[int, int], jax.Array]
+"""``[i, j] = ∂new_i/∂old_j`` at every position; entries that are zero by structure are missing."""
+Operands = dict[int, Any]
+"""Some operands of an operation, by number."""
+Box = tuple[slice, ...]
+"""A rectangular part of an array."""
+
+
+class Values(dict[Key, Any]):
+    """Arrays by key; a pytree whose leaves keep the order in which they were put in."""
+
+    def __or__(self, other: Mapping[Key, Any]) -> Values:
+        return Values({**self, **other})
+
+    def pick(self, keys: Iterable[Key]) -> Values:
+        """Just these keys, in this order."""
+        return Values((key, self[key]) for key in keys)
+
+
+jax.tree_util.register_pytree_node(
+    Values,
+    lambda values: (tuple(values.values()), tuple(values)),
+    lambda keys, leaves: Values(zip(keys, leaves, strict=True)),
+)
+
+
+class TraceLayout(Protocol):
+    """How the trace ε = ∂h/∂w of one site is stored between blocks, one array a component."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of each component's array."""
+        ...
+
+    def solve(
+        self,
+        trace: Components,
+        fixed: Operands,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+    ) -> tuple[Components, jax.Array]:
+        """The trace after a block, P_0 ε_0 + Σ_t P_t ∂h_t/∂w, and γ_0 · ε_0 in the shape of w.
+
+        ``rows[s]`` (t, y) = P_t ∂h_t/∂y, ``product`` = P_0, ``credit`` = γ_0. ``fixed`` are the
+        operands that stay the same, the weight among them; ``steps`` are stacked over t.
+        """
+        ...
+
+
+class WeightUse(Protocol):
+    """One use of a weight, y = op(x, w): what the solver needs to know of the operation."""
+
+    operand: int
+    """The number of the operand that is the weight."""
+
+    @property
+    def weight(self) -> jax.ShapeDtypeStruct:
+        """Shape and type of the weight."""
+        ...
+
+    @property
+    def result(self) -> jax.ShapeDtypeStruct:
+        """Shape and type of y."""
+        ...
+
+    @property
+    def trace_dtype(self) -> Any:
+        """Type of ε: the precision of y; complex if the weight is."""
+        ...
+
+    @property
+    def input(self) -> int | None:
+        """The operand x if y is linear in both x and w; None otherwise."""
+        ...
+
+    @property
+    def factorises(self) -> bool:
+        """Whether ∂h/∂w can be written as a product of an input and a state part."""
+        ...
+
+    @property
+    def adds(self) -> bool:
+        """Whether y is a sum with w."""
+        ...
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        """Shape of one operand."""
+        ...
+
+    def slopes(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
+        """∂y/∂w (t, y) of an element-wise use."""
+        ...
+
+    def gradient(
+        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box | None = None
+    ) -> jax.Array:
+        """Σ_t of y_bars[t] · ∂y_t/∂w in the shape of w; ``box``: the part that ``y_bars`` holds."""
+        ...
+
+    def spread(self, y_bar: jax.Array) -> jax.Array:
+        """Sum, for each element of an element-wise w, over the elements of y that share it."""
+        ...
+
+    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
+        """The storage of its trace; ``positions``: the position that each element of y reaches."""
+        ...
+
+
+@dataclass(frozen=True)
+class Site:
+    """One use of a weight whose result reaches the positions of one group: one trace.
+
+    ``enters``: the last sum that y enters unchanged; sites with the same one share ∂h/∂y.
+    ``factorises``: whether the trace can be held as an input part and a state part.
+    """
+
+    weight: Key
+    result: Key
+    group: int
+    use: WeightUse
+    positions: np.ndarray
+    enters: Key
+    factorises: bool
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A place where weights meet data. Derivative programs start at its results.
+
+    ``operands(constants, values)`` gives the operands that stay the same and those stacked over
+    t. ``gradients(fixed, steps, y_bars, boxes)`` gives the gradient of each weight, summed over
+    t; ``cut_gradients[g]`` does so for paths into group g where these differ. ``parameters``,
+    ``operation``, ``source``, ``marked``: names for reports and for choosing what is traced.
+    """
+
+    weights: tuple[Key, ...]
+    results: tuple[Key, ...]
+    sites: tuple[Site, ...]
+    operands: Callable[[Values, Values], tuple[Operands, Operands]]
+    gradients: Callable[[Operands, Operands, Mapping[Key, Any], Mapping[Key, Box | None]], Values]
+    cut_gradients: Mapping[int, Callable[..., Values]]
+    parameters: tuple[Any, ...] = ()
+    operation: str = ''
+    source: str = ''
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """Hidden states of one shape that depend on each other position by position.
+
+    ``pattern``: (i, j) where the new component i can depend on the old component j. ``direct``:
+    components of old states that a target reads without any new state between. ``reached``:
+    the components of the new states that each tap result can reach. ``components(values)``
+    splits the old states among ``values`` into real arrays of the positions' shape, and
+    ``states(components)`` puts them together again.
+    """
+
+    name: Any
+    shape: tuple[int, ...]
+    dtypes: tuple[Any, ...]
+    pattern: frozenset[tuple[int, int]]
+    direct: frozenset[int]
+    reached: Mapping[Key, tuple[int, ...]]
+    components: Callable[[Mapping[Key, Any]], list[jax.Array]]
+    states: Callable[[Sequence[jax.Array]], Values]
+
+    @property
+    def size(self) -> int:
+        """Components: states of a position."""
+        return len(self.dtypes)
+
+
+class Signals(NamedTuple):
+    """Derivatives inside one step: of tap results, L of the new states, R of the old states."""
+
+    results: Values
+    signals: list[Components]
+    reads: list[Components]
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """One time step as pure functions on arrays, and what the solver must know of shapes.
+
+    ``values`` always means all that is known of one step: inputs, old states, what ``project``,
+    ``advance`` and ``complete`` added, new states under their own keys. ``constants`` depend on
+    parameters and on states that are never written.
+    """
+
+    parameters: Mapping[Key, jax.ShapeDtypeStruct]
+    states: Mapping[Key, jax.ShapeDtypeStruct]
+    inputs: Mapping[Key, jax.ShapeDtypeStruct]
+    written: tuple[Key, ...]
+    """States that the step writes; the others are constants."""
+    hidden: tuple[tuple[Key, Key], ...]
+    """(old, new) keys of the hidden states."""
+    targets: tuple[Key, ...]
+    """What is differentiated, in the order of the cotangents: a loss, or outputs and new states."""
+    is_loss: bool
+    """Whether the only target is a loss, so that its cotangent is the weight of the step."""
+    aux: tuple[Key, ...]
+    """Further values that are returned for every step."""
+    groups: tuple[Group, ...]
+    taps: tuple[Tap, ...]
+    readouts: Mapping[Key, Key]
+    """Products with weights between hidden states and targets: the weight of each."""
+    weights: tuple[Key, ...]
+    """All values that gradients are summed for: weights of taps, and constant targets."""
+    constant_targets: tuple[Key, ...]
+    """Targets that no data reaches, as a penalty on weights alone."""
+    kept_bytes: int
+    """Bytes that ``advance`` and the old states keep of one step."""
+
+    constants: Callable[[Values, Values], Values]
+    """(parameters, states): everything that no data reaches."""
+    project: Callable[[Values, Values], Values]
+    """(constants, inputs): what inputs alone determine; batched over a block."""
+    advance: Callable[[Values, Values], tuple[Values, Values]]
+    """(constants, values): the next states, and values kept for derivatives; the time loop."""
+    complete: Callable[[Values, Values], Values]
+    """(constants, values): the values, with all that derivative programs read."""
+    outputs: Callable[[Values, Values], Values]
+    """(constants, values): ``aux``."""
+    signals: Callable[..., tuple[list[jax.Array], Signals]]
+    """(constants, values, cotangents, feedback={}): targets and derivatives of one step;
+    ``feedback[readout]`` replaces the weight of a read-out on the way back."""
+    transition: Callable[[Values, Values], list[Jacobian]]
+    """(constants, values): D of every group."""
+    pull: Callable[[Values, Values, Sequence[Components]], list[Values]]
+    """(constants, values, credit): (∂h/∂y)ᵀ γ by group, for every tap result y that reaches it."""
+    run: Callable[..., tuple[Values, list[Any], Values]]
+    """(parameters, states, inputs, silent=None): new states, targets and ``aux`` of the whole
+    step, uncut; where ``silent`` no gradient enters from what only targets need."""
+    run_deep: Callable[..., tuple[Values, list[Any], Values]]
+    """The same with every path from one position to another across time cut."""
+    run_open: Callable[..., tuple[Values, list[Any], Values]]
+    """The same with each choice and gate open: it has a derivative wherever any value gives one."""
+    other_effects: Callable[[int, Key], Box | None]
+    """(group, result): the part of y that acts on more than this group; None if nothing does."""
+    has_forward_mode: bool = True
+    """Whether ``run`` can be differentiated forward."""
+    modulator: Callable[[Values, Values], jax.Array] | None = None
+    """(constants, values): the modulator that the step itself computes, if it does."""

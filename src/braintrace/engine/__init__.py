@@ -1,1 +1,0 @@
-"""Running a compiled graph: signals, Jacobians and the executor."""

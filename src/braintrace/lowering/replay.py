@@ -1,0 +1,65 @@
+"""Values that are known already, with the derivatives of their computation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from ..compat import Equation, Var, evaluate_equation, sub_programs
+from ..compiled_step import Values
+
+
+@jax.custom_jvp
+def known_value(known: Any, computed: Any) -> Any:
+    """A value that is known, with the derivative of its computation."""
+    return known
+
+
+@known_value.defjvp
+def _known_value_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[1]
+
+
+def replay(
+    equation: Equation, data: Sequence[int], operands: Sequence[Any], kept: Mapping[Var, Any]
+) -> Values:
+    """Kept results of an equation, differentiable in themselves and, through it, in its data.
+
+    The equation is not run again, except where it holds sub-programs.
+    """
+    places = [i for i, v in enumerate(equation.outvars) if v in kept]
+    ys = [kept[equation.outvars[i]] for i in places]
+    if data and any(sub_programs(equation)):
+        results = evaluate_equation(equation, operands)
+        ys = [known_value(y, results[i] + y) for i, y in zip(places, ys, strict=True)]
+    elif data:
+        ys = _replayed(equation, tuple(data), tuple(places), ys, list(operands))
+    return Values((equation.outvars[i], y) for i, y in zip(places, ys, strict=True))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _replayed(
+    equation: Equation, data: tuple, places: tuple, ys: list[Any], operands: list[Any]
+) -> list[Any]:
+    return ys
+
+
+@_replayed.defjvp
+def _replayed_jvp(
+    equation: Equation, data: tuple, places: tuple, primals: Any, tangents: Any
+) -> Any:
+    ys, operands = primals
+
+    def again(moving: list[Any]) -> list[Any]:
+        filled = list(operands)
+        for k, x in zip(data, moving, strict=True):
+            filled[k] = x
+        results = evaluate_equation(equation, filled)
+        return [results[i] for i in places]
+
+    given = [operands[k] for k in data]
+    _, moved = jax.jvp(again, (given,), ([tangents[1][k] for k in data],))
+    return ys, [a + b for a, b in zip(tangents[0], moved, strict=True)]

@@ -1,0 +1,199 @@
+"""A whole step from parameters and old states, for reverse or forward mode through it.
+
+    whole   nothing is cut: BPTT and RTRL
+    deep    an old state reaches new states only through its group's local step: paths from one
+            position to another across time are cut, all paths inside a step are kept
+    open    every choice and gate lets changes pass: which states can a parameter ever reach?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..compat import Atom, Var, evaluate_equation, is_differentiable, is_var
+from ..compiled_step import Values
+from ..operations import operation_of
+from .local_step import new_components
+from .stages import Stages
+from .views import evaluate_views, owner_of
+
+Run = Callable[[int, list[Any]], list[Any]]
+"""(i, operands): the results of equation i."""
+Result = tuple[Values, list[Any], Values]
+"""New states under the keys of the old ones, targets, auxiliary values."""
+
+
+def _result(stages: Stages, states: Values, results: Sequence[Any]) -> Result:
+    """Sort the values of new states, targets and auxiliary values."""
+    count = len(stages.carried)
+    new = Values(states)
+    for (old, _), x in zip(stages.carried, results, strict=False):
+        new[old] = jnp.broadcast_to(x, old.aval.shape).astype(old.aval.dtype)
+    targets = list(results[count : count + len(stages.targets)])
+    rest = results[count + len(stages.targets) :]
+    return new, targets, Values(zip(stages.aux, rest, strict=True))
+
+
+def _wanted(stages: Stages) -> list[Atom]:
+    return [*(new for _, new in stages.carried), *stages.targets, *stages.aux]
+
+
+def _constants(stages: Stages) -> Values:
+    closed = stages.program.closed
+    return Values(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+
+def _evaluate(stages: Stages, env: Values, run: Run) -> list[Any]:
+    known = dict(_constants(stages) | env)
+    wanted = _wanted(stages)
+    read = lambda v: known[v] if is_var(v) else v.val
+    for i in stages.needed(wanted, known):
+        eqn = stages.equations[i]
+        results = run(i, [read(v) for v in eqn.invars])
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in wanted]
+
+
+def run_whole(
+    stages: Stages,
+    parameters: Values,
+    states: Values,
+    inputs: Values,
+    silent: jax.Array | None = None,
+) -> Result:
+    """The step as it is; where ``silent``, no gradient enters from what only targets need."""
+    env = parameters | states | inputs
+    return _result(stages, states, _evaluate(stages, env, _silenced(stages, silent)))
+
+
+def run_deep(
+    stages: Stages,
+    parameters: Values,
+    states: Values,
+    inputs: Values,
+    silent: jax.Array | None = None,
+) -> Result:
+    """Old states are constant except for targets; a group's local step enters as a δ of value zero."""
+    env = _constants(stages) | parameters | states | inputs
+    groups = stages.analysed.groups
+    hidden = [v for group in groups for v in group.hidden_invars]
+    still = env | Values((v, jax.lax.stop_gradient(env[v])) for v in hidden)
+    known = stages.compute(
+        stages.derivative_variables, jax.tree.map(jax.lax.stop_gradient, still)
+    )
+    delta: dict[Var, Any] = {}
+    for local in stages.locals:
+        group = local.group
+        old = group.components([env[v] for v in group.hidden_invars])
+        new = new_components(stages, local, known, old, [known[v] for v in local.taps])
+        moved = group.from_components([x - jax.lax.stop_gradient(x) for x in new])
+        delta.update(zip(group.hidden_outvars, moved, strict=True))
+    results = evaluate_views(
+        stages.equations,
+        _wanted(stages),
+        owner_of(groups),
+        still,
+        env.pick(hidden),
+        delta,
+        _silenced(stages, silent),
+    )
+    return _result(stages, states, results)
+
+
+def _silenced(stages: Stages, silent: jax.Array | None) -> Run:
+    """How to run an equation: what only targets need sends no gradient back from a silent step.
+
+    That gradient would be zero times something that may be infinite.
+    """
+    core = set(stages.needed((new for _, new in stages.carried), ()))
+    outside = {
+        v for i, eqn in enumerate(stages.equations) if i not in core for v in eqn.outvars
+    }
+
+    def enters(v: Atom) -> bool:
+        return is_var(v) and is_differentiable(v) and v not in outside
+
+    def run(i: int, operands: list[Any]) -> list[Any]:
+        eqn = stages.equations[i]
+        if silent is not None and i not in core:
+            pairs = zip(eqn.invars, operands, strict=True)
+            operands = [_without_gradient(silent, x) if enters(v) else x for v, x in pairs]
+        return evaluate_equation(eqn, operands)
+
+    return run
+
+
+@jax.custom_vjp
+def _without_gradient(silent: jax.Array, x: jax.Array) -> jax.Array:
+    return x
+
+
+def _back(silent: jax.Array, bar: jax.Array) -> tuple[None, jax.Array]:
+    return None, jnp.where(silent, jnp.zeros_like(bar), bar)
+
+
+_without_gradient.defvjp(lambda silent, x: (x, silent), _back)
+
+
+# ---------------------------------------------------------------- every gate open
+
+
+def run_open(stages: Stages, parameters: Values, states: Values, inputs: Values) -> Result:
+    """The step with a derivative wherever any value of its variables gives one.
+
+    A surrogate that is zero far from its threshold, a rectifier, a choice or a gate closes paths
+    at most values; here each passes changes on at its element. What a constant closes stays
+    closed.
+    """
+    varying = _varying(stages)
+
+    def run(i: int, operands: list[Any]) -> list[Any]:
+        eqn, operation = stages.equations[i], operation_of(stages.equations[i])
+        results = evaluate_equation(eqn, operands)
+        varies = [is_var(v) and v in varying for v in eqn.invars]
+        if operation is None:
+            # A call with a derivative of its own, as a surrogate gradient is.
+            passes = varies if eqn.primitive.name.startswith('custom_') else []
+        elif operation.opens is None:
+            passes = []
+        else:
+            opened = enumerate(operation.opens(eqn, varies))
+            passes = [p and operation.differentiates(eqn, k) for k, p in opened]
+        pairs = zip(operands, passes, strict=False)
+        taken = [x for x, p in pairs if p and jnp.issubdtype(x.dtype, jnp.inexact)]
+        if not taken or any(x.shape not in ((), r.shape) for x in taken for r in results):
+            return results
+        return [
+            _changing(r, taken, keep=operation is None) if _is_inexact(r) else r for r in results
+        ]
+
+    return _result(stages, states, _evaluate(stages, parameters | states | inputs, run))
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _varying(stages: Stages) -> set[Var]:
+    """What depends on anything but constants."""
+    found = set(stages.program.closed.jaxpr.invars)
+    for eqn in stages.equations:
+        if any(is_var(v) and v in found for v in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
+
+def _changing(result: jax.Array, taken: Sequence[jax.Array], keep: bool) -> jax.Array:
+    """A result that is not zero and changes with all that was taken; ``keep`` its own derivative."""
+    if not keep:
+        result = jax.lax.stop_gradient(jnp.nan_to_num(result))
+    for x in taken:
+        if jnp.iscomplexobj(x) and not jnp.iscomplexobj(result):
+            x = jnp.real(x) + jnp.imag(x)
+        # Any factor will do that rounds to no simple sum with others.
+        result = result + 0.7321 * x.astype(result.dtype)
+    return result

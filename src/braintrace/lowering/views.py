@@ -1,0 +1,199 @@
+"""The signal L: ∂ℓ/∂h with the new states of a group taken as joint, independent outputs.
+
+Every new state gets a perturbation δ. Whoever reads it sees h + δ, except the equations that
+define the states of its own group: those read h itself, because D and the traces already count
+that path (LSTM: h from the new c). So a value may exist in several views, one for each group it
+leads to and one for the loss; views that agree share one evaluation. Old states vary in the view
+of the loss only: that derivative is the direct read R.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..analysis.groups import HiddenGroup
+from ..compat import Atom, Equation, Var, evaluate_equation, is_var
+from ..compiled_step import Signals, Values
+from .replay import known_value, replay
+from .stages import Stages
+
+LOSS = -1
+
+
+def evaluate_views(
+    equations: Sequence[Equation],
+    outputs: Sequence[Atom],
+    owner: Mapping[Var, int],
+    env: Mapping[Var, Any],
+    loss_env: Mapping[Var, Any],
+    delta: Mapping[Var, Any],
+    run: Callable[[int, list[Any]], list[Any]],
+    known: Mapping[Var, Any] = {},
+) -> list[Any]:
+    """Outputs in the view of the loss.
+
+    ``owner``: the group of each new state; ``known``: values that are not computed again.
+    ``env``: values that are the same in every view, ``loss_env`` what the view of the loss reads
+    instead. ``run(i, operands)`` evaluates equation i.
+    """
+    views = _needed_views(equations, outputs, owner, env)
+    raw: dict[tuple[Var, int], Any] = {}
+    perturbed: dict[Var, Any] = {}
+
+    def read(atom: Atom, view: int) -> Any:
+        if not is_var(atom):
+            return atom.val
+        if view == LOSS and atom in loss_env:
+            return loss_env[atom]
+        if atom in env:
+            return env[atom]
+        if atom in owner and owner[atom] != view:
+            return perturbed[atom]
+        return raw[atom, view]
+
+    for i, eqn in enumerate(equations):
+        shared: dict[tuple[int, ...], list[Any]] = {}
+        for view in sorted(set().union(*(views[v] for v in eqn.outvars))):
+            operands = [read(v, view) for v in eqn.invars]
+            key = tuple(map(id, operands))
+            if key not in shared:
+                results = zip(eqn.outvars, run(i, operands), strict=True)
+                shared[key] = [known_value(known[v], x) if v in known else x for v, x in results]
+            for v, value in zip(eqn.outvars, shared[key], strict=True):
+                raw[v, view] = value
+        for v in eqn.outvars:
+            if v in owner and views[v]:
+                perturbed[v] = raw[v, owner[v]] + delta[v]
+    return [read(v, LOSS) for v in outputs]
+
+
+def _needed_views(
+    equations: Sequence[Equation],
+    outputs: Sequence[Atom],
+    owner: Mapping[Var, int],
+    env: Mapping[Var, Any],
+) -> dict[Var, set[int]]:
+    """Which views of each variable the outputs need."""
+    views: dict[Var, set[int]] = defaultdict(set)
+
+    def want(atom: Atom, needed: set[int]) -> None:
+        if is_var(atom) and atom not in env:
+            views[atom] |= {owner[atom]} if atom in owner else needed
+
+    for atom in outputs:
+        want(atom, {LOSS})
+    for eqn in reversed(equations):
+        needed: set[int] = set().union(*(views[v] for v in eqn.outvars))
+        for atom in eqn.invars if needed else ():
+            want(atom, needed)
+    return views
+
+
+def owner_of(groups: Sequence[HiddenGroup]) -> dict[Var, int]:
+    """The group of each new hidden state."""
+    return {v: g for g, group in enumerate(groups) for v in group.hidden_outvars}
+
+
+def _by_state(
+    groups: Sequence[HiddenGroup], deltas: Sequence[Sequence[jax.Array]]
+) -> dict[Var, Any]:
+    found: dict[Var, Any] = {}
+    for group, components in zip(groups, deltas, strict=True):
+        states = group.from_components(components)
+        found.update(zip(group.hidden_outvars, states, strict=True))
+    return found
+
+
+def joint_outputs(
+    program: Any,
+    groups: Sequence[HiddenGroup],
+    inputs: Sequence[Any],
+    deltas: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Outputs of a step whose groups are perturbed by ``deltas[g]``, each ``(*varshape, num_state)``.
+
+    The derivative of a loss of the outputs by ``deltas[g]`` at zero is the signal of group g.
+    """
+    closed = program.closed
+    names = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    env = dict(zip(names, [*closed.consts, *inputs], strict=True))
+    run = lambda i, operands: evaluate_equation(closed.jaxpr.eqns[i], operands)
+    components = [[delta[..., i] for i in range(delta.shape[-1])] for delta in deltas]
+    delta = _by_state(groups, components)
+    return evaluate_views(
+        closed.jaxpr.eqns, program.outputs, owner_of(groups), env, {}, delta, run
+    )
+
+
+Feedback = Mapping[tuple[int, int], Any]
+"""Arrays that replace a weight operand in derivatives, by (equation, operand)."""
+
+
+def _joint_targets(
+    stages: Stages,
+    env: Values,
+    ys: Sequence[Any],
+    deltas: Sequence[Sequence[jax.Array]],
+    old: Sequence[Sequence[jax.Array]],
+    feedback: Feedback,
+) -> list[jax.Array]:
+    """The targets of one step as functions of tap results, perturbations and old states."""
+    groups = stages.analysed.groups
+    kept = dict(zip(stages.tap_results, ys, strict=True))
+    fixed = {v: x for v, x in env.items() if v not in stages.differentiated}
+    loss_env: dict[Var, Any] = {}
+    for group, components in zip(groups, old, strict=True):
+        states = group.from_components(components)
+        loss_env.update(zip(group.hidden_invars, states, strict=True))
+
+    def run(i: int, operands: list[Any]) -> list[Any]:
+        eqn, tap = stages.equations[i], stages.taps.get(i)
+        if tap is None:
+            return evaluate_equation(eqn, operands)
+        operands = [feedback.get((i, k), x) for k, x in enumerate(operands)]
+        replayed = replay(eqn, tap.data, operands, {v: kept[v] for v in tap.results})
+        return [replayed.get(v, env.get(v)) for v in eqn.outvars]
+
+    owner = owner_of(groups)
+    known = {v: env[v] for v in (*owner, *stages.anchors) if v in env}
+    delta = _by_state(groups, deltas)
+    return evaluate_views(
+        stages.equations, stages.targets, owner, fixed, loss_env, delta, run, known
+    )
+
+
+def signals_of(
+    stages: Stages, env: Values, cotangents: Sequence[jax.Array], feedback: Feedback = {}
+) -> tuple[list[jax.Array], Signals]:
+    """Targets of a step; one-step gradients of tap results, signals and direct reads.
+
+    A step whose cotangents are all zero contributes exactly nothing, whatever it holds.
+    """
+    groups = stages.analysed.groups
+    ys = [env[v] for v in stages.tap_results]
+    old = [group.components([env[v] for v in group.hidden_invars]) for group in groups]
+    deltas = jax.tree.map(jnp.zeros_like, old)
+    targets, pull = jax.vjp(
+        lambda ys, deltas, old: _joint_targets(stages, env, ys, deltas, old, feedback),
+        ys,
+        deltas,
+        old,
+    )
+    grads = pull([c.astype(x.dtype) for c, x in zip(cotangents, targets, strict=True)])
+    silent = jnp.all(jnp.stack([jnp.all(c == 0) for c in cotangents]))
+    grads = jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), grads)
+    results, signals, reads = grads
+    direct = []
+    for group, found in zip(groups, reads, strict=True):
+        read = [group.hidden_invars[k] in stages.direct_reads for k in group.owners]
+        direct.append({j: x for j, x in enumerate(found) if read[j]})
+    return targets, Signals(
+        Values(zip(stages.tap_results, results, strict=True)),
+        [dict(enumerate(found)) for found in signals],
+        direct,
+    )

@@ -1,0 +1,37 @@
+"""Operations: one record a family of primitives, one registry.
+
+A primitive of your own is treated like JAX's once it is registered with such a record:
+
+    braintrace.register_primitive(my_product_p, braintrace.operations.product('bi,io->bo'))
+"""
+
+from . import convolution, elementwise, gather, mixing, movement, reduction, sparse
+from .dense import product
+from .elementwise import ELEMENTWISE
+from .mixing import MIXING
+from .record import (
+    REGISTRY,
+    Const,
+    LabelRule,
+    Operation,
+    element_numbers,
+    forward_labels,
+    operation_of,
+    register_primitive,
+    use_of,
+)
+
+__all__ = [
+    'ELEMENTWISE',
+    'MIXING',
+    'REGISTRY',
+    'Const',
+    'LabelRule',
+    'Operation',
+    'element_numbers',
+    'forward_labels',
+    'operation_of',
+    'product',
+    'register_primitive',
+    'use_of',
+]

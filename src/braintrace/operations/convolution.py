@@ -1,0 +1,158 @@
+"""Convolutions: every element of y is a patch of x times one filter.
+
+Letters: r rows (sample and place), g groups of features, c elements of a patch, o filters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..compat import Equation
+from ..compiled_step import Box, Operands, TraceLayout
+from ..arrays import cast, factors_for, padded, sum_type
+from .labels import Labels, project
+from .record import Const, Operation, register
+from .rules import only, shape_of, windows
+from .weight_use import BaseUse, WholeTrace, bind
+
+
+def _labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    """Image: through the windows, features of a group joined. Kernel: its output features."""
+    p, d, out = eqn.params, eqn.params['dimension_numbers'], only(outs)
+    image, kernel = (shape_of(v) for v in eqn.invars)
+    along = [d.out_spec[1] if a == d.rhs_spec[0] else None for a in range(len(kernel))]
+    kernel_labels = project(out, along, kernel)
+    if p['batch_group_count'] != 1:
+        return [project(out, [None] * len(image), image), kernel_labels]
+    groups = p['feature_group_count']
+    out = out.transpose(d.out_spec)
+    samples, _, *space = out.shape
+    by_group = out.reshape(samples, groups, -1, *space)
+    kept = [0, 1, *range(3, by_group.ndim)]
+    out = project(by_group, kept, (samples, groups, *space))
+    shape = [image[a] for a in d.lhs_spec]
+    ones, none = (1, 1), ((0, 0), (0, 0))
+    labels = windows(
+        np.repeat(out, shape[1] // groups, axis=1),
+        shape,
+        (*ones, *(kernel[a] for a in d.rhs_spec[2:])),
+        (*ones, *p['window_strides']),
+        (*none, *p['padding']),
+        (*ones, *p['lhs_dilation']),
+        (*ones, *p['rhs_dilation']),
+    )
+    return [labels.transpose(np.argsort(d.lhs_spec)), kernel_labels]
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolutionUse(BaseUse):
+    """A filter as the second operand of a convolution; ``params`` are those of the equation."""
+
+    params: dict[str, Any]
+
+    @property
+    def input(self) -> int | None:
+        return 0
+
+    @property
+    def _numbers(self) -> Any:
+        return self.params['dimension_numbers']
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """(g, c, o) of the filters."""
+        filters = self.weight.shape[self._numbers.rhs_spec[0]]
+        groups = self.params['feature_group_count']
+        return groups, math.prod(self.weight.shape) // filters, filters // groups
+
+    def patches(self, x: jax.Array) -> jax.Array:
+        """(r, g, c) of one input."""
+        batch, feature, *space = self._numbers.lhs_spec
+        window = [self.weight.shape[d] for d in self._numbers.rhs_spec[2:]]
+        found = jax.lax.conv_general_dilated_patches(
+            x.transpose(batch, feature, *space),
+            window,
+            self.params['window_strides'],
+            self.params['padding'],
+            self.params['lhs_dilation'],
+            self.params['rhs_dilation'],
+        )
+        groups, size, _ = self.sizes
+        return jnp.moveaxis(found, 1, -1).reshape(-1, groups, size)
+
+    def rows(self, y: jax.Array) -> jax.Array:
+        """(r, g, o) of one result."""
+        batch, feature, *space = self._numbers.out_spec
+        groups, _, filters = self.sizes
+        return y.transpose(batch, *space, feature).reshape(-1, groups, filters)
+
+    def as_weight(self, filters: jax.Array) -> jax.Array:
+        """(g, c, o) in the layout of the weight."""
+        spec, shape = self._numbers.rhs_spec, self.weight.shape
+        by_filter = jnp.moveaxis(filters, -1, 1)  # g o c
+        return by_filter.reshape([shape[d] for d in spec]).transpose(np.argsort(spec))
+
+    def gradient(
+        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box | None = None
+    ) -> jax.Array:
+        """Σ_t of patches times results, one step after the other."""
+        if 0 not in steps:
+            return super().gradient(fixed, steps, y_bars, box)
+        y_bars = padded(y_bars, box, self.result.shape)
+        xs, y_bars = factors_for(self.weight.dtype, steps[0], y_bars)
+        dtype = sum_type(jnp.result_type(xs, y_bars))
+
+        def step(total: jax.Array, at: tuple) -> tuple:
+            x, y_bar = self.patches(at[0]), self.rows(at[1])
+            more = jnp.einsum('rgc,rgo->gco', x, y_bar, preferred_element_type=dtype)
+            return total + more, None
+
+        total, _ = jax.lax.scan(step, jnp.zeros(self.sizes, dtype), (xs, y_bars))
+        return cast(self.as_weight(total), sum_type(self.weight.dtype))
+
+    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
+        return ConvolutionTrace(self, positions, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolutionTrace(WholeTrace):
+    """(r, g, c, o): a filter is shared by all places, so each keeps a trace of its own."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        groups, size, filters = self.use.sizes
+        return (math.prod(self.use.result.shape) // (groups * filters), groups, size, filters)
+
+    def plus(
+        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
+    ) -> jax.Array:
+        use = self.use
+
+        def step(total: jax.Array, at: tuple) -> tuple:
+            x, row = at
+            more = use.patches(x)[..., None] * use.rows(row)[:, :, None]
+            return total + cast(more, total.dtype), None
+
+        return jax.lax.scan(step, trace, (steps[0], rows))[0]
+
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return self.use.rows(self.at_result(factor))[:, :, None] * trace
+
+    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
+        return self.use.as_weight(jnp.sum(self.scaled(trace, credit), axis=0))
+
+
+def _use(eqn: Equation, operand: int, result: int, const: Const) -> ConvolutionUse | None:
+    if operand != 1 or eqn.params['batch_group_count'] != 1:
+        return None
+    return bind(ConvolutionUse, eqn, operand, result, eqn.params)
+
+
+register(Operation('product', _labels, use=_use), 'conv_general_dilated')

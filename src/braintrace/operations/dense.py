@@ -1,0 +1,287 @@
+"""Dense products: ``dot_general``, and any product of two operands that an einsum describes."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..compat import Equation
+from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from ..arrays import box_of, cast, factors_for, picked, sum_type
+from .record import Const, Kernel, Operation, register
+from .rules import AxisMap, axes
+from .weight_use import BaseUse, bind
+
+
+class Axes(NamedTuple):
+    """One letter for each axis of x, w and y; ``contracted``: those summed over; ``shared``: those
+    of all three. The letter t is left free for time."""
+
+    x: str
+    weight: str
+    y: str
+    contracted: str
+    shared: str
+
+    @classmethod
+    def of(cls, subscripts: str, operand: int) -> Axes:
+        """The axes of an einsum of two operands, one of which is the weight."""
+        operands, y = subscripts.split('->')
+        pair = operands.split(',')
+        x, weight = pair[1 - operand], pair[operand]
+        contracted = ''.join(c for c in pair[0] if c not in y)
+        shared = ''.join(c for c in pair[0] if c in pair[1] and c in y)
+        return cls(x, weight, y, contracted, shared)
+
+
+def dot_general_subscripts(eqn: Equation) -> str:
+    """A ``dot_general`` as an einsum."""
+    (left, right), (batch_left, batch_right) = eqn.params['dimension_numbers']
+    ranks = [v.aval.ndim for v in eqn.invars]
+    letters = iter(string.ascii_letters.replace('t', ''))
+    first = [next(letters) for _ in range(ranks[0])]
+    second = [''] * ranks[1]
+    for a, b in zip((*batch_left, *left), (*batch_right, *right), strict=True):
+        second[b] = first[a]
+    second = [c or next(letters) for c in second]
+    shared = [first[a] for a in batch_left]
+    taken = {*shared, *(first[a] for a in left)}
+    free = [c for c in (*first, *second) if c not in taken]
+    return f'{"".join(first)},{"".join(second)}->{"".join([*shared, *free])}'
+
+
+@dataclass(frozen=True, eq=False)
+class DenseUse(BaseUse):
+    """A weight contracted with x."""
+
+    axes: Axes
+
+    @property
+    def input(self) -> int | None:
+        return 1 - self.operand
+
+    def gradient(
+        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box | None = None
+    ) -> jax.Array:
+        """Σ_t x_t ⊗ ȳ_t: one matrix product with all steps and samples as rows."""
+        if self.input not in steps:
+            return super().gradient(fixed, steps, y_bars, box)
+        x, weight, y, contracted, shared = self.axes
+        boxes = {} if box is None else dict(zip(y, box, strict=True))
+        xs = steps[self.input][:, *(boxes.get(c, slice(None)) for c in x)]
+        xs, y_bars = factors_for(self.weight.dtype, xs, y_bars)
+        dtype = sum_type(jnp.result_type(xs, y_bars))
+        if shared:
+            product = f't{x},t{y}->{weight}'
+            gradient = jnp.einsum(product, xs, y_bars, preferred_element_type=dtype)
+        else:
+            gradient = self._as_one_product(xs, y_bars, dtype)
+        gradient = cast(gradient, sum_type(self.weight.dtype))
+        if gradient.shape == self.weight.shape:
+            return gradient
+        part = tuple(boxes.get(c, slice(None)) for c in weight)
+        return jnp.zeros(self.weight.shape, gradient.dtype).at[part].set(gradient)
+
+    def _as_one_product(self, xs: jax.Array, y_bars: jax.Array, dtype: Any) -> jax.Array:
+        # The contracted axes come first: products whose left side runs along its rows are
+        # faster on CPUs than transposed ones. The barrier keeps XLA from undoing that.
+        x, weight, y, contracted, _ = self.axes
+        rows = 't' + ''.join(c for c in x if c not in contracted)
+        free = ''.join(c for c in y if c not in rows)
+        left = jnp.einsum(f't{x}->{contracted}{rows}', xs)
+        right = jnp.einsum(f't{y}->{rows}{free}', y_bars)
+        free_shape = right.shape[len(rows) :]
+        inner = math.prod(left.shape[len(contracted) :])
+        flat = jax.lax.optimization_barrier(left.reshape(-1, inner))
+        right = right.reshape(inner, -1)
+        product = jnp.matmul(flat, right, preferred_element_type=dtype)
+        shape = (*left.shape[: len(contracted)], *free_shape)
+        return jnp.einsum(f'{contracted}{free}->{weight}', product.reshape(shape))
+
+    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
+        return DenseTrace(self, positions)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseTrace:
+    """(y, c): of y only the part that reaches the group, and the contracted axes c of x.
+
+    Samples, the first axis of x and y, are solved one after the other: the trace of each is read
+    and written once a block, while it is in the cache.
+    """
+
+    use: DenseUse
+    positions: np.ndarray
+
+    @cached_property
+    def box(self) -> Box:
+        """The part of y that reaches the group."""
+        return box_of(self.positions)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        axes = self.use.axes
+        sizes = dict(zip(axes.x, self.use.operand_shape(1 - self.use.operand), strict=True))
+        rows = (p.stop - p.start for p in self.box)
+        return (*rows, *(sizes[c] for c in axes.contracted))
+
+    def _here(self, values: jax.Array) -> jax.Array:
+        """Values of the positions at the part of y that reaches them."""
+        return picked(values, self.positions[self.box])
+
+    def solve(
+        self,
+        trace: Components,
+        fixed: Operands,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+    ) -> tuple[Components, jax.Array]:
+        """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`TraceLayout`."""
+        x, _, y, _, shared = self.use.axes
+        boxes = dict(zip(y, self.box, strict=True))
+        xs = steps[1 - self.use.operand][:, *(boxes.get(c, slice(None)) for c in x)]
+        parts = (row[:, *self.box] for row in rows.values())
+        xs, *parts = factors_for(self.use.weight.dtype, xs, *parts)
+        rows = dict(zip(rows, parts, strict=True))
+        product = {at: self._here(p) for at, p in product.items()}
+        credit = {s: self._here(g) for s, g in credit.items()}
+        if len(y) < 2 or y[0] not in x or y[0] in shared:
+            new, total = self._solve(x, y, trace, xs, rows, product, credit)
+            return new, self._as_weight(total, y)
+        sample = y[0]
+        xs = jnp.moveaxis(xs, 1 + x.index(sample), 0)
+        rows = {s: jnp.moveaxis(row, 1, 0) for s, row in rows.items()}
+        x, y = x.replace(sample, ''), y[1:]
+
+        def one(total: jax.Array, at: tuple) -> tuple:
+            new, found = self._solve(x, y, *at)
+            return total + found, new
+
+        start = jnp.zeros(self.shape[1:], sum_type(self.use.trace_dtype))
+        total, new = jax.lax.scan(one, start, (trace, xs, rows, product, credit))
+        return new, self._as_weight(total, y)
+
+    def _solve(
+        self,
+        x: str,
+        y: str,
+        trace: Components,
+        xs: jax.Array,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+    ) -> tuple[Components, jax.Array]:
+        """The trace after a block and γ · ε before it, of one sample or of all."""
+        contracted, dtype = self.use.axes.contracted, sum_type(self.use.trace_dtype)
+        old = {s: e.astype(dtype) for s, e in trace.items()}
+        over = lambda factor: factor.reshape(*factor.shape, *(1,) * len(contracted))
+        new = {}
+        for s in trace:
+            terms = [over(product[s, r]) * e for r, e in old.items() if (s, r) in product]
+            if s in rows:
+                # Without the barrier XLA forms the product by a slower, transposed kernel.
+                left = jax.lax.optimization_barrier(jnp.moveaxis(rows[s], 0, -1))
+                subscripts = f'{y}t,t{x}->{y}{contracted}'
+                terms.append(jnp.einsum(subscripts, left, xs, preferred_element_type=dtype))
+            new[s] = sum(terms[1:], terms[0]).astype(trace[s].dtype)
+        found = [over(credit[s]) * e for s, e in old.items() if s in credit]
+        zero = jnp.zeros(next(iter(old.values())).shape, dtype)
+        return new, sum(found[1:], found[0]).astype(dtype) if found else zero
+
+    def _as_weight(self, found: jax.Array, y: str) -> jax.Array:
+        """γ · ε of a part of y in the shape of w, summed over the axes that w does not have."""
+        axes, weight = self.use.axes, self.use.weight
+        part = {c: p for c, p in zip(axes.y, self.box, strict=True) if c in axes.weight}
+        gradient = jnp.einsum(f'{y}{axes.contracted}->{axes.weight}', found)
+        box = tuple(part.get(c, slice(None)) for c in axes.weight)
+        return jnp.zeros(weight.shape, gradient.dtype).at[box].set(gradient)
+
+
+# ---------------------------------------------------------------- the record
+
+
+def product(subscripts: str | Callable[[Equation], str]) -> Operation:
+    """The record of a product of two operands, given as an einsum or a function of the equation.
+
+    >>> product('bi,io->bo').family
+    'product'
+    """
+    read = subscripts if callable(subscripts) else lambda eqn: subscripts
+
+    def axis_map(eqn: Equation, k: int) -> AxisMap:
+        operands, y = read(eqn).split('->')
+        return [y.index(c) if c in y else None for c in operands.split(',')[k]]
+
+    def use(eqn: Equation, operand: int, result: int, const: Const) -> DenseUse:
+        return bind(DenseUse, eqn, operand, result, Axes.of(read(eqn), operand))
+
+    return Operation('product', axes(axis_map), use=use)
+
+
+def _contracted_axis(eqn: Equation, operand: int) -> int:
+    return eqn.params['dimension_numbers'][0][operand][0]
+
+
+def _kernel(eqn: Equation, operand: int) -> Kernel | None:
+    """A matrix times a few rows of x, run from the left by the matrix's columns.
+
+    On CPUs that is faster for some 8 to 64 rows: the kernel then lays out x anew, which is
+    small, and not the weight.
+    """
+    (left, _), (batch, _) = eqn.params['dimension_numbers']
+    weight, x = eqn.invars[operand].aval, eqn.invars[1 - operand].aval
+    one_type = weight.dtype == x.dtype == eqn.outvars[0].aval.dtype
+    if weight.ndim != 2 or len(left) != 1 or batch or not one_type:
+        return None
+    axis, x_axis = _contracted_axis(eqn, operand), _contracted_axis(eqn, 1 - operand)
+    if not 8 <= x.size // weight.shape[axis] <= 64:
+        return None
+
+    def prepare(weight: jax.Array) -> jax.Array:
+        return jax.lax.optimization_barrier(jnp.moveaxis(weight, axis, -1))
+
+    def apply(weight: jax.Array, x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, x_axis, 0)
+        rows = jax.lax.optimization_barrier(x.reshape(len(x), -1))
+        y = jax.lax.optimization_barrier(weight @ rows)
+        y = y.reshape(len(weight), *x.shape[1:])
+        return y if operand == 0 else jnp.moveaxis(y, 0, -1)
+
+    return Kernel(prepare, apply)
+
+
+def _split(eqn: Equation, operand: int, maker: Equation) -> Callable[..., list[Any]] | None:
+    """``concatenate([x, h]) @ W`` as the parts ``x @ W[:i]`` and ``h @ W[i:]``."""
+    (left, _), _ = eqn.params['dimension_numbers']
+    if maker.primitive.name != 'concatenate' or len(left) != 1:
+        return None
+    axis, weight_axis = _contracted_axis(eqn, 1 - operand), _contracted_axis(eqn, operand)
+    if maker.params['dimension'] != axis:
+        return None
+
+    def parts(weight: jax.Array, *inputs: jax.Array) -> list[jax.Array]:
+        found, start = [], 0
+        for x in inputs:
+            end = start + x.shape[axis]
+            piece = jax.lax.slice_in_dim(weight, start, end, axis=weight_axis)
+            start = end
+            pair = (x, piece) if operand == 1 else (piece, x)
+            found.append(eqn.primitive.bind(*pair, **eqn.params))
+        return found
+
+    return parts
+
+
+register(
+    replace(product(dot_general_subscripts), kernel=_kernel, split=_split), 'dot_general'
+)

@@ -1,0 +1,148 @@
+"""Element-wise operations: element e of every operand reaches element e of the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..compat import Equation, is_var, is_whole_cut
+from ..compiled_step import Operands, TraceLayout
+from ..arrays import cast
+from .labels import Labels
+from .record import FAMILIES, Const, Operation, register
+from .rules import elementwise_labels, nothing
+from .weight_use import BaseUse, WholeTrace, bind
+
+
+@dataclass(frozen=True, eq=False)
+class ElementwiseTrace(WholeTrace):
+    """(y,): a weight meets each element of y by itself, broadcast or not."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.use.result.shape
+
+    def plus(
+        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
+    ) -> jax.Array:
+        slopes = self.use.slopes(fixed, steps, len(rows))
+        return trace + jnp.sum(cast(rows * slopes.astype(rows.dtype), trace.dtype), axis=0)
+
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return self.at_result(factor) * trace
+
+    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
+        return self.use.spread(self.scaled(trace, credit))
+
+
+@dataclass(frozen=True, eq=False)
+class ElementwiseUse(BaseUse):
+    """A bias, gain, threshold, time constant or scalar."""
+
+    is_sum: bool = False
+
+    @property
+    def factorises(self) -> bool:
+        return True
+
+    @property
+    def adds(self) -> bool:
+        return self.is_sum
+
+    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
+        return ElementwiseTrace(self, positions, shape)
+
+
+def _use(eqn: Equation, operand: int, result: int, const: Const) -> ElementwiseUse:
+    return bind(ElementwiseUse, eqn, operand, result)
+
+
+def _sum_use(eqn: Equation, operand: int, result: int, const: Const) -> ElementwiseUse:
+    return bind(ElementwiseUse, eqn, operand, result, True)
+
+
+def _select_labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    """Element-wise; where the choice is constant, what is not chosen reaches nothing."""
+    labels = elementwise_labels(eqn, outs, const)
+    which = const(eqn.invars[0])
+    if which is None:
+        return labels
+    result = [labels[0]]
+    for case, found in enumerate(labels[1:]):
+        if found is not None:
+            found = np.where(which.astype(int) == case, found, nothing(found.shape))
+        result.append(found)
+    return result
+
+
+def _barrier_labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    return outs
+
+
+# ------------------------------------------------------ what stays open when all gates are open
+
+
+def _opens(eqn: Equation, varies: list[bool]) -> list[bool]:
+    return varies
+
+
+def _opens_product(eqn: Equation, varies: list[bool]) -> list[bool]:
+    # What is multiplied by a constant zero stays closed.
+    return [all(varies)] * len(varies)
+
+
+def _opens_choice(eqn: Equation, varies: list[bool]) -> list[bool]:
+    # A constant choice closes what it does not choose.
+    return [False, *(v and varies[0] for v in varies[1:])]
+
+
+def _has_literal_factor(eqn: Equation) -> bool:
+    return any(not is_var(v) for v in eqn.invars)
+
+
+def _has_literal_divisor(eqn: Equation) -> bool:
+    return not is_var(eqn.invars[1])
+
+
+ELEMENTWISE = Operation('elementwise', elementwise_labels, use=_use, opens=_opens)
+FAMILIES['elementwise'] = ELEMENTWISE
+register(
+    ELEMENTWISE,
+    'abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e '
+    'bitcast_convert_type cbrt clamp clz complex conj cos cosh device_put digamma eq erf '
+    'erf_inv erfc exp exp2 expm1 ge gt igamma igamma_grad_a igammac imag integer_pow '
+    'is_finite le lgamma log log1p logistic lt max min name ne not or polygamma '
+    'population_count pow random_gamma_grad real reduce_precision '
+    'regularized_incomplete_beta rem rsqrt shift_left shift_right_arithmetic '
+    'shift_right_logical sin sinh sqrt square tan tanh xor zeta exprel',
+)
+_LINEAR = Operation('elementwise', elementwise_labels, linear=True, use=_use, opens=_opens)
+register(_LINEAR, 'sub neg convert_element_type copy copy_p')
+_SUM = Operation(
+    'elementwise', elementwise_labels, linear=True, sum=True, use=_sum_use, opens=_opens
+)
+register(_SUM, 'add add_any')
+_QUOTIENT = Operation(
+    'elementwise', elementwise_labels, linear=_has_literal_divisor, use=_use, opens=_opens
+)
+register(_QUOTIENT, 'div')
+_PRODUCT = Operation(
+    'elementwise', elementwise_labels, linear=_has_literal_factor, use=_use, opens=_opens_product
+)
+register(_PRODUCT, 'mul')
+_FLAT = Operation('elementwise', elementwise_labels, constant_operands=None, use=_use)
+register(_FLAT, 'sign floor ceil round nextafter stop_gradient')
+_CUT = Operation(
+    'elementwise', elementwise_labels, lambda eqn: (0,) if is_whole_cut(eqn) else (), use=_use
+)
+register(_CUT, 'cut')
+# The surrogate spike of braintools.
+_SPIKE = Operation('elementwise', elementwise_labels, (1,), use=_use, opens=_opens)
+register(_SPIKE, 'heaviside_surrogate_gradient')
+_KEYED = Operation('elementwise', elementwise_labels, (0,), use=_use, opens=_opens)
+register(_KEYED, 'random_gamma')
+register(Operation('elementwise', _select_labels, use=_use, opens=_opens_choice), 'select_n')
+register(Operation('elementwise', _barrier_labels, use=_use), 'optimization_barrier')

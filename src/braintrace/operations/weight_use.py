@@ -1,0 +1,214 @@
+"""Uses of weights: y = op(x, w) as the solver sees it, and the trace of an operation of any kind.
+
+A trace has one array a component of the states that y can reach. D acts at the position that
+each element of y reaches, so every layout keeps the order of y. Letters: t steps, y elements
+of the result, w elements of the weight, p positions of the group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..compat import Equation, evaluate_equation
+from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from ..arrays import cast, is_complex, padded, picked, sum_type
+
+
+@dataclass(frozen=True, eq=False)
+class BaseUse(ABC):
+    """What all uses share. ``apply(operands)`` gives y; ``operand`` is the number of the weight."""
+
+    apply: Callable[[Sequence[Any]], Any]
+    operand: int
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    result: jax.ShapeDtypeStruct
+
+    @property
+    def weight(self) -> jax.ShapeDtypeStruct:
+        """Shape and type of the weight."""
+        return self.operands[self.operand]
+
+    @property
+    def input(self) -> int | None:
+        """The operand x if y is linear in both x and w."""
+        return None
+
+    @property
+    def factorises(self) -> bool:
+        """Whether ∂h/∂w can be written as a product of an input and a state part."""
+        return self.input is not None
+
+    @property
+    def adds(self) -> bool:
+        """Whether y is a sum with w."""
+        return False
+
+    @property
+    def trace_dtype(self) -> Any:
+        """Type of ε: the precision of y; complex if the weight is, since components are real."""
+        real = jnp.finfo(self.result.dtype).dtype
+        complex_ = is_complex(self.weight.dtype)
+        return jnp.promote_types(real, jnp.complex64) if complex_ else real
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        """Shape of one operand."""
+        return self.operands[operand].shape
+
+    def run(self, operands: Operands, weight: Any) -> Any:
+        """y of one step."""
+        count = range(len(self.operands))
+        return self.apply([weight if k == self.operand else operands[k] for k in count])
+
+    def gradient(
+        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box | None = None
+    ) -> jax.Array:
+        """Σ_t of y_bars[t] · ∂y_t/∂w, by reverse mode over all steps at once."""
+        steps = {k: self._as_operand(k, x) for k, x in steps.items()}
+
+        def block(w: Any) -> Any:
+            one = lambda step: self.run({**fixed, **step}, w)
+            return jax.vmap(one, axis_size=len(y_bars))(steps)
+
+        y, pull = jax.vjp(block, fixed[self.operand])
+        return pull(cast(padded(y_bars, box, self.result.shape), y.dtype))[0]
+
+    def _as_operand(self, k: int, x: jax.Array) -> jax.Array:
+        """Data in the type of an operand: traces of it may be held in another."""
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        return cast(x, self.operands[k].dtype) if inexact else x
+
+    def slopes(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
+        """∂y/∂w (t, y) of an element-wise use."""
+        weight = fixed[self.operand]
+
+        def slope(step: Operands) -> jax.Array:
+            y = lambda w: self.run({**fixed, **step}, w)
+            return jax.jvp(y, (weight,), (jnp.ones_like(weight),))[1]
+
+        return jax.vmap(slope, axis_size=length)(steps)
+
+    def spread(self, y_bar: jax.Array) -> jax.Array:
+        """Sum, for each element of w, over the elements of y that share it."""
+        broadcast = lambda w: jnp.broadcast_to(w, self.result.shape)
+        _, pull = jax.vjp(broadcast, jnp.zeros(self.weight.shape, y_bar.dtype))
+        return pull(y_bar)[0]
+
+    @abstractmethod
+    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
+        """The storage of its trace."""
+
+
+U = TypeVar('U', bound=BaseUse)
+
+
+def bind(kind: Callable[..., U], eqn: Equation, operand: int, result: int, *more: Any) -> U:
+    """The use of one operand of an equation, for one of its results."""
+    shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+    aval = eqn.outvars[result].aval
+    apply = lambda operands: evaluate_equation(eqn, operands)[result]
+    return kind(apply, operand, shapes, jax.ShapeDtypeStruct(aval.shape, aval.dtype), *more)
+
+
+# ---------------------------------------------------------------- layouts
+
+
+@dataclass(frozen=True, eq=False)
+class WholeTrace(ABC):
+    """A trace that is solved in one piece: all samples together.
+
+    ``positions``: the position that each element of y reaches, -1 for none.
+    """
+
+    use: Any
+    positions: np.ndarray
+    group_shape: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of each component's array."""
+
+    @abstractmethod
+    def plus(
+        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
+    ) -> jax.Array:
+        """A component's trace with Σ_t P_t ∂h_t/∂w added."""
+
+    @abstractmethod
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        """A component's trace times one factor a position."""
+
+    @abstractmethod
+    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
+        """γ · ε of one component in the shape of w."""
+
+    def at_result(self, values: jax.Array) -> jax.Array:
+        """Values of the positions at the elements of y."""
+        return picked(values, self.positions)
+
+    def solve(
+        self,
+        trace: Components,
+        fixed: Operands,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+    ) -> tuple[Components, jax.Array]:
+        """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`TraceLayout`."""
+        old = {s: e.astype(sum_type(self.use.trace_dtype)) for s, e in trace.items()}
+        new = {}
+        for s in trace:
+            terms = [self.scaled(e, product[s, r]) for r, e in old.items() if (s, r) in product]
+            total = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(old[s])
+            if s in rows:
+                total = self.plus(total, fixed, steps, rows[s])
+            new[s] = total.astype(trace[s].dtype)
+        found = [self.gradient(e, credit[s]) for s, e in old.items() if s in credit]
+        zero = jnp.zeros(self.use.weight.shape, self.use.weight.dtype)
+        return new, sum(found[1:], found[0]) if found else zero
+
+
+@dataclass(frozen=True, eq=False)
+class FullTrace(WholeTrace):
+    """(p, w): the influence of every element of w on every position."""
+
+    @cached_property
+    def _places(self) -> int:
+        return int(np.prod(self.group_shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self._places, *self.use.weight.shape)
+
+    def plus(
+        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
+    ) -> jax.Array:
+        positions = jnp.asarray(self.positions)
+
+        def influence(place: jax.Array) -> Any:
+            here = (positions == place).astype(rows.dtype)
+            return cast(self.use.gradient(fixed, steps, rows * here), trace.dtype)
+
+        return trace + jax.lax.map(influence, jnp.arange(self._places))
+
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return factor.reshape(-1, *(1,) * (trace.ndim - 1)) * trace
+
+    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
+        return jnp.einsum('p,p...->...', credit.reshape(-1), trace)
+
+
+class AnyUse(BaseUse):
+    """An operation of any kind: gradients by reverse mode, the full influence as a trace."""
+
+    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
+        return FullTrace(self, positions, shape)

@@ -1,0 +1,218 @@
+"""One block: K consecutive steps, forward in time and then all derivatives at once.
+
+Letters: t steps of the block, h positions, s components of a position, y results of taps.
+Values of a group are kept apart by component, so products of small matrices are written out
+and entries that are zero by structure never appear.
+
+    γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t                     credit, backward inside the block
+    gradient = Σ_t ∂ℓ_t/∂θ + Σ_t (∂h_t/∂θ|local)ᵀ γ_t    one product for each weight
+    P_t = D_K … D_{t+1} = ∂h_K/∂h_t                      what traces need of each step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..compiled_step import (
+    Box,
+    CompiledStep,
+    Components,
+    Jacobian,
+    Key,
+    Operands,
+    Tap,
+    Values,
+)
+from ..arrays import sum_type
+from .recursion import Recursion
+
+
+def forward(
+    step: CompiledStep, constants: Values, states: Values, inputs: Values
+) -> tuple[Values, Values]:
+    """The states after a block, and what its steps leave: projections, kept values, old states."""
+    projected = jax.vmap(lambda xs: step.project(constants, xs))(inputs)
+    old_keys = [old for old, _ in step.hidden]
+
+    def one(old: Values, xs: Values) -> tuple[Values, Values]:
+        new, kept = step.advance(constants, xs | old)
+        return new, kept | old.pick(old_keys)
+
+    last, kept = jax.lax.scan(one, states, inputs | projected)
+    return last, projected | kept
+
+
+def with_new_states(step: CompiledStep, steps: Values, last: Values) -> Values:
+    """Steps with their new hidden states: the old ones of the next step; ``last``: those after all."""
+    new = Values()
+    for old_key, new_key in step.hidden:
+        new[new_key] = jnp.concatenate([steps[old_key][1:], last[old_key][None]])
+    return steps | new
+
+
+def completed(step: CompiledStep, constants: Values, steps: Values, last: Values) -> Values:
+    """Everything that derivative programs read, for all steps of a block at once."""
+    steps = with_new_states(step, steps, last)
+    return jax.vmap(lambda values: step.complete(constants, values))(steps)
+
+
+class Derivatives(NamedTuple):
+    """Signals L, direct reads R and transitions D by group, all with t first.
+
+    ``results`` holds the one-step gradients of tap results.
+    """
+
+    targets: list[jax.Array]
+    aux: Values
+    results: Values
+    signals: list[Components]
+    reads: list[Components]
+    transitions: list[Jacobian]
+
+
+def derivatives(
+    step: CompiledStep, constants: Values, steps: Values, cotangents: Sequence[jax.Array]
+) -> Derivatives:
+    """Targets and derivatives inside each step of a block.
+
+    ``cotangents[i][t]`` is the cotangent of target i at step t.
+    """
+
+    def one(values: Values, cotangents: list[jax.Array]) -> tuple:
+        targets, found = step.signals(constants, values, cotangents)
+        return targets, step.outputs(constants, values), *found
+
+    found = jax.vmap(one)(steps, list(cotangents))
+    return Derivatives(*found, transitions(step, constants, steps))
+
+
+def transitions(step: CompiledStep, constants: Values, steps: Values) -> list[Jacobian]:
+    """D of every group and step."""
+    return jax.vmap(lambda values: step.transition(constants, values))(steps)
+
+
+def pull(
+    step: CompiledStep, constants: Values, steps: Values, credit: Sequence[Components]
+) -> list[Values]:
+    """(∂h_t/∂y)ᵀ γ_t of every group, step and tap result y that reaches a component of γ."""
+    return jax.vmap(lambda values, mine: step.pull(constants, values, mine))(steps, list(credit))
+
+
+def backward_credit(
+    signals: Sequence[Components],
+    reads: Sequence[Components],
+    transitions: Sequence[Jacobian],
+    last: Sequence[Components],
+    length: int,
+) -> tuple[list[Components], list[Components]]:
+    """γ_t of every step and group from γ at the block's end; and γ at its start."""
+
+    def one(credit: list[Components], at: tuple) -> tuple[list[Components], list[Components]]:
+        earlier = []
+        for later, signal, read, jacobian in zip(credit, *at, strict=True):
+            total = dict(later)
+            for i, x in signal.items():
+                total[i] = x + later[i] if i in later else x
+            mine = {}
+            for j, like in later.items():
+                terms = [d * total[i] for (i, k), d in jacobian.items() if k == j and i in total]
+                terms += [read[j]] if j in read else []
+                mine[j] = _sum(terms, like)
+            earlier.append(mine)
+        return earlier, credit
+
+    at = (list(signals), list(reads), list(transitions))
+    first, every = jax.lax.scan(one, list(last), at, length, reverse=True)
+    return every, first
+
+
+def products_to_end(
+    recursion: Recursion, transition: Jacobian, length: int
+) -> tuple[Jacobian, Jacobian]:
+    """P_t of every step of one group, and P_0 of the whole block."""
+    group = recursion.group
+    dtypes = [x.dtype for x in transition.values()] or list(group.dtypes)
+    dtype = jnp.finfo(jnp.result_type(*dtypes)).dtype
+    unit = {
+        (i, j): jnp.full(group.shape, float(i == j), dtype)
+        for i, j in sorted(recursion.closure)
+    }
+
+    def one(product: Jacobian, now: Jacobian) -> tuple[Jacobian, Jacobian]:
+        earlier = {}
+        for i, j in product:
+            terms = [product[i, k] * d for (k, m), d in now.items() if m == j and (i, k) in product]
+            earlier[i, j] = _sum(terms, product[i, j])
+        return earlier, product
+
+    first, every = jax.lax.scan(one, unit, transition, length, reverse=True)
+    return every, first
+
+
+def _sum(terms: Sequence[jax.Array], like: jax.Array) -> jax.Array:
+    return sum(terms[1:], terms[0]).astype(like.dtype) if terms else jnp.zeros_like(like)
+
+
+# ---------------------------------------------------------------- gradients of weights
+
+
+def weight_gradients(
+    step: CompiledStep,
+    constants: Values,
+    steps: Values,
+    results: Values,
+    local: Sequence[Values],
+    boxes: Mapping[Key, Box | None] = {},
+) -> Values:
+    """Gradient of every weight: one pull-back of each tap over all steps of the block.
+
+    ``results`` holds the one-step gradients of tap results that count, ``local[g]`` what the
+    credit of group g adds; their sum is zero outside of its box in ``boxes``.
+    """
+    total = Values()
+    for tap in step.taps:
+        y_bars = {y: results[y] for y in tap.results if y in results}
+        if not y_bars:
+            continue
+        fixed, data = tap.operands(constants, steps)
+        cut = []
+        for g, bars in enumerate(local):
+            mine = {y: bars[y] for y in tap.results if y in bars}
+            if g not in tap.cut_gradients:
+                y_bars.update((y, y_bars[y] + bar) for y, bar in mine.items())
+            elif mine:
+                cut.append((tap.cut_gradients[g], mine))
+        if not _reaches_states(tap, local):
+            data = _without_silent_steps(data, y_bars)
+        for gradients, bars in [(tap.gradients, y_bars), *cut]:
+            total = _plus(total, gradients(fixed, data, bars, boxes))
+    return total
+
+
+def _reaches_states(tap: Tap, local: Sequence[Values]) -> bool:
+    return any(y in bars for bars in local for y in tap.results)
+
+
+def _without_silent_steps(data: Operands, y_bars: Mapping[Key, jax.Array]) -> Operands:
+    """Operands with ones at steps that no gradient reaches: 0 · NaN would be NaN."""
+    rows = lambda x: x.reshape(len(x), -1)
+    silent = jnp.stack([jnp.all(rows(y) == 0, axis=1) for y in y_bars.values()]).all(axis=0)
+
+    def spare(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return jnp.where(silent.reshape(-1, *(1,) * (x.ndim - 1)), jnp.ones_like(x), x)
+
+    return {k: spare(x) for k, x in data.items()}
+
+
+def _plus(total: Values, more: Values) -> Values:
+    found = Values(total)
+    for key, grad in more.items():
+        grad = grad.astype(sum_type(grad.dtype))
+        found[key] = found[key] + grad if key in found else grad
+    return found

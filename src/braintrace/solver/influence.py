@@ -1,0 +1,453 @@
+"""The influence of all parameters on all states, carried forward in time.
+
+    WholeInfluence    RTRL     every parameter on every state: G_t = J_t G_{t-1} + ∂s_t/∂θ
+    SparseInfluence   SnAp-n   only on states that a parameter reaches within n steps
+    RankOneInfluence  UORO     s̃ ⊗ θ̃, whose mean over random signs is G
+
+The gradient of a step is ∂ℓ_t/∂θ + ∂ℓ_t/∂s_{t-1} · G_{t-1}, both by reverse mode of the whole
+step: nothing is cut. Letters: n numbers that parameters are made of, m numbers that states are.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from ..arrays import is_complex
+from ..compiled_step import CompiledStep, Key, Values
+from .sequence import Solved
+
+_COLUMNS = 256
+"""Parameters whose influence advances together; more would need more memory at once."""
+_DRAWS = 64
+"""Random values at which the reach of a parameter is looked for."""
+
+Advance = Callable[[Values, Values], Values]
+"""(parameters, states): the next states."""
+
+
+class Carried(NamedTuple):
+    """An influence, and the number of steps it has seen."""
+
+    value: Any
+    steps: jax.Array
+
+
+@dataclass(frozen=True)
+class Influence(ABC):
+    """How the influence of parameters on states is held."""
+
+    step: CompiledStep
+
+    @abstractmethod
+    def init(self) -> Any:
+        """The influence at the start: none."""
+
+    @abstractmethod
+    def advance(
+        self, advance: Advance, parameters: Values, states: Values, trace: Carried, seed: Any
+    ) -> Any:
+        """The influence after a step; ``seed`` differs from call to call."""
+
+    @abstractmethod
+    def gradient(self, trace: Carried, bar: Values) -> Values:
+        """∂ℓ/∂s · G in the shape of the parameters."""
+
+    # ------------------------------------------------------------ numbers
+
+    @cached_property
+    def moving(self) -> tuple[Key, ...]:
+        """States that carry a derivative."""
+        states = self.step.states
+        return tuple(
+            key for key in self.step.written if jnp.issubdtype(states[key].dtype, jnp.inexact)
+        )
+
+    @cached_property
+    def count(self) -> int:
+        """Real numbers that the parameters are made of."""
+        return sum(self._numbers(x) for x in self.step.parameters.values())
+
+    @staticmethod
+    def _numbers(x: jax.ShapeDtypeStruct) -> int:
+        return x.size * (2 if is_complex(x.dtype) else 1)
+
+    @cached_property
+    def places(self) -> int:
+        """Numbers that the states are made of."""
+        return sum(self.step.states[key].size for key in self.moving)
+
+    @cached_property
+    def dtype(self) -> Any:
+        """Type of the influence."""
+        return jnp.result_type(*(self.step.states[key].dtype for key in self.moving))
+
+    def as_parameters(self, flat: jax.Array) -> Values:
+        """Parameters from real numbers; of a complex one all real parts come first."""
+        found, start = Values(), 0
+        for key, like in self.step.parameters.items():
+            parts = 2 if is_complex(like.dtype) else 1
+            end = start + parts * like.size
+            each = flat[start:end].reshape(parts, *like.shape)
+            value = each[0] if parts == 1 else jax.lax.complex(*each)
+            found[key] = value.astype(like.dtype)
+            start = end
+        return found
+
+    def pushed(self, advance: Advance, primals: tuple, tangents: tuple) -> tuple[Values, Values]:
+        """A step and its forward derivative; the reverse one transposed where that is all there is."""
+        if self.step.has_forward_mode:
+            return jax.jvp(advance, primals, tangents)
+        new, pull = jax.vjp(advance, *primals)
+        (moved,) = jax.linear_transpose(pull, new)(tangents)
+        return new, moved
+
+
+@dataclass(frozen=True)
+class _Columns(Influence):
+    """An array with one column of states for each parameter."""
+
+    def _unpacked(self, column: jax.Array, k: jax.Array) -> jax.Array:
+        """A column with one entry for each number of the states."""
+        return column
+
+    def _packed(self, column: jax.Array, k: jax.Array) -> jax.Array:
+        return column
+
+    def advance(
+        self, advance: Advance, parameters: Values, states: Values, trace: Carried, seed: Any
+    ) -> jax.Array:
+        flat, to_states = ravel_pytree(states)
+
+        def one(at: tuple) -> jax.Array:
+            k, column = at
+            column = self._unpacked(column, k)
+            unit = jnp.zeros(self.count, jnp.finfo(self.dtype).dtype).at[k].set(1)
+            tangents = (self.as_parameters(unit), to_states(column.astype(flat.dtype)))
+            moved, _ = ravel_pytree(self.pushed(advance, (parameters, states), tangents)[1])
+            return self._packed(moved, k).astype(self.dtype)
+
+        size = min(_COLUMNS, self.count)
+        return jax.lax.map(one, (jnp.arange(self.count), trace.value), batch_size=size)
+
+    def gradient(self, trace: Carried, bar: Values) -> Values:
+        flat, _ = ravel_pytree(bar)
+        found = self._dot(trace.value, flat)
+        return jax.tree.map(jnp.conj, self.as_parameters(jnp.real(found)))
+
+    @abstractmethod
+    def _dot(self, influence: jax.Array, bar: jax.Array) -> jax.Array:
+        """(n,) ∂ℓ/∂s · G."""
+
+
+class WholeInfluence(_Columns):
+    """(n, m): every parameter, every state."""
+
+    def init(self) -> jax.Array:
+        return jnp.zeros((self.count, self.places), self.dtype)
+
+    def _dot(self, influence: jax.Array, bar: jax.Array) -> jax.Array:
+        return influence @ bar.astype(self.dtype)
+
+
+@dataclass(frozen=True)
+class SparseInfluence(_Columns):
+    """(n, width): for every parameter the states that it reaches within ``reach`` steps."""
+
+    reach: int
+
+    def init(self) -> jax.Array:
+        return jnp.zeros(self.reached.shape, self.dtype)
+
+    def _unpacked(self, column: jax.Array, k: jax.Array) -> jax.Array:
+        places = jnp.asarray(self.reached)[k]
+        return jnp.zeros(self.places + 1, column.dtype).at[places].set(column)[:-1]
+
+    def _packed(self, column: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.append(column, 0)[jnp.asarray(self.reached)[k]]
+
+    def _dot(self, influence: jax.Array, bar: jax.Array) -> jax.Array:
+        return jnp.sum(influence * jnp.append(bar, 0)[jnp.asarray(self.reached)], axis=1)
+
+    @cached_property
+    def reached(self) -> np.ndarray:
+        """(n, width): the states that each parameter reaches within n steps; padded at the end.
+
+        Found at random parameters, states and inputs with every gate open: whatever moves at
+        any of them is reached. An element that never acts, as the row of a symbol not drawn,
+        counts as the others of its column do.
+        """
+        rng = np.random.default_rng(0)
+        parts = (self.step.parameters, self.step.states, self.step.inputs)
+        with jax.ensure_compile_time_eval():
+            moves = jax.jit(self._moves)
+            patterns = []
+            for scale in np.geomspace(0.1, 3.0, _DRAWS):
+                draw = [
+                    Values((key, _drawn(like, rng, scale)) for key, like in part.items())
+                    for part in parts
+                ]
+                patterns.append(np.asarray(moves(*draw)))
+        pattern = functools.reduce(np.logical_or, patterns)
+        direct = self._by_column(pattern[:, : self.count].T)
+        onward = pattern[:, self.count :].T.astype(np.int64)
+        found = direct
+        for _ in range(self.reach - 1):
+            found = direct | (found.astype(np.int64) @ onward > 0)
+        width = max(int(found.sum(axis=1).max()), 1)
+        order = np.argsort(~found, axis=1, kind='stable')[:, :width]
+        return np.where(np.take_along_axis(found, order, axis=1), order, self.places)
+
+    def _by_column(self, direct: np.ndarray) -> np.ndarray:
+        """What each parameter reaches at once; if nothing, what those with the same last index do."""
+        parts, start = [], 0
+        for like in self.step.parameters.values():
+            size = self._numbers(like)
+            last = like.shape[-1] if like.shape else 1
+            part = direct[start : start + size].reshape(-1, last, self.places)
+            part = np.where(part.any(-1, keepdims=True), part, part.any(0, keepdims=True))
+            parts.append(part.reshape(size, self.places))
+            start += size
+        return np.concatenate(parts)
+
+    def _moves(self, parameters: Values, states: Values, inputs: Values) -> jax.Array:
+        """(m, n + m): where the derivative of a step by parameters and states is not zero."""
+        flat, to_states = ravel_pytree(states.pick(self.moving))
+
+        def moved(changes: jax.Array, real: jax.Array, imaginary: jax.Array) -> jax.Array:
+            changed = jax.tree.map(jnp.add, parameters, self.as_parameters(changes))
+            tangent = jax.lax.complex(real, imaginary) if jnp.iscomplexobj(flat) else real
+            old = states | to_states(flat + tangent.astype(flat.dtype))
+            new, _, _ = self.step.run_open(changed, old, inputs)
+            new, _ = ravel_pytree(new.pick(self.moving))
+            return jnp.stack([jnp.real(new), jnp.imag(new)])
+
+        zeros = lambda n: jnp.zeros(n, jnp.finfo(flat.dtype).dtype)
+        given = (zeros(self.count), zeros(self.places), zeros(self.places))
+        jacobians = jax.jacrev(moved, (0, 1, 2))(*given)
+        by_parameter, real, imaginary = (jnp.any(x != 0, axis=0) for x in jacobians)
+        return jnp.concatenate([by_parameter, real | imaginary], axis=1)
+
+
+@dataclass(frozen=True)
+class RankOneInfluence(Influence):
+    """s̃ and θ̃: one random direction stands for the influence on all states."""
+
+    seed: int = 0
+
+    def init(self) -> tuple[list, list]:
+        zeros = lambda shapes: [jnp.zeros(x.shape, x.dtype) for x in shapes]
+        states = [self.step.states[key] for key in self.moving]
+        return zeros(states), zeros(self.step.parameters.values())
+
+    def _factors(self, trace: Carried) -> tuple[Values, Values]:
+        states, parameters = trace.value
+        by_state = zip(self.moving, states, strict=True)
+        return Values(by_state), Values(zip(self.step.parameters, parameters, strict=True))
+
+    def advance(
+        self, advance: Advance, parameters: Values, states: Values, trace: Carried, seed: Any
+    ) -> tuple[list, list]:
+        """Both factors after a step, balanced so that neither grows more than the other."""
+        s, theta = self._factors(trace)
+        key = jax.random.fold_in(jax.random.key(self.seed), seed)
+        key = jax.random.fold_in(key, trace.steps)
+        still = jax.tree.map(jnp.zeros_like, parameters)
+        new, pushed = self.pushed(advance, (parameters, states), (still, s))
+        leaves, structure = jax.tree.flatten(new)
+        keys = jax.random.split(key, len(leaves))
+        signs = [_signs(k, x) for k, x in zip(keys, leaves, strict=True)]
+        nu = jax.tree.unflatten(structure, signs)
+        _, pull = jax.vjp(lambda p: advance(p, states), parameters)
+        (pulled,) = pull(jax.tree.map(jnp.conj, nu))
+        tiny = float(jnp.finfo(self.dtype).tiny) ** 0.5
+        past = jnp.sqrt((_norm(theta) + tiny) / (_norm(pushed) + tiny))
+        now = jnp.sqrt((_norm(pulled) + tiny) / (_norm(nu) + tiny))
+        s = jax.tree.map(lambda a, b: (past * a + now * b).astype(a.dtype), pushed, nu)
+        theta = jax.tree.map(lambda a, b: (a / past + b / now).astype(a.dtype), theta, pulled)
+        return list(s.pick(self.moving).values()), list(theta.values())
+
+    def gradient(self, trace: Carried, bar: Values) -> Values:
+        s, theta = self._factors(trace)
+        factor = jnp.real(sum(jnp.sum(a * s[key]) for key, a in bar.items()))
+        return jax.tree.map(lambda x: (factor * x).astype(x.dtype), theta)
+
+
+def _signs(key: jax.Array, like: jax.Array) -> jax.Array:
+    """Random signs, of real and imaginary part apart."""
+    if not jnp.iscomplexobj(like):
+        return jax.random.rademacher(key, like.shape, like.dtype)
+    parts = jax.random.rademacher(key, (2, *like.shape), jnp.real(like).dtype)
+    return jax.lax.complex(*parts)
+
+
+def _drawn(like: jax.ShapeDtypeStruct, rng: np.random.Generator, scale: float) -> jax.Array:
+    if jnp.issubdtype(like.dtype, jnp.inexact):
+        return jnp.asarray(rng.normal(size=like.shape, scale=scale), like.dtype)
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), like.shape)
+    return jnp.asarray(rng.integers(0, 2, like.shape), like.dtype)
+
+
+def _norm(tree: Any) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in jax.tree.leaves(tree)))
+
+
+# ---------------------------------------------------------------- sequences
+
+
+class InfluenceSolver:
+    """Solves sequences of one step by carrying an influence forward. Pure, as a BlockSolver is."""
+
+    def __init__(self, step: CompiledStep, influence: Influence):
+        self.step = step
+        self.influence = influence
+
+    owner = (0,)
+    """Its one trace shares nothing."""
+    kept_bytes = 1
+    """Nothing is kept of a step."""
+
+    @property
+    def labels(self) -> list[tuple]:
+        """The one influence: of all parameters, on all states."""
+        names = {p.name: None for tap in self.step.taps for p in tap.parameters}
+        paths = [path for group in self.step.groups for path in group.name]
+        return [(tuple(names), 'influence', tuple(paths))]
+
+    def block_length(self, steps: int, carried: bool) -> int:
+        """Steps are solved one by one."""
+        return 1
+
+    def init_traces(self) -> list[Carried]:
+        """The influence at the start: none."""
+        return [Carried(self.influence.init(), jnp.zeros((), jnp.int32))]
+
+    def one_pass(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        weights: jax.Array,
+        block: int = 1,
+        rule_state: Any = 0,
+    ) -> Solved:
+        """A sequence step by step: gradients, losses, next states, next influence."""
+        (loss,) = self.step.targets
+
+        def one(carry: tuple, at: tuple) -> tuple[tuple, tuple]:
+            states, trace, total = carry
+            xs, weight = at
+            gradient = self._gradient(parameters, states, trace, xs, [weight])
+            gradient = jax.tree.map(lambda g: jnp.where(weight == 0, 0, g), gradient)
+            new, trace, values = self._moved(parameters, states, trace, xs, rule_state)
+            total = jax.tree.map(jnp.add, total, gradient)
+            return (new, trace, total), values
+
+        zero = jax.tree.map(jnp.zeros_like, parameters)
+        start = (states, traces[0], zero)
+        (states, trace, total), values = jax.lax.scan(one, start, (inputs, weights))
+        return Solved(total, values[loss], values.pick(self.step.aux), states, [trace])
+
+    def evolve(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        block: int = 1,
+        rule_state: Any = 0,
+    ) -> Solved:
+        """Advance states and influence without a loss; auxiliary values come along."""
+        values, states, traces = self.run(parameters, states, traces, inputs, rule_state)
+        return Solved(Values(), jnp.zeros(0), values.pick(self.step.aux), states, traces)
+
+    def run(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        rule_state: Any = 0,
+    ) -> tuple[Values, Values, list]:
+        """A few steps: targets and auxiliary values of each, next states, next influence."""
+
+        def one(carry: tuple, xs: Values) -> tuple[tuple, Values]:
+            states, trace, values = self._moved(parameters, *carry, xs, rule_state)
+            return (states, trace), values
+
+        (states, trace), values = jax.lax.scan(one, (states, traces[0]), inputs)
+        return values, states, [trace]
+
+    def block_gradient(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any = 0,
+    ) -> Values:
+        """Gradient of a few steps for cotangents (t, ...) of their targets."""
+
+        def one(carry: tuple, at: tuple) -> tuple:
+            states, trace, total = carry
+            xs, bars = at
+            gradient = self._gradient(parameters, states, trace, xs, bars)
+            states, trace, _ = self._moved(parameters, states, trace, xs, rule_state)
+            return (states, trace, jax.tree.map(jnp.add, total, gradient)), None
+
+        zero = jax.tree.map(jnp.zeros_like, parameters)
+        start = (states, traces[0], zero)
+        (_, _, total), _ = jax.lax.scan(one, start, (inputs, list(cotangents)))
+        return total
+
+    def _gradient(
+        self,
+        parameters: Values,
+        states: Values,
+        trace: Carried,
+        inputs: Values,
+        bars: Sequence[jax.Array],
+    ) -> Values:
+        """∂ℓ/∂θ + ∂ℓ/∂s · G of one step."""
+
+        def targets(parameters: Values, moving: Values) -> list[jax.Array]:
+            return self.step.run(parameters, states | moving, inputs)[1]
+
+        moving = states.pick(self.influence.moving)
+        values, pull = jax.vjp(targets, parameters, moving)
+        pairs = zip(bars, values, strict=True)
+        mine, past = pull([jnp.asarray(bar).astype(x.dtype) for bar, x in pairs])
+        return jax.tree.map(jnp.add, mine, self.influence.gradient(trace, past))
+
+    def _moved(
+        self,
+        parameters: Values,
+        states: Values,
+        trace: Carried,
+        inputs: Values,
+        rule_state: Any,
+    ) -> tuple[Values, Carried, Values]:
+        """States, influence, targets and auxiliary values after a step."""
+        keys = self.influence.moving
+
+        def advance(parameters: Values, moving: Values) -> Values:
+            return self.step.run(parameters, states | moving, inputs)[0].pick(keys)
+
+        new, targets, aux = self.step.run(parameters, states, inputs)
+        value = self.influence.advance(
+            advance, parameters, states.pick(keys), trace, rule_state
+        )
+        values = Values(zip(self.step.targets, targets, strict=True)) | aux
+        return new, Carried(value, trace.steps + 1), values

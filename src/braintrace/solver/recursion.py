@@ -1,0 +1,151 @@
+"""How the traces of a group continue from step to step, and which component a signal reads.
+
+    Jacobian     ε_t = D_t ε_{t-1} + ∂h_t/∂θ
+    ScalarLeak   ε_t = λ ε_{t-1} + ∂h_t/∂θ
+    filter κ     ē_t = κ ē_{t-1} + ε_t, and signals read ē in place of ε
+
+A filter makes a second set of components, numbered after the first: one larger recursion of
+the same kind,
+
+    (ε, ē)_t = ((M, 0), (M, κ)) (ε, ē)_{t-1} + (1, 1) ∂h_t/∂θ
+
+so that blocks, layouts and both passes treat every rule alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+
+from ..compiled_step import Components, Group, Jacobian, Key
+
+
+@dataclass(frozen=True)
+class JacobianRecursion:
+    """The trace follows D, the derivative of each position's own states."""
+
+    def pattern(self, group: Group) -> frozenset[tuple[int, int]]:
+        """(i, j) where the new component i depends on the old component j."""
+        return group.pattern
+
+    def transition(self, jacobian: Jacobian, like: Components) -> Jacobian:
+        """The matrix in place of D; ``like`` has an array for each state."""
+        return jacobian
+
+
+@dataclass(frozen=True)
+class ScalarLeak:
+    """The trace decays by a number, whatever the states do; 0 keeps nothing."""
+
+    decay: float
+
+    def pattern(self, group: Group) -> frozenset[tuple[int, int]]:
+        """Every component depends on itself."""
+        return frozenset((i, i) for i in range(group.size) if self.decay)
+
+    def transition(self, jacobian: Jacobian, like: Components) -> Jacobian:
+        """The decay at every position."""
+        if not self.decay:
+            return {}
+        return {(i, i): jnp.full_like(x, self.decay) for i, x in like.items()}
+
+
+@dataclass(frozen=True)
+class Recursion:
+    """The recursion of one group's traces.
+
+    ``every_component``: credit may come back to every old state, even to those that no later
+    local step reads (exact windows).
+    """
+
+    group: Group
+    kind: JacobianRecursion | ScalarLeak
+    kappa: float | None = None
+    every_component: bool = False
+
+    @property
+    def size(self) -> int:
+        """States of a position."""
+        return self.group.size
+
+    def _read(self, i: int) -> int:
+        """The component that a signal to state i reads."""
+        return i if self.kappa is None else self.size + i
+
+    # ------------------------------------------------------------ structure
+
+    @cached_property
+    def pattern(self) -> frozenset[tuple[int, int]]:
+        """(i, j) where the new component i depends on the old component j."""
+        own = self.kind.pattern(self.group)
+        if self.kappa is None:
+            return own
+        filtered = {(self.size + i, j) for i, j in own}
+        return own | filtered | {(self.size + i, self.size + i) for i in range(self.size)}
+
+    @cached_property
+    def alive(self) -> tuple[int, ...]:
+        """Components whose old values matter: to the next step's recursion, or to a target."""
+        read = {j for _, j in self.pattern}
+        direct = {self._read(j) for j in self.group.direct}
+        every = range(self.size if self.kappa is None else 2 * self.size)
+        return tuple(j for j in every if self.every_component or j in read or j in direct)
+
+    @cached_property
+    def closure(self) -> frozenset[tuple[int, int]]:
+        """(i, k) of living components where k can matter for i now or at any later time."""
+        found = {(i, i) for i in self.alive}
+        while True:
+            steps = {(k, j) for k, j in self.pattern if j in self.alive}
+            more = {(i, j) for i, k in found for m, j in steps if k == m} - found
+            if not more:
+                return frozenset(found)
+            found |= more
+
+    def _reached(self, y: Key) -> tuple[int, ...]:
+        own = self.group.reached.get(y, ())
+        return own if self.kappa is None else (*own, *(self.size + i for i in own))
+
+    def carried(self, y: Key) -> tuple[int, ...]:
+        """Living components that a tap's result can reach at any later time: its trace."""
+        reached = self._reached(y)
+        return tuple(s for s in self.alive if any((s, k) in self.closure for k in reached))
+
+    def after(self, y: Key) -> tuple[int, ...]:
+        """Components that a tap's result or its past can reach in one step."""
+        past, reached = self.carried(y), self._reached(y)
+        every = sorted({*reached, *(i for i, _ in self.pattern)})
+        is_next = lambda s: any((s, r) in self.pattern for r in past)
+        return tuple(s for s in every if s in reached or is_next(s))
+
+    # ------------------------------------------------------------ values
+
+    def no_credit(self) -> Components:
+        """Zero for every living component."""
+        shape, dtypes = self.group.shape, self.group.dtypes
+        return {j: jnp.zeros(shape, dtypes[j % self.size]) for j in self.alive}
+
+    def transition(self, jacobian: Jacobian, like: Components) -> Jacobian:
+        """The recursion's own matrix for all steps of a block; ``like``: an array a state."""
+        own = self.kind.transition(jacobian, like)
+        if self.kappa is None:
+            return own
+        filtered = {(self.size + i, j): d for (i, j), d in own.items()}
+        kept = {(self.size + i,) * 2: jnp.full_like(x, self.kappa) for i, x in like.items()}
+        return own | filtered | kept
+
+    def reading(self, signals: Components) -> Components:
+        """Signals to states, by the components that they read."""
+        return {self._read(i): x for i, x in signals.items()}
+
+    def folded(self, credit: Mapping[int, jax.Array]) -> Components:
+        """Credit of components, added up by the states that drive them."""
+        found: Components = {}
+        for i, x in credit.items():
+            i %= self.size
+            found[i] = found[i] + x if i in found else x
+        return found

@@ -1,0 +1,161 @@
+"""Learning signals: what the traces are multiplied by.
+
+    Symmetric        L_t, the derivative of the loss
+    RandomFeedback   L_t with other weights in place of the read-outs' on the way back
+    Modulated        a number the caller gives, for each step, sample or neuron
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..compiled_step import CompiledStep, Components, Values
+from ..errors import CompilationError, three_parts
+from .block import Derivatives
+
+SignalsAndReads = tuple[list[Components], list[Components]]
+"""Signals to new states and direct reads of old ones by group, with t first."""
+
+
+@dataclass(frozen=True)
+class Symmetric:
+    """The derivative of the loss."""
+
+    def __call__(
+        self,
+        step: CompiledStep,
+        constants: Values,
+        steps: Values,
+        found: Derivatives,
+        cotangents: Sequence[jax.Array],
+        groups: Set[int],
+        rule_state: Any,
+    ) -> SignalsAndReads:
+        """The signals of a block; ``groups``: those with a trace."""
+        return found.signals, found.reads
+
+
+@dataclass(frozen=True)
+class RandomFeedback:
+    """The derivative of the loss, sent back from read-outs by other weights.
+
+    ``weights(n, shape, dtype)`` gives those of read-out n. ``align``: what one update leaves of
+    their distance to the read-out's own weights, if they follow; ``rule_state`` counts updates.
+    """
+
+    weights: Callable[[int, tuple[int, ...], Any], jax.Array]
+    align: float | None = None
+
+    def __call__(
+        self,
+        step: CompiledStep,
+        constants: Values,
+        steps: Values,
+        found: Derivatives,
+        cotangents: Sequence[jax.Array],
+        groups: Set[int],
+        rule_state: Any,
+    ) -> SignalsAndReads:
+        """The signals of a block."""
+        feedback = self._feedback(step, constants, rule_state)
+
+        def one(values: Values, cotangents: list[jax.Array]) -> SignalsAndReads:
+            _, (_, signals, reads) = step.signals(constants, values, cotangents, feedback)
+            return signals, reads
+
+        return jax.vmap(one)(steps, list(cotangents))
+
+    def _feedback(self, step: CompiledStep, constants: Values, rule_state: Any) -> dict:
+        if not step.readouts:
+            raise CompilationError(
+                three_parts(
+                    'feedback by random weights without a read-out',
+                    'no product with weights lies between the states and the loss, by which '
+                    'errors could be sent back',
+                    'a read-out, as brainstate.nn.Linear, inside the model or the step_fn; or '
+                    "feedback='symmetric'",
+                )
+            )
+        found = {}
+        for n, (readout, key) in enumerate(step.readouts.items()):
+            weight = constants[key]
+            fixed = self.weights(n, weight.shape, weight.dtype)
+            if self.align is not None:
+                left = self.align**rule_state
+                fixed = (1 - left) * weight + left * fixed
+            found[readout] = fixed.astype(weight.dtype)
+        return found
+
+
+@dataclass(frozen=True)
+class Modulated:
+    """A modulator in place of the derivative of the loss: ``rule_state``, or the step's own."""
+
+    def __call__(
+        self,
+        step: CompiledStep,
+        constants: Values,
+        steps: Values,
+        found: Derivatives,
+        cotangents: Sequence[jax.Array],
+        groups: Set[int],
+        rule_state: Any,
+    ) -> SignalsAndReads:
+        """The signals of a block; direct reads have none."""
+        length = len(cotangents[0])
+        if step.modulator is None:
+            modulator = jnp.broadcast_to(rule_state, (length, *jnp.shape(rule_state)))
+        else:
+            own = step.modulator
+            modulator = jax.vmap(lambda values: own(constants, values))(steps)
+        weights = cotangents[0] if step.is_loss else jnp.ones(length)
+        signals = []
+        for g, like in enumerate(found.signals):
+            mine = {
+                i: at_positions(modulator, x[0].shape, weights).astype(x.dtype)
+                for i, x in like.items()
+                if g in groups
+            }
+            signals.append(mine)
+        return signals, [{} for _ in found.reads]
+
+
+def at_positions(
+    modulator: jax.Array, shape: tuple[int, ...], weights: jax.Array
+) -> jax.Array:
+    """A modulator (t, ...) at all positions, times the weight of each step.
+
+    It is one number, one for each sample, for each neuron, or for both.
+    """
+    own = modulator.shape[1:]
+    if len(own) == 1 and len(shape) > 1:
+        if own == shape[:1] == shape[-1:]:
+            raise _unclear(own, shape)
+        own = (*own, *(1,) * (len(shape) - 1)) if own == shape[:1] else own
+    pairs = zip(own[::-1], shape[::-1], strict=False)
+    if len(own) > len(shape) or any(a not in (1, b) for a, b in pairs):
+        raise _unclear(own, shape)
+    length = len(modulator)
+    aligned = modulator.reshape(length, *(1,) * (len(shape) - len(own)), *own)
+    weights = weights.reshape(-1, *(1,) * len(shape))
+    # The modulator of a masked step may be NaN.
+    scaled = jnp.where(weights == 0, 0, aligned) * weights
+    return jnp.broadcast_to(scaled, (length, *shape))
+
+
+def _unclear(got: tuple, shape: tuple) -> CompilationError:
+    by_sample, by_neuron = (shape[0], *(1,) * (len(shape) - 1)), (1, *shape[1:])
+    return CompilationError(
+        three_parts(
+            f'a modulator of shape {got} for states of shape {shape}',
+            'it is neither one number, nor clearly one for each sample, for each neuron, or for '
+            'both',
+            f'shape () or {shape}, or with ones: {by_sample}, {by_neuron}; trace=... keeps the '
+            'modulator from states whose parameters it does not choose',
+        )
+    )

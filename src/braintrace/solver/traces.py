@@ -1,0 +1,414 @@
+"""The traces of a step: which there are, how a block advances them, and their gradients.
+
+Letters: t steps of the block, y elements of a site's result, s components of a position.
+
+    ε_K = P_0 ε_0 + Σ_t P_t ∂h_t/∂w        one visit a block, by the site's own layout
+    gradient += γ_0 · ε_0
+
+Factorised traces have no such form and take part in every step of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..arrays import cast, is_complex, sum_type
+from ..compiled_step import (
+    Box,
+    CompiledStep,
+    Components,
+    Jacobian,
+    Key,
+    Operands,
+    Site,
+    Tap,
+    TraceLayout,
+    Values,
+)
+from .block import Derivatives, products_to_end, pull, transitions
+from .blocks import length_of
+from .factors import FactorLayout, FactorTrace
+from .recursion import JacobianRecursion, Recursion, ScalarLeak
+from .signals import SignalsAndReads
+
+Trace = list[Any]
+"""One entry a site: components of ε, or a :class:`FactorTrace`."""
+
+
+@dataclass(frozen=True)
+class PerParameter:
+    """One trace for each weight and position it reaches."""
+
+    def layout(self, site: Site, shape: tuple[int, ...]) -> TraceLayout | FactorLayout:
+        """How the trace of a site is stored."""
+        return site.use.layout(site.positions, shape)
+
+
+@dataclass(frozen=True)
+class Factorised:
+    """An input part and a state part for each site, with decays (x, f); memory linear in units.
+
+    A site that does not factorise keeps a trace for each weight.
+    """
+
+    decay: tuple[float, float]
+
+    def layout(self, site: Site, shape: tuple[int, ...]) -> TraceLayout | FactorLayout:
+        """How the trace of a site is stored."""
+        if site.factorises:
+            return FactorLayout(site, self.decay)
+        return site.use.layout(site.positions, shape)
+
+
+class TracedSite(NamedTuple):
+    """A site whose trace is carried, the tap it belongs to, and how it is stored."""
+
+    site: Site
+    tap: Tap
+    layout: TraceLayout | FactorLayout
+
+
+class RecursionView(NamedTuple):
+    """A block's derivatives as the traces' recursion sees them: with its components and matrices."""
+
+    signals: list[Components]
+    reads: list[Components]
+    transitions: list[Jacobian]
+
+
+@dataclass(frozen=True)
+class Traces:
+    """All traces of a step under one rule.
+
+    ``is_traced(tap)``: whether the parameters of a tap are traced; the others keep their one-step
+    gradient. ``dtype``: how traces are stored, if not in the precision of the results.
+    """
+
+    step: CompiledStep
+    storage: PerParameter | Factorised
+    kind: JacobianRecursion | ScalarLeak
+    kappa: float | None = None
+    is_traced: Callable[[Tap], bool] = lambda tap: True
+    dtype: Any = None
+    every_component: bool = False
+
+    # ------------------------------------------------------------ structure
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether traces follow D and are read as they are."""
+        return isinstance(self.kind, JacobianRecursion) and self.kappa is None
+
+    @cached_property
+    def recursions(self) -> tuple[Recursion, ...]:
+        """The recursion of every group."""
+        return tuple(
+            Recursion(group, self.kind, self.kappa, self.every_component)
+            for group in self.step.groups
+        )
+
+    @cached_property
+    def traced_results(self) -> frozenset[tuple[int, Key]]:
+        """(group, result) wherever a traced tap reaches a group."""
+        return frozenset(
+            (site.group, site.result)
+            for tap in self.step.taps
+            if self.is_traced(tap)
+            for site in tap.sites
+        )
+
+    @property
+    def groups(self) -> frozenset[int]:
+        """Groups with a trace."""
+        return frozenset(group for group, _ in self.traced_results)
+
+    @cached_property
+    def sites(self) -> tuple[TracedSite, ...]:
+        """Every trace that a sequence carries, in program order."""
+        found = []
+        for tap in self.step.taps:
+            for site in tap.sites if self.is_traced(tap) else ():
+                layout = self.storage.layout(site, self.step.groups[site.group].shape)
+                has_memory = self.recursions[site.group].carried(site.result)
+                if isinstance(layout, FactorLayout) or has_memory:
+                    found.append(TracedSite(site, tap, layout))
+        return tuple(found)
+
+    @cached_property
+    def factorised(self) -> dict[int, FactorLayout]:
+        """The factorised traces by number."""
+        numbered = enumerate(traced.layout for traced in self.sites)
+        return {n: layout for n, layout in numbered if isinstance(layout, FactorLayout)}
+
+    @property
+    def has_block_traces(self) -> bool:
+        """Whether any trace is visited once a block."""
+        return len(self.factorised) < len(self.sites)
+
+    @cached_property
+    def factorised_results(self) -> frozenset[tuple[int, Key]]:
+        """(group, result) of the factorised traces."""
+        sites = (self.sites[n].site for n in self.factorised)
+        return frozenset((site.group, site.result) for site in sites)
+
+    @cached_property
+    def owner(self) -> tuple[int, ...]:
+        """For every trace the first with the same ε_f: results that enter one sum share it."""
+        first: dict[Any, int] = {}
+        found = []
+        for n, (site, _, layout) in enumerate(self.sites):
+            key: Any = n
+            if isinstance(layout, FactorLayout) and layout.shares_state_part:
+                dtype, positions = site.use.result.dtype, site.positions.tobytes()
+                key = (site.group, site.enters, dtype, positions)
+            found.append(first.setdefault(key, n))
+        return tuple(found)
+
+    @cached_property
+    def rest(self) -> dict[Key, Box | None]:
+        """The part of a factorised site's result that acts on more than its group.
+
+        Outside of it the factors replace the one-step gradient as a whole.
+        """
+        pairs = self.factorised_results
+        return {result: self.step.other_effects(group, result) for group, result in pairs}
+
+    def init(self) -> Trace:
+        """Traces at the start of a sequence."""
+        traces: Trace = []
+        for n, (site, _, layout) in enumerate(self.sites):
+            carried = self.recursions[site.group].carried(site.result)
+            if isinstance(layout, FactorLayout):
+                traces.append(layout.init(carried if self.owner[n] == n else ()))
+            else:
+                dtype = self._stored_type(site)
+                traces.append({i: jnp.zeros(layout.shape, dtype) for i in carried})
+        return traces
+
+    def _stored_type(self, site: Site) -> Any:
+        dtype = site.use.trace_dtype
+        if self.dtype is None:
+            return dtype
+        # A complex trace needs a complex type of at least the precision asked for.
+        return jnp.promote_types(self.dtype, jnp.complex64) if is_complex(dtype) else self.dtype
+
+    # ------------------------------------------------------------ credit
+
+    @property
+    def no_signal(self) -> list[Components]:
+        """No credit for any group."""
+        return [{} for _ in self.step.groups]
+
+    def no_credit(self) -> list[Components]:
+        """Zero credit for every component that a later step can read."""
+        return [recursion.no_credit() for recursion in self.recursions]
+
+    def view(self, found: Derivatives, learning: SignalsAndReads) -> RecursionView:
+        """The block as the recursion sees it; ``learning``: the signals that the rule uses."""
+        signals, reads, matrices = [], [], []
+        parts = (self.recursions, found.signals, *learning, found.transitions)
+        for recursion, true, signal, read, jacobian in zip(*parts, strict=True):
+            signals.append(recursion.reading(signal))
+            reads.append(recursion.reading(read))
+            matrices.append(recursion.transition(jacobian, true))
+        return RecursionView(signals, reads, matrices)
+
+    def added_credit(
+        self, found: Derivatives, view: RecursionView, credit: list[Components]
+    ) -> list[Components]:
+        """What the rule adds to the one-step gradient of the new states, step by step.
+
+        Credit plus the rule's signal, less the true signal that the one-step gradient holds.
+        """
+        added = []
+        parts = (self.recursions, found.signals, view.signals, credit)
+        for recursion, true, signal, mine in zip(*parts, strict=True):
+            total = recursion.folded(mine)
+            for i, x in recursion.folded(signal).items():
+                total[i] = total[i] + x if i in total else x
+            added.append({i: total[i] - x if i in total else -x for i, x in true.items()})
+        return added
+
+    def of_traced(self, local: list[Values]) -> list[Values]:
+        """Temporal credit of traced parameters only."""
+        return [
+            Values((y, bar) for y, bar in bars.items() if (g, y) in self.traced_results)
+            for g, bars in enumerate(local)
+        ]
+
+    # ------------------------------------------------------------ a block
+
+    def advance(
+        self,
+        constants: Values,
+        steps: Values,
+        view: RecursionView,
+        traces: Trace,
+        total: Values,
+        credit: Sequence[Components],
+    ) -> tuple[Trace, Values]:
+        """Traces after a block, and ``total`` with their gradients added; ``credit``: γ_0."""
+        operands = [_operands(traced, constants, steps) for traced in self.sites]
+        new, total = self._advance_factors(constants, operands, steps, view, traces, total)
+        if not self.has_block_traces:
+            return new, total
+        length = length_of(steps)
+        pairs = zip(self.recursions, view.transitions, strict=True)
+        products = [products_to_end(recursion, matrix, length) for recursion, matrix in pairs]
+        cotangents = []
+        for recursion, (to_end, _) in zip(self.recursions, products, strict=True):
+            rows = {}
+            for s in recursion.alive:
+                mine = {k: p for (i, k), p in to_end.items() if i == s}
+                rows[s] = recursion.folded(mine)
+            cotangents.append(rows)
+        rows = self._rows(constants, steps, cotangents)
+        for n, (site, _, layout) in enumerate(self.sites):
+            if isinstance(layout, FactorLayout):
+                continue
+            fixed, data = operands[n]
+            mine, (_, whole) = rows[site.group][site.result], products[site.group]
+            new[n], gradient = layout.solve(
+                traces[n], fixed, data, mine, whole, credit[site.group]
+            )
+            total = self._add_gradient(total, site, gradient)
+        return new, total
+
+    def _add_gradient(self, total: Values, site: Site, gradient: jax.Array) -> Values:
+        dtype = sum_type(site.use.weight.dtype)
+        return add(total, {site.weight: cast(gradient, dtype)})
+
+    def _advance_factors(
+        self,
+        constants: Values,
+        operands: list[tuple[Operands, Operands]],
+        steps: Values,
+        view: RecursionView,
+        traces: Trace,
+        total: Values,
+    ) -> tuple[Trace, Values]:
+        """Factorised traces after the block and their gradients; one loop over its steps for all."""
+        layouts, owner = self.factorised, self.owner
+        new: Trace = list(traces)
+        if not layouts:
+            return new, total
+        length, groups = length_of(steps), self.step.groups
+        units = []
+        for group, signals in zip(groups, view.signals, strict=True):
+            one = lambda x, group=group: jnp.ones((length, *group.shape), x.dtype)
+            units.append({s: {s: one(x)} for s, x in signals.items()})
+        rows = self._rows(constants, steps, units)
+        drives = {}
+        for n, layout in layouts.items():
+            site = self.sites[n].site
+            mine = rows[site.group].get(site.result, {}) if owner[n] == n else {}
+            drives[n] = layout.drive(*operands[n], mine, length)
+
+        def one_step(old: dict[int, FactorTrace], at: tuple) -> tuple:
+            drives, signals, reads, matrices = at
+            carry, y_bars, xs = {}, {}, {}
+            for n, trace in old.items():
+                layout, site, owns = layouts[n], self.sites[n].site, owner[n] == n
+                x, mine = drives[n]
+                after = self.recursions[site.group].after(site.result) if owns else ()
+                moved = layout.advance(trace, x, mine, matrices[site.group], after)
+                stored = {s: moved.f[s].astype(f.dtype) for s, f in trace.f.items()}
+                carry[n] = moved._replace(f=stored)
+                # Signals read the new trace, direct reads of old states the old one.
+                reading = [(moved, signals[site.group])]
+                if reads[site.group]:
+                    reading.append((trace, reads[site.group]))
+                xs[n] = [read.x for read, _ in reading]
+                if owns:
+                    y_bars[n] = [layout.result_gradient(*pair) for pair in reading]
+            return carry, (y_bars, xs)
+
+        start = {n: traces[n] for n in layouts}
+        at = (drives, *view)
+        last, (y_bars, xs) = jax.lax.scan(one_step, start, at)
+        for n, layout in layouts.items():
+            new[n] = last[n]
+            for y_bar, x in zip(y_bars[owner[n]], xs[n], strict=True):
+                gradient = layout.gradient(*operands[n], y_bar, x)
+                total = self._add_gradient(total, self.sites[n].site, gradient)
+        return new, total
+
+    def advance_silently(
+        self,
+        constants: Values,
+        steps: Values,
+        traces: Trace,
+        total: Values,
+        credit: Sequence[Components],
+    ) -> tuple[Trace, Values]:
+        """Traces after a block of completed steps without a loss."""
+        length = length_of(steps)
+        silent = [
+            {i: jnp.zeros((length, *group.shape), dtype) for i, dtype in enumerate(group.dtypes)}
+            for group in self.step.groups
+        ]
+        matrices = transitions(self.step, constants, steps)
+        found = Derivatives([], Values(), Values(), silent, self.no_signal, matrices)
+        view = self.view(found, (silent, self.no_signal))
+        return self.advance(constants, steps, view, traces, total, credit)
+
+    def add_factor_gradients(
+        self,
+        total: Values,
+        traces: Trace,
+        credit: Sequence[Components],
+        constants: Values,
+        steps: Values,
+    ) -> Values:
+        """Add γ_0 · ε_0 of factorised traces at the start of a window of completed steps."""
+        first = jax.tree.map(lambda x: x[:1], steps)
+        for n, layout in self.factorised.items():
+            site, trace = self.sites[n].site, traces[n]
+            trace = trace._replace(f=traces[self.owner[n]].f)
+            y_bar = layout.result_gradient(trace, credit[site.group])
+            operands = _operands(self.sites[n], constants, first)
+            gradient = layout.gradient(*operands, y_bar[None], trace.x[None])
+            total = self._add_gradient(total, site, gradient)
+        return total
+
+    def _rows(
+        self, constants: Values, steps: Values, cotangents: list[dict[int, Components]]
+    ) -> list[dict[Key, Components]]:
+        """Pull-backs to every group's tap results, one for each named cotangent: (t, y)."""
+        found: list[dict[Key, Components]] = [{} for _ in self.step.groups]
+        names = sorted({s for named in cotangents for s in named})
+        for s in names:
+            credit = [named.get(s, {}) for named in cotangents]
+            bars = pull(self.step, constants, steps, credit)
+            for g, mine in enumerate(bars):
+                for y, bar in mine.items() if s in cotangents[g] else ():
+                    found[g].setdefault(y, {})[s] = bar
+        return found
+
+
+def _operands(
+    traced: TracedSite, constants: Values, steps: Values
+) -> tuple[Operands, Operands]:
+    """Operands of a site that stay the same, and those of each step.
+
+    A state that is made without any data has none of the latter: all operands but the weight
+    are repeated.
+    """
+    fixed, data = traced.tap.operands(constants, steps)
+    if data:
+        return fixed, data
+    weight, length = traced.site.use.operand, length_of(steps)
+    repeat = lambda x: jnp.broadcast_to(x, (length, *jnp.shape(x)))
+    data = {k: repeat(x) for k, x in fixed.items() if k != weight}
+    return {weight: fixed[weight]}, data
+
+
+def add(total: Values, more: Mapping[Key, Any]) -> Values:
+    """Two sets of gradients in one; the first says which."""
+    return Values((key, x + more[key] if key in more else x) for key, x in total.items())
