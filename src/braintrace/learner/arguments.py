@@ -99,7 +99,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 def check_combination(rule: Rule, vjp_method: str, trace: Any, trace_dtype: Any) -> None:
     """Raise where options of a learner have no meaning together with its rule."""
-    plain = rule.is_local and rule.scheme.is_plain
+    plain = rule.is_local and rule.is_plain
     wrong = [
         (
             vjp_method == 'multi-step' and not plain,
