@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental.ode import odeint
 from jax.scipy import special
 
-from braintrace.analysis.families import TABLE
+from braintrace.operations import REGISTRY
 from braintrace.compat import is_differentiable, open_jaxpr, structure, sub_programs
 from braintrace.program import normal_form
 
@@ -271,8 +271,8 @@ def treatment(eqn) -> str:
         return f'opaque, diagnosed: {OPAQUE[name]}'
     if kind != 'none':
         return f'entered ({kind})'
-    if name in TABLE:
-        return TABLE[name].kind
+    if name in REGISTRY:
+        return REGISTRY[name].family
     if not any(map(is_differentiable, eqn.invars)) or not any(map(is_differentiable, eqn.outvars)):
         return 'no derivative'
     return 'gap'

@@ -2,13 +2,27 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
 import braintrace
 
 ROOT = pathlib.Path(braintrace.__file__).parent
-LAYERS = [{'errors', 'compat'}, {'program'}, {'frontends'}, {'analysis'}, {'engine'}, {'rules'}, {'learner'}]
+LAYERS = [
+    {'errors', 'compat'},
+    {'compiled_step', 'arrays'},
+    {'program'},
+    {'operations'},
+    {'frontends'},
+    {'analysis'},
+    {'lowering'},
+    {'solver'},
+    {'rules'},
+    {'learner'},
+]
+ARRAYS_ONLY = {'errors', 'compiled_step', 'arrays', 'solver'}
+"""All that the solver may know of the package."""
 FILES = sorted(ROOT.rglob('*.py'))
 
 
@@ -41,6 +55,23 @@ def test_imports(file):
         if parts[0] == 'brainstate':
             allowed = file == ROOT / 'frontends' / 'brainstate.py' or layer(name) >= layer('learner')
             assert allowed, f'{target}: only the front end, the learner and the surface know brainstate'
+
+
+@pytest.mark.parametrize('file', sorted((ROOT / 'solver').glob('*.py')), ids=lambda f: f.name)
+def test_the_solver_knows_only_arrays(file):
+    own = {target.split('.')[1] for target in imports(file) if target.startswith('braintrace.')}
+    assert own <= ARRAYS_ONLY
+    outside = {target.split('.')[0] for target in imports(file)} - {'braintrace'}
+    assert outside <= {'__future__', 'abc', 'collections', 'dataclasses', 'functools', 'jax', 'numpy', 'typing'}
+
+
+def test_only_operations_decide_by_the_name_of_a_primitive():
+    """The rest prints names, in reports and labels of traces; what to do is in an operation's record."""
+    decides = re.compile(r"primitive\.name\s*(==|!=|in\b|not in\b)|primitive\.name\.(startswith|removeprefix)")
+    for file in FILES:
+        room = file.relative_to(ROOT).parts[0]
+        if room not in ('operations', 'compat.py'):
+            assert not decides.search(file.read_text()), file
 
 
 def test_no_private_jax_by_other_means():

@@ -170,6 +170,11 @@ def has_reverse_only(eqn: Equation) -> bool:
     return eqn.primitive.name.startswith('custom_vjp_call') or any(map(has_reverse_only, inside))
 
 
+def has_own_derivative(eqn: Equation) -> bool:
+    """True for a call that brings its own derivative, as a surrogate gradient does."""
+    return eqn.primitive.name.startswith('custom_')
+
+
 _CALLBACKS = ('pure_callback', 'io_callback')
 
 

@@ -14,7 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..compat import Atom, Var, evaluate_equation, is_differentiable, is_var
+from ..compat import (
+    Atom,
+    Var,
+    evaluate_equation,
+    has_own_derivative,
+    is_differentiable,
+    is_var,
+)
 from ..compiled_step import Values
 from ..operations import operation_of
 from .local_step import new_components
@@ -156,8 +163,7 @@ def run_open(stages: Stages, parameters: Values, states: Values, inputs: Values)
         results = evaluate_equation(eqn, operands)
         varies = [is_var(v) and v in varying for v in eqn.invars]
         if operation is None:
-            # A call with a derivative of its own, as a surrogate gradient is.
-            passes = varies if eqn.primitive.name.startswith('custom_') else []
+            passes = varies if has_own_derivative(eqn) else []
         elif operation.opens is None:
             passes = []
         else:

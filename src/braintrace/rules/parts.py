@@ -49,6 +49,14 @@ class KappaFilter:
         object.__setattr__(self, 'kappa', as_decay('kappa', self.kappa))
 
 
+def as_filter(value: float | KappaFilter | None) -> float | None:
+    """κ of a filter; None for no filter. One with κ = 0 changes nothing."""
+    value = value.kappa if isinstance(value, KappaFilter) else value
+    if value is None:
+        return None
+    return as_decay('kappa_filter_decay', value) or None
+
+
 @dataclass(frozen=True)
 class GradExpon:
     """A running mean of gradients: ḡ = decay · ḡ + (1 - decay) · g, without the pull of its start at zero.

@@ -21,8 +21,9 @@ from jax.interpreters import ad, batching, mlir
 from braintrace import register_primitive
 from braintrace.analysis.dependence import Bits, flow
 from braintrace.analysis.facts import Facts
-from braintrace.analysis.families import TABLE, mixing
-from braintrace.analysis.labels import CONFLICT, NONE
+from braintrace.operations import REGISTRY
+from braintrace.operations.labels import CONFLICT, NONE
+from braintrace.operations.rules import mixing_labels
 from braintrace.analysis.positions import Credit, find_positions
 from braintrace.analysis.probe import is_elementwise
 from braintrace.compat import Primitive, evaluate, is_differentiable, make_jaxpr
@@ -350,19 +351,19 @@ VANISHING = words('round rem')  # derivatives that are zero at the values drawn
 @pytest.mark.parametrize('name', CASES)
 def test_rule(name):
     case, eqn = CASES[name], CASES[name].equation
-    family = TABLE[case.primitive]
+    operation = REGISTRY[case.primitive]
     random = np.random.default_rng(zlib.crc32(name.encode()))
     reaches = patterns(list(CASES).index(name) // CHUNK)[name]
     assert reaches
     for drawn in label_draws(random, [v.aval.shape for v in case.results]):
         drawn = [None if d is None else d.astype(np.int32) for d in drawn]
         given = iter(drawn)
-        answers = family.rule(eqn, [next(given) if v in case.results else None for v in eqn.outvars], case.constant)
+        answers = operation.labels(eqn, [next(given) if v in case.results else None for v in eqn.outvars], case.constant)
         assert len(answers) == len(eqn.invars)
         for k, reached in reaches.items():
             shape = eqn.invars[k].aval.shape
             true = truth(reached, drawn, shape)
-            if not family.differentiates(eqn, k):
+            if not operation.differentiates(eqn, k):
                 assert (true == NONE).all()
                 continue
             got = np.full(shape, NONE) if answers[k] is None else answers[k]
@@ -370,7 +371,7 @@ def test_rule(name):
             wrong = (got != CONFLICT) & (got != true) & ~((got >= 0) & (true == NONE))
             assert not wrong.any(), f'operand {k}: {got} where the truth is {true}'
             unseen = case.primitive in VANISHING or (case.primitive == 'conv_general_dilated' and k == 1)  # padding
-            if not (case.sound or unseen or family.kind == 'mixing'):
+            if not (case.sound or unseen or operation.family == 'mixing'):
                 np.testing.assert_array_equal(got, true, f'operand {k}')
 
 
@@ -384,7 +385,7 @@ def test_every_primitive_of_jax_in_the_table_is_tried():
         'shift_left shift_right_arithmetic shift_right_logical xor igamma_grad_a reduce_window '
         'select_and_gather_add select_and_scatter_add while zeta'
     )
-    assert {n for n in TABLE if n in here} - tried - set(silent) == set()
+    assert {n for n in REGISTRY if n in here} - tried - set(silent) == set()
 
 
 # ---------------------------------------------------------------- whole programs: sub-programs, cuts, the probe
@@ -570,10 +571,10 @@ sometimes_p = primitive('test_sometimes', lambda x: x + jnp.where(x > 0.5, 1.0, 
 
 @pytest.fixture
 def table():
-    before = dict(TABLE)
+    before = dict(REGISTRY)
     yield
-    TABLE.clear()
-    TABLE.update(before)
+    REGISTRY.clear()
+    REGISTRY.update(before)
 
 
 @pytest.mark.parametrize(('p', 'kind'), [(bump_p, 'elementwise'), (swap_p, 'mixing'), (sometimes_p, 'mixing')])
@@ -610,7 +611,7 @@ def test_register_primitive(table):
     np.testing.assert_allclose(local, 4 * np.eye(4))
     assert positions_of(swap, H)[0].found
 
-    register_primitive(bump_p, mixing, constant_operands=(0,))
+    register_primitive(bump_p, mixing_labels, constant_operands=(0,))
     assert not positions_of(lambda h: bump(h) + h, H)[0].found
-    with pytest.raises(ValueError, match=r"'diagonal'(.|\n)*why it cannot work(.|\n)*instead: 'elementwise'"):
+    with pytest.raises(ValueError, match=r"'diagonal'(.|\n)*why it cannot work(.|\n)*instead: one of 'elementwise'"):
         register_primitive(bump_p, 'diagonal')

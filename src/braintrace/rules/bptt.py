@@ -1,0 +1,35 @@
+"""The baselines: backpropagation through the whole sequence, or inside windows."""
+
+from __future__ import annotations
+
+from .numbers import as_count
+from .registry import register
+from .rule import NoTrace, Rule, Window
+
+
+@register('BPTT')
+def bptt() -> Rule:
+    """Plain backpropagation through the whole sequence: the baseline. ``learner(x)`` alone is one
+    of one step."""
+    return Rule(
+        'BPTT',
+        NoTrace(),
+        window=Window(),
+        exact_when='always',
+        cost=('T·B·H·S', 'T·B·I·H'),
+        use='the baseline; not online',
+    )
+
+
+@register('TBPTT', check={'k': 2})
+def tbptt(k: int = 20) -> Rule:
+    """Backpropagation inside windows of k steps, nothing across them."""
+    k = as_count('k', k)
+    return Rule(
+        f'TBPTT({k})',
+        NoTrace(),
+        window=Window(k),
+        exact_when='no credit crosses a window',
+        cost=('k·B·H·S', 'T·B·I·H'),
+        use='the usual compromise; a baseline',
+    )

@@ -1,0 +1,12 @@
+"""D-RTRL: ε_t = D_t ε_{t-1} + ∂h_t/∂θ, one trace for each weight."""
+
+from __future__ import annotations
+
+from .registry import register
+from .rule import Rule
+
+
+@register('D_RTRL')
+def d_rtrl() -> Rule:
+    """One trace for each weight, carried through each position's own states."""
+    return Rule('D_RTRL', use='the default: spiking and gated units with memory of their own')

@@ -1,0 +1,38 @@
+"""DNI: exact windows, and a learned predictor of the credit that follows each."""
+
+from __future__ import annotations
+
+from ..errors import three_parts
+from .numbers import as_count
+from .parts import SyntheticGradient
+from .registry import register
+from .rule import NoTrace, Rule, Window
+
+
+@register('DNI', check={'window': 2})
+def dni(window: int = 10, predictor: SyntheticGradient | None = None) -> Rule:
+    """Exact windows of k steps, and from what follows each the credit that a predictor expects.
+
+    The predictor learns whenever the learner is given a sequence, from the credit that comes back
+    to each window's start. ``learner(x)`` alone is a window of one step: it uses the predictor but
+    does not train it, and expects the credit of losses that are neither scaled nor masked.
+    """
+    window = as_count('window', window)
+    predictor = SyntheticGradient() if predictor is None else predictor
+    has_methods = hasattr(predictor, 'init') and hasattr(predictor, 'lesson')
+    if not (callable(predictor) and has_methods):
+        raise ValueError(
+            three_parts(
+                f'predictor={predictor!r}',
+                'it has no init, lesson and call',
+                'SyntheticGradient(width=64, rate=1.0)',
+            )
+        )
+    return Rule(
+        f'DNI({window})',
+        NoTrace(),
+        window=Window(window, predictor),
+        exact_when='the predictor is right',
+        cost=('window·B·H·S', 'T·B·I·H'),
+        use='credit from the future without waiting for it',
+    )

@@ -1,0 +1,30 @@
+"""OSTL, with the Jacobian of the unit's own states or without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..solver import Factorised, ScalarLeak
+from .numbers import as_decays
+from .registry import register
+from .rule import Rule
+
+
+@register('OSTLRecurrent')
+def ostl_recurrent() -> Rule:
+    """Online spatio-temporal learning with the Jacobian of the unit's own states: D_RTRL's trace."""
+    return Rule('OSTLRecurrent', use='the same trace under the name of its paper')
+
+
+@register('OSTLFeedforward')
+def ostl_feedforward(decay_or_rank: Any = 0.9) -> Rule:
+    """Traces of inputs and of states apart that decay by a number, whatever the units do."""
+    return Rule(
+        'OSTLFeedforward',
+        Factorised(as_decays('decay_or_rank', decay_or_rank)),
+        ScalarLeak(1.0),
+        exact_when='one step; or units that leak by the decay, with no other memory and a drive '
+        'that enters linearly',
+        cost=('B·(I + H·S)', 'T·B·I·H'),
+        use='feed-forward spiking layers',
+    )

@@ -1,0 +1,23 @@
+"""OTTT: a presynaptic trace ε_x = λ ε_x + x_t; the other side is that of the step itself."""
+
+from __future__ import annotations
+
+from ..solver import Factorised, ScalarLeak
+from .numbers import as_decay
+from .registry import register
+from .rule import Rule
+
+
+@register('OTTT')
+def ottt(leak: float = 0.9) -> Rule:
+    """A leaky trace of the inputs; the other side is that of the step itself. Memory linear in
+    inputs."""
+    return Rule(
+        'OTTT',
+        Factorised((as_decay('leak', leak), 0.0)),
+        ScalarLeak(0.0),
+        exact_when='units that leak by `leak`, with no other memory and a drive that enters '
+        'linearly',
+        cost=('B·I', 'T·B·I·H'),
+        use='feed-forward spiking layers: the least memory',
+    )

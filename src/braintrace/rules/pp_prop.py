@@ -1,0 +1,26 @@
+"""pp_prop, also ES-D-RTRL: ε_x = α ε_x + x_t and ε_f = α D_t ε_f + (1-α) ∂h_t/∂y_t."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..solver import Factorised
+from .numbers import as_decays
+from .registry import register
+from .rule import Rule
+
+
+@register('pp_prop', 'ES_D_RTRL')
+def pp_prop(decay_or_rank: Any = 0.9) -> Rule:
+    """Traces of inputs and of states apart, each with its own decay: memory linear in neurons.
+
+    ``decay_or_rank``: a decay in (0, 1), a rank r that means (r - 1)/(r + 1), or a pair
+    (x side, f side).
+    """
+    return Rule(
+        'pp_prop',
+        Factorised(as_decays('decay_or_rank', decay_or_rank)),
+        exact_when='one step; or one decay, states without memory and inputs constant in time',
+        cost=('B·(I + H·S)', 'T·B·I·H'),
+        use='many neurons: memory linear in them; sparse nets; less where adaptation is the memory',
+    )

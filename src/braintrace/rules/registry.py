@@ -1,0 +1,66 @@
+"""All rules by name. A file in this folder registers its rule; nothing else need be changed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import one_of, three_parts
+from .rule import Rule
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named rule: ``make(**options)`` gives it, with the docstring that its learner has.
+
+    ``title`` is the name of its learner class, ``name`` the key in lower case. ``check``: options
+    for tests on short sequences.
+    """
+
+    title: str
+    name: str
+    make: Callable[..., Rule]
+    aliases: tuple[str, ...] = ()
+    check: dict[str, Any] | None = None
+
+    @property
+    def options(self) -> list[inspect.Parameter]:
+        """The options of the rule, with their defaults."""
+        return list(inspect.signature(self.make).parameters.values())
+
+    @property
+    def default(self) -> Rule:
+        """The rule with the options it has by default."""
+        return self.make()
+
+
+PRESETS: dict[str, Preset] = {}
+"""Every rule by each of its names, in lower case."""
+
+
+def register(
+    title: str, *aliases: str, check: dict[str, Any] | None = None
+) -> Callable[[Callable[..., Rule]], Callable[..., Rule]]:
+    """Register a function that makes a rule; ``aliases`` are other names of it.
+
+    ``check``: options that the conformance tests give it.
+    """
+
+    def add(make: Callable[..., Rule]) -> Callable[..., Rule]:
+        name = title.lower()
+        preset = Preset(title, name, make, tuple(a.lower() for a in aliases), check)
+        PRESETS.update(dict.fromkeys((name, *preset.aliases), preset))
+        return make
+
+    return add
+
+
+def named(name: str) -> Preset:
+    """A rule from any way to write its name."""
+    plain = name.lower().replace('-', '_')
+    for key in (plain, plain.replace('_', '')):
+        if key in PRESETS:
+            return PRESETS[key]
+    raise ValueError(three_parts(f'rule={name!r}', 'there is no such rule', one_of(PRESETS, name)))

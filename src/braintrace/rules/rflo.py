@@ -1,0 +1,33 @@
+"""RFLO: ε_t = λ ε_{t-1} + ∂h_t/∂θ, one trace for each weight that leaks by a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..solver import ScalarLeak, Symmetric
+from .feedback import feedback_signal
+from .numbers import as_decay
+from .parts import FixedRandomFeedback
+from .registry import register
+from .rule import Rule
+
+
+@register('RFLO')
+def rflo(
+    leak: float = 0.9,
+    feedback: str | FixedRandomFeedback = 'symmetric',
+    random_feedback_key: Any = 0,
+) -> Rule:
+    """One trace for each weight that leaks by a number: random feedback local online learning.
+
+    ``feedback='random'`` is the rule of the paper; see :class:`EProp` for the others.
+    """
+    signal = feedback_signal(feedback, random_feedback_key)
+    when = 'units that leak by `leak`, with no other memory and no weights between them'
+    return Rule(
+        'RFLO',
+        recursion=ScalarLeak(as_decay('leak', leak)),
+        signal=signal,
+        exact_when=when if signal == Symmetric() else f'{when}, symmetric feedback',
+        use='leaky rate units; a comparison',
+    )

@@ -1,0 +1,19 @@
+"""RTRL: G_t = J_t G_{t-1} + ∂s_t/∂θ, the influence of every parameter on every state."""
+
+from __future__ import annotations
+
+from .registry import register
+from .rule import Coupled, Rule
+
+
+@register('RTRL')
+def rtrl() -> Rule:
+    """The whole influence of parameters on states: BPTT's gradient, forward in time, for small
+    models."""
+    return Rule(
+        'RTRL',
+        Coupled(),
+        exact_when='always',
+        cost=('B·H²·I·S', 'T·B·H³·I'),
+        use='the exact reference, for small nets',
+    )
