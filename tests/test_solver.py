@@ -82,6 +82,10 @@ class HandWritten:
             new = self.new(old(values), found)
             return Values(zip(names, new, strict=True)), Values(zip(results, found, strict=True))
 
+        def outputs(constants, values):
+            at = [values[name] for name in news]
+            return Values({'loss': self.loss(constants, at, values['target'])})
+
         def signals(constants, values, cotangents, feedback=()):
             at = [values[name] for name in news]
             loss, pull = jax.vjp(lambda h: self.loss(constants, h, values['target']), at)
@@ -127,9 +131,10 @@ class HandWritten:
         )
         return CompiledStep(
             parameters={k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in self.parameters.items()},
+            names={k: k for k in self.parameters},
             states={name: shape(B, H) for name in names},
             inputs={'x': shape(B, I), 'target': shape(B, H)},
-            written=tuple(names),
+            carried=tuple(zip(names, news, strict=True)),
             hidden=tuple(zip(names, news, strict=True)),
             targets=('loss',),
             is_loss=True,
@@ -144,7 +149,7 @@ class HandWritten:
             project=lambda constants, inputs: Values(),
             advance=advance,
             complete=lambda constants, values: values,
-            outputs=lambda constants, values: Values(),
+            outputs=outputs,
             signals=signals,
             transition=transition,
             pull=pull,

@@ -50,6 +50,17 @@ def factors_for(
     return tuple(x.real if is_real and jnp.iscomplexobj(x) else x for x in (xs, *y_bars))
 
 
+@jax.custom_jvp
+def known_value(known: Any, computed: Any) -> Any:
+    """A value that is known already, with the derivative of its computation."""
+    return known
+
+
+@known_value.defjvp
+def _known_value_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[1]
+
+
 # ---------------------------------------------------------------- positions of a result
 
 

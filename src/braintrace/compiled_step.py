@@ -11,7 +11,7 @@ s states (components) of a position, y elements of a site's result, w elements o
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -154,7 +154,8 @@ class Tap:
     ``operands(constants, values)`` gives the operands that stay the same and those stacked over
     t. ``gradients(fixed, steps, y_bars, boxes)`` gives the gradient of each weight, summed over
     t; ``cut_gradients[g]`` does so for paths into group g where these differ. ``parameters``,
-    ``operation``, ``source``, ``marked``: names for reports and for choosing what is traced.
+    ``by_weight``, ``operation``, ``source``, ``marked``: names for reports and for choosing what is
+    traced. ``multiplies``: y is a product of its operands, so data of zero give a gradient of zero.
     """
 
     weights: tuple[Key, ...]
@@ -164,9 +165,11 @@ class Tap:
     gradients: Callable[[Operands, Operands, Mapping[Key, Any], Mapping[Key, Box | None]], Values]
     cut_gradients: Mapping[int, Callable[..., Values]]
     parameters: tuple[Any, ...] = ()
+    by_weight: Mapping[Key, tuple[Any, ...]] = field(default_factory=dict)
     operation: str = ''
     source: str = ''
     marked: bool = False
+    multiplies: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,10 +216,12 @@ class CompiledStep:
     """
 
     parameters: Mapping[Key, jax.ShapeDtypeStruct]
+    names: Mapping[Key, str]
+    """Names of the parameters."""
     states: Mapping[Key, jax.ShapeDtypeStruct]
     inputs: Mapping[Key, jax.ShapeDtypeStruct]
-    written: tuple[Key, ...]
-    """States that the step writes; the others are constants."""
+    carried: tuple[tuple[Key, Key], ...]
+    """(old, new) keys of the states that the step writes; the others are constants."""
     hidden: tuple[tuple[Key, Key], ...]
     """(old, new) keys of the hidden states."""
     targets: tuple[Key, ...]
@@ -245,7 +250,7 @@ class CompiledStep:
     complete: Callable[[Values, Values], Values]
     """(constants, values): the values, with all that derivative programs read."""
     outputs: Callable[[Values, Values], Values]
-    """(constants, values): ``aux``."""
+    """(constants, values): targets and ``aux``."""
     signals: Callable[..., tuple[list[jax.Array], Signals]]
     """(constants, values, cotangents, feedback={}): targets and derivatives of one step;
     ``feedback[readout]`` replaces the weight of a read-out on the way back."""
@@ -266,3 +271,8 @@ class CompiledStep:
     """Whether ``run`` can be differentiated forward."""
     modulator: Callable[[Values, Values], jax.Array] | None = None
     """(constants, values): the modulator that the step itself computes, if it does."""
+
+    @property
+    def written(self) -> tuple[Key, ...]:
+        """States that the step writes."""
+        return tuple(old for old, _ in self.carried)

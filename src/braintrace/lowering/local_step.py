@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..arrays import known_value
 from ..compat import Var, evaluate_equation, is_var
 from ..compiled_step import Components, Jacobian, Values
 from ..program import cut_equation_at
 from .local_program import LocalProgram
-from .replay import known_value, replay
+from .replay import replay
 from .stages import Stages
 
 

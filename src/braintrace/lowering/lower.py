@@ -36,6 +36,17 @@ from .taps import TapEquation
 from .views import signals_of
 
 
+def stages_of(
+    analysed: Analysed,
+    targets: Sequence[Atom],
+    aux: Sequence[Var] = (),
+    modulator: Var | None = None,
+) -> Stages:
+    """The equations of a step, sorted by when they run; arguments as for :func:`lower`."""
+    extra = () if modulator is None else (modulator,)
+    return Stages(split_products(analysed), tuple(targets), tuple(aux), extra)
+
+
 def lower(
     analysed: Analysed,
     targets: Sequence[Atom],
@@ -49,8 +60,13 @@ def lower(
     ``modulator``: the variable of the modulator that the step computes itself. ``is_loss``: the
     only target is a loss.
     """
-    extra = () if modulator is None else (modulator,)
-    stages = Stages(split_products(analysed), tuple(targets), tuple(aux), extra)
+    return lower_stages(stages_of(analysed, targets, aux, modulator), modulator, is_loss)
+
+
+def lower_stages(
+    stages: Stages, modulator: Var | None = None, is_loss: bool = True
+) -> CompiledStep:
+    """The record of sorted equations."""
     return _Lowering(stages).record(modulator, is_loss)
 
 
@@ -72,9 +88,10 @@ class _Lowering:
         rest = {*parameters, *program.inputs}
         return CompiledStep(
             parameters={v: _struct(v) for v in parameters},
+            names={p.invar: p.name for p in program.parameters},
             states={v: _struct(v) for v in jaxpr.invars if v not in rest},
             inputs={v: _struct(v) for v in program.inputs},
-            written=tuple(old for old, _ in stages.carried),
+            carried=stages.carried,
             hidden=tuple((h.invar, h.outvar) for h in program.hidden),
             targets=stages.targets,
             is_loss=is_loss,
@@ -137,9 +154,9 @@ class _Lowering:
         return env.pick(v for v in env if v not in constants)
 
     def outputs(self, constants: Values, values: Values) -> Values:
-        """Auxiliary values."""
-        aux = self.stages.aux
-        return self.stages.compute(aux, constants | values).pick(aux)
+        """Targets and auxiliary values."""
+        wanted = dict.fromkeys((*self.stages.targets, *self.stages.aux))
+        return self.stages.compute(wanted, constants | values).pick(wanted)
 
     # ------------------------------------------------------------ derivatives
 
@@ -197,10 +214,13 @@ class _Lowering:
     def _tap(self, i: int, tap: TapEquation) -> Tap:
         stages, facts = self.stages, self.stages.facts
         weights = [tap.equation.invars[k] for k in tap.weights]
-        grads = 0
+        by_weight = {}
         for v in weights:
-            grads |= facts.total[v].grads
+            grads = facts.total[v].grads
+            mine = (p for p in facts.program.parameters if grads & facts.bit[p.invar])
+            by_weight[v] = tuple(mine)
         made = [stages.equations[j] for j in stages.needed(weights, ())]
+        operation = operation_of(tap.equation)
         cut_gradients = {}
         for g, local in enumerate(stages.locals):
             cut = cut_inside(i, tap.equation, local.positions.cuts)
@@ -213,10 +233,12 @@ class _Lowering:
             operands=partial(self._operands, tap.equation),
             gradients=partial(self._gradients, tap.equation, tap.weights),
             cut_gradients=cut_gradients,
-            parameters=tuple(p for p in facts.program.parameters if grads & facts.bit[p.invar]),
+            parameters=tuple(dict.fromkeys(p for mine in by_weight.values() for p in mine)),
+            by_weight=by_weight,
             operation=tap.equation.primitive.name,
             source=source_line(tap.equation),
             marked=any(MARK in scope(e) for e in (tap.equation, *made)),
+            multiplies=operation is not None and operation.multiplies,
         )
 
     def _sites(self, i: int, tap: TapEquation) -> list[Site]:

@@ -1,4 +1,4 @@
-"""Values that are known already, with the derivatives of their computation."""
+"""Results of equations that are known already, with the derivatives of their computation."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from typing import Any
 
 import jax
 
+from ..arrays import known_value
 from ..compat import Equation, Var, evaluate_equation, sub_programs
 from ..compiled_step import Values
-
-
-@jax.custom_jvp
-def known_value(known: Any, computed: Any) -> Any:
-    """A value that is known, with the derivative of its computation."""
-    return known
-
-
-@known_value.defjvp
-def _known_value_jvp(primals: Any, tangents: Any) -> Any:
-    return primals[0], tangents[1]
 
 
 def replay(

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from ..analysis.groups import HiddenGroup
+from ..arrays import known_value
 from ..compat import Atom, Equation, Var, evaluate_equation, is_var
 from ..compiled_step import Signals, Values
-from .replay import known_value, replay
+from .replay import replay
 from .stages import Stages
 
 LOSS = -1

@@ -155,4 +155,4 @@ def _use(eqn: Equation, operand: int, result: int, const: Const) -> ConvolutionU
     return bind(ConvolutionUse, eqn, operand, result, eqn.params)
 
 
-register(Operation('product', _labels, use=_use), 'conv_general_dilated')
+register(Operation('product', _labels, multiplies=True, use=_use), 'conv_general_dilated')

@@ -225,7 +225,7 @@ def product(subscripts: str | Callable[[Equation], str]) -> Operation:
     def use(eqn: Equation, operand: int, result: int, const: Const) -> DenseUse:
         return bind(DenseUse, eqn, operand, result, Axes.of(read(eqn), operand))
 
-    return Operation('product', axes(axis_map), use=use)
+    return Operation('product', axes(axis_map), multiplies=True, use=use)
 
 
 def _contracted_axis(eqn: Equation, operand: int) -> int:

@@ -130,7 +130,12 @@ _QUOTIENT = Operation(
 )
 register(_QUOTIENT, 'div')
 _PRODUCT = Operation(
-    'elementwise', elementwise_labels, linear=_has_literal_factor, use=_use, opens=_opens_product
+    'elementwise',
+    elementwise_labels,
+    linear=_has_literal_factor,
+    multiplies=True,
+    use=_use,
+    opens=_opens_product,
 )
 register(_PRODUCT, 'mul')
 _FLAT = Operation('elementwise', elementwise_labels, constant_operands=None, use=_use)

@@ -57,7 +57,7 @@ class Operation:
     ``constant_operands``: operands without a derivative, or a function of the equation that
     gives them; None for all of them.
     ``linear``: whether derivatives need no value of an operand, or a function of the equation.
-    ``sum``: the result is the sum of the operands.
+    ``sum``: the result is the sum of the operands. ``multiplies``: it is their product.
     ``use``: trace layout, weight gradient and factors of a weight among the operands.
     ``opens``: which operands a change passes through at their own element when every choice
     and gate is open; None if the derivative itself says so.
@@ -71,6 +71,7 @@ class Operation:
     constant_operands: Sequence[int] | Callable[[Equation], Sequence[int]] | None = ()
     linear: bool | Callable[[Equation], bool] = False
     sum: bool = False
+    multiplies: bool = False
     use: UseRule | None = None
     opens: Callable[[Equation, list[bool]], list[bool]] | None = None
     kernel: Callable[[Equation, int], Kernel | None] | None = None

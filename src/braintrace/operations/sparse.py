@@ -111,11 +111,11 @@ def _synapse_use(
 
 
 register(
-    Operation('product', mixing_labels, use=_synapse_use),
+    Operation('product', mixing_labels, multiplies=True, use=_synapse_use),
     'csrmv csrmm binary_csrmv binary_csrmm',
 )
 register(
-    Operation('product', mixing_labels, use=_product_use),
+    Operation('product', mixing_labels, multiplies=True, use=_product_use),
     'binary_csrmv_indexed binary_csrmm_indexed coomv coomm binary_coomv binary_coomm '
     'binary_densemv binary_densemm fcnmv fcnmm binary_fcnmv binary_fcnmm '
     'bitpack_binary_fcnmv bitpack_binary_fcnmm compact_binary_fcnmv compact_binary_fcnmm '

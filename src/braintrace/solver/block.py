@@ -28,6 +28,7 @@ from ..compiled_step import (
     Values,
 )
 from ..arrays import sum_type
+from .masking import Block, Mask, zero_at
 from .recursion import Recursion
 
 
@@ -75,19 +76,23 @@ class Derivatives(NamedTuple):
 
 
 def derivatives(
-    step: CompiledStep, constants: Values, steps: Values, cotangents: Sequence[jax.Array]
+    step: CompiledStep, constants: Values, block: Block, cotangents: Sequence[jax.Array]
 ) -> Derivatives:
     """Targets and derivatives inside each step of a block.
 
     ``cotangents[i][t]`` is the cotangent of target i at step t.
     """
 
-    def one(values: Values, cotangents: list[jax.Array]) -> tuple:
-        targets, found = step.signals(constants, values, cotangents)
-        return targets, step.outputs(constants, values), *found
+    def one(values: Values, safe: Values, cotangents: list[jax.Array]) -> tuple:
+        targets, found = step.signals(constants, safe, cotangents)
+        outputs = step.outputs(constants, values)
+        if block.mask is not None:
+            # Derivatives were taken at other values; the losses are those of the model itself.
+            targets = [outputs[key] for key in step.targets]
+        return targets, outputs.pick(step.aux), *found
 
-    found = jax.vmap(one)(steps, list(cotangents))
-    return Derivatives(*found, transitions(step, constants, steps))
+    found = jax.vmap(one)(block.values, block.safe, list(cotangents))
+    return Derivatives(*found, transitions(step, constants, block.safe))
 
 
 def transitions(step: CompiledStep, constants: Values, steps: Values) -> list[Jacobian]:
@@ -108,12 +113,14 @@ def backward_credit(
     transitions: Sequence[Jacobian],
     last: Sequence[Components],
     length: int,
+    mask: Mask | None = None,
 ) -> tuple[list[Components], list[Components]]:
     """γ_t of every step and group from γ at the block's end; and γ at its start."""
 
     def one(credit: list[Components], at: tuple) -> tuple[list[Components], list[Components]]:
         earlier = []
-        for later, signal, read, jacobian in zip(credit, *at, strict=True):
+        *parts, dead = at
+        for later, signal, read, jacobian in zip(credit, *parts, strict=True):
             total = dict(later)
             for i, x in signal.items():
                 total[i] = x + later[i] if i in later else x
@@ -123,9 +130,10 @@ def backward_credit(
                 terms += [read[j]] if j in read else []
                 mine[j] = _sum(terms, like)
             earlier.append(mine)
-        return earlier, credit
+        return earlier if dead is None else zero_at(earlier, dead), credit
 
-    at = (list(signals), list(reads), list(transitions))
+    dead = None if mask is None else mask.dead
+    at = (list(signals), list(reads), list(transitions), dead)
     first, every = jax.lax.scan(one, list(last), at, length, reverse=True)
     return every, first
 
@@ -163,7 +171,7 @@ def _sum(terms: Sequence[jax.Array], like: jax.Array) -> jax.Array:
 def weight_gradients(
     step: CompiledStep,
     constants: Values,
-    steps: Values,
+    block: Block,
     results: Values,
     local: Sequence[Values],
     boxes: Mapping[Key, Box | None] = {},
@@ -178,7 +186,7 @@ def weight_gradients(
         y_bars = {y: results[y] for y in tap.results if y in results}
         if not y_bars:
             continue
-        fixed, data = tap.operands(constants, steps)
+        fixed, data = block.operands(tap, constants)
         cut = []
         for g, bars in enumerate(local):
             mine = {y: bars[y] for y in tap.results if y in bars}
@@ -186,7 +194,7 @@ def weight_gradients(
                 y_bars.update((y, y_bars[y] + bar) for y, bar in mine.items())
             elif mine:
                 cut.append((tap.cut_gradients[g], mine))
-        if not _reaches_states(tap, local):
+        if block.mask is None and not _reaches_states(tap, local):
             data = _without_silent_steps(data, y_bars)
         for gradients, bars in [(tap.gradients, y_bars), *cut]:
             total = _plus(total, gradients(fixed, data, bars, boxes))

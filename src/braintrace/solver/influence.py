@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from ..arrays import is_complex
+from ..arrays import is_complex, sum_type
 from ..compiled_step import CompiledStep, Key, Values
+from .masking import without_nan, zero_at
 from .sequence import Solved
 
 _COLUMNS = 256
@@ -179,8 +180,8 @@ class SparseInfluence(_Columns):
         return jnp.sum(influence * jnp.append(bar, 0)[jnp.asarray(self.reached)], axis=1)
 
     @cached_property
-    def reached(self) -> np.ndarray:
-        """(n, width): the states that each parameter reaches within n steps; padded at the end.
+    def _paths(self) -> tuple[np.ndarray, np.ndarray]:
+        """(n, m) and (m, m): whether each parameter, and each state, moves each state in one step.
 
         Found at random parameters, states and inputs with every gate open: whatever moves at
         any of them is reached. An element that never acts, as the row of a symbol not drawn,
@@ -198,14 +199,35 @@ class SparseInfluence(_Columns):
                 ]
                 patterns.append(np.asarray(moves(*draw)))
         pattern = functools.reduce(np.logical_or, patterns)
-        direct = self._by_column(pattern[:, : self.count].T)
-        onward = pattern[:, self.count :].T.astype(np.int64)
+        return self._by_column(pattern[:, : self.count].T), pattern[:, self.count :].T
+
+    @cached_property
+    def _within_reach(self) -> np.ndarray:
+        """(n, m): whether each parameter reaches each state within ``reach`` steps."""
+        direct, onward = self._paths
         found = direct
         for _ in range(self.reach - 1):
-            found = direct | (found.astype(np.int64) @ onward > 0)
+            found = direct | _one_step_on(found, onward)
+        return found
+
+    @cached_property
+    def reached(self) -> np.ndarray:
+        """(n, width): the states that each parameter reaches within ``reach`` steps, then padding."""
+        found = self._within_reach
         width = max(int(found.sum(axis=1).max()), 1)
         order = np.argsort(~found, axis=1, kind='stable')[:, :width]
         return np.where(np.take_along_axis(found, order, axis=1), order, self.places)
+
+    @cached_property
+    def is_complete(self) -> dict[Key, bool]:
+        """For each parameter whether it never reaches more states than within ``reach`` steps."""
+        further = _one_step_on(self._within_reach, self._paths[1]) & ~self._within_reach
+        found, start = {}, 0
+        for key, like in self.step.parameters.items():
+            end = start + self._numbers(like)
+            found[key] = not further[start:end].any()
+            start = end
+        return found
 
     def _by_column(self, direct: np.ndarray) -> np.ndarray:
         """What each parameter reaches at once; if nothing, what those with the same last index do."""
@@ -236,6 +258,11 @@ class SparseInfluence(_Columns):
         jacobians = jax.jacrev(moved, (0, 1, 2))(*given)
         by_parameter, real, imaginary = (jnp.any(x != 0, axis=0) for x in jacobians)
         return jnp.concatenate([by_parameter, real | imaginary], axis=1)
+
+
+def _one_step_on(places: np.ndarray, onward: np.ndarray) -> np.ndarray:
+    """The states that are moved one step after these."""
+    return places.astype(np.int64) @ onward.astype(np.int64) > 0
 
 
 @dataclass(frozen=True)
@@ -304,6 +331,17 @@ def _norm(tree: Any) -> jax.Array:
 
 # ---------------------------------------------------------------- sequences
 
+_SILENT = np.ones((), bool)
+
+
+def _no_gradient(parameters: Values) -> Values:
+    shapes = parameters.items()
+    return Values((key, jnp.zeros_like(x, sum_type(x.dtype))) for key, x in shapes)
+
+
+def _in_types_of(parameters: Values, gradients: Values) -> Values:
+    return Values((key, x.astype(parameters[key].dtype)) for key, x in gradients.items())
+
 
 class InfluenceSolver:
     """Solves sequences of one step by carrying an influence forward. Pure, as a BlockSolver is."""
@@ -320,9 +358,8 @@ class InfluenceSolver:
     @property
     def labels(self) -> list[tuple]:
         """The one influence: of all parameters, on all states."""
-        names = {p.name: None for tap in self.step.taps for p in tap.parameters}
         paths = [path for group in self.step.groups for path in group.name]
-        return [(tuple(names), 'influence', tuple(paths))]
+        return [(tuple(self.step.names.values()), 'influence', tuple(paths))]
 
     def block_length(self, steps: int, carried: bool) -> int:
         """Steps are solved one by one."""
@@ -341,23 +378,28 @@ class InfluenceSolver:
         weights: jax.Array,
         block: int = 1,
         rule_state: Any = 0,
+        masked: bool = True,
     ) -> Solved:
-        """A sequence step by step: gradients, losses, next states, next influence."""
+        """A sequence step by step: gradients, losses, next states, next influence.
+
+        ``masked``: some of the weights may be zero.
+        """
         (loss,) = self.step.targets
 
         def one(carry: tuple, at: tuple) -> tuple[tuple, tuple]:
             states, trace, total = carry
             xs, weight = at
-            gradient = self._gradient(parameters, states, trace, xs, [weight])
-            gradient = jax.tree.map(lambda g: jnp.where(weight == 0, 0, g), gradient)
-            new, trace, values = self._moved(parameters, states, trace, xs, rule_state)
+            gradient = self._gradient(parameters, states, trace, xs, [weight], masked)
+            silent = jnp.all(weight == 0) if masked else None
+            given = (parameters, states, trace, xs, rule_state, silent)
+            new, trace, values = self._moved(*given)
             total = jax.tree.map(jnp.add, total, gradient)
             return (new, trace, total), values
 
-        zero = jax.tree.map(jnp.zeros_like, parameters)
-        start = (states, traces[0], zero)
+        start = (states, traces[0], _no_gradient(parameters))
         (states, trace, total), values = jax.lax.scan(one, start, (inputs, weights))
-        return Solved(total, values[loss], values.pick(self.step.aux), states, [trace])
+        gradients = _in_types_of(parameters, total)
+        return Solved(gradients, values[loss], values.pick(self.step.aux), states, [trace])
 
     def evolve(
         self,
@@ -407,10 +449,9 @@ class InfluenceSolver:
             states, trace, _ = self._moved(parameters, states, trace, xs, rule_state)
             return (states, trace, jax.tree.map(jnp.add, total, gradient)), None
 
-        zero = jax.tree.map(jnp.zeros_like, parameters)
-        start = (states, traces[0], zero)
+        start = (states, traces[0], _no_gradient(parameters))
         (_, _, total), _ = jax.lax.scan(one, start, (inputs, list(cotangents)))
-        return total
+        return _in_types_of(parameters, total)
 
     def _gradient(
         self,
@@ -419,8 +460,9 @@ class InfluenceSolver:
         trace: Carried,
         inputs: Values,
         bars: Sequence[jax.Array],
+        masked: bool = True,
     ) -> Values:
-        """∂ℓ/∂θ + ∂ℓ/∂s · G of one step."""
+        """∂ℓ/∂θ + ∂ℓ/∂s · G of one step; ``masked``: all of ``bars`` may be zero."""
 
         def targets(parameters: Values, moving: Values) -> list[jax.Array]:
             return self.step.run(parameters, states | moving, inputs)[1]
@@ -429,7 +471,10 @@ class InfluenceSolver:
         values, pull = jax.vjp(targets, parameters, moving)
         pairs = zip(bars, values, strict=True)
         mine, past = pull([jnp.asarray(bar).astype(x.dtype) for bar, x in pairs])
-        return jax.tree.map(jnp.add, mine, self.influence.gradient(trace, past))
+        found = jax.tree.map(jnp.add, mine, self.influence.gradient(trace, past))
+        if not masked:
+            return found
+        return zero_at(found, jnp.all(jnp.stack([jnp.all(bar == 0) for bar in bars])))
 
     def _moved(
         self,
@@ -438,14 +483,20 @@ class InfluenceSolver:
         trace: Carried,
         inputs: Values,
         rule_state: Any,
+        silent: jax.Array | np.ndarray | None = _SILENT,
     ) -> tuple[Values, Carried, Values]:
-        """States, influence, targets and auxiliary values after a step."""
+        """States, influence, targets and auxiliary values after a step.
+
+        Where the step is ``silent``, the influence advances at values without NaN.
+        """
         keys = self.influence.moving
+        new, targets, aux = self.step.run(parameters, states, inputs)
+        if silent is not None:
+            states, inputs = without_nan((states, inputs), silent)
 
         def advance(parameters: Values, moving: Values) -> Values:
             return self.step.run(parameters, states | moving, inputs)[0].pick(keys)
 
-        new, targets, aux = self.step.run(parameters, states, inputs)
         value = self.influence.advance(
             advance, parameters, states.pick(keys), trace, rule_state
         )

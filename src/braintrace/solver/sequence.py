@@ -27,6 +27,7 @@ from .block import (
     with_new_states,
 )
 from .blocks import length_of, over_blocks
+from .masking import Block, Mask, all_finite, finite, zero_at
 from .signals import Symmetric
 from .traces import RecursionView, Trace, Traces, add
 from .window import run_window, window_gradient
@@ -89,7 +90,7 @@ class BlockSolver:
         """What each trace is of: parameters, operation, hidden states."""
         return [
             (
-                tuple(p.name for p in tap.parameters),
+                tuple(p.name for p in tap.by_weight.get(site.weight, ())),
                 tap.operation,
                 self.step.groups[site.group].name,
             )
@@ -134,8 +135,12 @@ class BlockSolver:
         weights: jax.Array,
         block: int,
         rule_state: Any = None,
+        masked: bool = True,
     ) -> Solved:
-        """Forward keeping old states, then blocks in reverse carrying credit; no trace at all."""
+        """Forward keeping old states, then blocks in reverse carrying credit; no trace at all.
+
+        ``masked``: some of the weights may be zero.
+        """
         step = self.step
         constants = step.constants(parameters, states)
 
@@ -149,20 +154,23 @@ class BlockSolver:
             ends[key] = jnp.concatenate([kept[key][block::block], last[key][None]])
 
         def back(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
-            credit, total = carry
+            credit, total, dead = carry
             steps, weights = at
             end = jax.tree.map(lambda x: x[number], ends)
-            steps = completed(step, constants, steps, end)
-            found = derivatives(step, constants, steps, [weights])
-            view = self._view(constants, steps, found, [weights], rule_state)
-            every, first = backward_credit(*view, credit, len(weights))
-            total = self._add_block(total, constants, steps, found, view, every)
-            total = add(total, self._constant_gradients([weights]))
-            return (first, total), (found.targets[0], found.aux)
+            mask = Mask.of([weights], dead) if masked else None
+            now = Block.of(completed(step, constants, steps, end), mask)
+            found = derivatives(step, constants, now, [weights])
+            view = self._view(constants, now, found, [weights], rule_state)
+            every, first = backward_credit(*view, credit, len(weights), mask)
+            local = self._local_gradients(constants, now, found, view, every)
+            gradients = weight_gradients(step, constants, now, found.results, local)
+            total = add(add(total, gradients), self._constant_gradients([weights]))
+            dead = dead if mask is None else mask.dead[0]
+            return (first, total, dead), (found.targets[0], found.aux)
 
-        start = (self.traces.no_credit(), self._no_gradient())
+        start = (self.traces.no_credit(), self._no_gradient(), jnp.asarray(True))
         given = (inputs | kept, weights)
-        (_, total), (losses, aux) = over_blocks(back, start, given, block, reverse=True)
+        (_, total, _), (losses, aux) = over_blocks(back, start, given, block, reverse=True)
         gradients = self._of_parameters(parameters, states, total)
         return Solved(gradients, losses, aux, states | last, [])
 
@@ -175,13 +183,14 @@ class BlockSolver:
         weights: jax.Array,
         block: int,
         rule_state: Any = None,
+        masked: bool = True,
     ) -> Solved:
-        """Blocks forward, traces carried."""
+        """Blocks forward, traces carried; ``masked``: some of the weights may be zero."""
         constants = self.step.constants(parameters, states)
 
         def one(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
             inputs, weights = at
-            carry, found = self._solve(constants, *carry, inputs, [weights], rule_state)
+            carry, found = self._solve(constants, *carry, inputs, [weights], rule_state, masked)
             return carry, (found.targets[0], found.aux)
 
         start = (states.pick(self.step.written), traces, self._no_gradient())
@@ -206,7 +215,7 @@ class BlockSolver:
                 traces, _ = self.traces.advance_silently(
                     constants, done, traces, self._no_gradient(), self.traces.no_signal
                 )
-            aux = jax.vmap(lambda values: step.outputs(constants, values))(steps)
+            aux = jax.vmap(lambda values: step.outputs(constants, values).pick(step.aux))(steps)
             return (last, traces), aux
 
         start = (states.pick(step.written), traces)
@@ -226,11 +235,13 @@ class BlockSolver:
         fresh: bool = False,
         unit: Any = 1.0,
         rule_state: Any = None,
+        masked: bool = True,
     ) -> Solved:
         """Reverse mode inside windows of a length; traces or a predictor across them.
 
         ``fresh``: nothing came before the sequence and nothing follows it. ``unit``: the weight
         here of a loss that counts 1 for the predictor, whose weights are ``rule_state``.
+        ``masked``: some of the weights may be zero.
         """
         step = self.step
         constants = step.constants(parameters, states)
@@ -247,22 +258,24 @@ class BlockSolver:
 
                 def credit_after(end: list[Components]) -> list[Components]:
                     scale = lambda x: follows.astype(x.dtype) * x
-                    return jax.tree.map(scale, predictor(rule_state, end))
+                    return jax.tree.map(scale, _predicted(predictor, rule_state, end))
 
             found = window_gradient(
-                step, parameters, states, inputs, [weights], deep, credit_after
+                step, parameters, states, inputs, [weights], deep, credit_after, masked
             )
             if predictor:
                 start = [dict(enumerate(group.components(states))) for group in step.groups]
                 target = jax.tree.map(lambda x: (x / unit).astype(x.dtype), found.credit)
+                counts = jnp.where(fresh & (number == 0), 0.0, 1.0) * all_finite(start)
+                start = finite(start, jnp.asarray(True))
                 distance, change = predictor.lesson(rule_state, start, target)
-                counts = jnp.where(fresh & (number == 0), 0.0, 1.0)
                 pairs = zip(learned, change, strict=True)
                 learned = [a + counts.astype(b.dtype) * b for a, b in pairs]
                 error = error + counts * distance
             if traces:
+                dead = jnp.all(weights == 0) & (predictor is None)
                 traces, through = self._across(
-                    constants, states, inputs, traces, through, found.credit
+                    constants, states, inputs, traces, through, found.credit, dead
                 )
             total = add(total, found.gradients)
             carry = (found.states, traces, total, through, learned, error)
@@ -322,15 +335,18 @@ class BlockSolver:
 
         ``predictor``: of the credit that the end of the window gets from a loss of weight one.
         """
-        credit_after = (lambda end: predictor(rule_state, end)) if predictor else None
+        credit_after = None
+        if predictor:
+            credit_after = lambda end: _predicted(predictor, rule_state, end)
         found = window_gradient(
             self.step, parameters, states, inputs, cotangents, credit_after=credit_after
         )
         if not traces:
             return found.gradients
         constants = self.step.constants(parameters, states)
+        dead = Mask.of(cotangents, predictor is None).dead[0]
         _, through = self._across(
-            constants, states, inputs, traces, self._no_gradient(), found.credit
+            constants, states, inputs, traces, self._no_gradient(), found.credit, dead
         )
         return add(found.gradients, self._of_parameters(parameters, states, through))
 
@@ -339,30 +355,31 @@ class BlockSolver:
     def _view(
         self,
         constants: Values,
-        steps: Values,
+        block: Block,
         found: Derivatives,
         cotangents: Sequence[jax.Array],
         rule_state: Any,
     ) -> RecursionView:
+        """The block's derivatives with the rule's own signals and matrices."""
+        groups = self.traces.groups
         learning = self.signal(
-            self.step, constants, steps, found, cotangents, self.traces.groups, rule_state
+            self.step, constants, block.safe, found, cotangents, groups, rule_state
         )
         return self.traces.view(found, learning)
 
-    def _add_block(
+    def _local_gradients(
         self,
-        total: Values,
         constants: Values,
-        steps: Values,
+        block: Block,
         found: Derivatives,
         view: RecursionView,
         credit: list[Components],
-    ) -> Values:
-        """Gradients of a block whose steps get credit from each other only."""
+    ) -> list[Values]:
+        """What the credit of each group adds to the one-step gradients of tap results."""
         if not self.is_plain:
             credit = self.traces.added_credit(found, view, credit)
-        local = self.traces.of_traced(pull(self.step, constants, steps, credit))
-        return add(total, weight_gradients(self.step, constants, steps, found.results, local))
+        local = pull(self.step, constants, block.safe, credit)
+        return block.zero_if_dead(self.traces.of_traced(local))
 
     def _solve(
         self,
@@ -373,35 +390,49 @@ class BlockSolver:
         inputs: Values,
         cotangents: Sequence[jax.Array],
         rule_state: Any,
+        masked: bool = True,
     ) -> tuple[tuple[Values, Trace, Values], Derivatives]:
-        """One block forward: next states, next traces, gradients added to ``total``."""
-        step, book = self.step, self.traces
+        """One block forward: next states, next traces, gradients added to ``total``.
+
+        ``masked``: the cotangents of some steps may be zero.
+        """
+        step, traces_of = self.step, self.traces
         last, kept = forward(step, constants, states, inputs)
-        steps = completed(step, constants, inputs | kept, last)
-        found = derivatives(step, constants, steps, cotangents)
+        mask = Mask.of(cotangents) if masked else None
+        block = Block.of(completed(step, constants, inputs | kept, last), mask)
+        found = derivatives(step, constants, block, cotangents)
         total = add(total, self._constant_gradients(cotangents))
-        view = self._view(constants, steps, found, cotangents, rule_state)
+        view = self._view(constants, block, found, cotangents, rule_state)
         local: list[Values] = [Values() for _ in step.groups]
-        first = book.no_signal
-        if book.has_block_traces or not self.is_plain:
-            every, first = backward_credit(*view, book.no_credit(), len(cotangents[0]))
-            credit = every if self.is_plain else book.added_credit(found, view, every)
-            local = book.of_traced(pull(step, constants, steps, credit))
+        first = traces_of.no_signal
+        if traces_of.has_block_traces or not self.is_plain:
+            length, last_credit = len(cotangents[0]), traces_of.no_credit()
+            every, first = backward_credit(*view, last_credit, length, mask)
+            local = self._local_gradients(constants, block, found, view, every)
         results = found.results
-        if book.factorised:
-            # Factors replace the one-step gradient of their sites, except where the result
-            # acts on more than their group.
-            alone = {y for y, box in book.rest.items() if box is None}
-            results = results.pick(y for y in results if y not in alone)
-            now = pull(step, constants, steps, found.signals)
-            for g, y in book.factorised_results:
-                local[g].pop(y, None)
-                if y in results:
-                    local[g][y] = -now[g][y]
-        gradients = weight_gradients(step, constants, steps, results, local, book.rest)
+        if traces_of.factorised:
+            results = self._less_factorised(constants, block, found, local)
+        gradients = weight_gradients(step, constants, block, results, local, traces_of.rest)
         total = add(total, gradients)
-        traces, total = book.advance(constants, steps, view, traces, total, first)
+        traces, total = traces_of.advance(constants, block, view, traces, total, first)
         return (last, traces, total), found
+
+    def _less_factorised(
+        self, constants: Values, block: Block, found: Derivatives, local: list[Values]
+    ) -> Values:
+        """One-step gradients without those that factors replace; ``local`` is changed in place.
+
+        Factors replace the local one-step gradient of their sites. Where the result acts on more
+        than their group, the rest of it stays.
+        """
+        alone = {y for y, box in self.traces.rest.items() if box is None}
+        results = found.results.pick(y for y in found.results if y not in alone)
+        now = block.zero_if_silent(pull(self.step, constants, block.safe, found.signals))
+        for g, y in self.traces.factorised_results:
+            local[g].pop(y, None)
+            if y in results:
+                local[g][y] = -now[g][y]
+        return results
 
     def _across(
         self,
@@ -411,13 +442,19 @@ class BlockSolver:
         traces: Trace,
         total: Values,
         credit: Sequence[Components],
+        dead: jax.Array | bool = True,
     ) -> tuple[Trace, Values]:
-        """Traces after a window without signals of its own; γ_0 · ε_0 is added to the gradient."""
-        step = self.step
+        """Traces after a window without signals of its own; γ_0 · ε_0 is added to the gradient.
+
+        ``dead``: neither the window nor what follows it has a signal.
+        """
+        step, dead = self.step, jnp.asarray(dead)
         last, kept = forward(step, constants, states.pick(step.written), inputs)
         steps = completed(step, constants, inputs | kept, last)
-        total = self.traces.add_factor_gradients(total, traces, credit, constants, steps)
-        return self.traces.advance_silently(constants, steps, traces, total, credit)
+        total = self.traces.add_factor_gradients(
+            total, traces, credit, constants, steps, dead
+        )
+        return self.traces.advance_silently(constants, steps, traces, total, credit, dead)
 
     # ------------------------------------------------------------ gradients of parameters
 
@@ -446,3 +483,11 @@ class BlockSolver:
         values, pull_back = jax.vjp(weights, parameters)
         bars = Values((key, x.astype(values[key].dtype)) for key, x in total.items())
         return pull_back(bars)[0]
+
+
+def _predicted(
+    predictor: Predictor, weights: Sequence[jax.Array], states: list[Components]
+) -> list[Components]:
+    """Predicted credit; none for states that are not finite, as after the end of a padded sequence."""
+    found = predictor(weights, finite(states, jnp.asarray(True)))
+    return zero_at(found, ~all_finite(states))

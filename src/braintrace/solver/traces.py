@@ -34,6 +34,7 @@ from ..compiled_step import (
 from .block import Derivatives, products_to_end, pull, transitions
 from .blocks import length_of
 from .factors import FactorLayout, FactorTrace
+from .masking import Block, Mask, finite, zero_at
 from .recursion import JacobianRecursion, Recursion, ScalarLeak
 from .signals import SignalsAndReads
 
@@ -247,18 +248,18 @@ class Traces:
     def advance(
         self,
         constants: Values,
-        steps: Values,
+        block: Block,
         view: RecursionView,
         traces: Trace,
         total: Values,
         credit: Sequence[Components],
     ) -> tuple[Trace, Values]:
         """Traces after a block, and ``total`` with their gradients added; ``credit``: γ_0."""
-        operands = [_operands(traced, constants, steps) for traced in self.sites]
-        new, total = self._advance_factors(constants, operands, steps, view, traces, total)
+        operands = [_operands(traced, constants, block) for traced in self.sites]
+        new, total = self._advance_factors(constants, operands, block, view, traces, total)
         if not self.has_block_traces:
             return new, total
-        length = length_of(steps)
+        length = length_of(block.values)
         pairs = zip(self.recursions, view.transitions, strict=True)
         products = [products_to_end(recursion, matrix, length) for recursion, matrix in pairs]
         cotangents = []
@@ -268,7 +269,7 @@ class Traces:
                 mine = {k: p for (i, k), p in to_end.items() if i == s}
                 rows[s] = recursion.folded(mine)
             cotangents.append(rows)
-        rows = self._rows(constants, steps, cotangents)
+        rows = self._rows(constants, block.safe, cotangents)
         for n, (site, _, layout) in enumerate(self.sites):
             if isinstance(layout, FactorLayout):
                 continue
@@ -277,6 +278,9 @@ class Traces:
             new[n], gradient = layout.solve(
                 traces[n], fixed, data, mine, whole, credit[site.group]
             )
+            if block.mask is not None:
+                # A trace may be infinite, and no credit may meet it.
+                gradient = zero_at(gradient, block.mask.dead[0])
             total = self._add_gradient(total, site, gradient)
         return new, total
 
@@ -288,7 +292,7 @@ class Traces:
         self,
         constants: Values,
         operands: list[tuple[Operands, Operands]],
-        steps: Values,
+        block: Block,
         view: RecursionView,
         traces: Trace,
         total: Values,
@@ -298,12 +302,12 @@ class Traces:
         new: Trace = list(traces)
         if not layouts:
             return new, total
-        length, groups = length_of(steps), self.step.groups
+        length, groups = length_of(block.values), self.step.groups
         units = []
         for group, signals in zip(groups, view.signals, strict=True):
             one = lambda x, group=group: jnp.ones((length, *group.shape), x.dtype)
             units.append({s: {s: one(x)} for s, x in signals.items()})
-        rows = self._rows(constants, steps, units)
+        rows = self._rows(constants, block.safe, units)
         drives = {}
         for n, layout in layouts.items():
             site = self.sites[n].site
@@ -335,6 +339,8 @@ class Traces:
         for n, layout in layouts.items():
             new[n] = last[n]
             for y_bar, x in zip(y_bars[owner[n]], xs[n], strict=True):
+                if block.mask is not None:
+                    y_bar, x = block.zero_if_silent(y_bar), finite(x, block.mask.silent)
                 gradient = layout.gradient(*operands[n], y_bar, x)
                 total = self._add_gradient(total, self.sites[n].site, gradient)
         return new, total
@@ -346,17 +352,22 @@ class Traces:
         traces: Trace,
         total: Values,
         credit: Sequence[Components],
+        dead: jax.Array | bool = True,
     ) -> tuple[Trace, Values]:
-        """Traces after a block of completed steps without a loss."""
+        """Traces after a block of completed steps without a loss.
+
+        ``credit``: from a window's own reverse pass, unless the window is ``dead``.
+        """
         length = length_of(steps)
+        block = Block.of(steps, Mask.of_silence(length, dead))
         silent = [
             {i: jnp.zeros((length, *group.shape), dtype) for i, dtype in enumerate(group.dtypes)}
             for group in self.step.groups
         ]
-        matrices = transitions(self.step, constants, steps)
+        matrices = transitions(self.step, constants, block.safe)
         found = Derivatives([], Values(), Values(), silent, self.no_signal, matrices)
         view = self.view(found, (silent, self.no_signal))
-        return self.advance(constants, steps, view, traces, total, credit)
+        return self.advance(constants, block, view, traces, total, credit)
 
     def add_factor_gradients(
         self,
@@ -365,16 +376,17 @@ class Traces:
         credit: Sequence[Components],
         constants: Values,
         steps: Values,
+        dead: jax.Array,
     ) -> Values:
         """Add γ_0 · ε_0 of factorised traces at the start of a window of completed steps."""
-        first = jax.tree.map(lambda x: x[:1], steps)
+        first = Block(*[jax.tree.map(lambda x: x[:1], steps)] * 2, None)
         for n, layout in self.factorised.items():
             site, trace = self.sites[n].site, traces[n]
             trace = trace._replace(f=traces[self.owner[n]].f)
             y_bar = layout.result_gradient(trace, credit[site.group])
             operands = _operands(self.sites[n], constants, first)
             gradient = layout.gradient(*operands, y_bar[None], trace.x[None])
-            total = self._add_gradient(total, site, gradient)
+            total = self._add_gradient(total, site, zero_at(gradient, dead))
         return total
 
     def _rows(
@@ -393,17 +405,17 @@ class Traces:
 
 
 def _operands(
-    traced: TracedSite, constants: Values, steps: Values
+    traced: TracedSite, constants: Values, block: Block
 ) -> tuple[Operands, Operands]:
     """Operands of a site that stay the same, and those of each step.
 
     A state that is made without any data has none of the latter: all operands but the weight
     are repeated.
     """
-    fixed, data = traced.tap.operands(constants, steps)
+    fixed, data = block.operands(traced.tap, constants)
     if data:
         return fixed, data
-    weight, length = traced.site.use.operand, length_of(steps)
+    weight, length = traced.site.use.operand, length_of(block.values)
     repeat = lambda x: jnp.broadcast_to(x, (length, *jnp.shape(x)))
     data = {k: repeat(x) for k, x in fixed.items() if k != weight}
     return {weight: fixed[weight]}, data

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..arrays import known_value
 from ..compiled_step import CompiledStep, Components, Values
+from .masking import Mask, finite, without_nan
 
 
 class Window(NamedTuple):
@@ -27,22 +29,44 @@ def run_window(
     states: Values,
     inputs: Values,
     deep: bool = False,
-    silent: jax.Array | None = None,
+    mask: Mask | None = None,
 ) -> tuple[Values, list[jax.Array], Values]:
     """Run steps one after the other: the last states, targets and auxiliary values of all.
 
-    ``deep``: paths from one position to another across time are cut. Where ``silent`` (t,), no
-    gradient enters a step from what only its targets need.
+    ``deep``: paths from one position to another across time are cut. At silent steps of the mask
+    no gradient enters from what only targets need, and derivatives are taken at values without
+    NaN; all values are those of the step itself.
     """
     run = step.run_deep if deep else step.run
     fixed = states.pick(v for v in states if v not in step.written)
 
     def one(old: Values, at: tuple) -> tuple[Values, tuple]:
-        xs, silent = at
-        new, targets, aux = run(parameters, fixed | old, xs, silent)
+        xs, mask = at
+        if mask is None:
+            found = run(parameters, fixed | old, xs)
+        else:
+            found = masked(old, xs, mask)
+        new, targets, aux = found
         return new.pick(step.written), (targets, aux)
 
-    last, (targets, aux) = jax.lax.scan(one, states.pick(step.written), (inputs, silent))
+    def masked(old: Values, xs: Values, mask: Mask) -> tuple:
+        safe_old, safe_xs = finite(without_nan((old, xs), mask.silent), mask.dead)
+        found = run(parameters, fixed | safe_old, safe_xs, mask.silent)
+        held = jax.tree.map(jax.lax.stop_gradient, (parameters, fixed | old, xs, found))
+
+        def as_it_is() -> tuple:
+            same_type = lambda x, like: jnp.asarray(x, like.dtype)
+            return jax.tree.map(same_type, step.run(*held[:3]), held[3])
+
+        raw = jax.lax.cond(mask.silent, as_it_is, lambda: held[3])
+
+        def known(value: jax.Array, computed: jax.Array) -> jax.Array:
+            inexact = jnp.issubdtype(computed.dtype, jnp.inexact)
+            return known_value(value, computed) if inexact else value
+
+        return jax.tree.map(known, raw, found)
+
+    last, (targets, aux) = jax.lax.scan(one, states.pick(step.written), (inputs, mask))
     return states | last, targets, aux
 
 
@@ -54,19 +78,21 @@ def window_gradient(
     cotangents: Sequence[jax.Array],
     deep: bool = False,
     credit_after: Callable[[list[Components]], list[Components]] | None = None,
+    masked: bool = True,
 ) -> Window:
     """Reverse mode through a window for cotangents (t, ...) of its targets.
 
     ``credit_after(states)``: the credit that the states at its end get from what follows.
+    ``masked``: the cotangents of some steps may be zero.
     """
-    silent = _silent(step, cotangents)
+    mask = _mask(step, cotangents) if masked else None
     parts = lambda states: [group.components(states) for group in step.groups]
 
     def window(parameters: Values, old: list[list[jax.Array]]) -> tuple[tuple, tuple]:
         moved = Values(states)
         for group, components in zip(step.groups, old, strict=True):
             moved |= group.states(components)
-        new, targets, aux = run_window(step, parameters, moved, inputs, deep, silent)
+        new, targets, aux = run_window(step, parameters, moved, inputs, deep, mask)
         return (targets, parts(new)), (new, targets, aux)
 
     (targets, end), pull, found = jax.vjp(window, parameters, parts(states), has_aux=True)
@@ -82,11 +108,10 @@ def window_gradient(
     return Window(gradients, [dict(enumerate(mine)) for mine in credit], *found)
 
 
-def _silent(step: CompiledStep, cotangents: Sequence[jax.Array]) -> jax.Array | None:
-    """Steps at which nothing but new states has a cotangent."""
-    new = {key for _, key in step.hidden}
+def _mask(step: CompiledStep, cotangents: Sequence[jax.Array]) -> Mask | None:
+    """Silent: nothing but new states has a cotangent; dead: neither has any later step."""
+    new = {key for _, key in step.carried}
     outputs = [c for key, c in zip(step.targets, cotangents, strict=True) if key not in new]
     if not outputs:
         return None
-    zero = [jnp.all(c.reshape(len(c), -1) == 0, axis=1) for c in outputs]
-    return jnp.all(jnp.stack(zero), axis=0)
+    return Mask(Mask.of(outputs).silent, Mask.of(cotangents).dead)

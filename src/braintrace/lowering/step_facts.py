@@ -1,0 +1,169 @@
+"""Facts of a compiled step that tell how near a rule's gradient is to BPTT's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..analysis.credit import CreditAnalysis
+from ..analysis.dependence import Bits, flow, of, union
+from ..analysis.sites import find_sites
+from ..compat import Var, is_var
+from ..compiled_step import Jacobian, Values
+from ..operations import operation_of
+from ..program import Parameter
+from .local_program import LocalProgram
+from .local_step import local_jacobian, local_pull
+from .stages import Stages
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What holds for all values of a step's parameters, states and inputs."""
+
+    stages: Stages
+
+    @cached_property
+    def credit(self) -> CreditAnalysis:
+        """The credit analysis of the step itself."""
+        found = self.stages.analysed
+        sites = find_sites(found.facts, found.groups, found.positions)
+        return CreditAnalysis(found.facts, found.members, found.groups, found.positions, sites)
+
+    def _bit(self, parameter: Parameter) -> int:
+        return self.stages.facts.bit[parameter.invar]
+
+    def moves_states(self, parameter: Parameter) -> bool:
+        """Whether any state depends on the parameter."""
+        total, carried = self.stages.facts.total, self.stages.carried
+        return bool(union(of(total, new) for _, new in carried).grads & self._bit(parameter))
+
+    def reaches_outputs(self, parameter: Parameter) -> bool:
+        """Whether outputs of the same step depend on the parameter."""
+        return bool(self._seen & self._bit(parameter))
+
+    @cached_property
+    def _seen(self) -> int:
+        """What the outputs depend on."""
+        outputs = self.stages.program.outputs
+        return union(of(self.stages.facts.total, out) for out in outputs).grads
+
+    def is_read(self, group: int, y: Var) -> bool:
+        """Whether an output reads a state that y reaches within the step, at that step or the next."""
+        facts, outputs = self.stages.facts, self.stages.program.outputs
+        direct = union(of(facts.direct, out) for out in outputs).grads
+        record = self.stages.analysed.groups[group]
+        for i in self.stages.locals[group].reached(y):
+            k = record.owners[i]
+            new = facts.new_bit[record.hidden_outvars[k]]
+            old = facts.bit[record.hidden_invars[k]]
+            if self._seen & new or direct & old:
+                return True
+        return False
+
+    # ------------------------------------------------------------ constant derivatives
+
+    def leak(self, group: int, y: Var) -> float | None:
+        """λ where D is λ times the identity for all states that y ever reaches; else None."""
+        local = self.stages.locals[group]
+        reached = set(local.reached(y))
+        while more := {i for i, j in local.pattern if j in reached} - reached:
+            reached |= more
+        entries = {(i, j) for i, j in local.pattern if i in reached}
+        if entries != {(i, i) for i in reached}:
+            return None
+        values = [self._constant_jacobians[group].get(entry) for entry in entries]
+        first = values[0] if values else None
+        return first if all(value == first for value in values) else None
+
+    @cached_property
+    def _constant_jacobians(self) -> list[dict[tuple[int, int], float]]:
+        """Entries of D that are one number whatever parameters, states and inputs are."""
+        found = []
+        for local in self.stages.locals:
+            jacobian = lambda env, local=local: local_jacobian(self.stages, local, env)
+            found.append(_constant_entries(*self._derivative(local, jacobian)))
+        return found
+
+    def path_is_steady(self, group: int, y: Var) -> bool:
+        """Whether ∂h/∂y depends on parameters and constants only."""
+        local = self.stages.locals[group]
+        reached = local.reached(y)
+        one = jnp.ones(local.group.varshape)
+
+        def rows(env: Values) -> dict[int, Any]:
+            # One pull-back for each state: derivatives that differ between states must all be steady.
+            return {i: local_pull(self.stages, local, env, {i: one})[y] for i in reached}
+
+        variables, sources, _ = self._derivative(local, rows)
+        total, data = self.stages.facts.total, self.stages.facts.data
+        moving = {v for v in variables if of(total, v).reads & data}
+        return all(not moving & found for found in sources.values())
+
+    def _derivative(
+        self, local: LocalProgram, derivative: Callable[[Values], dict]
+    ) -> tuple[list[Var], dict, Callable]:
+        """The variables that a derivative depends on, those behind each result, and the function."""
+        constant = self.stages.facts.constant
+        read = dict.fromkeys([*local.group.hidden_invars, *local.taps, *local.constants])
+        known = Values((v, constant(v)) for v in read if constant.knows(v))
+        variables = [v for v in read if v not in known]
+
+        def run(values: list[Any]) -> dict:
+            return derivative(known | Values(zip(variables, values, strict=True)))
+
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+        closed, results = jax.make_jaxpr(run, return_shape=True)(shapes)
+        env = flow(closed.jaxpr, [Bits(1 << n, 0) for n in range(len(variables))])
+        reads = [of(env, v).reads for v in closed.jaxpr.outvars]
+        behind = [frozenset(v for n, v in enumerate(variables) if r >> n & 1) for r in reads]
+        # Results are flattened in the order of their sorted keys.
+        return variables, dict(zip(sorted(results), behind, strict=True)), run
+
+    # ------------------------------------------------------------ feedback
+
+    @cached_property
+    def _readouts(self) -> list[int]:
+        """Products between states and outputs whose weights random feedback replaces."""
+        stages, found = self.stages, []
+        for i in stages.needed(stages.program.outputs, stages.new_states):
+            tap, operation = stages.taps.get(i), operation_of(stages.equations[i])
+            if tap and tap.data and operation and operation.is_product:
+                found.append(i)
+        return found
+
+    def passes_feedback(self, group: int) -> bool:
+        """Whether the loss may reach a group through replaced weights.
+
+        Always, if the read-out is not in this step.
+        """
+        stages, facts = self.stages, self.stages.facts
+        if not self._readouts:
+            return True
+        members = stages.analysed.members[group]
+        bits = facts.old(members) | facts.new(members)
+        data = [stages.equations[i].invars[k] for i in self._readouts for k in stages.taps[i].data]
+        return any(of(facts.total, v).grads & bits for v in data if is_var(v))
+
+
+def _constant_entries(
+    variables: list[Var], sources: dict, run: Callable[[list[Any]], Jacobian]
+) -> dict[tuple[int, int], float]:
+    """The values of results that depend on nothing, where all their elements agree."""
+    if all(sources.values()):
+        return {}
+    values = jax.jit(run)([jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables])
+    found = {}
+    for entry, behind in sources.items():
+        elements = np.asarray(values[entry]).ravel()
+        if behind or not elements.size or not np.all(elements == elements[0]):
+            continue
+        if np.isreal(elements[0]):
+            found[entry] = float(np.real(elements[0]))
+    return found

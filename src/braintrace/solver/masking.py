@@ -1,0 +1,108 @@
+"""Steps that contribute nothing, whatever they hold.
+
+A masked step has cotangents of zero only, so its part of a gradient is zero. Computed, it is
+0 · x, and NaN where x is NaN or infinite. So values are replaced before they are multiplied:
+
+    silent   no loss of the step counts. Its states may still pass credit from later steps to
+             earlier ones, so only NaN is replaced, which no later loss can have read
+    dead     neither does that of any later step: no credit arrives, every product with it is zero
+
+An input of a product with weights that is not finite counts as 0 at silent steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..compiled_step import Operands, Tap, Values
+
+_FILL = 0.5
+"""Where log, sqrt, 1/x, arcsin and the like all have a derivative."""
+
+
+class Mask(NamedTuple):
+    """Which steps (t,) of a block are silent, and which are dead."""
+
+    silent: jax.Array
+    dead: jax.Array
+
+    @classmethod
+    def of(cls, cotangents: Sequence[jax.Array], later: Any = True) -> Mask:
+        """From cotangents (t, ...) of all targets; ``later``: whether all steps that follow are dead."""
+        zero = [jnp.all(c.reshape(len(c), -1) == 0, axis=1) for c in cotangents]
+        silent = jnp.all(jnp.stack(zero), axis=0)
+        until_end = jax.lax.cummin(silent.astype(jnp.int32), reverse=True).astype(bool)
+        return cls(silent, until_end & later)
+
+    @classmethod
+    def of_silence(cls, length: int, dead: Any) -> Mask:
+        """All steps are silent, and all are dead or none."""
+        return cls(jnp.ones(length, bool), jnp.broadcast_to(dead, length))
+
+
+class Block(NamedTuple):
+    """The steps of a block: values as they are, values that derivatives may read, and the mask."""
+
+    values: Values
+    safe: Values
+    mask: Mask | None
+
+    @classmethod
+    def of(cls, values: Values, mask: Mask | None) -> Block:
+        """The same with NaN replaced at silent steps."""
+        return cls(values, values if mask is None else without_nan(values, mask.silent), mask)
+
+    def operands(self, tap: Tap, constants: Values) -> tuple[Operands, Operands]:
+        """Operands of a tap that stay the same, and those of each step, finite at silent ones."""
+        fixed, data = tap.operands(constants, self.values)
+        if self.mask is not None:
+            data = finite(data, self.mask.silent, 0.0 if tap.multiplies else _FILL)
+        return fixed, data
+
+    def zero_if_dead(self, tree: Any) -> Any:
+        """Arrays with t first, zero at dead steps."""
+        return tree if self.mask is None else zero_at(tree, self.mask.dead)
+
+    def zero_if_silent(self, tree: Any) -> Any:
+        """Arrays with t first, zero at silent steps."""
+        return tree if self.mask is None else zero_at(tree, self.mask.silent)
+
+
+def without_nan(tree: Any, silent: jax.Array | np.ndarray) -> Any:
+    """Values with NaN replaced where a step is silent; one step, or t first."""
+    return _replaced(tree, silent, jnp.isnan, _FILL)
+
+
+def finite(tree: Any, steps: jax.Array | np.ndarray, fill: float = _FILL) -> Any:
+    """Values with NaN and infinity replaced at some steps; one step, or t first."""
+    return _replaced(tree, steps, lambda x: ~jnp.isfinite(x), fill)
+
+
+def _replaced(tree: Any, steps: Any, is_bad: Any, fill: float) -> Any:
+    def replace(x: Any) -> Any:
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return jnp.where(is_bad(x) & _beside(steps, x), jnp.asarray(fill, x.dtype), x)
+
+    return jax.tree.map(replace, tree)
+
+
+def zero_at(tree: Any, steps: jax.Array) -> Any:
+    """Arrays that are exactly zero at some steps; one step, or t first."""
+    return jax.tree.map(lambda x: jnp.where(_beside(steps, x), jnp.zeros_like(x), x), tree)
+
+
+def _beside(steps: jax.Array | np.ndarray, x: jax.Array) -> Any:
+    """A flag of one step or of each, broadcast against an array with t first."""
+    return steps.reshape(*steps.shape, *(1,) * (x.ndim - steps.ndim))
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every number is finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
