@@ -74,7 +74,7 @@ def refused(name: str) -> str:
     """The line of a model that cannot work."""
     model, inputs = zoo.REFUSED[name]()
     try:
-        braintrace.compile_etrace_graph(model, *inputs)
+        braintrace.D_RTRL(model).compile_graph(*inputs)
     except (ValueError, TypeError, NotImplementedError, braintrace.CompilationError) as error:
         what, why, instead = re.split(r'\n\s*(?:why|what)[^:]*: ', str(error), maxsplit=2)
         short = lambda text: bare(' '.join(text.split()))[:300]

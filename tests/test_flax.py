@@ -164,7 +164,7 @@ def test_carries_handed_around():
     learner = bt.compile(model, 'rtrl' if ALL else 'tbptt', XS[0], state=carry)
     below, above = sorted(learner.report.hidden_groups, key=lambda g: -g.num_state)
     assert set(below.hidden_paths) == {('carry', 'below', '0'), ('carry', 'below', '1')}
-    assert above.hidden_paths == (('carry', 'above'),)
+    assert above.hidden_paths == [('carry', 'above')]
     close(learner.etrace_grad(XS, step_fn=squared(learner), fresh=True), bptt(model, XS, carry))
     last = learner.state
     learner.state = carry

@@ -172,7 +172,7 @@ def test_nothing_to_remember_or_to_train():
     with pytest.raises(bt.CompilationError, match='no hidden state'):
         bt.compile_etrace_graph(lambda p, s, x: (s + 1, x @ p), array(I, H), jnp.zeros((), jnp.int32), X)
     with pytest.raises(bt.CompilationError, match='no parameter'):
-        bt.compile_etrace_graph(lambda p, s, x: (0.9 * s, s), {}, array(B, H), X)
+        bt.compile(lambda p, s, x: (0.9 * s, s), 'd_rtrl', {}, array(B, H), X)
 
 
 # ---------------------------------------------------------------- learners
@@ -283,7 +283,7 @@ def test_of_one_sample():
 def test_names_never_meet():
     step = lambda params, s, x: (0.5 * s + x @ params['state'],) * 2
     learner = bt.compile(step, 'd_rtrl', {'state': array(I, H)}, array(B, H), X)
-    assert learner.report.hidden_groups[0].hidden_paths == (('state_',),)
+    assert learner.report.hidden_groups[0].hidden_paths == [('state_',)]
     assert list(learner.param_states) == [('state',)]
 
 

@@ -61,6 +61,10 @@ from .ops import (
 from .rules import ETraceConfig, FixedRandomFeedback, GradExpon, KappaFilter, SyntheticGradient
 from .training import EarlyStop, History, Supervised, fit
 
+# Other packages know these classes by their public place, not by the file they are written in.
+for _record in (HiddenGroup, HiddenPerturbation, ETraceGraph, ETraceGraphExecutor):
+    _record.__module__ = __name__
+
 # Names under which code written for the published package knows these classes.
 ETraceAlgorithm = ETraceVjpAlgorithm = Learner
 ParamDimVjpAlgorithm = D_RTRL

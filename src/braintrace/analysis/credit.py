@@ -248,7 +248,7 @@ class CreditAnalysis:
     def _cut_records(self) -> Iterator[CompilationRecord]:
         found: dict[tuple[str, Path | None], CompilationRecord] = {}
         for g, positions in enumerate(self.positions):
-            hidden = self.groups[g].hidden_paths
+            hidden = tuple(self.groups[g].hidden_paths)
             old = self.facts.old(self.members[g])
             for cut in reversed(positions.found):
                 paths: list[Path | None] = [None] if cut.bits.grads & old else []
@@ -286,7 +286,7 @@ class CreditAnalysis:
                     f'{_names(group.hidden_paths)} → {_names(target)} cut at {_at(eqn)}: another group',
                     eqn.primitive.name,
                     None,
-                    group.hidden_paths,
+                    tuple(group.hidden_paths),
                     {'source': line, 'equations': [self._place[id(eqn)]]},
                 )
 
@@ -311,7 +311,7 @@ class CreditAnalysis:
                     f'say how it treats positions with braintrace.register_primitive({name!r}, ...)',
                     name,
                     None,
-                    self.groups[g].hidden_paths,
+                    tuple(self.groups[g].hidden_paths),
                     {'source': line},
                 )
         yield from self._opaque_records()

@@ -145,7 +145,7 @@ class _Page:
             return Row('no trace needed' if exact else 'no trace', full=full, faint=True)
         if traces is None:
             return Row('can carry a trace', faint=True)
-        paths = {self.report.hidden_groups[g].hidden_paths for g in node.groups}
+        paths = {tuple(self.report.hidden_groups[g].hidden_paths) for g in node.groups}
         own = [
             shapes
             for (names, operation, hidden, *_), shapes in traces.items()

@@ -70,7 +70,7 @@ class Sequencer:
             equation = plan.equations[site.equation]
             grads = facts.total[equation.invars[site.operand]].grads
             names = tuple(p.name for p in facts.program.parameters if grads & facts.bit[p.invar])
-            found.append((names, equation.primitive.name, plan.groups[site.group].hidden_paths))
+            found.append((names, equation.primitive.name, tuple(plan.groups[site.group].hidden_paths)))
         return found
 
     @property

@@ -20,6 +20,7 @@ from ..engine.sequence import Solved
 from ..errors import CompilationError, NotSupportedError, three_parts
 from ..frontends.brainstate import module_states
 from ..program import Path
+from ..program.data import first_step
 from ..rules import Rule
 from .arguments import (
     bytes_of,
@@ -95,7 +96,7 @@ class Compiled(brainstate.nn.Module):
         check_trace_dtype(trace_dtype)
         self.model = model
         self.vmap = vmap
-        self.executor = ETraceGraphExecutor(model, self._call if vmap else None)
+        self.executor = ETraceGraphExecutor(model, self._call if vmap else None, trained=True)
         self.block = block
         if passes not in (None, 1, 2):
             raise ValueError(three_parts(f'passes={passes!r}', 'a sequence is run in one pass or two', '1, 2 or None'))
@@ -125,6 +126,7 @@ class Compiled(brainstate.nn.Module):
         strong = lambda x: jnp.asarray(x, x.dtype) if getattr(x, 'weak_type', False) else x
         for state in module_states(self.model).values():  # an update would make their types strong, and compile again
             state.value = jax.tree.map(strong, state.value)
+        args = first_step(args)
         self.executor.compile_graph(*args)
         self._made.programs.clear()
         self._made.compared.clear()

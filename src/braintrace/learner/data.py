@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
+
+from ..program.data import MultiStepData as MultiStepData
+from ..program.data import SingleStepData as SingleStepData
 
 _VALUE: Any = brainstate.ShortTermState.value
 
@@ -54,17 +56,3 @@ class Standing(brainstate.State):
 
 class StartValue(brainstate.State):
     """The value of a model's state at the start of a fresh sequence."""
-
-
-@dataclass(frozen=True)
-class SingleStepData:
-    """Inputs of one time step."""
-
-    data: Any
-
-
-@dataclass(frozen=True)
-class MultiStepData:
-    """Inputs of several time steps, time first."""
-
-    data: Any
