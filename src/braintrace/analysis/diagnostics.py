@@ -20,12 +20,36 @@ class DiagnosticKind(enum.StrEnum):
     UNUSED_STATE = 'unused_state'
 
 
-class DiagnosticLevel(enum.IntEnum):
-    """How much a record matters: for information, an approximation, a loss of credit."""
+class DiagnosticLevel(enum.StrEnum):
+    """How much a record matters: for information, an approximation, a loss of credit, a failure.
 
-    INFO = 10
-    NOTICE = 20
-    WARNING = 30
+    Levels compare by weight, not as words. No record of a compiled graph is an error: what cannot be compiled raises.
+
+    >>> DiagnosticLevel('warning') > DiagnosticLevel.NOTICE, DiagnosticLevel.ERROR > DiagnosticLevel.INFO
+    (True, True)
+    """
+
+    INFO = 'info'
+    NOTICE = 'notice'
+    WARNING = 'warning'
+    ERROR = 'error'
+
+    @property
+    def weight(self) -> int:
+        """Its place among the levels."""
+        return list(DiagnosticLevel).index(self)
+
+    def __lt__(self, other: str) -> bool:
+        return self.weight < DiagnosticLevel(other).weight
+
+    def __le__(self, other: str) -> bool:
+        return self.weight <= DiagnosticLevel(other).weight
+
+    def __gt__(self, other: str) -> bool:
+        return self.weight > DiagnosticLevel(other).weight
+
+    def __ge__(self, other: str) -> bool:
+        return self.weight >= DiagnosticLevel(other).weight
 
 
 class CompilationRecord(NamedTuple):

@@ -86,9 +86,11 @@ class _Page:
         """Model, rule, and how many parameters get which credit."""
         counts = {name: sum(r.context['credit'] == name for r in self.credit.values()) for name in CLASSES}
         chips = [tag('li', _chip(name, f'{n} {name}')) for name, n in counts.items() if n]
-        told = _listed([f'{n} {CLASSES[name][0]}' for name, n in counts.items() if n])
+        told = [f'{n} {CLASSES[name][0]}' for name, n in counts.items() if n]
         total = sum(counts.values())
-        sentence = f'Of {total} parameter array{"s" * (total != 1)}, eligibility traces give {told}.'
+        sentence = 'The step reads no parameter.'
+        if told:
+            sentence = f'Of {total} parameter array{"s" * (total != 1)}, eligibility traces give {_listed(told)}.'
         lines = [tag('p', sentence)]
         if (rule := self.report.rule) is not None:
             lines.append(tag('p', 'Rule: ', tag('strong', rule.name), f'. Equal to BPTT when: {rule.exact_when}.'))

@@ -54,9 +54,9 @@ class CompilationReport:
         """The model as boxes and arrows."""
         return ChartMaker(self.program, self.hidden_groups, self.sites, self.diagnostics).make()
 
-    def to_str(self, level: DiagnosticLevel | str = DiagnosticLevel.NOTICE) -> str:
-        """The report as text, with diagnostics of at least the given level."""
-        level = DiagnosticLevel[level.upper()] if isinstance(level, str) else level
+    def to_str(self, level: DiagnosticLevel | str | int = DiagnosticLevel.NOTICE) -> str:
+        """The report as text, with diagnostics of at least the given level: its name, or its number from 0."""
+        level = list(DiagnosticLevel)[level] if isinstance(level, int) else DiagnosticLevel(level.lower())
         lines = []
         if self.rule is not None:
             lines += ['Rule', f'  {self.rule.name}, equal to BPTT when: {self.rule.exact_when}']
@@ -81,7 +81,7 @@ class CompilationReport:
             lines += ['', 'Diagnostics', *(f'  {r!r}' for r in shown)]
         return '\n'.join(lines)
 
-    def show(self, level: DiagnosticLevel | str = DiagnosticLevel.NOTICE, file: TextIO | None = None) -> None:
+    def show(self, level: DiagnosticLevel | str | int = DiagnosticLevel.NOTICE, file: TextIO | None = None) -> None:
         """Print the report."""
         print(self.to_str(level), file=file or sys.stdout)
 
