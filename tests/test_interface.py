@@ -113,14 +113,9 @@ def model(request):
     return MAKERS[request.param]()
 
 
-_graphs = {}
-
-
-@pytest.fixture
+@pytest.fixture(scope='module')
 def graph(model):
-    if id(model) not in _graphs:
-        _graphs[id(model)] = bt.compile_etrace_graph(model.module, *model.args, **model.kwargs)
-    return _graphs[id(model)]
+    return bt.compile_etrace_graph(model.module, *model.args, **model.kwargs)
 
 
 @pytest.fixture
