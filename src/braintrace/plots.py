@@ -126,17 +126,17 @@ def _answers(ax: Any, outputs: np.ndarray, targets: np.ndarray, weights: np.ndar
 def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
     """The eligibility traces after a sequence, as heat maps of inputs × units; false if there are none to draw.
 
-    States and traces start afresh before and after.
+    The sequence is a fresh one; the learner is afterwards as it was before.
     """
-    learner.reset_state()
-    learner.etrace_evolve(jnp.asarray(inputs))
-    found = [
-        pair
-        for path in learner.param_states
-        for key, trace in learner.get_etrace_of(path).items()
-        for pair in _maps(key, trace)
-    ]
-    learner.reset_state()
+    with learner.unmoved():
+        learner.reset_state()
+        learner.etrace_evolve(jnp.asarray(inputs))
+        found = [
+            pair
+            for path in learner.param_states
+            for key, trace in learner.get_etrace_of(path).items()
+            for pair in _maps(key, trace)
+        ]
     if not found:
         return False
     found = found[:6]

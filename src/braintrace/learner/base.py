@@ -351,24 +351,22 @@ class Learner(Compiled):
     def evaluate(self, *sequences: Any, step_fn: Callable[..., Any] | None = None) -> Any:
         """What ``step_fn``, by default the learner, gives at every step of a fresh sequence, stacked over time.
 
-        Forward only: nothing is learned, and states and traces stay as they are.
+        Forward only: nothing is learned, and states, traces and random numbers stay as they are.
         """
         length_of(sequences, step_fn)
         key = ('evaluate', step_fn, self._state_shapes(), *self._held())
         if key not in self._made.programs:
             run = lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs)
             self._made.keep(key, None, brainstate.transform.jit(run))
-        before = [(state, state.value) for state in self._held()]
         self._tracing = self._deaf = True
         try:
-            for path, state in module_states(self.model).items():
-                if path in self._start:
-                    state.value = self._start[path].value
-            return self._made.programs[key][1](*sequences)
+            with self.unmoved():
+                for path, state in module_states(self.model).items():
+                    if path in self._start:
+                        state.value = self._start[path].value
+                return self._made.programs[key][1](*sequences)
         finally:
             self._tracing = self._deaf = False
-            for state, value in before:
-                state.value = value
 
     @overload
     def gradient_check(
