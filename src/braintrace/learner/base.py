@@ -10,6 +10,7 @@ from typing import Any, overload
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..engine.plan import Values
 from ..engine.sequence import Sequencer, Solved
@@ -436,6 +437,9 @@ class Learner(Compiled):
 
     def memory_plan(self, steps: int) -> MemoryPlan:
         """Bytes that a sequence of the compiled inputs needs, one way and another, before any is allocated."""
+        if not isinstance(steps, (int, np.integer)) or steps < 1:
+            why = 'a sequence has at least one step'
+            raise ValueError(three_parts(f'memory_plan({steps!r})', why, 'a whole number of at least 1'))
 
         def step_fn(*xs: Any) -> Any:
             leaves = [x for x in jax.tree.leaves(self(*xs)) if jnp.issubdtype(x.dtype, jnp.inexact)]

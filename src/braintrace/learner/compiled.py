@@ -23,6 +23,7 @@ from ..program import Path
 from ..rules import Rule
 from .arguments import (
     bytes_of,
+    check_batch_size,
     check_block,
     check_bytes,
     check_choice,
@@ -448,6 +449,7 @@ class Compiled(brainstate.nn.Module):
 
         With a ``batch_size`` the states are made anew for it, and that is where fresh sequences start from then on.
         """
+        check_batch_size(batch_size)
         if batch_size is None:
             for path, state in module_states(self.model).items():
                 if path in self._start:
