@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import braintrace
-from braintrace import networks, tasks
+from braintrace import networks, plots, tasks
 from braintrace.checkpoint import Checkpoints, states_of
 from braintrace.errors import is_explained
 from braintrace.training import Progress
@@ -28,6 +28,48 @@ def make(rule='d_rtrl', optimizer=None, units=6, **options):
     learner = braintrace.compile(net, rule, jnp.zeros((4, TASK.inputs)), batch_size=4, **options)
     parts = braintrace.Supervised(learner, TASK, 4).parts()
     return learner, {**parts, 'optimizer': optimizer or optax.adam(0.02), 'show': False}
+
+
+class Noisy(brainstate.nn.Module):
+    """Noise from brainstate's generator and from one of its own, dropout, and a count of its steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = brainstate.nn.GRUCell(TASK.inputs, 5)
+        self.dropout = brainstate.nn.Dropout(0.5)
+        self.generator = brainstate.random.RandomState(7)
+        self.readout = brainstate.nn.Linear(5, TASK.outputs)
+        self.steps = brainstate.ShortTermState(jnp.zeros(()))
+
+    def update(self, x):
+        self.steps.value = self.steps.value + 1
+        noise = brainstate.random.normal(size=x.shape) + self.generator.normal(size=x.shape)
+        return self.readout(self.dropout(self.cell(x + 0.1 * noise)))
+
+
+@pytest.fixture
+def noisy():
+    """How to make a learner of a noisy model, always the same one."""
+
+    def made(rule='d_rtrl'):
+        brainstate.random.seed(3)
+        learner = braintrace.compile(Noisy(), rule, jnp.zeros((4, TASK.inputs)), batch_size=4)
+        parts = braintrace.Supervised(learner, TASK, 4).parts()
+        return learner, {**parts, 'optimizer': optax.adam(0.02), 'show': False}
+
+    with brainstate.environ.context(fit=True):
+        yield made
+
+
+def plain(x):
+    is_key = jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+    return np.array(jax.random.key_data(x) if is_key else x)
+
+
+def everything(learner, optimizer, *more):
+    """Values of all that training moves."""
+    states = {**states_of(learner, optimizer), **dict(enumerate(more))}
+    return {name: [plain(x) for x in jax.tree.leaves(s.value)] for name, s in states.items()}
 
 
 def weights(learner):
@@ -176,6 +218,74 @@ def test_it_learns_validates_and_changes_nothing_by_measuring():
     assert np.flatnonzero(~np.isnan(history['valid_loss'])).tolist() == [19, 39, 59]
     plain, parts = make(optimizer=optax.adam(0.05))
     assert braintrace.fit(plain, updates=60, **parts)['loss'][-1] == history['loss'][-1]
+
+
+@pytest.mark.parametrize('rule', ['d_rtrl', 'dni'])
+def test_measuring_moves_nothing(noisy, tmp_path, rule):
+    learner, parts = noisy(rule)
+    optimizer = parts['optimizer']
+    data = parts['batches'](0)
+    outside = brainstate.ShortTermState(jnp.zeros(()))  # no part of the model
+
+    def step(*slices):
+        outside.value = outside.value + 1
+        return parts['step_fn'](*slices)[0]
+
+    gradients = learner.etrace_grad(*data, step_fn=step)  # traces and states that are not zero
+    learner.apply(gradients, optimizer)
+    measuring = {
+        'evaluate': lambda: learner.evaluate(*data, step_fn=step),
+        'evaluate the learner': lambda: learner.evaluate(data[0]),
+        'gradient_check': lambda: learner.gradient_check(*data, step_fn=step),
+        'gradient_check of rules': lambda: learner.gradient_check(*data, step_fn=step, rules=['uoro', 'pp_prop']),
+        'memory_plan': lambda: learner.memory_plan(5),
+        'report': lambda: str(learner.report),
+        'write_report': lambda: learner.write_report(tmp_path / 'report.html', steps=4),
+        'record': lambda: plots.record(learner, data[0]),
+        'activity': lambda: plots.activity(learner, data, TASK.kind, tmp_path / 'activity.png'),
+        'traces': lambda: plots.traces(learner, data[0], tmp_path / 'traces.png'),
+    }
+    for name, measure in measuring.items():
+        held = [trace.value for trace in learner.traces.values()]
+        before = everything(learner, optimizer, outside)
+        measure()
+        after = everything(learner, optimizer, outside)
+        assert before.keys() == after.keys()
+        for state in before:
+            for x, y in zip(before[state], after[state], strict=True):
+                np.testing.assert_array_equal(x, y, err_msg=f'{state} after {name}')
+        learner.etrace_evolve(data[0][:1])  # does not write into arrays that were seen before
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(held))
+
+
+def test_validation_and_resumption_leave_a_noisy_training_as_it_is(noisy, tmp_path):
+    trials = braintrace.Supervised(None, TASK, 4).batches
+
+    def held_out(i):
+        inputs, *rest = trials(10**6)
+        return (inputs + 0.1 * brainstate.random.normal(size=inputs.shape), *rest)
+
+    validation = {'validate': held_out, 'validate_every': 2}
+    learner, parts = noisy()
+    unvalidated = braintrace.fit(learner, updates=6, **parts)
+    whole, parts = noisy()
+    history = braintrace.fit(whole, updates=6, **validation, **parts)
+    np.testing.assert_array_equal(history['loss'], unvalidated['loss'])
+
+    def killed(record):
+        if record['update'] == 5:
+            raise RuntimeError('killed')
+
+    first, parts = noisy()
+    given = {'out': tmp_path, 'save_every': 3, **validation, **parts}
+    with pytest.raises(RuntimeError, match='killed'):
+        braintrace.fit(first, updates=6, callbacks=[killed], **given)
+    again, parts = noisy()
+    brainstate.random.seed(99)
+    resumed = braintrace.fit(again, updates=6, out=tmp_path, resume=True, **validation, **parts)
+    for name in ('loss', 'accuracy', 'valid_loss', 'valid_accuracy'):
+        np.testing.assert_array_equal(resumed[name], history[name])
+    jax.tree.map(np.testing.assert_array_equal, weights(again), weights(whole))
 
 
 def test_updates_along_the_sequence():
