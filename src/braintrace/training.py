@@ -69,6 +69,13 @@ class EarlyStop:
         enough = self.target is not None and value <= self._sign * self.target
         return enough or (self.patience is not None and self._since >= self.patience)
 
+    def replay(self, records: Sequence[Record]) -> None:
+        """Start anew from the measurements of a training that is resumed."""
+        self._best, self._since = np.inf, 0
+        for record in records:
+            if self.metric in record:
+                self(record)
+
 
 def fit(
     learner: Learner,
@@ -134,6 +141,9 @@ def fit(
     elif resume and checkpoints is not None:
         history.updates = checkpoints.restore(states)
         history.records = _read(Path(out or '') / 'metrics.jsonl', history.updates)
+        for callback in callbacks:
+            if isinstance(callback, EarlyStop):
+                callback.replay(history.records)
     elif checkpoints is not None and checkpoints.latest is not None:
         raise FileExistsError(
             three_parts(
