@@ -25,6 +25,11 @@ def states_of(learner: Learner, optimizer: Any = None) -> dict[str, brainstate.S
     return {**found, 'random': brainstate.random.DEFAULT}
 
 
+def complete(folder: str | Path) -> list[int]:
+    """Numbers of the checkpoints in a folder that were written to their end; nothing is created."""
+    return sorted(int(p.name) for p in Path(folder).glob('*') if p.name.isdecimal())
+
+
 class Checkpoints:
     """A folder of checkpoints, each by the number of its update; the newest ``keep`` stay."""
 
