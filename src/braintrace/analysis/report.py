@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, TextIO
 
+from ..errors import printable
 from ..program import Path, StepProgram
 from ..program.step import path_name
 from .chart import Chart, ChartMaker
@@ -71,7 +72,7 @@ class CompilationReport:
             '',
             'Parameters, with what local traces would give' if self.rule and self.rule.caveat else 'Parameters',
         ]
-        rows = [(r.context['name'], r.context['credit'], r.context['reason']) for r in self.credits]
+        rows = [tuple(printable(r.context[part]) for part in ('name', 'credit', 'reason')) for r in self.credits]
         width = max((len(name) for name, _, _ in rows), default=0)
         lines += [f'  {name:{width}}  {credit:13}  {reason}' for name, credit, reason in rows]
         if self.dynamic_states:
@@ -79,7 +80,8 @@ class CompilationReport:
         shown = [r for r in self.diagnostics if r.kind is not DiagnosticKind.CREDIT and r.level >= level]
         if shown:
             lines += ['', 'Diagnostics', *(f'  {r!r}' for r in shown)]
-        return '\n'.join(lines)
+        # Names come from the user's model: none of them may control the terminal.
+        return '\n'.join(map(printable, lines))
 
     def show(self, level: DiagnosticLevel | str | int = DiagnosticLevel.NOTICE, file: TextIO | None = None) -> None:
         """Print the report."""

@@ -12,7 +12,7 @@ from ..analysis.graph import ETraceGraph, check_parameters, compile_etrace_graph
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Jaxpr, Var, evaluate, is_var
-from ..errors import three_parts
+from ..errors import printable, three_parts
 from ..frontends.brainstate import is_module, trace_step
 from ..program import Path
 from ..program.data import first_step
@@ -123,7 +123,7 @@ class ETraceGraphExecutor:
             into = sorted({g.index for s in sites for g in s.hidden_groups})
             lines.append(f'  {path_name(path)} → group {", ".join(map(str, into))} ({credit})')
         lines += ['Other parameters:', *(f'  {path_name(p)}: {why}' for p, why in report.excluded_weights.items())]
-        message = '\n'.join(lines)
+        message = '\n'.join(map(printable, lines))
         if verbose:
             print(message)
         return message if return_msg else None

@@ -10,6 +10,7 @@ from typing import Any, overload
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..engine.plan import Values
 from ..engine.sequence import Sequencer, Solved
@@ -351,24 +352,22 @@ class Learner(Compiled):
     def evaluate(self, *sequences: Any, step_fn: Callable[..., Any] | None = None) -> Any:
         """What ``step_fn``, by default the learner, gives at every step of a fresh sequence, stacked over time.
 
-        Forward only: nothing is learned, and states and traces stay as they are.
+        Forward only: nothing is learned, and states, traces and random numbers stay as they are.
         """
         length_of(sequences, step_fn)
         key = ('evaluate', step_fn, self._state_shapes(), *self._held())
         if key not in self._made.programs:
             run = lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs)
             self._made.keep(key, None, brainstate.transform.jit(run))
-        before = [(state, state.value) for state in self._held()]
         self._tracing = self._deaf = True
         try:
-            for path, state in module_states(self.model).items():
-                if path in self._start:
-                    state.value = self._start[path].value
-            return self._made.programs[key][1](*sequences)
+            with self.unmoved():
+                for path, state in module_states(self.model).items():
+                    if path in self._start:
+                        state.value = self._start[path].value
+                return self._made.programs[key][1](*sequences)
         finally:
             self._tracing = self._deaf = False
-            for state, value in before:
-                state.value = value
 
     @overload
     def gradient_check(
@@ -438,6 +437,9 @@ class Learner(Compiled):
 
     def memory_plan(self, steps: int) -> MemoryPlan:
         """Bytes that a sequence of the compiled inputs needs, one way and another, before any is allocated."""
+        if not isinstance(steps, (int, np.integer)) or steps < 1:
+            why = 'a sequence has at least one step'
+            raise ValueError(three_parts(f'memory_plan({steps!r})', why, 'a whole number of at least 1'))
 
         def step_fn(*xs: Any) -> Any:
             leaves = [x for x in jax.tree.leaves(self(*xs)) if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..analysis.page import size_text
+from ..errors import printable
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ class GradientCheck:
         return _named({row.name: row for row in self.rows}, name)
 
     def __str__(self) -> str:
-        width = max(len(row.name) for row in self.rows)
+        names = [printable(row.name) for row in self.rows]
+        width = max(map(len, names))
         lines = [f'{self.rule} against BPTT', f'{"parameter":{width}}  {"credit":13}  cosine  rel. error  norm ratio']
-        for r in self.rows:
+        for name, r in zip(names, self.rows, strict=True):
             lines.append(
-                f'{r.name:{width}}  {r.credit:13}  {r.cosine:6.3f}  {r.relative_error:10.2e}  {r.norm_ratio:10.3f}'
+                f'{name:{width}}  {r.credit:13}  {r.cosine:6.3f}  {r.relative_error:10.2e}  {r.norm_ratio:10.3f}'
             )
         return '\n'.join(lines)
 
@@ -79,7 +81,7 @@ class RuleComparison:
         return _named({check.rule: check for check in self.checks}, rule)
 
     def __str__(self) -> str:
-        names = [row.name for row in self.checks[0].rows]
+        names = [printable(row.name) for row in self.checks[0].rows]
         rules = [_cut_short(check.rule) for check in self.checks]
         rows = [[_compared(check.rows[i]) for check in self.checks] for i in range(len(names))]
         rows += [[f'{check.cosine:.3f}      ' for check in self.checks]]
@@ -145,7 +147,7 @@ class MemoryPlan:
         lines = [f'memory for {self.steps} steps']
         named: dict[str, list[int]] = {}
         for (parameters, operation, *_), n in self.traces.items():
-            named.setdefault(f'{", ".join(parameters)} in {operation}', []).append(n)
+            named.setdefault(printable(f'{", ".join(parameters)} in {operation}'), []).append(n)
         parts = lambda sizes: f' in {len(sizes)} parts' if len(sizes) > 1 else ''
         lines += [f'  trace of {name}: {size_text(sum(sizes))}{parts(sizes)}' for name, sizes in named.items()]
         lines += [

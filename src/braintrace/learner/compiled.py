@@ -24,6 +24,7 @@ from ..program.data import first_step
 from ..rules import Rule
 from .arguments import (
     bytes_of,
+    check_batch_size,
     check_block,
     check_bytes,
     check_choice,
@@ -367,6 +368,23 @@ class Compiled(brainstate.nn.Module):
             self._remember_zeros()
 
     @contextlib.contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Measure inside: afterwards states, traces and random numbers are as they were before.
+
+        This covers every state that is read or written inside, of the learner or not.
+        """
+        traces, owners, zeros = self.traces, self._made.owners, self._made.zeros
+        touched: Any = brainstate.StateTraceStack()
+        try:
+            with touched:
+                _mark_seen(traces)
+                yield
+        finally:
+            touched.recovery_original_values()
+            self.traces, self._made.owners, self._made.zeros = traces, owners, zeros
+            _mark_seen(traces)
+
+    @contextlib.contextmanager
     def _cleared_on_error(self) -> Iterator[None]:
         """Traces given up to a call that does not return begin anew."""
         try:
@@ -433,6 +451,7 @@ class Compiled(brainstate.nn.Module):
 
         With a ``batch_size`` the states are made anew for it, and that is where fresh sequences start from then on.
         """
+        check_batch_size(batch_size)
         if batch_size is None:
             for path, state in module_states(self.model).items():
                 if path in self._start:
@@ -455,3 +474,9 @@ class Compiled(brainstate.nn.Module):
             self.traces = {}
             self._make_traces()
         self._clear_traces()
+
+
+def _mark_seen(traces: dict[tuple, EligibilityTrace]) -> None:
+    """Someone else holds these arrays too, so the next call must not write into them."""
+    for trace in traces.values():
+        trace.value  # noqa: B018 - reading marks it

@@ -288,6 +288,12 @@ class Following(Learner):
         with self._followed():
             return super().gradient_check(*sequences, **options)
 
+    @contextlib.contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Measure inside: afterwards the user's model and the learner are as they were before."""
+        with self._followed(), super().unmoved():
+            yield
+
     def teach_predictor(self, sequences: tuple, step_fn: Callable[..., Any]) -> float:
         """One update of the rule's predictor from a fresh sequence."""
         with self._followed():

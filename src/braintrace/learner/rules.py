@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .. import rules
 from ..errors import one_of, three_parts
-from .arguments import check_batch, length_of
+from .arguments import check_batch, check_batch_size, length_of
 from .base import Learner
 from .frameworks import adapted, following
 
@@ -260,6 +260,7 @@ def compile(
         kind, options = Configured, {'config': rule, **options}
     if not (isinstance(kind, type) and issubclass(kind, Learner) and kind is not Learner):
         raise ValueError(three_parts(f'rule={rule!r}', 'there is no such rule', one_of(RULES, rule)))
+    check_batch_size(batch_size)
     if seed is not None:
         brainstate.random.seed(seed)
         options = {'seed': seed, **options} if issubclass(kind, UORO) else options
