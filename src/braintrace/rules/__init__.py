@@ -209,6 +209,7 @@ class ETraceConfig:
     """A learning rule put together from its parts.
 
     ``decay``: of factorised traces (a decay, a rank, or a pair) or the number of a scalar leak.
+    ``kappa=0.0`` means no filter: it is the same configuration as one with ``trace_filter='none'``.
     """
 
     trace_factorization: str = 'per_param'
@@ -230,6 +231,9 @@ class ETraceConfig:
                         f'{part}={getattr(self, part)!r}', 'there is no such part', f'one of {", ".join(allowed)}'
                     )
                 )
+        if self.kappa is not None and as_decay('kappa', self.kappa) == 0:
+            object.__setattr__(self, 'trace_filter', 'none')
+            object.__setattr__(self, 'kappa', None)
         for wrong, reason, instead in self._contradictions():
             if wrong:
                 raise ValueError(three_parts(self.name, reason, instead))
@@ -371,7 +375,10 @@ def _feedback(value: str | FixedRandomFeedback, key: Any) -> FixedRandomFeedback
 
 def _kappa(value: float | KappaFilter | None) -> float | None:
     value = value.kappa if isinstance(value, KappaFilter) else value
-    return None if value is None else as_decay('kappa_filter_decay', value)
+    if value is None:
+        return None
+    # A filter with κ = 0 changes nothing and would only double the traces.
+    return as_decay('kappa_filter_decay', value) or None
 
 
 def _written(given: dict[str, Any]) -> str:
