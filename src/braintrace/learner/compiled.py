@@ -412,19 +412,33 @@ class Compiled(brainstate.nn.Module):
         A name holds parameters, operation and hidden states; a trace is one array for each of these states that it
         is carried on, by number. pp_prop's traces are :class:`FactorTrace` of an input and such arrays.
         """
-        path = (path,) if isinstance(path, str) else path
-        if not isinstance(path, brainstate.State) and tuple(path) not in self.param_states:
-            names = ', '.join(map(repr, self.param_states))
-            raise ValueError(
-                three_parts(f'get_etrace_of({path!r})', 'the model has no such parameter', f'one of {names}')
-            )
-        if isinstance(path, brainstate.State):
-            path = next(p for p, s in self.param_states.items() if s is path)
+        path = self._path_of_parameter(path)
         start = '.'.join(map(str, path))
         mine = lambda names: any(n == start or n.startswith(start + '.') for n in names)
         found = {key: trace.value for key, trace in self.traces.items() if mine(key[0])}
         shared = {key: owner for key, owner in self._made.owners.items() if key in found and owner != key}
         return found | {key: found[key]._replace(f=self.traces[owner].value.f) for key, owner in shared.items()}
+
+    def _path_of_parameter(self, given: Any) -> Path:
+        """The path of a parameter, from its path, its name or its state."""
+        parameters = self.param_states
+        if isinstance(given, brainstate.State):
+            found = [path for path, state in parameters.items() if state is given]
+            shown = f'a {type(given).__name__}'  # its own text would show its arrays
+        else:
+            path = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+            is_path = all(isinstance(key, (str, int)) for key in path)
+            found = [path] if is_path and path in parameters else []
+            shown = repr(given)
+        if not found:
+            raise ValueError(
+                three_parts(
+                    f'get_etrace_of({shown})',
+                    'the model has no such parameter',
+                    f'one of {", ".join(map(repr, parameters))}, or its state',
+                )
+            )
+        return found[0]
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Start afresh: the model's states as they were compiled, traces zero.
