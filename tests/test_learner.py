@@ -444,3 +444,26 @@ def test_traces_of_a_parameter_are_found_by_path_and_by_state(xs):
             learner.get_etrace_of(wrong)
         assert is_explained(error.value)
         assert all(repr(p) in str(error.value) for p in learner.param_states)
+
+
+@pytest.mark.parametrize('kind', [braintrace.SingleStepData, braintrace.MultiStepData])
+def test_wrapped_inputs_are_pytrees(xs, kind):
+    given = kind({'x': xs, 'flag': jnp.arange(T)})
+    doubled = jax.tree.map(lambda x: 2 * x, given)
+    assert isinstance(doubled, kind)
+    assert_close(doubled.data, {'x': 2 * xs, 'flag': 2 * jnp.arange(T)})
+    for transformed in (jax.jit(lambda d: d), jax.vmap(lambda d: d)):
+        found = transformed(given)
+        assert isinstance(found, kind)
+        assert_close(found.data, given.data)
+
+
+def test_wrapped_inputs_pass_through_jit_into_the_learner(xs):
+    learner = compiled(xs)
+    wanted = jnp.stack([learner(x) for x in xs])
+    step = brainstate.transform.jit(lambda data: learner(data))
+    learner.reset_state()
+    found = jnp.stack([step(braintrace.SingleStepData(x)) for x in xs])
+    assert_close(found, wanted)
+    learner.reset_state()
+    assert_close(step(braintrace.MultiStepData(xs)), wanted)

@@ -56,6 +56,7 @@ class StartValue(brainstate.State):
     """The value of a model's state at the start of a fresh sequence."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SingleStepData:
     """Inputs of one time step."""
@@ -63,6 +64,7 @@ class SingleStepData:
     data: Any
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MultiStepData:
     """Inputs of several time steps, time first."""
