@@ -162,36 +162,34 @@ class Learner(Compiled):
         count = length // size
         cotangents, _ = loss_weights(mask, count, 'windows', reduction)
         key = ('chunks', step_fn, size, has_aux, self._state_shapes(), *self._held())
-        if key not in self._made.programs:
-            parameters = module_states(self.model, brainstate.ParamState)
+        parameters = module_states(self.model, brainstate.ParamState)
 
-            def one(total: Any, xs: tuple) -> tuple:
-                chunk, weight = xs
+        def one(total: Any, xs: tuple) -> tuple:
+            chunk, weight = xs
 
-                def loss() -> tuple:
-                    before = self._updates
-                    result = step_fn(*chunk)
-                    if self._updates == before:
-                        raise never_called()
-                    value, aux = result if has_aux else (result, None)
-                    return jnp.where(weight == 0, 0.0, value) * weight, (value, aux)
+            def loss() -> tuple:
+                before = self._updates
+                result = step_fn(*chunk)
+                if self._updates == before:
+                    raise never_called()
+                value, aux = result if has_aux else (result, None)
+                return jnp.where(weight == 0, 0.0, value) * weight, (value, aux)
 
-                grads, (value, aux) = brainstate.transform.grad(loss, parameters, has_aux=True)()
-                grads = jax.tree.map(lambda t, g: t + jnp.where(weight == 0, 0, g), total, dict(grads))
-                return grads, (value, aux)
+            grads, (value, aux) = brainstate.transform.grad(loss, parameters, has_aux=True)()
+            grads = jax.tree.map(lambda t, g: t + jnp.where(weight == 0, 0, g), total, dict(grads))
+            return grads, (value, aux)
 
-            def run(chunks: tuple, cotangents: jax.Array) -> tuple:
-                zero = {path: jax.tree.map(jnp.zeros_like, s.value) for path, s in parameters.items()}
-                return brainstate.transform.scan(one, zero, (chunks, cotangents))
+        def run(chunks: tuple, cotangents: jax.Array) -> tuple:
+            zero = {path: jax.tree.map(jnp.zeros_like, s.value) for path, s in parameters.items()}
+            return brainstate.transform.scan(one, zero, (chunks, cotangents))
 
-            self._made.keep(key, None, brainstate.transform.jit(run))
         chunks = jax.tree.map(lambda x: jnp.asarray(x).reshape(count, size, *jnp.shape(x)[1:]), sequences)
         with self._undone_on_error():
             self._in_chunk = True
             try:
                 if fresh:
                     self.reset_state()
-                gradients, (losses, aux) = self._made.programs[key][1](chunks, cotangents)
+                gradients, (losses, aux) = self._loop(key, run)(chunks, cotangents)
             finally:
                 self._in_chunk = False
             if self.check_finite:
@@ -314,12 +312,10 @@ class Learner(Compiled):
             return solved.losses, finite
 
         key = ('online', traced, optimizer, update_every, *self._held())
-        if key not in self._made.programs:
-            loop = brainstate.transform.jit(lambda xs, w: brainstate.transform.for_loop(one, xs, w))
-            self._made.keep(key, traced, loop)
+        loop = self._loop(key, lambda xs, w: brainstate.transform.for_loop(one, xs, w))
         windows = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, update_every, *jnp.shape(x)[1:]), sequences)
         with self._undone_on_error(optimizer):
-            losses, finite = self._made.programs[key][1](windows, mask.reshape(-1, update_every))
+            losses, finite = loop(windows, mask.reshape(-1, update_every))
             if self.check_finite:
                 marks = {name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()}
                 check_finite_values(losses.reshape(-1), mask, marks, 'step')
@@ -333,6 +329,7 @@ class Learner(Compiled):
         check_paths('gradients', gradients, self.param_states)
         move = apply_by(check_optimizer(optimizer), self.param_states, self._made.optimizers)
         key = ('apply', optimizer, *self.param_states.values())
+        # It closes over states alone, so a trace around it does not matter.
         if key not in self._made.programs:
             self._made.keep(key, None, brainstate.transform.jit(lambda g: move(g, jnp.asarray(True))))
         still = {path: state.value for path, state in self.param_states.items() if path not in gradients}
@@ -355,16 +352,14 @@ class Learner(Compiled):
         """
         length_of(sequences, step_fn)
         key = ('evaluate', step_fn, self._state_shapes(), *self._held())
-        if key not in self._made.programs:
-            run = lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs)
-            self._made.keep(key, None, brainstate.transform.jit(run))
+        run = self._loop(key, lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs))
         before = [(state, state.value) for state in self._held()]
         self._tracing = self._deaf = True
         try:
             for path, state in module_states(self.model).items():
                 if path in self._start:
                     state.value = self._start[path].value
-            return self._made.programs[key][1](*sequences)
+            return run(*sequences)
         finally:
             self._tracing = self._deaf = False
             for state, value in before:

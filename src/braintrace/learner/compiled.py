@@ -35,7 +35,7 @@ from .arguments import (
 from .check import size_text
 from .data import EligibilityTrace, Standing, StartValue
 from .online import online_step
-from .traced import Traced, shapes_of
+from .traced import Traced, in_trace, shapes_of
 
 _MOST_PROGRAMS = 16
 
@@ -236,13 +236,41 @@ class Compiled(brainstate.nn.Module):
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(args))
         exact = self.rule.trace == 'none' or (window and (self._exact_windows or self._in_chunk))
         key = ('step', window, exact, self._in_chunk, jax.tree.structure(args), shapes, self._state_shapes())
-        if key not in self._made.programs:
+
+        def make() -> tuple[Traced, Callable]:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
             first = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
             example = jax.tree.map(first, args) if window else args
             traced = self._traced(self._call, example, False, self.rule)
-            self._made.keep(key, traced, jax.jit(online_step(traced, window, exact, self.rule.predictor)))
+            step = online_step(traced, window, exact, self.rule.predictor)
+            return traced, jax.jit(step)
+
+        return self._kept(key, make)
+
+    def _kept(
+        self,
+        key: tuple,
+        make: Callable[[], tuple[Traced, Callable]],
+    ) -> tuple[Traced, Callable]:
+        """A traced step and its program, made once unless it closes over a trace around it."""
+        if key not in self._made.programs:
+            traced, program = make()
+            if not traced.is_reusable:
+                return traced, program
+            self._made.keep(key, traced, program)
         return self._made.programs[key]
+
+    def _loop(self, key: tuple, run: Callable) -> Callable:
+        """A compiled loop of brainstate, made once.
+
+        Inside a trace it may close over values of that trace, so there it is not kept.
+        """
+        if key not in self._made.programs:
+            loop = brainstate.transform.jit(run)
+            if in_trace():
+                return loop
+            self._made.keep(key, None, loop)
+        return self._made.programs[key][1]
 
     # ------------------------------------------------------------ programs
 
@@ -254,12 +282,14 @@ class Compiled(brainstate.nn.Module):
         leaves, structure = jax.tree.flatten(shapes)
         sizes = tuple((x.shape, x.dtype) for x in leaves)
         key = (step_fn, structure, sizes, fresh, rule, evolve, self._state_shapes(), id(self.standing))
-        if key not in self._made.programs:
+
+        def make() -> tuple[Traced, Callable]:
             example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
             traced = self._trace(step_fn, example, rule, not evolve)
             run = self._evolution(traced) if evolve else self._solver(traced, fresh, rule)
-            self._made.keep(key, traced, jax.jit(run, donate_argnums=2))
-        return self._made.programs[key]
+            return traced, jax.jit(run, donate_argnums=2)
+
+        return self._kept(key, make)
 
     def _state_shapes(self) -> tuple:
         parameters, hidden = self.param_states.values(), self.hidden_states.values()

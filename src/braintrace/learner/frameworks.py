@@ -19,6 +19,7 @@ from ..program import Path
 from ..program.step import path_name
 from .arguments import check_aux, check_choice, check_finite_values, results
 from .base import Learner
+from .traced import in_trace
 
 
 class Adapter(brainstate.nn.Module):
@@ -125,7 +126,7 @@ class Following(Learner):
             except brainstate.TraceContextError as error:
                 raise _inside_a_transformation() from error
             return
-        if _in_jit():
+        if in_trace():
             raise _inside_a_transformation()
         self._pull()
         states = [*self.model.weights, *self.model.kept]
@@ -229,7 +230,7 @@ class Following(Learner):
             traced, solved, cotangents = self._solve(sequences, step_fn, mask, reduction, True, self.rule)
         finally:
             self._given = None
-            if _in_jit():
+            if in_trace():
                 self._made.programs = known
         check_aux(traced.info.out_tree, has_aux)
         if self.check_finite:
@@ -309,10 +310,6 @@ def _assign(states: Sequence[brainstate.State], values: Sequence[Any]) -> None:
     for state, value in zip(states, values, strict=True):
         if value is not None and value is not state.value:
             state.value = value
-
-
-def _in_jit() -> bool:
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _inside_a_transformation() -> CompilationError:

@@ -1,0 +1,146 @@
+"""Learners as programs use them: inside jit, beside one another, copied."""
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braintrace
+from braintrace import MultiStepData
+
+B, INPUTS, H, OUTPUTS, T = 2, 3, 4, 5, 4
+
+
+class Net(brainstate.nn.Module):
+    """A recurrent cell and a read-out."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = brainstate.nn.GRUCell(INPUTS, H)
+        self.readout = brainstate.nn.Linear(H, OUTPUTS)
+
+    def update(self, x):
+        return self.readout(self.cell(x))
+
+
+@pytest.fixture(scope='module')
+def xs():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(T, B, INPUTS)), jnp.float32)
+
+
+@pytest.fixture(scope='module')
+def ys():
+    return jnp.asarray(np.random.default_rng(1).normal(size=(T, B, OUTPUTS)), jnp.float32)
+
+
+def compiled(xs, rule='d_rtrl', model=None, **options):
+    brainstate.random.seed(0)
+    return braintrace.compile(model or Net(), rule, xs[0], batch_size=B, seed=0, **options)
+
+
+def assert_close(a, b, tolerance=1e-6):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+
+
+def weights_of(learner):
+    return {path: state.value for path, state in learner.param_states.items()}
+
+
+def parameter_gradient(learner, loss):
+    return brainstate.transform.grad(loss, learner.param_states)()
+
+
+# ---------------------------------------------------------------- a step that closes over traced values
+
+
+def weighted_error(outputs, labels, scale):
+    """Cross-entropy of labels (integers) with weights (floats), one of each for a sample."""
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(outputs), labels[:, None], -1)
+    return -jnp.mean(scale * chosen[:, 0])
+
+
+def calls_with(learner, xs, labels, scale):
+    """Every kind of call, by name, with a loss that closes over labels and weights."""
+    step = lambda x: weighted_error(learner(x), labels, scale)
+    window = lambda x: weighted_error(learner(MultiStepData(x))[-1], labels, scale)
+    sgd = optax.sgd(0.1)
+    return {
+        'etrace_grad': lambda: learner.etrace_grad(xs, step_fn=step),
+        'windows': lambda: learner.etrace_grad(xs, step_fn=window, chunk_size=2),
+        'etrace_online': lambda: learner.etrace_online(xs, step_fn=step, optimizer=sgd),
+        'etrace_evolve': lambda: learner.etrace_evolve(xs, step_fn=step, return_outputs=True),
+        'evaluate': lambda: learner.evaluate(xs, step_fn=step),
+        'plain': lambda: parameter_gradient(learner, lambda: step(xs[0])),
+    }
+
+
+@pytest.mark.parametrize(
+    ('rule', 'options', 'chosen'),
+    [
+        ('pp_prop', {}, None),
+        ('d_rtrl', {}, ('etrace_grad', 'windows')),
+        ('eprop', {'feedback': 'random'}, ('etrace_grad', 'plain')),
+        ('snap', {}, ('etrace_grad', 'plain')),
+        ('uoro', {}, ('etrace_grad',)),
+    ],
+)
+def test_a_step_may_close_over_values_of_the_jit_around_it(xs, rule, options, chosen):
+    learner = compiled(xs, rule, **options)
+    labels, scale = jnp.array([1, 3]), jnp.array([0.5, 2.0])
+    start = {path: state.value for path, state in learner.states().items()}
+
+    def outcome(call):
+        """What a call gives, and the weights after it; the learner starts from the same each time."""
+        for path, state in learner.states().items():
+            state.value = start[path]
+        learner.reset_state()
+        return call(), weights_of(learner)
+
+    for name in chosen or calls_with(learner, xs, labels, scale):
+        eager = outcome(calls_with(learner, xs, labels, scale)[name])
+        call = brainstate.transform.jit(lambda labels, scale, name=name: calls_with(learner, xs, labels, scale)[name]())
+        assert_close(outcome(lambda call=call: call(labels, scale)), eager)
+
+
+class Supervisor:
+    """A step function with the labels of the moment as an attribute."""
+
+    def __init__(self, learner):
+        self.learner = learner
+        self.labels = None
+
+    def step(self, x):
+        return weighted_error(self.learner(x), self.labels, 1.0)
+
+    def window(self, x):
+        return weighted_error(self.learner(MultiStepData(x))[-1], self.labels, 1.0)
+
+
+CALLS = {
+    'etrace_grad': lambda s, xs: s.learner.etrace_grad(xs, step_fn=s.step, fresh=True),
+    'windows': lambda s, xs: s.learner.etrace_grad(xs, step_fn=s.window, chunk_size=2, fresh=True),
+    'evaluate': lambda s, xs: s.learner.evaluate(xs, step_fn=s.step),
+    'etrace_online': lambda s, xs: s.learner.etrace_online(xs, step_fn=s.step, optimizer=optax.sgd(0.0)),
+}
+
+
+@pytest.mark.parametrize('name', CALLS)
+def test_what_closes_over_one_trace_is_not_used_in_another(xs, name):
+    supervisor = Supervisor(compiled(xs))
+
+    def call(labels, xs):
+        supervisor.labels = labels
+        return CALLS[name](supervisor, xs)
+
+    traced = brainstate.transform.jit(call)
+    first, second = jnp.array([1, 3]), jnp.array([0, 2])
+    traced(first, xs)
+    supervisor.learner.reset_state()
+    short = jax.tree.leaves(traced(second, xs[:2]))  # another shape: the function is traced once more
+    supervisor.learner.reset_state()
+    fresh = Supervisor(supervisor.learner)
+    fresh.labels = second
+    assert_close(short, jax.tree.leaves(CALLS[name](fresh, xs[:2])))
