@@ -1,6 +1,7 @@
 """Learners as programs use them: inside jit, beside one another, copied."""
 
 import brainstate
+import braintools
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import braintrace
 from braintrace import MultiStepData
+from braintrace.errors import is_explained
 
 B, INPUTS, H, OUTPUTS, T = 2, 3, 4, 5, 4
 
@@ -144,3 +146,85 @@ def test_what_closes_over_one_trace_is_not_used_in_another(xs, name):
     fresh = Supervisor(supervisor.learner)
     fresh.labels = second
     assert_close(short, jax.tree.leaves(CALLS[name](fresh, xs[:2])))
+
+
+# ---------------------------------------------------------------- optimisers inside jit
+
+OPTIMIZERS = {
+    'optax': lambda: optax.adam(0.01),
+    'braintools': lambda: braintools.optim.Adam(lr=0.01),
+}
+
+
+def train_step_of(learner, optimizer):
+    def train_step(x, y):
+        gradients = parameter_gradient(learner, lambda: jnp.mean((learner(x) - y) ** 2))
+        learner.apply(gradients, optimizer)
+
+    return train_step
+
+
+def steps_eagerly(learner, optimizer, xs, ys):
+    step = train_step_of(learner, optimizer)
+    for x, y in zip(xs, ys, strict=True):
+        step(x, y)
+
+
+def steps_in_jit(learner, optimizer, xs, ys):
+    step = brainstate.transform.jit(train_step_of(learner, optimizer))
+    for x, y in zip(xs, ys, strict=True):
+        step(x, y)
+
+
+def loop_in_jit(learner, optimizer, xs, ys):
+    """Two calls of a jitted loop: the state of the optimiser is first needed inside both."""
+    step = train_step_of(learner, optimizer)
+    run = brainstate.transform.jit(lambda xs, ys: brainstate.transform.for_loop(step, xs, ys))
+    run(xs[: T // 2], ys[: T // 2])
+    run(xs[T // 2 :], ys[T // 2 :])
+
+
+def online(learner, optimizer, xs, ys):
+    step_fn = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    learner.etrace_online(xs, ys, step_fn=step_fn, optimizer=optimizer)
+
+
+def online_in_jit(learner, optimizer, xs, ys):
+    run = brainstate.transform.jit(lambda xs, ys: online(learner, optimizer, xs, ys))
+    run(xs[: T // 2], ys[: T // 2])
+    run(xs[T // 2 :], ys[T // 2 :])
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_an_optimizer_goes_on_inside_jit(xs, ys, name):
+    found = {}
+    for way in (steps_eagerly, steps_in_jit, loop_in_jit, online, online_in_jit):
+        learner = compiled(xs)
+        way(learner, OPTIMIZERS[name](), xs, ys)
+        found[way] = weights_of(learner)
+    for weights in found.values():
+        assert_close(weights, found[steps_eagerly])
+
+
+def test_the_state_of_an_optimizer_made_inside_jit_is_the_one_used_outside(xs, ys):
+    learner, optimizer = compiled(xs), optax.adam(0.01)
+    steps_in_jit(learner, optimizer, xs[:2], ys[:2])
+    (state,) = learner.optimizer_states(optimizer).values()
+    assert int(state.value[0].count) == 2
+    steps_eagerly(learner, optimizer, xs[2:], ys[2:])
+    assert int(state.value[0].count) == T
+    whole = compiled(xs)
+    steps_eagerly(whole, optax.adam(0.01), xs, ys)
+    assert_close(weights_of(learner), weights_of(whole))
+
+
+def test_an_optimizer_that_starts_from_the_weights_is_made_before_jit(xs, ys):
+    learner, optimizer = compiled(xs), optax.contrib.schedule_free_sgd(0.01)
+    with pytest.raises(braintrace.CompilationError, match='optimizer_states') as error:
+        steps_in_jit(learner, optimizer, xs, ys)
+    assert is_explained(error.value)
+    learner.optimizer_states(optimizer)
+    steps_in_jit(learner, optimizer, xs, ys)
+    whole = compiled(xs)
+    steps_eagerly(whole, optax.contrib.schedule_free_sgd(0.01), xs, ys)
+    assert_close(weights_of(learner), weights_of(whole))
