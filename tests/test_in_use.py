@@ -148,6 +148,20 @@ def test_what_closes_over_one_trace_is_not_used_in_another(xs, name):
     assert_close(short, jax.tree.leaves(CALLS[name](fresh, xs[:2])))
 
 
+def test_traces_of_a_step_that_is_first_seen_inside_jit_go_on(xs):
+    found = []
+    for transform in (lambda f: f, brainstate.transform.jit):
+        learner = compiled(xs)
+
+        def twice(x, learner=learner):  # two steps of the model: other traces than those of one
+            learner(x)
+            return jnp.mean(learner(2 * x) ** 2)
+
+        call = transform(lambda xs, learner=learner, twice=twice: learner.etrace_grad(xs, step_fn=twice))
+        found.append([call(xs[: T // 2]), call(xs[T // 2 :])])
+    assert_close(*found)
+
+
 # ---------------------------------------------------------------- optimisers inside jit
 
 OPTIMIZERS = {

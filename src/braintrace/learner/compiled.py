@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import brainstate
@@ -34,7 +34,7 @@ from .arguments import (
 )
 from .check import size_text
 from .data import EligibilityTrace, Standing, StartValue
-from .online import online_step
+from .online import made_beside, online_step
 from .traced import Traced, in_trace, shapes_of
 
 _MOST_PROGRAMS = 16
@@ -43,13 +43,15 @@ _MOST_PROGRAMS = 16
 @dataclass
 class _Made:
     """What is no part of the module's tree: programs, states of optax transformations, the zeros traces start from,
-    whose trace holds the states' side of another, and what rules that are compared read."""
+    whose trace holds the states' side of another, what rules that are compared read, and every trace there ever was.
+    """
 
-    programs: dict[tuple, tuple]
-    optimizers: dict[Any, brainstate.State]
-    zeros: dict[tuple, Any]
-    owners: dict[tuple, tuple]
-    compared: dict[Rule, Standing | None]
+    programs: dict[tuple, tuple] = field(default_factory=dict)
+    optimizers: dict[Any, brainstate.State] = field(default_factory=dict)
+    zeros: dict[tuple, Any] = field(default_factory=dict)
+    owners: dict[tuple, tuple] = field(default_factory=dict)
+    compared: dict[Rule, Standing | None] = field(default_factory=dict)
+    traces: dict[tuple, EligibilityTrace] = field(default_factory=dict)
 
     def keep(self, key: tuple, *program: Any) -> None:
         """Keep a program; the oldest goes where there are too many."""
@@ -64,6 +66,15 @@ class _OtherShape(Exception):
     def __init__(self, shape: tuple[int, ...]):
         super().__init__(shape)
         self.shape = shape
+
+
+def _may_differ_from_zero(trace: EligibilityTrace) -> bool:
+    """False for a trace that is known to be zero; inside a trace its value may be unknown."""
+    leaves = jax.tree.leaves(trace.look())
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return True
+    with jax.ensure_compile_time_eval():
+        return any(bool(jnp.any(x != 0)) for x in leaves)
 
 
 class Compiled(brainstate.nn.Module):
@@ -111,7 +122,7 @@ class Compiled(brainstate.nn.Module):
         self._example: tuple = ()
         self.standing = self._stand(rule)
         self._start: dict[Path, StartValue] = {}
-        self._made = _Made({}, {}, {}, {}, {})
+        self._made = _Made()
         self._tracing = False
         self._deaf = False
         self._in_chunk = False
@@ -380,8 +391,8 @@ class Compiled(brainstate.nn.Module):
     def _prepare_traces(self, traced: Traced) -> None:
         """Zero traces of a step, unless there are traces like them already."""
         keys, shapes = traced.trace_keys, traced.trace_shapes
-        if self.rule.trace != 'none' and shapes != {key: shapes_of(trace.peek()) for key, trace in self.traces.items()}:
-            if any(bool(jnp.any(x != 0)) for t in self.traces.values() for x in jax.tree.leaves(t.peek())):
+        if self.rule.trace != 'none' and shapes != {key: shapes_of(trace.look()) for key, trace in self.traces.items()}:
+            if any(map(_may_differ_from_zero, self.traces.values())):
                 raise CompilationError(
                     three_parts(
                         'a step_fn whose traces differ from those carried so far',
@@ -390,9 +401,21 @@ class Compiled(brainstate.nn.Module):
                     )
                 )
             self._check_size(traced)
-            self.traces = dict(zip(keys, map(EligibilityTrace, traced.engine.init_traces()), strict=True))
+            made_beside(self.param_states, lambda: self._renew_traces(traced))
+            self.traces = {key: self._made.traces[key] for key in keys}
             self._made.owners = {key: keys[n] for key, n in zip(keys, traced.engine.owner, strict=True)}
             self._remember_zeros()
+
+    def _renew_traces(self, traced: Traced) -> None:
+        """Zeros in the traces of a step.
+
+        A function that was jitted earlier holds the traces of then, so these are used again.
+        """
+        for key, zeros in zip(traced.trace_keys, traced.engine.init_traces(), strict=True):
+            if key in self._made.traces:
+                self._made.traces[key].keep(zeros)
+            else:
+                self._made.traces[key] = EligibilityTrace(zeros)
 
     @contextlib.contextmanager
     def _cleared_on_error(self) -> Iterator[None]:
@@ -426,7 +449,7 @@ class Compiled(brainstate.nn.Module):
                 self.traces[key].keep(value)
 
     def _clear_traces(self) -> None:
-        for key, trace in self.traces.items():
+        for key, trace in self._made.traces.items():
             if trace.peek() is not self._made.zeros.get(key):
                 trace.keep(jax.tree.map(jnp.zeros_like, trace.peek()))
         self._remember_zeros()
@@ -434,7 +457,7 @@ class Compiled(brainstate.nn.Module):
     def _remember_zeros(self) -> None:
         """Traces that are cleared need not be cleared again."""
         known = lambda trace: not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trace.peek()))
-        self._made.zeros = {key: trace.peek() for key, trace in self.traces.items() if known(trace)}
+        self._made.zeros = {key: trace.peek() for key, trace in self._made.traces.items() if known(trace)}
 
     def get_etrace_of(self, path: Path | str | brainstate.State) -> dict[tuple, Any]:
         """The traces of one parameter, by their names.
