@@ -48,7 +48,10 @@ class Learner(Compiled):
     Call it in place of the model inside a ``step_fn``; :meth:`etrace_grad` differentiates a whole sequence.
 
     ``reach``: 'local', or 'deep' for credit that passes from layer to layer inside a window.
-    ``vjp_method``: 'single-step', or 'multi-step' for exact reverse mode inside a :class:`MultiStepData` call.
+    ``vjp_method``: 'single-step', or 'multi-step', where every call is a window: reverse mode through the whole of
+    its steps, and what they send back to the states at its start goes on by the traces. A :class:`MultiStepData` call
+    is one window. All others (``learner(x)``, and sequences without ``chunk_size``) are windows of one step, as with
+    ``chunk_size=1``: a loss reaches the traces of all states that the step reads, other units' included.
     ``vmap``: the model describes one sample; its states have a batch axis in front and it is mapped over them.
     ``block``: steps solved together; chosen automatically and never visible in a result. ``passes``: 1 carries
     traces, 2 keeps the states of a fresh sequence and carries none; by default whichever fits.
@@ -74,7 +77,8 @@ class Learner(Compiled):
 
         Under ``brainstate.transform.grad`` the parameters' gradient is the rule's online gradient. Inputs wrapped
         in :class:`MultiStepData` are a window of steps: with ``vjp_method='multi-step'`` exact reverse mode inside,
-        traces across. Inside a ``step_fn`` this is the call that the engine traces.
+        traces across. A plain call is a window of one step then. Inside a ``step_fn`` this is the call that the engine
+        traces.
         """
         window = any(isinstance(a, MultiStepData) for a in args)
         args = tuple(a.data if isinstance(a, (SingleStepData, MultiStepData)) else a for a in args)
@@ -120,7 +124,8 @@ class Learner(Compiled):
         weights the losses; 'mean' divides by max(Σ mask, 1). ``fresh=True``: the sequence is whole, so states
         start from where they were compiled and no trace is wanted after. ``weights`` selects parameters by path.
         ``chunk_size=k`` hands windows of k steps to ``step_fn``, which wraps them in :class:`MultiStepData`: exact
-        reverse mode inside each, whatever ``vjp_method`` says, and traces across.
+        reverse mode inside each, whatever ``vjp_method`` says, and traces across. Without it, a learner with
+        ``vjp_method='multi-step'`` takes windows of one step.
         With ``return_value`` the losses follow, with ``has_aux`` the auxiliary values, stacked over time.
         """
         check_choice('loss_output', loss_output, ('per_step', 'reduced'))
@@ -456,6 +461,11 @@ class Learner(Compiled):
         )
         if self.rule.trace == 'none':
             return MemoryPlan(steps, {}, window(self.rule.window or steps), None, window(steps))
+        if self.rule.multi_step:
+            steps_alone = lambda *a: traced.sequencer.windows(*a, length=1)
+            needed = temporary(steps_alone, parameters, states, traces, inputs, weights)
+            carried = dict(zip(traced.trace_keys, map(bytes_of, traces), strict=True))
+            return MemoryPlan(steps, carried, needed, None, window(steps))
         fitting = self.rule.is_local and self.rule.trace == 'per_param'
         two = lambda *a: traced.sequencer.two_pass(*a, block=block(False))
         return MemoryPlan(

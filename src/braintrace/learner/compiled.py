@@ -98,10 +98,9 @@ class Compiled(brainstate.nn.Module):
     ):
         super().__init__(name=name)  # type: ignore[call-arg]
         check_choice('reach', reach, ('local', 'deep'))
-        self.rule = replace(rule, deep=reach == 'deep')
         check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
+        self.rule = replace(rule, deep=reach == 'deep', multi_step=vjp_method == 'multi-step')
         check_combination(self.rule, vjp_method, trace, trace_dtype)
-        self._exact_windows = vjp_method == 'multi-step' or rule.trace == 'none'
         check_block(block)
         check_trace_dtype(trace_dtype)
         self.model = model
@@ -245,7 +244,7 @@ class Compiled(brainstate.nn.Module):
     def _step_program(self, args: tuple, window: bool = False) -> tuple[Traced, Callable]:
         """The traced step of the model alone, and its compiled form with the online gradient."""
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(args))
-        exact = self.rule.trace == 'none' or (window and (self._exact_windows or self._in_chunk))
+        exact = self.rule.has_exact_windows or (window and self._in_chunk)
         key = ('step', window, exact, self._in_chunk, jax.tree.structure(args), shapes, self._state_shapes())
 
         def make() -> tuple[Traced, Callable]:
@@ -319,7 +318,7 @@ class Compiled(brainstate.nn.Module):
         return traced
 
     def _traced(self, function: Callable, example: tuple, loss: bool, rule: Rule) -> Traced:
-        whole = self._exact_windows or self._in_chunk
+        whole = rule.has_exact_windows or self._in_chunk
         given = (function, example, loss, rule, whole)
         try:
             return self._traced_now(*given)
@@ -341,6 +340,10 @@ class Compiled(brainstate.nn.Module):
             parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array, unit: Any = 1.0
         ) -> Solved:
             length = len(weights)
+            if rule.multi_step and rule.trace != 'none':
+                carried = engine.init_traces() if fresh else traces
+                alone = (parameters, states, carried, inputs, weights)
+                return traced.sequencer.windows(*alone, length=1)
             if window is not None or rule.deep:
                 given = (parameters, states, traces, inputs, weights, window or length, rule.deep)
                 return traced.sequencer.windows(*given, rule.predictor, fresh, unit)

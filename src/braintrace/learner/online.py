@@ -80,7 +80,7 @@ def made_beside(parameters: Mapping[Path, brainstate.State], make: Callable[[], 
     level = min((state.stack_level for state in parameters.values()), default=0)
     if level >= brainstate.State(None).stack_level:
         return make()
-    x64 = bool(jax.config.jax_enable_x64)
+    x64 = jnp.result_type(float) == jnp.float64  # a setting of this thread
 
     def run() -> tuple[Made, list[brainstate.State]]:
         with jax.enable_x64(x64), brainstate.catch_new_states() as new:

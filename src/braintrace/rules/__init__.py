@@ -32,6 +32,7 @@ class Rule:
     ``window``: None for traces, 0 for one exact window over the whole sequence, k for exact windows of k steps.
     ``exact_when``: where the rule's gradient is BPTT's. ``cost``: memory of what it carries and time, in B batch,
     I inputs, H units, S states of a unit, T steps. ``use``: when to take it.
+    ``multi_step``: every call is an exact window, of one step if it is not given more.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Rule:
     use: str = ''
     deep: bool = False
     seed: int = 0
+    multi_step: bool = False
 
     @property
     def scheme(self) -> Scheme:
@@ -59,6 +61,11 @@ class Rule:
         align = self.feedback.align if self.feedback else None
         signal = 'symmetric' if self.signal == 'bootstrapped' else self.signal
         return Scheme(self.decay, leak, self.kappa, signal, self.feedback, align)
+
+    @property
+    def has_exact_windows(self) -> bool:
+        """True if reverse mode goes through the whole of every step, and not along kept paths only."""
+        return self.multi_step or self.trace == 'none'
 
     @property
     def is_local(self) -> bool:
