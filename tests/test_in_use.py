@@ -1,5 +1,7 @@
 """Learners as programs use them: inside jit, beside one another, copied."""
 
+import copy
+
 import brainstate
 import braintools
 import jax
@@ -242,3 +244,85 @@ def test_an_optimizer_that_starts_from_the_weights_is_made_before_jit(xs, ys):
     whole = compiled(xs)
     steps_eagerly(whole, optax.contrib.schedule_free_sgd(0.01), xs, ys)
     assert_close(weights_of(learner), weights_of(whole))
+
+
+# ---------------------------------------------------------------- copies
+
+
+def held(learner):
+    """Weights, states and traces."""
+    traces = {key: trace.value for key, trace in learner.traces.items()}
+    return {path: state.value for path, state in learner.model.states().items()}, traces
+
+
+def gradients_of(learner, xs, **options):
+    """Gradients by sequence and by plain calls, both of which go on from the learner's states."""
+    step_fn = lambda x: jnp.mean(learner(x) ** 2)
+    along = learner.etrace_grad(xs, step_fn=step_fn, **options)
+    one = parameter_gradient(learner, lambda: step_fn(xs[0]))
+    return along, dict(one)
+
+
+def doubled(learner):
+    for state in learner.param_states.values():
+        state.value = jax.tree.map(lambda x: 2 * x, state.value)
+
+
+@pytest.mark.parametrize(('rule', 'options'), [('d_rtrl', {}), ('pp_prop', {}), ('d_rtrl', {'vmap': True})])
+def test_a_deep_copy_is_a_learner_of_its_own(xs, rule, options):
+    brainstate.random.seed(0)
+    example = xs[0, 0] if options else xs[0]
+    learner = braintrace.compile(Net(), rule, example, batch_size=B, seed=0, **options)
+    gradients_of(learner, xs[:2])  # there are states, traces and programs to copy
+    for first, second in ((0, 1), (1, 0)):
+        pair = learner, copy.deepcopy(learner)
+        mine, other = pair[first], pair[second]
+        assert_close(held(mine), held(other))
+
+        before = held(other)
+        doubled(mine)
+        changed = gradients_of(mine, xs[2:])
+        assert_close(held(other), before)
+        unchanged = gradients_of(other, xs[2:])
+        with pytest.raises(AssertionError):
+            assert_close(changed, unchanged)
+
+        doubled(other)
+        for part in pair:
+            part.reset_state()
+        assert_close(*(gradients_of(part, xs) for part in pair))
+
+
+def test_a_copy_has_the_gradients_of_its_own_weights(xs):
+    learner = compiled(xs)
+    gradients_of(learner, xs)
+    copied = copy.deepcopy(learner)
+    doubled(copied)
+    brainstate.random.seed(0)
+    twice = compiled(xs)
+    doubled(twice)
+    assert_close(gradients_of(copied, xs, fresh=True), gradients_of(twice, xs, fresh=True))
+    brainstate.random.seed(0)
+    assert_close(gradients_of(learner, xs, fresh=True), gradients_of(compiled(xs), xs, fresh=True))
+
+
+def test_a_copy_goes_on_with_its_own_optimizer_state(xs, ys):
+    learner, optimizer = compiled(xs), optax.adam(0.01)
+    steps_eagerly(learner, optimizer, xs[:2], ys[:2])
+    copied = copy.deepcopy(learner)
+    steps_eagerly(copied, optimizer, xs[2:], ys[2:])
+    (mine,), (theirs,) = (part.optimizer_states(optimizer).values() for part in (learner, copied))
+    assert int(mine.value[0].count) == 2
+    assert int(theirs.value[0].count) == T
+    whole = compiled(xs)
+    steps_eagerly(whole, optax.adam(0.01), xs, ys)
+    assert_close(weights_of(copied), weights_of(whole))
+
+
+def test_a_learner_may_be_copied_before_it_is_compiled(xs):
+    model = Net()
+    brainstate.nn.init_all_states(model, batch_size=B)
+    copied = copy.deepcopy(braintrace.D_RTRL(model))
+    copied.compile_graph(xs[0])
+    doubled(copied)
+    assert_close(copied(xs[0]), copied.model.readout(copied.hidden_states['cell', 'h'].value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -127,6 +128,21 @@ class Compiled(brainstate.nn.Module):
         self._in_chunk = False
         self._updates = 0
         self._modulators = 0
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        """A learner of its own on a copy of the model: weights, states, traces, optax states."""
+        copied = super().__deepcopy__(memo)  # copies the states of the tree and shares all else
+        # Programs, and the graph, hold the states of the model that they were made of.
+        copied.executor = ETraceGraphExecutor(copied.model, copied._call if copied.vmap else None)
+        if copied._example:
+            copied.executor.compile_graph(*copied._example)
+        optimizers = {key: copy.deepcopy(state.value) for key, state in self._made.optimizers.items()}
+        copied._made = _Made(
+            optimizers={key: brainstate.ShortTermState(value) for key, value in optimizers.items()},
+            owners=dict(self._made.owners),
+            traces=dict(copied.traces),
+        )
+        return copied
 
     # ------------------------------------------------------------ compiling
 

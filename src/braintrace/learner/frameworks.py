@@ -90,6 +90,17 @@ class Following(Learner):
     _seen: list[Any] | None = None
     _given: dict[Path, Any] | None = None
 
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        if self.model.pure.keeps_state:
+            raise CompilationError(
+                three_parts(
+                    f'a copy of the learner of {self.model.pure.name}',
+                    'it follows the module it was given, and its copy would follow the same one',
+                    'braintrace.compile(nnx.clone(module), ...), a learner of a copied module',
+                )
+            )
+        return super().__deepcopy__(memo)
+
     # ------------------------------------------------------------ the user's model
 
     @property
