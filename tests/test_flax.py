@@ -1,5 +1,6 @@
 """Flax NNX modules, unmodified: gradients beside those of nnx.grad over a loop, and training in its own idiom."""
 
+import copy
 import os
 
 import jax
@@ -291,6 +292,12 @@ def test_bad_modules(name):
     model, options = make()
     with pytest.raises((bt.CompilationError, ValueError), match=why):
         bt.compile(model, 'd_rtrl', XS[0], **options)
+
+
+def test_a_learner_that_follows_its_module_is_not_copied():
+    learner = bt.compile(CELLS['simple'](), 'd_rtrl', XS[0])
+    with pytest.raises(bt.CompilationError, match=r'nnx\.clone'):
+        copy.deepcopy(learner)
 
 
 def test_optimisers_of_flax_stay_outside():

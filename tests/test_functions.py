@@ -1,5 +1,6 @@
 """Plain functions `step(params, state, *inputs) -> (state, out)`."""
 
+import copy
 import os
 from typing import NamedTuple
 
@@ -214,6 +215,23 @@ def test_every_rule_as_for_a_module(rule):
     got, want = (learner.etrace_grad(XS, step_fn=squared(learner)) for learner in (mine, module))
     close(got, {path[0]: gradient for path, gradient in want.items()})
     assert type(mine).__mro__[2] is type(module)
+
+
+def test_a_copy_has_weights_and_states_of_its_own():
+    step, params, h = make('rnn')
+    learner = bt.compile(step, 'd_rtrl', params, h, X)
+    gradients = lambda learner: learner.etrace_grad(XS, step_fn=squared(learner))
+    gradients(learner)
+    copied = copy.deepcopy(learner)
+    twice = jax.tree.map(lambda x: 2 * x, params)
+    copied.params, copied.state = twice, h
+    copied.reset_state()
+    fresh = bt.compile(step, 'd_rtrl', twice, h, X)
+    close(gradients(copied), gradients(fresh))
+    close(learner.params, params)
+    again = bt.compile(step, 'd_rtrl', params, h, X)
+    gradients(again)
+    close(gradients(learner), gradients(again))
 
 
 @pytest.mark.parametrize('name', ['lstm', 'lif', 'stack'] if ALL else ['lif'])

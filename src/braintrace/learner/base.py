@@ -49,7 +49,10 @@ class Learner(Compiled):
     Call it in place of the model inside a ``step_fn``; :meth:`etrace_grad` differentiates a whole sequence.
 
     ``reach``: 'local', or 'deep' for credit that passes from layer to layer inside a window.
-    ``vjp_method``: 'single-step', or 'multi-step' for exact reverse mode inside a :class:`MultiStepData` call.
+    ``vjp_method``: 'single-step', or 'multi-step', where every call is a window: reverse mode through the whole of
+    its steps, and what they send back to the states at its start goes on by the traces. A :class:`MultiStepData` call
+    is one window. All others (``learner(x)``, and sequences without ``chunk_size``) are windows of one step, as with
+    ``chunk_size=1``: a loss reaches the traces of all states that the step reads, other units' included.
     ``vmap``: the model describes one sample; its states have a batch axis in front and it is mapped over them.
     ``block``: steps solved together; chosen automatically and never visible in a result. ``passes``: 1 carries
     traces, 2 keeps the states of a fresh sequence and carries none; by default whichever fits.
@@ -75,7 +78,8 @@ class Learner(Compiled):
 
         Under ``brainstate.transform.grad`` the parameters' gradient is the rule's online gradient. Inputs wrapped
         in :class:`MultiStepData` are a window of steps: with ``vjp_method='multi-step'`` exact reverse mode inside,
-        traces across. Inside a ``step_fn`` this is the call that the engine traces.
+        traces across. A plain call is a window of one step then. Inside a ``step_fn`` this is the call that the engine
+        traces.
         """
         window = any(isinstance(a, MultiStepData) for a in args)
         args = tuple(a.data if isinstance(a, (SingleStepData, MultiStepData)) else a for a in args)
@@ -121,7 +125,8 @@ class Learner(Compiled):
         weights the losses; 'mean' divides by max(Σ mask, 1). ``fresh=True``: the sequence is whole, so states
         start from where they were compiled and no trace is wanted after. ``weights`` selects parameters by path.
         ``chunk_size=k`` hands windows of k steps to ``step_fn``, which wraps them in :class:`MultiStepData`: exact
-        reverse mode inside each, whatever ``vjp_method`` says, and traces across.
+        reverse mode inside each, whatever ``vjp_method`` says, and traces across. Without it, a learner with
+        ``vjp_method='multi-step'`` takes windows of one step.
         With ``return_value`` the losses follow, with ``has_aux`` the auxiliary values, stacked over time.
         """
         check_choice('loss_output', loss_output, ('per_step', 'reduced'))
@@ -163,36 +168,34 @@ class Learner(Compiled):
         count = length // size
         cotangents, _ = loss_weights(mask, count, 'windows', reduction)
         key = ('chunks', step_fn, size, has_aux, self._state_shapes(), *self._held())
-        if key not in self._made.programs:
-            parameters = module_states(self.model, brainstate.ParamState)
+        parameters = module_states(self.model, brainstate.ParamState)
 
-            def one(total: Any, xs: tuple) -> tuple:
-                chunk, weight = xs
+        def one(total: Any, xs: tuple) -> tuple:
+            chunk, weight = xs
 
-                def loss() -> tuple:
-                    before = self._updates
-                    result = step_fn(*chunk)
-                    if self._updates == before:
-                        raise never_called()
-                    value, aux = result if has_aux else (result, None)
-                    return jnp.where(weight == 0, 0.0, value) * weight, (value, aux)
+            def loss() -> tuple:
+                before = self._updates
+                result = step_fn(*chunk)
+                if self._updates == before:
+                    raise never_called()
+                value, aux = result if has_aux else (result, None)
+                return jnp.where(weight == 0, 0.0, value) * weight, (value, aux)
 
-                grads, (value, aux) = brainstate.transform.grad(loss, parameters, has_aux=True)()
-                grads = jax.tree.map(lambda t, g: t + jnp.where(weight == 0, 0, g), total, dict(grads))
-                return grads, (value, aux)
+            grads, (value, aux) = brainstate.transform.grad(loss, parameters, has_aux=True)()
+            grads = jax.tree.map(lambda t, g: t + jnp.where(weight == 0, 0, g), total, dict(grads))
+            return grads, (value, aux)
 
-            def run(chunks: tuple, cotangents: jax.Array) -> tuple:
-                zero = {path: jax.tree.map(jnp.zeros_like, s.value) for path, s in parameters.items()}
-                return brainstate.transform.scan(one, zero, (chunks, cotangents))
+        def run(chunks: tuple, cotangents: jax.Array) -> tuple:
+            zero = {path: jax.tree.map(jnp.zeros_like, s.value) for path, s in parameters.items()}
+            return brainstate.transform.scan(one, zero, (chunks, cotangents))
 
-            self._made.keep(key, None, brainstate.transform.jit(run))
         chunks = jax.tree.map(lambda x: jnp.asarray(x).reshape(count, size, *jnp.shape(x)[1:]), sequences)
         with self._undone_on_error():
             self._in_chunk = True
             try:
                 if fresh:
                     self.reset_state()
-                gradients, (losses, aux) = self._made.programs[key][1](chunks, cotangents)
+                gradients, (losses, aux) = self._loop(key, run)(chunks, cotangents)
             finally:
                 self._in_chunk = False
             if self.check_finite:
@@ -315,12 +318,10 @@ class Learner(Compiled):
             return solved.losses, finite
 
         key = ('online', traced, optimizer, update_every, *self._held())
-        if key not in self._made.programs:
-            loop = brainstate.transform.jit(lambda xs, w: brainstate.transform.for_loop(one, xs, w))
-            self._made.keep(key, traced, loop)
+        loop = self._loop(key, lambda xs, w: brainstate.transform.for_loop(one, xs, w))
         windows = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, update_every, *jnp.shape(x)[1:]), sequences)
         with self._undone_on_error(optimizer):
-            losses, finite = self._made.programs[key][1](windows, mask.reshape(-1, update_every))
+            losses, finite = loop(windows, mask.reshape(-1, update_every))
             if self.check_finite:
                 marks = {name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()}
                 check_finite_values(losses.reshape(-1), mask, marks, 'step')
@@ -334,6 +335,7 @@ class Learner(Compiled):
         check_paths('gradients', gradients, self.param_states)
         move = apply_by(check_optimizer(optimizer), self.param_states, self._made.optimizers)
         key = ('apply', optimizer, *self.param_states.values())
+        # It closes over states alone, so a trace around it does not matter.
         if key not in self._made.programs:
             self._made.keep(key, None, brainstate.transform.jit(lambda g: move(g, jnp.asarray(True))))
         still = {path: state.value for path, state in self.param_states.items() if path not in gradients}
@@ -356,16 +358,14 @@ class Learner(Compiled):
         """
         length_of(sequences, step_fn)
         key = ('evaluate', step_fn, self._state_shapes(), *self._held())
-        if key not in self._made.programs:
-            run = lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs)
-            self._made.keep(key, None, brainstate.transform.jit(run))
+        run = self._loop(key, lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs))
         self._tracing = self._deaf = True
         try:
             with self.unmoved():
                 for path, state in module_states(self.model).items():
                     if path in self._start:
                         state.value = self._start[path].value
-                return self._made.programs[key][1](*sequences)
+                return run(*sequences)
         finally:
             self._tracing = self._deaf = False
 
@@ -463,6 +463,11 @@ class Learner(Compiled):
         )
         if self.rule.trace == 'none':
             return MemoryPlan(steps, {}, window(self.rule.window or steps), None, window(steps))
+        if self.rule.multi_step:
+            steps_alone = lambda *a: traced.sequencer.windows(*a, length=1)
+            needed = temporary(steps_alone, parameters, states, traces, inputs, weights)
+            carried = dict(zip(traced.trace_keys, map(bytes_of, traces), strict=True))
+            return MemoryPlan(steps, carried, needed, None, window(steps))
         fitting = self.rule.is_local and self.rule.trace == 'per_param'
         two = lambda *a: traced.sequencer.two_pass(*a, block=block(False))
         return MemoryPlan(

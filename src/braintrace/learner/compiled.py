@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import brainstate
@@ -36,8 +37,8 @@ from .arguments import (
 )
 from .check import size_text
 from .data import EligibilityTrace, Standing, StartValue
-from .online import online_step
-from .traced import Traced, shapes_of
+from .online import made_beside, online_step
+from .traced import Traced, in_trace, shapes_of
 
 _MOST_PROGRAMS = 16
 
@@ -45,13 +46,15 @@ _MOST_PROGRAMS = 16
 @dataclass
 class _Made:
     """What is no part of the module's tree: programs, states of optax transformations, the zeros traces start from,
-    whose trace holds the states' side of another, and what rules that are compared read."""
+    whose trace holds the states' side of another, what rules that are compared read, and every trace there ever was.
+    """
 
-    programs: dict[tuple, tuple]
-    optimizers: dict[Any, brainstate.State]
-    zeros: dict[tuple, Any]
-    owners: dict[tuple, tuple]
-    compared: dict[Rule, Standing | None]
+    programs: dict[tuple, tuple] = field(default_factory=dict)
+    optimizers: dict[Any, brainstate.State] = field(default_factory=dict)
+    zeros: dict[tuple, Any] = field(default_factory=dict)
+    owners: dict[tuple, tuple] = field(default_factory=dict)
+    compared: dict[Rule, Standing | None] = field(default_factory=dict)
+    traces: dict[tuple, EligibilityTrace] = field(default_factory=dict)
 
     def keep(self, key: tuple, *program: Any) -> None:
         """Keep a program; the oldest goes where there are too many."""
@@ -66,6 +69,15 @@ class _OtherShape(Exception):
     def __init__(self, shape: tuple[int, ...]):
         super().__init__(shape)
         self.shape = shape
+
+
+def _may_differ_from_zero(trace: EligibilityTrace) -> bool:
+    """False for a trace that is known to be zero; inside a trace its value may be unknown."""
+    leaves = jax.tree.leaves(trace.look())
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return True
+    with jax.ensure_compile_time_eval():
+        return any(bool(jnp.any(x != 0)) for x in leaves)
 
 
 class Compiled(brainstate.nn.Module):
@@ -89,10 +101,9 @@ class Compiled(brainstate.nn.Module):
     ):
         super().__init__(name=name)  # type: ignore[call-arg]
         check_choice('reach', reach, ('local', 'deep'))
-        self.rule = replace(rule, deep=reach == 'deep')
         check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
+        self.rule = replace(rule, deep=reach == 'deep', multi_step=vjp_method == 'multi-step')
         check_combination(self.rule, vjp_method, trace, trace_dtype)
-        self._exact_windows = vjp_method == 'multi-step' or rule.trace == 'none'
         check_block(block)
         check_trace_dtype(trace_dtype)
         self.model = model
@@ -113,12 +124,27 @@ class Compiled(brainstate.nn.Module):
         self._example: tuple = ()
         self.standing = self._stand(rule)
         self._start: dict[Path, StartValue] = {}
-        self._made = _Made({}, {}, {}, {}, {})
+        self._made = _Made()
         self._tracing = False
         self._deaf = False
         self._in_chunk = False
         self._updates = 0
         self._modulators = 0
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        """A learner of its own on a copy of the model: weights, states, traces, optax states."""
+        copied = super().__deepcopy__(memo)  # copies the states of the tree and shares all else
+        # Programs, and the graph, hold the states of the model that they were made of.
+        copied.executor = ETraceGraphExecutor(copied.model, copied._call if copied.vmap else None)
+        if copied._example:
+            copied.executor.compile_graph(*copied._example)
+        optimizers = {key: copy.deepcopy(state.value) for key, state in self._made.optimizers.items()}
+        copied._made = _Made(
+            optimizers={key: brainstate.ShortTermState(value) for key, value in optimizers.items()},
+            owners=dict(self._made.owners),
+            traces=dict(copied.traces),
+        )
+        return copied
 
     # ------------------------------------------------------------ compiling
 
@@ -237,15 +263,43 @@ class Compiled(brainstate.nn.Module):
     def _step_program(self, args: tuple, window: bool = False) -> tuple[Traced, Callable]:
         """The traced step of the model alone, and its compiled form with the online gradient."""
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(args))
-        exact = self.rule.trace == 'none' or (window and (self._exact_windows or self._in_chunk))
+        exact = self.rule.has_exact_windows or (window and self._in_chunk)
         key = ('step', window, exact, self._in_chunk, jax.tree.structure(args), shapes, self._state_shapes())
-        if key not in self._made.programs:
+
+        def make() -> tuple[Traced, Callable]:
             self.graph  # noqa: B018 - refuses a learner that was not compiled
             first = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
             example = jax.tree.map(first, args) if window else args
             traced = self._traced(self._call, example, False, self.rule)
-            self._made.keep(key, traced, jax.jit(online_step(traced, window, exact, self.rule.predictor)))
+            step = online_step(traced, window, exact, self.rule.predictor)
+            return traced, jax.jit(step)
+
+        return self._kept(key, make)
+
+    def _kept(
+        self,
+        key: tuple,
+        make: Callable[[], tuple[Traced, Callable]],
+    ) -> tuple[Traced, Callable]:
+        """A traced step and its program, made once unless it closes over a trace around it."""
+        if key not in self._made.programs:
+            traced, program = make()
+            if not traced.is_reusable:
+                return traced, program
+            self._made.keep(key, traced, program)
         return self._made.programs[key]
+
+    def _loop(self, key: tuple, run: Callable) -> Callable:
+        """A compiled loop of brainstate, made once.
+
+        Inside a trace it may close over values of that trace, so there it is not kept.
+        """
+        if key not in self._made.programs:
+            loop = brainstate.transform.jit(run)
+            if in_trace():
+                return loop
+            self._made.keep(key, None, loop)
+        return self._made.programs[key][1]
 
     # ------------------------------------------------------------ programs
 
@@ -257,12 +311,14 @@ class Compiled(brainstate.nn.Module):
         leaves, structure = jax.tree.flatten(shapes)
         sizes = tuple((x.shape, x.dtype) for x in leaves)
         key = (step_fn, structure, sizes, fresh, rule, evolve, self._state_shapes(), id(self.standing))
-        if key not in self._made.programs:
+
+        def make() -> tuple[Traced, Callable]:
             example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
             traced = self._trace(step_fn, example, rule, not evolve)
             run = self._evolution(traced) if evolve else self._solver(traced, fresh, rule)
-            self._made.keep(key, traced, jax.jit(run, donate_argnums=2))
-        return self._made.programs[key]
+            return traced, jax.jit(run, donate_argnums=2)
+
+        return self._kept(key, make)
 
     def _state_shapes(self) -> tuple:
         parameters, hidden = self.param_states.values(), self.hidden_states.values()
@@ -281,7 +337,7 @@ class Compiled(brainstate.nn.Module):
         return traced
 
     def _traced(self, function: Callable, example: tuple, loss: bool, rule: Rule) -> Traced:
-        whole = self._exact_windows or self._in_chunk
+        whole = rule.has_exact_windows or self._in_chunk
         given = (function, example, loss, rule, whole)
         try:
             return self._traced_now(*given)
@@ -303,6 +359,10 @@ class Compiled(brainstate.nn.Module):
             parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array, unit: Any = 1.0
         ) -> Solved:
             length = len(weights)
+            if rule.multi_step and rule.trace != 'none':
+                carried = engine.init_traces() if fresh else traces
+                alone = (parameters, states, carried, inputs, weights)
+                return traced.sequencer.windows(*alone, length=1)
             if window is not None or rule.deep:
                 given = (parameters, states, traces, inputs, weights, window or length, rule.deep)
                 return traced.sequencer.windows(*given, rule.predictor, fresh, unit)
@@ -353,8 +413,8 @@ class Compiled(brainstate.nn.Module):
     def _prepare_traces(self, traced: Traced) -> None:
         """Zero traces of a step, unless there are traces like them already."""
         keys, shapes = traced.trace_keys, traced.trace_shapes
-        if self.rule.trace != 'none' and shapes != {key: shapes_of(trace.peek()) for key, trace in self.traces.items()}:
-            if any(bool(jnp.any(x != 0)) for t in self.traces.values() for x in jax.tree.leaves(t.peek())):
+        if self.rule.trace != 'none' and shapes != {key: shapes_of(trace.look()) for key, trace in self.traces.items()}:
+            if any(map(_may_differ_from_zero, self.traces.values())):
                 raise CompilationError(
                     three_parts(
                         'a step_fn whose traces differ from those carried so far',
@@ -363,9 +423,21 @@ class Compiled(brainstate.nn.Module):
                     )
                 )
             self._check_size(traced)
-            self.traces = dict(zip(keys, map(EligibilityTrace, traced.engine.init_traces()), strict=True))
+            made_beside(self.param_states, lambda: self._renew_traces(traced))
+            self.traces = {key: self._made.traces[key] for key in keys}
             self._made.owners = {key: keys[n] for key, n in zip(keys, traced.engine.owner, strict=True)}
             self._remember_zeros()
+
+    def _renew_traces(self, traced: Traced) -> None:
+        """Zeros in the traces of a step.
+
+        A function that was jitted earlier holds the traces of then, so these are used again.
+        """
+        for key, zeros in zip(traced.trace_keys, traced.engine.init_traces(), strict=True):
+            if key in self._made.traces:
+                self._made.traces[key].keep(zeros)
+            else:
+                self._made.traces[key] = EligibilityTrace(zeros)
 
     @contextlib.contextmanager
     def unmoved(self) -> Iterator[None]:
@@ -416,7 +488,7 @@ class Compiled(brainstate.nn.Module):
                 self.traces[key].keep(value)
 
     def _clear_traces(self) -> None:
-        for key, trace in self.traces.items():
+        for key, trace in self._made.traces.items():
             if trace.peek() is not self._made.zeros.get(key):
                 trace.keep(jax.tree.map(jnp.zeros_like, trace.peek()))
         self._remember_zeros()
@@ -424,7 +496,7 @@ class Compiled(brainstate.nn.Module):
     def _remember_zeros(self) -> None:
         """Traces that are cleared need not be cleared again."""
         known = lambda trace: not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trace.peek()))
-        self._made.zeros = {key: trace.peek() for key, trace in self.traces.items() if known(trace)}
+        self._made.zeros = {key: trace.peek() for key, trace in self._made.traces.items() if known(trace)}
 
     def get_etrace_of(self, path: Path | str | brainstate.State) -> dict[tuple, Any]:
         """The traces of one parameter, by their names.
@@ -432,19 +504,33 @@ class Compiled(brainstate.nn.Module):
         A name holds parameters, operation and hidden states; a trace is one array for each of these states that it
         is carried on, by number. pp_prop's traces are :class:`FactorTrace` of an input and such arrays.
         """
-        path = (path,) if isinstance(path, str) else path
-        if not isinstance(path, brainstate.State) and tuple(path) not in self.param_states:
-            names = ', '.join(map(repr, self.param_states))
-            raise ValueError(
-                three_parts(f'get_etrace_of({path!r})', 'the model has no such parameter', f'one of {names}')
-            )
-        if isinstance(path, brainstate.State):
-            path = next(p for p, s in self.param_states.items() if s is path)
+        path = self._path_of_parameter(path)
         start = '.'.join(map(str, path))
         mine = lambda names: any(n == start or n.startswith(start + '.') for n in names)
         found = {key: trace.value for key, trace in self.traces.items() if mine(key[0])}
         shared = {key: owner for key, owner in self._made.owners.items() if key in found and owner != key}
         return found | {key: found[key]._replace(f=self.traces[owner].value.f) for key, owner in shared.items()}
+
+    def _path_of_parameter(self, given: Any) -> Path:
+        """The path of a parameter, from its path, its name or its state."""
+        parameters = self.param_states
+        if isinstance(given, brainstate.State):
+            found = [path for path, state in parameters.items() if state is given]
+            shown = f'a {type(given).__name__}'  # its own text would show its arrays
+        else:
+            path = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+            is_path = all(isinstance(key, (str, int)) for key in path)
+            found = [path] if is_path and path in parameters else []
+            shown = repr(given)
+        if not found:
+            raise ValueError(
+                three_parts(
+                    f'get_etrace_of({shown})',
+                    'the model has no such parameter',
+                    f'one of {", ".join(map(repr, parameters))}, or its state',
+                )
+            )
+        return found[0]
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Start afresh: the model's states as they were compiled, traces zero.

@@ -39,6 +39,10 @@ class EligibilityTrace(brainstate.ShortTermState):
         self.value = value
         self._seen = False
 
+    def look(self) -> Any:
+        """The trace as it is; a trace around does not count this as reading it."""
+        return self._read_value()
+
     def peek(self) -> Any:
         """The trace, for a look at its shapes."""
         return _VALUE.fget(self)

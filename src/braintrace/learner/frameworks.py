@@ -19,6 +19,7 @@ from ..program import Path
 from ..program.step import path_name
 from .arguments import check_aux, check_choice, check_finite_values, results
 from .base import Learner
+from .traced import in_trace
 
 
 class Adapter(brainstate.nn.Module):
@@ -89,6 +90,17 @@ class Following(Learner):
     _seen: list[Any] | None = None
     _given: dict[Path, Any] | None = None
 
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        if self.model.pure.keeps_state:
+            raise CompilationError(
+                three_parts(
+                    f'a copy of the learner of {self.model.pure.name}',
+                    'it follows the module it was given, and its copy would follow the same one',
+                    'braintrace.compile(nnx.clone(module), ...), a learner of a copied module',
+                )
+            )
+        return super().__deepcopy__(memo)
+
     # ------------------------------------------------------------ the user's model
 
     @property
@@ -125,7 +137,7 @@ class Following(Learner):
             except brainstate.TraceContextError as error:
                 raise _inside_a_transformation() from error
             return
-        if _in_jit():
+        if in_trace():
             raise _inside_a_transformation()
         self._pull()
         states = [*self.model.weights, *self.model.kept]
@@ -229,7 +241,7 @@ class Following(Learner):
             traced, solved, cotangents = self._solve(sequences, step_fn, mask, reduction, True, self.rule)
         finally:
             self._given = None
-            if _in_jit():
+            if in_trace():
                 self._made.programs = known
         check_aux(traced.info.out_tree, has_aux)
         if self.check_finite:
@@ -315,10 +327,6 @@ def _assign(states: Sequence[brainstate.State], values: Sequence[Any]) -> None:
     for state, value in zip(states, values, strict=True):
         if value is not None and value is not state.value:
             state.value = value
-
-
-def _in_jit() -> bool:
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _inside_a_transformation() -> CompilationError:

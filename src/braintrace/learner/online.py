@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import brainstate
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 
 from ..compat import is_var
 from ..engine.plan import Values
+from ..errors import CompilationError, three_parts
 from ..program import Path
 from ..rules import SyntheticGradient
 from .traced import Traced
@@ -66,6 +68,44 @@ def _no_tangent(tree: Any) -> Any:
     return jax.tree.map(zero, tree)
 
 
+Made = TypeVar('Made')
+
+
+def made_beside(parameters: Mapping[Path, brainstate.State], make: Callable[[], Made]) -> Made:
+    """What ``make`` gives; the states that it creates live as long as the parameters.
+
+    A state that is created inside a trace ends with it, so a compiled program would start from
+    its first value at every call. Traces belong to a thread: another thread is outside of them.
+    """
+    level = min((state.stack_level for state in parameters.values()), default=0)
+    if level >= brainstate.State(None).stack_level:
+        return make()
+    x64 = jnp.result_type(float) == jnp.float64  # a setting of this thread
+
+    def run() -> tuple[Made, list[brainstate.State]]:
+        with jax.enable_x64(x64), brainstate.catch_new_states() as new:
+            made = make()
+            states = list(new.states)
+            if any(isinstance(x, jax.core.Tracer) for s in states for x in jax.tree.leaves(s.value)):
+                raise jax.errors.UnexpectedTracerError('a state starts from a traced value')
+            return made, states
+
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            made, states = thread.submit(run).result()
+    except jax.errors.UnexpectedTracerError as error:
+        raise CompilationError(
+            three_parts(
+                'the first use of an optimiser inside jit',
+                'its state starts from the values of the weights, which are not known while a program is traced',
+                'learner.optimizer_states(optimizer), which creates that state, before the call of the jitted function',
+            )
+        ) from error
+    for state in states:
+        state.stack_level = level
+    return made
+
+
 def apply_by(
     optimizer: Any, parameters: dict[Path, brainstate.State], held: dict[Any, brainstate.State]
 ) -> Callable[[dict, jax.Array], None]:
@@ -75,14 +115,17 @@ def apply_by(
     loops carry it. Where ``wanted`` is false, neither parameters nor optimiser move.
     """
     if hasattr(optimizer, 'register_trainable_weights'):
-        if not optimizer.param_states:
-            optimizer.register_trainable_weights(parameters)
+        unregistered = getattr(optimizer, 'opt_state', optimizer) is None
+        if not optimizer.param_states or unregistered:
+            register = lambda: optimizer.register_trainable_weights(parameters)
+            made_beside(parameters, register)
         states = list(brainstate.graph.states(optimizer).values())
         update = optimizer.update
     else:
-        values = {path: state.value for path, state in parameters.items()}
         if optimizer not in held:
-            held[optimizer] = brainstate.ShortTermState(optimizer.init(values))
+            values = {path: state.value for path, state in parameters.items()}
+            make = lambda: brainstate.ShortTermState(optimizer.init(values))
+            held[optimizer] = made_beside(parameters, make)
         memory = held[optimizer]
         states = [memory]
 

@@ -81,6 +81,7 @@ class EProp(Learner):
     ``feedback``: 'symmetric' sends it back by the read-out's own weights, 'random' by fixed random ones, 'adaptive' by
     random ones whose distance to the read-out's, wherever that goes, shrinks with every call; or a
     :class:`FixedRandomFeedback`. What lies between layers goes back by its own weights.
+    ``kappa_filter_decay``: the filter's κ; None and 0.0 mean no filter.
     ``random_feedback_key``: a whole number or a key of JAX.
     """
 

@@ -93,6 +93,11 @@ class Traced:
         return any(self.trace(p.path) for p in facts.program.parameters if grads & facts.bit[p.invar])
 
     @property
+    def is_reusable(self) -> bool:
+        """False if the step closes over values of a trace around it, and ends with that trace."""
+        return not any(isinstance(x, jax.core.Tracer) for x in self.info.closed_jaxpr.consts)
+
+    @property
     def trace_keys(self) -> list[tuple]:
         """A name for every trace: parameters, operation, group, and how many like it came before."""
         keys: list[tuple] = []
@@ -177,6 +182,11 @@ class Traced:
         """Outputs of several steps from values by variable, time first; constants repeated."""
         repeated = lambda v: jnp.broadcast_to(jnp.asarray(v.val, v.aval.dtype), (length, *v.aval.shape))
         return self.outputs([values[v] if is_var(v) else repeated(v) for v in self.plan.program.outputs])
+
+
+def in_trace() -> bool:
+    """True inside jit and the like, where new arrays are tracers."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def shapes_of(tree: Any) -> list[tuple]:

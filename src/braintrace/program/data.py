@@ -10,6 +10,7 @@ import jax
 from ..errors import three_parts
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SingleStepData:
     """Inputs of one time step."""
@@ -17,6 +18,7 @@ class SingleStepData:
     data: Any
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MultiStepData:
     """Inputs of several time steps, time first."""

@@ -32,6 +32,7 @@ class Rule:
     ``window``: None for traces, 0 for one exact window over the whole sequence, k for exact windows of k steps.
     ``exact_when``: where the rule's gradient is BPTT's. ``cost``: memory of what it carries and time, in B batch,
     I inputs, H units, S states of a unit, T steps. ``use``: when to take it.
+    ``multi_step``: every call is an exact window, of one step if it is not given more.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Rule:
     use: str = ''
     deep: bool = False
     seed: int = 0
+    multi_step: bool = False
 
     @property
     def scheme(self) -> Scheme:
@@ -59,6 +61,11 @@ class Rule:
         align = self.feedback.align if self.feedback else None
         signal = 'symmetric' if self.signal == 'bootstrapped' else self.signal
         return Scheme(self.decay, leak, self.kappa, signal, self.feedback, align)
+
+    @property
+    def has_exact_windows(self) -> bool:
+        """True if reverse mode goes through the whole of every step, and not along kept paths only."""
+        return self.multi_step or self.trace == 'none'
 
     @property
     def is_local(self) -> bool:
@@ -209,6 +216,7 @@ class ETraceConfig:
     """A learning rule put together from its parts.
 
     ``decay``: of factorised traces (a decay, a rank, or a pair) or the number of a scalar leak.
+    ``kappa=0.0`` means no filter: it is the same configuration as one with ``trace_filter='none'``.
     """
 
     trace_factorization: str = 'per_param'
@@ -230,6 +238,9 @@ class ETraceConfig:
                         f'{part}={getattr(self, part)!r}', 'there is no such part', f'one of {", ".join(allowed)}'
                     )
                 )
+        if self.kappa is not None and as_decay('kappa', self.kappa) == 0:
+            object.__setattr__(self, 'trace_filter', 'none')
+            object.__setattr__(self, 'kappa', None)
         for wrong, reason, instead in self._contradictions():
             if wrong:
                 raise ValueError(three_parts(self.name, reason, instead))
@@ -371,7 +382,10 @@ def _feedback(value: str | FixedRandomFeedback, key: Any) -> FixedRandomFeedback
 
 def _kappa(value: float | KappaFilter | None) -> float | None:
     value = value.kappa if isinstance(value, KappaFilter) else value
-    return None if value is None else as_decay('kappa_filter_decay', value)
+    if value is None:
+        return None
+    # A filter with κ = 0 changes nothing and would only double the traces.
+    return as_decay('kappa_filter_decay', value) or None
 
 
 def _written(given: dict[str, Any]) -> str:
