@@ -20,12 +20,24 @@ class DiagnosticKind(enum.StrEnum):
     UNUSED_STATE = 'unused_state'
 
 
+CUTS = (DiagnosticKind.CUT, DiagnosticKind.OTHER_STATE)
+"""Where local traces lose credit; rules without them do not."""
+
+
 class DiagnosticLevel(enum.IntEnum):
     """How much a record matters: for information, an approximation, a loss of credit."""
 
     INFO = 10
     NOTICE = 20
     WARNING = 30
+
+
+LEVELS = {
+    'none': DiagnosticLevel.WARNING,
+    'one step': DiagnosticLevel.NOTICE,
+    'instantaneous': DiagnosticLevel.NOTICE,
+}
+"""How much it matters that a parameter gets this; all other kinds are information."""
 
 
 class CompilationRecord(NamedTuple):

@@ -166,7 +166,9 @@ def train(options: argparse.Namespace) -> Result:
     (out / 'report.txt').write_text(f'{learner.report}\n')
     learner.write_report(out / 'report.html', steps=supervised.task.steps)
     tell = lambda text: print(text, file=sys.stderr, flush=True)
-    tell(f'{config.task} by {config.rule}, {config.updates} updates, results in {out}; credit: {_credit(learner)}')
+    tell(
+        f'{config.task} by {config.rule}, {config.updates} updates, results in {out}; gradients: {_gradients(learner)}'
+    )
     history = fit(
         learner, **supervised.parts(), optimizer=optimizer, updates=config.updates, out=out, resume=bool(options.resume)
     )
@@ -185,9 +187,9 @@ def train(options: argparse.Namespace) -> Result:
     return result, f'on unseen trials: {metrics}\npictures and report in {out}: {files}, report.html', 0
 
 
-def _credit(learner: Learner) -> str:
-    """How many arrays of parameters get which credit."""
-    found = Counter(record.context['credit'] for record in learner.report.credits)
+def _gradients(learner: Learner) -> str:
+    """How many arrays of parameters get which gradient."""
+    found = Counter(given.kind for given in learner.report.gradients.values())
     return ', '.join(f'{n} {name}' for name, n in found.items()) + ' (report.txt)'
 
 

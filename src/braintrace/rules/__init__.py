@@ -66,15 +66,9 @@ class Rule:
         return self.scope == 'diagonal' and self.trace != 'random_projection'
 
     @property
-    def caveat(self) -> str:
-        """What a reader of credit classes, which are those of exact local traces, is to know of the rule."""
-        if self.signal == 'modulatory':
-            return 'It is taught by a modulator, 1 until one is given, and not by a loss: BPTT is no measure of it.'
-        if self.trace == 'none' or not self.is_local:
-            return 'It has other means than local traces: the classes are for comparison.'
-        if self.decay is None and self.scheme.is_plain:
-            return ''
-        return 'It approximates the traces: "exact" and "local" are what they would give, and it gives less.'
+    def cuts(self) -> bool:
+        """True if credit from one position to another is cut at every step, as local traces do."""
+        return self.is_local and self.trace != 'none'
 
 
 _LOCAL = 'no position feeds another across time'
