@@ -166,9 +166,8 @@ def train(options: argparse.Namespace) -> Result:
     (out / 'report.txt').write_text(f'{learner.report}\n')
     learner.write_report(out / 'report.html', steps=supervised.task.steps)
     tell = lambda text: print(text, file=sys.stderr, flush=True)
-    tell(
-        f'{config.task} by {config.rule}, {config.updates} updates, results in {out}; gradients: {_gradients(learner)}'
-    )
+    tell(f'{config.task} by {config.rule}, {config.updates} updates, results in {out}')
+    tell(f'gradients: {_gradients(learner)}')
     history = fit(
         learner, **supervised.parts(), optimizer=optimizer, updates=config.updates, out=out, resume=bool(options.resume)
     )

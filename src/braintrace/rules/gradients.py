@@ -125,14 +125,13 @@ def replacements(rule: Rule, site: SiteFacts) -> Iterator[str]:
     if not site.factorised and number is not None and not _same(site.leak, number):
         yield f'the trace decays by {number:g} in place of the Jacobian of the states'
     if rule.kappa is not None:
-        yield f'a low-pass filter of the trace (κ = {rule.kappa:g})'
+        yield f'the trace is low-pass filtered (κ = {rule.kappa:g})'
     if rule.signal == 'modulatory':
         yield 'a modulator replaces the gradient of the loss'
     if rule.signal == 'random_feedback' and site.feedback:
-        kind = (
-            'fixed random weights' if rule.feedback is None or rule.feedback.align is None else 'weights of their own'
-        )
-        yield f'errors come back through {kind} in place of those of the read-out'
+        fixed = rule.feedback is None or rule.feedback.align is None
+        weights = 'fixed random weights' if fixed else 'random weights that approach those of the read-out'
+        yield f'errors come back through {weights}, not through the read-out'
     if site.stored is not None:
         yield f'the trace is stored in {site.stored}'
 
