@@ -70,12 +70,14 @@ class StepFacts:
         facts = self.plan.facts
         bit = facts.bit[parameter.invar]
         moves = union(of(facts.total, new) for _, new in self.plan.carried).grads & bit
+        felt = union(of(facts.total, out) for out in self.plan.program.outputs).grads & bit
+        known = known._replace(moves_states=bool(moves), felt=bool(felt))
         if isinstance(self.engine, Forward):
             complete = self.rule.sparse_n is not None and self.engine.complete[parameter.invar]
-            return known._replace(moves_states=bool(moves), complete=complete)
+            return known._replace(complete=complete)
         traced, possible = self._taps(self.engine.traces, bit), self._taps(self._every_trace, bit)
         sites = tuple(self._site(*tap) for tap in traced)
-        return known._replace(moves_states=bool(moves), sites=sites, untraced=len(traced) < len(possible))
+        return known._replace(sites=sites, untraced=len(traced) < len(possible))
 
     # ------------------------------------------------------------ sites of local rules
 
@@ -109,9 +111,23 @@ class StepFacts:
             leak=self._leak(g, y) if self.rule.recursion != 'jacobian' or factors else None,
             steady_path=steady_path,
             steady_input=factors is not None and factors.data is None and not factors.remembers_slopes,
+            read=self._is_read(g, y),
             feedback=self._passes_feedback(g),
             stored=jnp.dtype(traces.dtype).name if narrow else None,
         )
+
+    def _is_read(self, g: int, y: Var) -> bool:
+        """Whether an output reads a state that y reaches within the step: the new one, or the old one a step later."""
+        facts, group = self.plan.facts, self.plan.groups[g]
+        outputs = self.plan.program.outputs
+        seen = union(of(facts.total, out) for out in outputs).grads
+        direct = union(of(facts.direct, out) for out in outputs).grads
+        for i in self.plan.locals[g].reached(y):
+            k = group.owners[i]
+            new, old = facts.new_bit[group.hidden_outvars[k]], facts.bit[group.hidden_invars[k]]
+            if seen & new or direct & old:
+                return True
+        return False
 
     def _leak(self, g: int, y: Var) -> float | None:
         """λ where D is λ times the identity for all states that y ever reaches; 0 without memory, None elsewhere."""

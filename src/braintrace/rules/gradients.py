@@ -30,14 +30,16 @@ class SiteFacts(NamedTuple):
 
     ``factorised``: the trace is a product of an input part and a state part. ``leak``: λ where D_t is λ times the
     identity at all positions and steps, 0 where nothing is remembered; None elsewhere. ``steady_path``: ∂h/∂y is the
-    same at all steps. ``steady_input``: so is x. ``feedback``: the loss reaches the states through weights that random
-    feedback replaces. ``stored``: the type of the stored trace, where it is narrower than the states.
+    same at all steps. ``steady_input``: so is x. ``read``: an output reads a state that y reaches within the step, at
+    that step or the next. ``feedback``: the loss reaches the states through weights that random feedback replaces.
+    ``stored``: the type of the stored trace, where it is narrower than the states.
     """
 
     factorised: bool = False
     leak: float | None = None
     steady_path: bool = False
     steady_input: bool = False
+    read: bool = True
     feedback: bool = True
     stored: str | None = None
 
@@ -46,14 +48,16 @@ class ParameterFacts(NamedTuple):
     """What is known of one parameter array.
 
     ``credit`` and ``reason``: its credit class. ``temporal``: it moves a state that matters at a later step.
-    ``moves_states``: it moves any state. ``untraced``: uses that could have a trace, but were not chosen for one.
-    ``complete``: it reaches no more states than within the n steps of SnAp.
+    ``moves_states``: it moves any state. ``felt``: outputs of the same step depend on it. ``untraced``: it has uses
+    that could have a trace, but were not chosen for one. ``complete``: it reaches no more states than within the n
+    steps of SnAp.
     """
 
     credit: str
     reason: str
     temporal: bool
     moves_states: bool = True
+    felt: bool = True
     sites: tuple[SiteFacts, ...] = ()
     untraced: bool = False
     complete: bool = False
@@ -99,6 +103,10 @@ def _by_traces(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
     # What no output of a step depends on has no signal, unless a modulator replaces it.
     if facts.credit == 'none' and rule.signal != 'modulatory' and not rule.deep:
         return ParameterGradient(NONE, facts.reason)
+    apart = rule.recursion != 'jacobian' and not facts.felt and not any(site.read for site in facts.sites)
+    if apart and rule.signal != 'modulatory':
+        carried = 'the rule carries nothing from one state of a unit to another'
+        return ParameterGradient(NONE, f'no output reads the states that it moves within a step, and {carried}')
     replaced = list(dict.fromkeys(reason for site in facts.sites for reason in replacements(rule, site)))
     if facts.untraced and facts.temporal:
         if not facts.sites and not rule.deep:
