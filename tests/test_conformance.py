@@ -27,8 +27,13 @@ UNSEEN = ('while_loop_inside_a_scan', 'while_loop_on_the_path', 'callback_on_the
 """Models whose cut paths are closed to reverse mode as well, or take longer than the steps that are run."""
 
 
-NEAR: set[tuple] = set()
-"""(model, key, rule) whose gradient is BPTT's by chance of the numbers, and not by a rule's nature."""
+PLAIN = ('d_rtrl', 'eprop', 'ostlrecurrent', 'rtrl')
+"""Rules whose traces are exact: what they do not call 'none' has a gradient."""
+
+NEAR = {
+    ('cond_of_brainstate', 'w', 'rflo'),  # the branch that is taken leaks by 0.9, the other does not
+}
+"""(model, key, rule) where the report cannot know that these inputs make the rule equal to BPTT."""
 
 
 def loss_of(learner):
@@ -108,8 +113,8 @@ def test_conformance(name, rule):
                 same(mine, true)
             elif given.kind == 'none':
                 assert not np.any(mine != 0)
-            elif np.any(true != 0) and name not in UNSEEN and (name, leaf[-1], rule) not in NEAR:
-                assert np.any(mine != 0)
+            elif np.any(true != 0) and is_finite(true) and name not in UNSEEN and (name, leaf[-1], rule) not in NEAR:
+                assert np.any(mine != 0) or rule not in PLAIN
                 wide = lambda x: np.asarray(jax.tree.leaves(x)[0], complex)
                 distance = np.linalg.norm(wide(mine) - wide(true))
                 assert distance > 1e-5 * np.linalg.norm(wide(true)), (leaf, given)

@@ -95,13 +95,14 @@ def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rul
 
 def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rule:
     """Factorised traces that decay by a number in place of D."""
+    when = 'one step; or units that leak by the decay, with no other memory and a drive that enters linearly'
     return Rule(
         'OSTLFeedforward',
         'io_factorized',
         'scalar_leak',
         leak=1.0,
         decay=as_decays('decay_or_rank', decay_or_rank),
-        exact_when='one step',
+        exact_when=when,
         cost=_FACTORS,
         use='feed-forward spiking layers',
     )
@@ -110,7 +111,7 @@ def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int
 def ottt(leak: float) -> Rule:
     """A presynaptic trace that leaks; the postsynaptic side is that of the step."""
     leak = as_decay('leak', leak)
-    when = 'units that leak by `leak`, with no other memory'
+    when = 'units that leak by `leak`, with no other memory and a drive that enters linearly'
     cost, use = ('B·I', 'T·B·I·H'), 'feed-forward spiking layers: the least memory'
     return Rule('OTTT', 'io_factorized', 'none', decay=(leak, 0.0), exact_when=when, cost=cost, use=use)
 
