@@ -137,7 +137,7 @@ class StepFacts:
         reached = set(local.reached(y))
         while more := {i for i, j in local.pattern if j in reached} - reached:
             reached |= more
-        entries = {(i, j) for i, j in local.pattern if i in reached}
+        entries = {(i, j) for i, j in local.pattern if {i, j} <= reached}  # the trace of the others is zero
         decays = self.rule.recursion != 'jacobian' or (self.rule.decay or (0, 0))[1] == 0
         if not decays or entries != {(i, i) for i in reached}:
             return None  # a state part that decays besides D is exact without memory only
