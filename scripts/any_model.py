@@ -30,7 +30,7 @@ checked against dense Jacobians.
 
 | verdict | meaning |
 | --- | --- |
-| exact | every parameter's gradient is that of BPTT |
+| exact | nothing is cut: under D-RTRL every parameter's gradient is that of BPTT |
 | local | temporal credit through each parameter's own position; the first loss is named |
 | instantaneous | some parameter gets its one-step gradient only |
 | none | some parameter gets no gradient: no output feels it in its own step, and what later steps feel is cut |

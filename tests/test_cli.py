@@ -71,7 +71,7 @@ def test_training_writes_all_and_goes_on_exactly(here, capsys):
     assert code == 0
     assert result['updates'] == 3
     assert 'update 3/3' in said
-    assert 'credit: 4 local, 2 exact (report.txt)' in said
+    assert 'gradients: 4 local, 2 equal to BPTT (report.txt)' in said
     (here / 'out/early/checkpoints').mkdir(parents=True)  # what a training stopped before its first update leaves
     code, again, _ = run(capsys, 'train', 'copying', '--updates', '1', *SMALL, '--out', 'out/early', '--json')
     assert (code, again['updates']) == (0, 1)
@@ -120,7 +120,10 @@ def test_explaining(here, capsys):
     assert (code, 'cell.h' in text) == (0, True)
     code, found, _ = run(capsys, 'explain', 'brainstate.nn:GRUCell(3, num_out=4)', '--input', '2,3', '--json')
     assert found['groups'] == [{'states': ['h'], 'positions': [2, 4]}]
-    assert {p['name']: p['credit'] for p in found['parameters']}['Wh.weight.weight'] == 'local'
+    assert {p['name']: p['gradient'] for p in found['parameters']}['Wh.weight.weight'] == 'local'
+    words = ['explain', 'brainstate.nn:GRUCell(3, num_out=4)', '--input', '2,3', '--rule', 'pp_prop', '--json']
+    code, found, _ = run(capsys, *words)
+    assert (code, {p['gradient'] for p in found['parameters']}) == (0, {'approximate'})
     assert found['memory']['bptt'] > 0
 
 

@@ -147,8 +147,9 @@ def test_gradient_check_tells_exact_from_local(xs):
     check = learner.gradient_check(xs, step_fn=squares(learner))
     assert learner.model.cell.h.value is before
     assert check['readout.weight.weight'].credit == 'exact'
+    assert check['readout.weight.weight'].gradient == 'equal to BPTT'
     assert check['readout.weight.weight'].relative_error < 1e-5
-    assert check['cell.Wh.weight.weight'].credit == 'local'
+    assert check['cell.Wh.weight.weight'].credit == check['cell.Wh.weight.weight'].gradient == 'local'
     assert check['cell.Wh.weight.weight'].relative_error > 1e-3
     assert 'cosine' in str(check)
 

@@ -1174,19 +1174,10 @@ def test_a_running_mean_of_gradients():
     assert mean == {'w': (0.5 * 0.5 * 2 + 0.5 * 5) / 0.75}
 
 
-@pytest.mark.parametrize(
-    ('rule', 'words'),
-    [
-        ('d_rtrl', ''),
-        ('rflo', 'approximates'),
-        ('pp_prop', 'approximates'),
-        ('bptt', 'other means'),
-        ('snap', 'other means'),
-    ],
-)
-def test_the_report_says_what_a_rule_makes_of_the_classes(rule, words):
+@pytest.mark.parametrize('rule', ['d_rtrl', 'rflo', 'pp_prop', 'bptt', 'snap'])
+def test_the_report_names_the_rule(rule):
     inputs = jnp.ones((1, 2), 'float32')
     learner = braintrace.compile(brainstate.nn.GRUCell(2, 3), rule, inputs, batch_size=1)
-    told = str(learner.report).split('Hidden groups')[0]
+    told = str(learner.report)
     assert f'equal to BPTT when: {learner.rule.exact_when}' in told
-    assert (words in told) if words else not learner.rule.caveat
+    assert f'what {learner.rule.name} gives' in told

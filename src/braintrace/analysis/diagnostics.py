@@ -20,6 +20,10 @@ class DiagnosticKind(enum.StrEnum):
     UNUSED_STATE = 'unused_state'
 
 
+CUTS = (DiagnosticKind.CUT, DiagnosticKind.OTHER_STATE)
+"""Where local traces lose credit; rules without them do not."""
+
+
 class DiagnosticLevel(enum.StrEnum):
     """How much a record matters: for information, an approximation, a loss of credit, a failure.
 
@@ -50,6 +54,14 @@ class DiagnosticLevel(enum.StrEnum):
 
     def __ge__(self, other: str) -> bool:
         return self.weight >= DiagnosticLevel(other).weight
+
+
+LEVELS = {
+    'none': DiagnosticLevel.WARNING,
+    'one step': DiagnosticLevel.NOTICE,
+    'instantaneous': DiagnosticLevel.NOTICE,
+}
+"""How much it matters that a parameter gets this; all other kinds are information."""
 
 
 class CompilationRecord(NamedTuple):

@@ -143,8 +143,8 @@ def train(options: argparse.Namespace) -> Result:
     write_whole(out / 'report.txt', f'{learner.report}\n')
     page = lambda: learner.report.to_html(memory=learner.memory_plan(supervised.task.steps))
     _, no_page = attempted('report.html', lambda: write_whole(out / 'report.html', page()))
-    credit = f'credit: {_credit(learner)}'
-    say(f'{config.task} by {config.rule}, {config.updates} updates, results in {out}; {credit}')
+    say(f'{config.task} by {config.rule}, {config.updates} updates, results in {out}')
+    say(f'gradients: {_gradients(learner)}')
     history = fit(
         learner,
         **supervised.parts(),
@@ -185,9 +185,9 @@ def _begun(options: argparse.Namespace) -> tuple[Path, Config]:
     return out, config
 
 
-def _credit(learner: Learner) -> str:
-    """How many arrays of parameters get which credit."""
-    found = Counter(record.context['credit'] for record in learner.report.credits)
+def _gradients(learner: Learner) -> str:
+    """How many arrays of parameters get which gradient."""
+    found = Counter(given.kind for given in learner.report.gradients.values())
     return ', '.join(f'{n} {name}' for name, n in found.items()) + ' (report.txt)'
 
 

@@ -108,7 +108,7 @@ def jacobians(plan: Plan, const: Values, steps: Values) -> list[Jacobian]:
     """D_t of every group and step."""
 
     def one(step: Values) -> list[Jacobian]:
-        return [_jacobian(local, const | step) for local in plan.locals]
+        return [jacobian_of(local, const | step) for local in plan.locals]
 
     return jax.vmap(one)(steps)
 
@@ -134,7 +134,7 @@ def signals_of(
     return targets, (Values(zip(plan.tap_results, ys_bar, strict=True)), [dict(enumerate(s)) for s in signals], direct)
 
 
-def _jacobian(local: LocalStep, env: Values) -> Jacobian:
+def jacobian_of(local: LocalStep, env: Values) -> Jacobian:
     """D_t: one reverse pass for each component that depends on any."""
     old = local.group.components([env[v] for v in local.group.hidden_invars])
     ys = [env[v] for v in local.taps]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -111,8 +111,13 @@ class ETraceGraphExecutor:
         """Path of each state by the identity of its object."""
         return {id(state): path for path, state in self.path_to_states.items()}
 
-    def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
-        """Groups, dynamic other states, parameters tied to groups and the others."""
+    def show_graph(
+        self, verbose: bool = True, return_msg: bool = False, gives: Mapping[Path, str] | None = None
+    ) -> str | None:
+        """Groups, dynamic other states, parameters tied to groups and the others.
+
+        ``gives``: what a rule gives each parameter, shown in place of its credit class.
+        """
         graph = self.graph
         report = graph.report
         lines = ['Hidden groups:', *(f'  {group!r}' for group in graph.hidden_groups)]
@@ -121,6 +126,7 @@ class ETraceGraphExecutor:
         for path, credit in report.etrace_weights.items():
             sites = [s for s in graph.hidden_param_op_relations if path in s.trainable_paths]
             into = sorted({g.index for s in sites for g in s.hidden_groups})
+            credit = credit if gives is None else gives.get(path, credit)
             lines.append(f'  {path_name(path)} → group {", ".join(map(str, into))} ({credit})')
         lines += ['Other parameters:', *(f'  {path_name(p)}: {why}' for p, why in report.excluded_weights.items())]
         message = '\n'.join(map(printable, lines))

@@ -124,27 +124,49 @@ class Forward:
         return sum(old.aval.size for old, _ in self._moving)
 
     @cached_property
-    def reached(self) -> np.ndarray:
-        """(parameters, places): the states that each parameter reaches within n steps; the rest is padding.
+    def _ways(self) -> tuple[np.ndarray, np.ndarray]:
+        """Whether each parameter moves each place in one step, and whether each place moves each.
 
         Found at random parameters, states and inputs, with all that opens and closes a way left open: whatever moves
         at any of them is reached. An element that never acts, as the row of a symbol not drawn, counts as the others
         of its column do.
         """
-        assert self.reach is not None
         rng = np.random.default_rng(0)
         variables = self.plan.program.closed.jaxpr.invars
         with jax.ensure_compile_time_eval():
             draws = [[_drawn(v, rng, scale) for v in variables] for scale in np.geomspace(0.1, 3.0, _DRAWS)]
             moved = jax.jit(self._moves)
             jacobian = functools.reduce(np.logical_or, (np.asarray(moved(draw)) for draw in draws))
-        direct, onward = self._by_column(jacobian[:, : self._count].T), jacobian[:, self._count :].T
+        return self._by_column(jacobian[:, : self._count].T), jacobian[:, self._count :].T
+
+    @cached_property
+    def _within(self) -> np.ndarray:
+        """(parameters, places): whether each parameter reaches each place within n steps."""
+        assert self.reach is not None
+        direct, onward = self._ways
         found = direct
         for _ in range(self.reach - 1):
-            found = direct | (found.astype(np.int64) @ onward.astype(np.int64) > 0)
+            found = direct | _after(found, onward)
+        return found
+
+    @cached_property
+    def reached(self) -> np.ndarray:
+        """(parameters, places): the states that each parameter reaches within n steps; the rest is padding."""
+        found = self._within
         width = max(int(found.sum(axis=1).max()), 1)
         order = np.argsort(~found, axis=1, kind='stable')[:, :width]
         return np.where(np.take_along_axis(found, order, axis=1), order, self._places)
+
+    @cached_property
+    def complete(self) -> dict[Var, bool]:
+        """For each parameter whether it never reaches more states than within n steps, so that nothing is left out."""
+        further = (_after(self._within, self._ways[1]) & ~self._within).any(axis=1)
+        found, start = {}, 0
+        for v in self._parameters:
+            size = v.aval.size * (2 if _is_complex(v) else 1)
+            found[v] = not further[start : start + size].any()
+            start += size
+        return found
 
     def _by_column(self, direct: np.ndarray) -> np.ndarray:
         """What each parameter reaches at once; where one reaches nothing, what those with the same last index reach."""
@@ -384,6 +406,11 @@ class Forward:
         moving = self._split(states)
         new, values = self._step(env, wanted)(parameters, moving)
         return states | new | self._others(env), self._advance(env, parameters, moving, trace), values
+
+
+def _after(places: np.ndarray, onward: np.ndarray) -> np.ndarray:
+    """The places that are moved one step after these."""
+    return places.astype(np.int64) @ onward.astype(np.int64) > 0
 
 
 def _is_complex(v: Var) -> bool:

@@ -39,6 +39,7 @@ from .arguments import (
 from .check import GradientCheck, MemoryPlan, RuleComparison, compare
 from .compiled import Compiled
 from .data import MultiStepData, SingleStepData
+from .gradients import gradients_of
 from .online import apply_by
 from .traced import Traced
 
@@ -404,18 +405,23 @@ class Learner(Compiled):
         """
         check_choice('reduction', reduction, ('mean', 'sum'))
         asked = [(self.rule, None)] if rules is None else rules_of(rules)
-        exact = self._by_name(sequences, step_fn, BPTT_RULE, None, mask, reduction)
+        _, exact = self._by_name(sequences, step_fn, BPTT_RULE, None, mask, reduction)
+        credits = self.graph.report.credits
+        classes = {r.context['name']: r.context['credit'] for r in credits}
         checks = []
         for rule, read in asked:
-            mine = self._by_name(sequences, step_fn, rule, read, mask, reduction)
-            classes = {r.context['name']: r.context['credit'] for r in self.graph.report.credits}
-            rows = tuple(compare(name, classes.get(name, 'none'), mine[name], exact[name]) for name in mine)
-            checks.append(GradientCheck(rule.name, rows))
+            traced, mine = self._by_name(sequences, step_fn, rule, read, mask, reduction)
+            gives = gradients_of(rule, traced, credits)
+            rows = [
+                compare(name, classes.get(name, 'none'), gives[name].kind, gradient, exact[name])
+                for name, gradient in mine.items()
+            ]
+            checks.append(GradientCheck(rule.name, tuple(rows)))
         return checks[0] if rules is None else RuleComparison(tuple(checks))
 
     def _by_name(
         self, sequences: tuple, step_fn: Callable, rule: Rule, read: Any, mask: Any, reduction: str
-    ) -> dict[str, jax.Array]:
+    ) -> tuple[Traced, dict[str, jax.Array]]:
         """Gradients of a fresh sequence by parameter, under any rule; ``read``: what that reads, if not as at first."""
         before = self.rule, self.standing
         self._deaf = self.rule.signal == 'modulatory' != rule.signal
@@ -429,7 +435,7 @@ class Learner(Compiled):
         finally:
             self.rule, self.standing = before
             self._deaf = False
-        return {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
+        return traced, {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
 
     def write_report(self, file: Any, steps: int | None = None) -> None:
         """Write the report as a page; ``steps`` adds what a sequence so long needs in memory."""

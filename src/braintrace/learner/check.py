@@ -14,7 +14,10 @@ from ..errors import printable
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One parameter array: its credit class, how its gradient compares with BPTT's, and the norm of the latter."""
+    """One parameter array: its credit class, how its gradient compares with BPTT's, the norm of the latter.
+
+    ``gradient``: what the rule gives it, as the report of a learner says.
+    """
 
     name: str
     credit: str
@@ -22,6 +25,7 @@ class CheckRow:
     relative_error: float
     norm_ratio: float
     norm: float
+    gradient: str
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,10 @@ class GradientCheck:
     def __str__(self) -> str:
         names = [printable(row.name) for row in self.rows]
         width = max(map(len, names))
-        lines = [f'{self.rule} against BPTT', f'{"parameter":{width}}  {"credit":13}  cosine  rel. error  norm ratio']
+        lines = [f'{self.rule} against BPTT', f'{"parameter":{width}}  {"gradient":13}  cosine  rel. error  norm ratio']
         for name, r in zip(names, self.rows, strict=True):
             lines.append(
-                f'{name:{width}}  {r.credit:13}  {r.cosine:6.3f}  {r.relative_error:10.2e}  {r.norm_ratio:10.3f}'
+                f'{name:{width}}  {r.gradient:13}  {r.cosine:6.3f}  {r.relative_error:10.2e}  {r.norm_ratio:10.3f}'
             )
         return '\n'.join(lines)
 
@@ -122,7 +126,7 @@ class RuleComparison:
         return figure
 
 
-def compare(name: str, credit: str, a: jax.Array, b: jax.Array) -> CheckRow:
+def compare(name: str, credit: str, gradient: str, a: jax.Array, b: jax.Array) -> CheckRow:
     """How gradient a of one array compares with gradient b."""
     norm_a, norm_b = jnp.linalg.norm(a.ravel()), jnp.linalg.norm(b.ravel())
     both_zero = (norm_a == 0) & (norm_b == 0)
@@ -130,7 +134,7 @@ def compare(name: str, credit: str, a: jax.Array, b: jax.Array) -> CheckRow:
     cosine = jnp.where(both_zero, 1.0, dot / jnp.maximum(norm_a * norm_b, 1e-30))
     error = jnp.where(both_zero, 0.0, jnp.linalg.norm((a - b).ravel()) / jnp.maximum(norm_b, 1e-30))
     ratio = jnp.where(both_zero, 1.0, norm_a / jnp.maximum(norm_b, 1e-30))
-    return CheckRow(name, credit, float(cosine), float(error), float(ratio), float(norm_b))
+    return CheckRow(name, credit, float(cosine), float(error), float(ratio), float(norm_b), gradient)
 
 
 @dataclass(frozen=True)

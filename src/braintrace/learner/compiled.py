@@ -12,6 +12,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+from ..analysis.diagnostics import CUTS
 from ..analysis.graph import ETraceGraph
 from ..analysis.report import CompilationReport
 from ..compat import Var
@@ -37,6 +38,7 @@ from .arguments import (
 )
 from .check import size_text
 from .data import EligibilityTrace, Standing, StartValue
+from .gradients import gradients_of
 from .online import made_beside, online_step
 from .traced import Traced, in_trace, shapes_of
 
@@ -192,16 +194,26 @@ class Compiled(brainstate.nn.Module):
 
     @property
     def report(self) -> CompilationReport:
-        """What the compiler found, for this rule and the traces it carries."""
-        shapes = self._step_program(self._example)[0].trace_shapes if self.rule.trace != 'none' else {}
-        return replace(self.graph.report, rule=self.rule, traces=shapes)
+        """What the compiler found, what this rule gives each parameter, and the traces that it carries."""
+        traced = self._step_program(self._example)[0]
+        found = self.graph.report
+        gives = gradients_of(self.rule, traced, found.credits)
+        first = {r.weight_path: gives[r.context['name']].kind for r in reversed(found.credits)}
+        return replace(
+            found,
+            rule=self.rule,
+            traces=traced.trace_shapes if self.rule.trace != 'none' else {},
+            gives=gives,
+            etrace_weights={path: first[path] for path in found.etrace_weights},
+            diagnostics=tuple(r for r in found.diagnostics if self.rule.cuts or r.kind not in CUTS),
+        )
 
     def _repr_html_(self) -> str | None:
         return self.report._repr_html_() if self._example else None
 
     def show_graph(self, **options: Any) -> str | None:
-        """Print groups, parameters and other states."""
-        return self.executor.show_graph(**options)
+        """Print groups, parameters with what the rule gives them, and other states."""
+        return self.executor.show_graph(**options, gives=self.report.etrace_weights)
 
     @property
     def param_states(self) -> dict[Path, brainstate.State]:

@@ -73,15 +73,9 @@ class Rule:
         return self.scope == 'diagonal' and self.trace != 'random_projection'
 
     @property
-    def caveat(self) -> str:
-        """What a reader of credit classes, which are those of exact local traces, is to know of the rule."""
-        if self.signal == 'modulatory':
-            return 'It is taught by a modulator, 1 until one is given, and not by a loss: BPTT is no measure of it.'
-        if self.trace == 'none' or not self.is_local:
-            return 'It has other means than local traces: the classes are for comparison.'
-        if self.decay is None and self.scheme.is_plain:
-            return ''
-        return 'It approximates the traces: "exact" and "local" are what they would give, and it gives less.'
+    def cuts(self) -> bool:
+        """True if credit from one position to another is cut at every step, as local traces do."""
+        return self.is_local and self.trace != 'none'
 
 
 _LOCAL = 'no position feeds another across time'
@@ -108,13 +102,14 @@ def pp_prop(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rul
 
 def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int]) -> Rule:
     """Factorised traces that decay by a number in place of D."""
+    when = 'one step; or units that leak by the decay, with no other memory and a drive that enters linearly'
     return Rule(
         'OSTLFeedforward',
         'io_factorized',
         'scalar_leak',
         leak=1.0,
         decay=as_decays('decay_or_rank', decay_or_rank),
-        exact_when='one step',
+        exact_when=when,
         cost=_FACTORS,
         use='feed-forward spiking layers',
     )
@@ -123,7 +118,7 @@ def ostl_feedforward(decay_or_rank: float | int | tuple[float | int, float | int
 def ottt(leak: float) -> Rule:
     """A presynaptic trace that leaks; the postsynaptic side is that of the step."""
     leak = as_decay('leak', leak)
-    when = 'units that leak by `leak`, with no other memory'
+    when = 'units that leak by `leak`, with no other memory and a drive that enters linearly'
     cost, use = ('B·I', 'T·B·I·H'), 'feed-forward spiking layers: the least memory'
     return Rule('OTTT', 'io_factorized', 'none', decay=(leak, 0.0), exact_when=when, cost=cost, use=use)
 
