@@ -5,9 +5,11 @@ No other file imports ``jax.extend`` or reads the parameters of call-like equati
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +36,29 @@ else:
     Equation = jex.JaxprEqn
     Primitive = jex.Primitive
     Atom = Var | Literal
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def _global_x64() -> bool:
+    """``jax_enable_x64`` outside of any ``with jax.enable_x64(...)``."""
+    # Such a context belongs to its thread, so a new thread reads the global value.
+    values: list[bool] = []
+    reader = threading.Thread(target=lambda: values.append(jax.config.jax_enable_x64))
+    reader.start()
+    reader.join()
+    return values[0]
+
+
+@contextlib.contextmanager
+def keep_x64() -> Iterator[None]:
+    """Restore ``jax_enable_x64`` afterwards."""
+    before = _global_x64()
+    try:
+        yield
+    finally:
+        jax.config.update('jax_enable_x64', before)
 
 
 # ---------------------------------------------------------------- variables and programs
