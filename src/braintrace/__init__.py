@@ -1,5 +1,11 @@
 """Online learning for recurrent and spiking networks: eligibility traces, compiled from plain models."""
 
+from .compat import keep_x64
+
+# brainstate sets jax_enable_x64 to its own default when it is first imported.
+with keep_x64():
+    import brainstate as _brainstate
+
 from . import networks, nn, tasks
 from .analysis.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .analysis.families import register_primitive
