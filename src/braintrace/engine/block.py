@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ..compat import Var, evaluate_equation, is_var
 from ..program import cut_inside
 from .plan import Components, Jacobian, LocalStep, Plan, Values
-from .products import linear_gradient, turned
+from .products import linear_gradient, turned, wide
 from .recursion import Recursion
 from .signal import joint_targets
 
@@ -240,6 +240,7 @@ def weight_gradients(
             grads = _pull_tap(plan, equation, tap.weights, const, data, told, boxes)
             for k, grad in grads.items():
                 v = equation.invars[k]
+                grad = grad.astype(wide(grad.dtype))
                 total[v] = total[v] + grad if v in total else grad
     return total
 

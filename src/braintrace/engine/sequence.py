@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..compat import Var, is_var
 from .block import Credit, complete, constants, credit, credit_back, forward, local_pull, weight_gradients
 from .plan import Components, Plan, Values
+from .products import wide
 from .recursion import Scheme
 from .teaching import Taught, teaching_signals
 from .traces import Trace, Traces, add, steps_in
@@ -387,10 +388,11 @@ class Sequencer:
     def _of_constants(self, cotangents: Sequence[jax.Array]) -> Values:
         """Gradients of constant targets from cotangents (t, ...)."""
         pairs = zip(self.plan.targets, cotangents, strict=True)
-        return Values((v, jnp.sum(c, axis=0).astype(v.aval.dtype)) for v, c in pairs if v in self._constant_targets)
+        constant = ((v, c) for v, c in pairs if v in self._constant_targets)
+        return Values((v, jnp.sum(c, axis=0).astype(wide(v.aval.dtype))) for v, c in constant)
 
     def _no_gradient(self, const: Values) -> Values:
-        return Values((v, jnp.zeros_like(const[v])) for v in self._weights)
+        return Values((v, jnp.zeros_like(const[v], wide(v.aval.dtype))) for v in self._weights)
 
     def _pull(self, parameters: Values, states: Values, total: Values) -> Values:
         """Gradients of parameters from those of the weights they were turned into."""
@@ -400,7 +402,7 @@ class Sequencer:
             return constants(self.plan, parameters | fixed).pick(self._weights)
 
         _, pull = jax.vjp(turned, parameters)
-        return pull(total)[0]
+        return pull(Values((v, x.astype(v.aval.dtype)) for v, x in total.items()))[0]
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from ..program import cut_inside
 from .block import Credit, jacobians, pull_one, remaining, tap_operands
 from .carriers import Carrier, Factorised, FactorTrace, carrier_for, factorised_for
 from .plan import Components, Plan, Values
+from .products import cast, is_complex, wide
 from .recursion import Recursion, Scheme
 
 Trace = list[Any]
@@ -113,7 +114,10 @@ class Traces:
             if isinstance(s.carrier, Factorised):
                 traces.append(s.carrier.init(carried if self.owner[n] == n else ()))
             else:
-                dtype = self.dtype or s.result.aval.dtype
+                dtype = s.carrier.dtype
+                if self.dtype is not None:  # a complex trace needs a complex type of at least this precision
+                    is_real = not is_complex(dtype)
+                    dtype = self.dtype if is_real else jnp.promote_types(self.dtype, jnp.complex64)
                 traces.append({i: jnp.zeros(s.carrier.shape, dtype) for i in carried})
         return traces
 
@@ -158,7 +162,7 @@ class Traces:
     def told(self, total: Values, site: Site, gradient: jax.Array) -> Values:
         """Gradients with what one trace says added."""
         weight = self.plan.equations[site.equation].invars[site.operand]
-        return add(total, {weight: gradient.astype(weight.aval.dtype)})
+        return add(total, {weight: cast(gradient, wide(weight.aval.dtype))})
 
     # ------------------------------------------------------------ a block
 
