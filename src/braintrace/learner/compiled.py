@@ -258,7 +258,8 @@ class Compiled(brainstate.nn.Module):
             example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
             traced = self._trace(step_fn, example, rule, not evolve)
             run = self._evolution(traced) if evolve else self._solver(traced, fresh, rule)
-            self._made.keep(key, traced, jax.jit(run, donate_argnums=2))
+            static = () if evolve else ('masked',)
+            self._made.keep(key, traced, jax.jit(run, donate_argnums=2, static_argnames=static))
         return self._made.programs[key]
 
     def _state_shapes(self) -> tuple:
@@ -297,17 +298,24 @@ class Compiled(brainstate.nn.Module):
         engine, window = traced.engine, rule.window
 
         def solve(
-            parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array, unit: Any = 1.0
+            parameters: Values,
+            states: Values,
+            traces: list,
+            inputs: Values,
+            weights: jax.Array,
+            unit: Any = 1.0,
+            masked: bool = True,
         ) -> Solved:
             length = len(weights)
             if window is not None or rule.deep:
                 given = (parameters, states, traces, inputs, weights, window or length, rule.deep)
-                return traced.sequencer.windows(*given, rule.predictor, fresh, unit)
+                return traced.sequencer.windows(*given, rule.predictor, fresh, unit, masked)
             if fresh and rule.is_local and rule.trace == 'per_param' and self._two_passes(traced, length):
                 block = self._block(traced, length, False)
-                return traced.sequencer.two_pass(parameters, states, inputs, weights, block)
+                return traced.sequencer.two_pass(parameters, states, inputs, weights, block, masked)
             traces = engine.init_traces() if fresh else traces
-            return engine.one_pass(parameters, states, traces, inputs, weights, self._block(traced, length, True))
+            block = self._block(traced, length, True)
+            return engine.one_pass(parameters, states, traces, inputs, weights, block, masked)
 
         return solve
 
