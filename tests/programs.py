@@ -2,6 +2,10 @@
 
 `draw_program(pick)` makes a program from choices: ``pick(options)`` gives one of a list. A program is text,
 ``def step(p, s, x) -> (new states, outputs)``, with the shapes of its parameters, states and inputs.
+
+A program is of real numbers, of real and complex ones, or also of narrow ones (single precision). Every kind of
+statement meets every type: one that is not defined for complex values reads their real or imaginary part, size or
+angle.
 """
 
 import functools
@@ -49,18 +53,44 @@ def delta(m, k, v):
     return m + jnp.outer(v - m @ k, k)
 
 
+def squash(z):
+    """A bounded function of complex values that is not holomorphic."""
+    return z / (1 + jnp.abs(z) ** 2)
+
+
+def like(x, y):
+    """A value in the type of another; where that is real, both parts of a complex value count."""
+    x = x.real - 0.5 * x.imag if jnp.iscomplexobj(x) and not jnp.iscomplexobj(y) else x
+    return jnp.asarray(x, y.dtype)
+
+
+def conv(x, kernel):
+    """A convolution in the wider type of its operands."""
+    dtype = jnp.promote_types(x.dtype, kernel.dtype)
+    return lax.conv_general_dilated(x.astype(dtype), kernel.astype(dtype), (1,), 'SAME')
+
+
 NAMES = {
     'jnp': jnp, 'jax': jax, 'lax': lax, 'np': np, 'nn': jax.nn, 'spike': spike, 'clamped': clamped, 'norm': norm,
-    'delta': delta, 'surrogate': braintools.surrogate,
+    'delta': delta, 'surrogate': braintools.surrogate, 'squash': squash, 'like': like, 'conv': conv,
 }  # fmt: skip
+
+REAL = ('float64',)
+COMPLEX = ('float64', 'complex128')
+NARROW = ('float64', 'float32', 'complex64', 'complex128')
 
 
 @dataclass(frozen=True)
 class Value:
-    """An expression of the step and its shape."""
+    """An expression of the step, its shape and its type."""
 
     text: str
     shape: Shape
+    dtype: str = 'float64'
+
+    @property
+    def is_complex(self) -> bool:
+        return self.dtype.startswith('complex')
 
     @property
     def size(self) -> int:
@@ -69,7 +99,10 @@ class Value:
 
 @dataclass
 class Program:
-    """A step as text, with what it reads. ``kinds``: 'hidden', 'group' (its last axis is not a position) or 'other'."""
+    """A step as text, with what it reads. ``kinds``: 'hidden', 'group' (its last axis is not a position) or 'other'.
+
+    ``dtypes`` has the types of parameters, states and inputs that are not of double precision.
+    """
 
     parameters: dict[str, Shape] = field(default_factory=dict)
     states: dict[str, Shape] = field(default_factory=dict)
@@ -78,12 +111,15 @@ class Program:
     lines: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
+    dtypes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        def shapes(role, found):
-            return [f'# {role} {name}: {shape}' for name, shape in found.items()]
+        typed = lambda name, shape: f'{name}: {shape} {self.dtypes.get(name, "")}'.strip()
 
-        kinds = [f'# {kind} state {name}: {self.states[name]}' for name, kind in self.kinds.items()]
+        def shapes(role, found):
+            return [f'# {role} {typed(name, shape)}' for name, shape in found.items()]
+
+        kinds = [f'# {kind} state {typed(name, self.states[name])}' for name, kind in self.kinds.items()]
         new = ', '.join(f'{name!r}: {text}' for name, text in self.written.items())
         body = [
             f'    {line}' for line in [*self.lines, f'return {{{new}}}, ({"".join(o + ", " for o in self.outputs)})']
@@ -106,6 +142,39 @@ class Writer:
         self.pick = pick
         self.program = Program()
         self.values: list[Value] = []
+        self.types: Sequence[str] = REAL
+        self.real_only = False
+        """True while a statement is written that is not defined for complex values."""
+
+    # ------------------------------------------------------------ types
+
+    def typed(self, name: str) -> str:
+        """Draw the type of a parameter, state or input."""
+        dtype = self.pick(self.types) if len(self.types) > 1 else 'float64'
+        if dtype != 'float64':
+            self.program.dtypes[name] = dtype
+        return dtype
+
+    def dtype_of(self, text: str) -> str:
+        """The type of an expression."""
+        if self.types is REAL:
+            return 'float64'
+        p = self.program
+        spec = lambda found: {
+            name: jax.ShapeDtypeStruct(shape, 'int32' if name == 'k' else p.dtypes.get(name, 'float64'))
+            for name, shape in found.items()
+        }
+        values = {v.text: jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.values if v.text.isidentifier()}
+        env = {'p': spec(p.parameters), 's': spec(p.states), 'x': spec(p.inputs), **values}
+        return str(jax.eval_shape(lambda env: jnp.asarray(eval(text, NAMES | env)), env).dtype)
+
+    def real(self, v: Value) -> Value:
+        """A real value: of a complex one its real or imaginary part, size or angle."""
+        if not v.is_complex:
+            return v
+        ways = ['jnp.real({})', 'jnp.imag({})', 'jnp.abs({})', 'jnp.angle(2 + {})']
+        dtype = {'complex64': 'float32', 'complex128': 'float64'}[v.dtype]
+        return Value(self.pick(ways).format(v.text), v.shape, dtype)
 
     # ------------------------------------------------------------ choices
 
@@ -119,7 +188,8 @@ class Writer:
         if not found:
             return None
         late = found[-3:] if not self.chance(3) else found
-        return self.pick(late[::-1])
+        v = self.pick(late[::-1])
+        return self.real(v) if self.real_only else v
 
     def like(self, v: Value) -> Value:
         """A value that broadcasts to the shape of another."""
@@ -137,7 +207,14 @@ class Writer:
     # ------------------------------------------------------------ weights
 
     def parameter(self, *shape: int) -> str:
-        """A weight of a shape: a new parameter, one used before, one transposed or transformed."""
+        """A weight of a shape, real where that is needed."""
+        text = self.any_parameter(*shape)
+        if self.real_only and self.dtype_of(text).startswith('complex'):
+            return self.pick(['jnp.real({})', 'jnp.imag({})', 'jnp.abs({})']).format(text)
+        return text
+
+    def any_parameter(self, *shape: int) -> str:
+        """A new parameter, one used before, one transposed or transformed."""
         way = self.pick(['new', 'old', 'old', 'turned', 'transformed', 'new'])
         found = self.program.parameters
         if way == 'old' and (same := [n for n, s in found.items() if s == shape]):
@@ -148,16 +225,23 @@ class Writer:
             return self.transformed(shape)
         name = f'w{len(found)}'
         found[name] = shape
+        self.typed(name)
         return f"p['{name}']"
 
     def transformed(self, shape: Shape) -> str:
         ways = ['jnp.abs(W)', 'nn.softplus(W)', '(0.5 * W + 0.1)', 'lax.stop_gradient(W)']
+        if self.types is not REAL:
+            ways += ['jnp.conj(W)', '(W * (0.5 + 0.5j))', 'lax.complex(jnp.real(W), jnp.abs(W))', 'jnp.imag(1j * W)']
         if shape:
             ways += ['(W / jnp.linalg.norm(W))', f'(W * (np.arange({shape[-1]}) % 2))', 'jnp.flip(W, 0)', '(W + W[])']
             ways += [f'W{[shape[0] + 1, *shape[1:]]}[1:]', '(W - jnp.mean(W))']
         if len(shape) == 2:
             ways += [f'(W[{shape[0]}, 1] @ W[1, {shape[1]}])', 'nn.softmax(W)']
-        return self.filled(self.pick(ways).replace('W[', 'U['), shape)
+        way = self.pick(ways)
+        before, self.real_only = self.real_only, self.real_only or 'soft' in way
+        text = self.filled(way.replace('W[', 'U['), shape)
+        self.real_only = before
+        return text
 
     def filled(self, text: str, shape: Shape = ()) -> str:
         """Text with parameters in place: one for each ``U[2, 3]``, and one for all ``W``, of the given shape."""
@@ -171,8 +255,9 @@ class Writer:
         if made is None or math.prod(made[1]) > 40 or len(made[1]) > 4:
             return None
         name = f'v{len(self.program.lines)}'
+        dtype = self.dtype_of(made[0])
         self.program.lines.append(f'{name} = {made[0]}')
-        self.values.append(Value(name, tuple(made[1])))
+        self.values.append(Value(name, tuple(made[1]), dtype))
         return self.values[-1]
 
     def fitted(self, v: Value, shape: Shape) -> str:
@@ -198,8 +283,10 @@ class Writer:
         self.name(self.pick(STATEMENTS)(self))
 
     def inner(self, *names: str, shape: Shape) -> str:
-        """An expression of one shape for a body of control flow."""
+        """An expression of one shape for a body of control flow, in the type of its first name."""
         a, b = names[0], names[-1]
+        if self.types is not REAL:
+            return self.filled(f'like({self.pick(self.inner_ways(a, b, shape))}, {a})')
         ways = [f'jnp.tanh({a} + {b})', f'0.5 * {a} * {b}', f'{a} - 0.3 * jnp.sin({b})', f'0.7 * {a}', f'{b} + 0 * {a}']
         ways += [f'{a} * U[] + {b}']
         if shape:
@@ -209,31 +296,51 @@ class Writer:
             ways += [f'jnp.where({b} > 0, {a}, 0.3 * {b})']
         return self.filled(self.pick(ways))
 
+    @staticmethod
+    def inner_ways(a: str, b: str, shape: Shape) -> list[str]:
+        """The same for values that may be complex."""
+        ways = [f'squash({a} + {b})', f'0.5 * {a} * {b}', f'{a} - 0.3 * squash({b})', f'0.7 * {a}', f'{b} + 0 * {a}']
+        ways += [f'{a} * U[] + {b}', f'jnp.conj({a}) * 0.5 + {b}', f'1j * {a} + {b}', f'jnp.abs({a}) * {b}']
+        if shape:
+            n = shape[-1]
+            ways += [f'squash({a} @ U[{n}, {n}] + {b})', f'jnp.roll({a}, 1, -1) + {b}']
+            ways += [f'nn.softmax(jnp.real({a})) + {b}', f'{a} * U[{n}] + {b}', f'jnp.cumsum({a}, -1) * 0.5 + {b}']
+            ways += [f'jnp.where(jnp.real({b}) > 0, {a}, 0.3 * {b})']
+        return ways
+
     # ------------------------------------------------------------ states and results
 
     def new_state(self, name: str) -> None:
         shape = self.program.states[name]
-        old = Value(f"s['{name}']", shape)
+        old = Value(f"s['{name}']", shape, self.program.dtypes.get(name, 'float64'))
         text = self.pick(WRITES)(self, name, old)
-        made = self.name((text, shape))
+        made = self.name((self.as_state(text, old), shape))
         self.program.written[name] = made.text
         if self.chance(4):  # no second-hand reads of this one
             self.values.remove(made)
 
+    def as_state(self, text: str, old: Value) -> str:
+        """An expression in the type of a state."""
+        return text if self.dtype_of(text) == old.dtype else f'like({text}, {old.text})'
+
+    def draw_types(self) -> None:
+        self.types = self.pick([REAL, REAL, COMPLEX, COMPLEX, REAL, NARROW])
+
     def write(self) -> Program:
         program = self.program
+        self.draw_types()
         for i in range(self.pick([1, 2, 1, 2, 3])):
             name = f'h{i}'
             previous = list(program.states.values())
             shape = self.pick(previous) if previous and not self.chance(3) else self.shape()
             kind = self.pick(['hidden'] * 6 + ['group', 'other'])
             program.states[name], program.kinds[name] = shape, 'hidden' if kind == 'group' and not shape else kind
+            self.typed(name)
         program.inputs['x'] = self.pick([(2,), (3,), (2, 3), ()])
-        for name, shape in program.inputs.items():
-            self.values.append(Value(f"x['{name}']", shape))
+        self.values.append(Value("x['x']", program.inputs['x'], self.typed('x')))
         for name, shape in program.states.items():
             if not self.chance(5):
-                self.values.append(Value(f"s['{name}']", shape))
+                self.values.append(Value(f"s['{name}']", shape, program.dtypes.get(name, 'float64')))
         waiting = list(program.states)
         for _ in range(self.pick([2, 3, 4, 5, 6, 8, 1])):
             self.statement()
@@ -260,14 +367,17 @@ def _fits(small: Shape, large: Shape) -> bool:
 STATEMENTS: list[Callable[[Writer], tuple[str, Shape] | None]] = []
 
 
-def statement(times: int = 1, rank: int = 0):
-    """Register a way to make a value from one of at least the given rank."""
+def statement(times: int = 1, rank: int = 0, real: bool = False):
+    """Register a way to make a value from one of at least the given rank; ``real``: from real ones only."""
 
     def register(function):
         @functools.wraps(function)
         def made(w):
+            w.real_only = real
             v = w.value(lambda v: len(v.shape) >= rank and v.size)
-            return None if v is None else function(w, v)
+            made = None if v is None else function(w, v)
+            w.real_only = False
+            return made
 
         STATEMENTS.extend([made] * times)
         return function
@@ -281,10 +391,17 @@ def elementwise(w, v):
     ways += ['jnp.abs({})', 'jnp.exp(-{} ** 2)', 'lax.erf({})', 'nn.gelu({})', 'jnp.sqrt(1 + {} ** 2)', '(-{})']
     ways += ['jnp.clip({}, -0.5, 0.5)', 'jnp.log1p(jnp.abs({}))', 'jnp.floor({})', '({} + 0.1j).real', '({} * 1j).imag']
     ways += ['jnp.arctan2({0}, 1 + {0} ** 2)', '({0} > 0) * 0.5', '{}.astype(np.float32).astype(np.float64)']
+    if v.is_complex:
+        ways = ['jnp.real({})', 'jnp.imag({})', 'jnp.conj({})', 'jnp.abs({})', 'jnp.angle(2 + {})', 'squash({})']
+        ways += ['1j * {}', '0.3 * {} ** 2', 'jnp.exp(-0.5 * {})', 'jnp.sin({})', 'jnp.sqrt(2 + {})', '(-{})']
+        ways += ['jnp.log(2 + {})', '1 / (2 + {})', '{0} * {0}.conj()', 'lax.complex({0}.imag, jnp.tanh({0}.real))']
+    elif w.types is not REAL:
+        ways += ['1j * {}', 'jnp.exp(1j * {})', '{}.astype(np.complex128)', 'lax.complex({0}, jnp.tanh({0}))']
+        ways += ['{} * (0.6 + 0.8j)', 'jnp.conj({})', 'jnp.real({})', 'jnp.sqrt({} + 0.3j)']
     return w.pick(ways).format(v.text), v.shape
 
 
-@statement(2)
+@statement(2, real=True)
 def surrogate(w, v):
     ways = ['spike({})', 'clamped({})', 'surrogate.sigmoid({})', 'surrogate.relu_grad({})', 'lax.stop_gradient({})']
     return w.pick(ways).format(v.text), v.shape
@@ -299,7 +416,15 @@ def binary(w, v):
         'jnp.where({1} > 0.1, {0}, 0.0)',
         'jnp.hypot({0}, 1 + {1})',
     ]
-    return w.pick(ways).format(v.text, w.like(v).text), v.shape
+    u = w.like(v)
+    if v.is_complex or u.is_complex:
+        ways = ['{0} + {1}', '{0} * {1}', '{0} - {1}', '{0} * jnp.conj({1})', 'jnp.real({0} * {1})']
+        ways += ['nn.sigmoid(jnp.real({1})) * {0}', '{0} / (1 + jnp.abs({1}) ** 2)', 'jnp.imag({0} * jnp.conj({1}))']
+        ways += ['jnp.where(jnp.imag({1}) > 0.1, {0}, 0.0)', 'jnp.where(jnp.real({0}) > 0, {0}, 0.2 * {1})']
+        ways += ['lax.complex(jnp.real({0}), jnp.imag({0} + {1}))', 'jnp.abs({0} + 1j * {1})']
+    elif w.types is not REAL:
+        ways += ['{0} + 1j * {1}', 'jnp.abs({0} + 1j * {1})', '{0} * jnp.exp(1j * {1})']
+    return w.pick(ways).format(v.text, u.text), v.shape
 
 
 @statement(5)
@@ -316,6 +441,11 @@ def weighted(w, v):
         'jnp.tanh({0} - {1})',
         'jnp.where({0} > 0, {0}, {1} * {0})',
     ]
+    if w.types is not REAL:
+        ways = ['{0} * {1}', '{0} + {1}', 'squash({0} - {1})', 'jnp.where(jnp.real({0}) > 0, {0}, {1} * {0})']
+        ways += ['{0} * jnp.exp(1j * {1})', 'jnp.conj({0}) * {1}', 'jnp.imag({0} * {1})', 'nn.sigmoid({1}) * {0}']
+        ways += ['lax.complex(jnp.real({0}), jnp.imag({0}) + jnp.real({1}))', '{0} / (2 + {1})']
+        ways += ['lax.complex(jnp.broadcast_to(jnp.real({1}), {0}.shape), jnp.real({0}).astype(jnp.real({1}).dtype))']
     return w.pick(ways).format(v.text, weight), v.shape
 
 
@@ -361,7 +491,7 @@ def between_values(w, v):
     return f'{v.text} @ {u.text}.T', (*v.shape[:-1], *u.shape[:-1])
 
 
-@statement(1, rank=1)
+@statement(1, rank=1, real=True)
 def attention(w, v):
     n = v.shape[-1]
     scores = f'nn.softmax({v.text} @ {w.parameter(n, n)})'
@@ -371,6 +501,8 @@ def attention(w, v):
 @statement(1)
 def fast_weights(w, v):
     m = w.value(lambda m: len(m.shape) == 2)
+    w.real_only = True  # of the pair; the matrix may be complex
+    v = w.real(v)
     if m is None:
         return None
     k, u = w.fitted(v, (m.shape[1],)), w.fitted(v, (m.shape[0],))
@@ -382,6 +514,8 @@ def reduced(w, v):
     axis = w.axis(v)
     keep = w.chance(2)
     ways = ['jnp.sum', 'jnp.mean', 'jnp.max', 'nn.logsumexp', 'jnp.linalg.norm', 'jnp.prod']
+    if v.is_complex:
+        ways = ['jnp.sum', 'jnp.mean', 'jnp.linalg.norm', 'jnp.prod']
     text = f'{w.pick(ways)}({v.text}{" + 0.1" if v.size else ""}, axis={axis}, keepdims={keep})'
     return text, v.shape[:axis] + (1,) * keep + v.shape[axis + 1 :]
 
@@ -389,6 +523,10 @@ def reduced(w, v):
 @statement(2, rank=1)
 def normalised(w, v):
     axis = w.axis(v)
+    if v.is_complex:
+        ways = ['nn.softmax(jnp.abs({}), axis={})', '({0} - jnp.mean({0}, axis={1}, keepdims=True))']
+        ways += ['{0} / (1 + jnp.linalg.norm({0}, axis={1}, keepdims=True))']
+        return w.pick(ways).format(v.text, axis), v.shape
     ways = ['nn.softmax({}, axis={})', 'norm({}, axis={})', '({0} - jnp.mean({0}, axis={1}, keepdims=True))']
     return w.pick(ways).format(v.text, axis), v.shape
 
@@ -398,6 +536,11 @@ def along(w, v):
     axis = w.axis(v)
     ways = ['jnp.cumsum({}, {})', 'jnp.sort({}, {})', 'jnp.roll({}, 1, {})', 'jnp.flip({}, {})', 'lax.cummax({}, {})']
     ways += ['jnp.cumprod({}, {})', 'lax.cumlogsumexp({}, {})', 'jnp.fft.fft({}, axis={}).real']
+    if v.is_complex:
+        ways = ['jnp.cumsum({}, {})', 'jnp.roll({}, 1, {})', 'jnp.flip({}, {})', 'jnp.cumprod({}, {})']
+        ways += ['jnp.fft.fft({}, axis={})', 'jnp.fft.ifft({}, axis={}).imag']
+    elif w.types is not REAL:
+        ways += ['jnp.fft.fft({}, axis={})']
     return w.pick(ways).format(v.text, axis), v.shape
 
 
@@ -449,15 +592,18 @@ def indexed(w, v):
     u = w.value(lambda u: _fits(u.shape, row))
     ways = [(picked, row)]
     if u is not None:
-        ways += [(f'{v.text}.at[{at}].{how}({u.text})', v.shape) for how in ('set', 'add')]
+        same = u.text if w.types is REAL else f'like({u.text}, {v.text})'
+        ways += [(f'{v.text}.at[{at}].{how}({same})', v.shape) for how in ('set', 'add')]
     ways += [(f'lax.dynamic_slice_in_dim({v.text}, {_start(w)}, {max(n - 1, 1)})', (max(n - 1, 1), *v.shape[1:]))]
     one = w.value(lambda u: _fits(u.shape, (1, *v.shape[1:])))
     if one is not None:
         row = f'jnp.broadcast_to({one.text}, {(1, *v.shape[1:])})'
+        row = row if w.types is REAL else f'like({row}, {v.text})'
         ways += [(f'lax.dynamic_update_slice_in_dim({v.text}, {row}, {_start(w)}, 0)', v.shape)]
     ways += [(f'jax.ops.segment_sum({v.text}, np.arange({n}) // 2, {(n + 1) // 2})', ((n + 1) // 2, *v.shape[1:]))]
-    ways += [(f'jnp.take_along_axis({v.text}, jnp.argsort({v.text}, axis=0), axis=0)', v.shape)]
-    ways += [(f'lax.top_k({v.text}, 1)[0]', (*v.shape[:-1], 1))]
+    key = f'jnp.real({v.text})' if v.is_complex else v.text
+    ways += [(f'jnp.take_along_axis({v.text}, jnp.argsort({key}, axis=0), axis=0)', v.shape)]
+    ways += [(f'lax.top_k({key}, 1)[0]', (*v.shape[:-1], 1))]
     return w.pick(ways)
 
 
@@ -473,12 +619,17 @@ def convolved(w, v):
     *front, n = v.shape
     kernel, channels = w.parameter(2, 1, w.pick([2, 3, 1])), 2
     image = f'{v.text}.reshape({(math.prod(front), 1, n)})'
+    if w.types is not REAL:
+        return f'conv({image}, {kernel})', (math.prod(front), channels, n)
     return f"lax.conv_general_dilated({image}, {kernel}, (1,), 'SAME')", (math.prod(front), channels, n)
 
 
 @statement(1, rank=1)
 def pooled(w, v):
     how, start = w.pick([('lax.add', '0.0'), ('lax.max', '-np.inf')])
+    if how == 'lax.max':
+        v = w.real(v)
+    start = start if w.types is REAL else f'np.array({start}, {v.text}.dtype)'
     window = (1,) * (len(v.shape) - 1) + (2,)
     ones = (1,) * len(v.shape)
     return f"lax.reduce_window({v.text}, {start}, {how}, {window}, {ones}, 'SAME')", v.shape
@@ -489,6 +640,7 @@ def branched(w, v):
     u, c = w.like(v), w.value()
     u = f'jnp.broadcast_to({u.text}, {v.shape})'
     one, two = w.inner('a', 'b', shape=v.shape), w.inner('b', 'a', shape=v.shape)
+    c = w.real(c)
     return f'lax.cond(jnp.sum({c.text}) > 0, lambda a, b: {one}, lambda a, b: {two}, {v.text}, {u})', v.shape
 
 
@@ -504,7 +656,7 @@ def scanned(w, v):
     _, *rest = v.shape
     first = w.value(lambda u: _fits(u.shape, tuple(rest)))
     start = (
-        f'jnp.zeros({tuple(rest)})'
+        f'jnp.zeros({tuple(rest)}, {v.text}.dtype)'
         if first is None or w.chance(3)
         else f'jnp.broadcast_to({first.text}, {tuple(rest)})'
     )
@@ -550,9 +702,16 @@ def decaying(w, name, old):
 
 
 @writes(2)
+def turning(w, name, old):
+    """A leak that turns a complex state; of a real one, a leak."""
+    factor = '(0.6 + 0.5j)' if old.is_complex else '0.7'
+    return f'{factor} * {old.text} + {w.fitted(w.value(), old.shape)}'
+
+
+@writes(2)
 def gated(w, name, old):
     v, gate = w.value(), w.value()
-    gate = f'nn.sigmoid({w.fitted(gate, old.shape)})'
+    gate = f'nn.sigmoid({w.fitted(w.real(gate), old.shape)})'
     return f'(1 - {gate}) * {old.text} + {gate} * {w.fitted(v, old.shape)}'
 
 
@@ -590,6 +749,8 @@ def per_position(w, name, old):
     if not old.shape:
         return f'0.9 * {old.text}'
     n = old.shape[-1]
+    if w.types is not REAL:
+        return f'squash({old.text} @ {w.parameter(n, n)} + {w.fitted(w.value(), old.shape)})'
     return f'jnp.tanh({old.text} @ {w.parameter(n, n)} + {w.fitted(w.value(), old.shape)})'
 
 
@@ -607,19 +768,22 @@ class PositionWriter(Writer):
 
     def new_state(self, name: str) -> None:
         shape = self.program.states[name]
-        text = self.pick([leaky, decaying, gated, replaced, unchanged, delayed])(
-            self, name, Value(f"s['{name}']", shape)
-        )
-        self.program.written[name] = self.name((text, shape)).text
+        old = Value(f"s['{name}']", shape, self.program.dtypes.get(name, 'float64'))
+        text = self.pick([leaky, decaying, turning, gated, replaced, unchanged, delayed])(self, name, old)
+        self.program.written[name] = self.name((self.as_state(text, old), shape)).text
 
     def write(self) -> Program:
         program, shape = self.program, self.shape()
+        self.draw_types()
         program.states = {f'h{i}': shape for i in range(self.pick([1, 2, 3]))}
         program.kinds = dict.fromkeys(program.states, 'hidden')
         program.inputs['x'] = (2,)
+        for name in (*program.states, 'x'):
+            self.typed(name)
         for _ in range(self.pick([1, 2, 3])):
             self.name((f"jnp.tensordot(x['x'], {self.parameter(2, *shape)}, 1)", shape))
-        self.values += [Value(f"s['{name}']", shape) for name in program.states]
+        kind = lambda name: program.dtypes.get(name, 'float64')
+        self.values += [Value(f"s['{name}']", shape, kind(name)) for name in program.states]
         for _ in range(self.pick([2, 3, 4, 5, 1])):
             self.statement()
         for name in program.states:

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..analysis.families import TABLE
 from ..compat import Var, evaluate_equation, is_var
 from ..program import cut_inside
+from .masking import Mask, finite, zero_at
 from .plan import Components, Jacobian, LocalStep, Plan, Values
-from .products import linear_gradient, turned
+from .products import linear_gradient, turned, wide
 from .recursion import Recursion
 from .signal import joint_targets
 
@@ -89,19 +91,30 @@ def complete(plan: Plan, const: Values, steps: Values, last: Values) -> Values:
     return jax.vmap(one)(steps)
 
 
-def credit(plan: Plan, const: Values, steps: Values, cotangents: Sequence[jax.Array], aux: Sequence[Var]) -> Credit:
+def credit(
+    plan: Plan,
+    const: Values,
+    steps: Values,
+    cotangents: Sequence[jax.Array],
+    aux: Sequence[Var],
+    safe: Values | None = None,
+) -> Credit:
     """Targets, signals, direct reads and local Jacobians of all steps of a block, side by side.
 
     ``cotangents[i][t]`` is the cotangent of target i at step t; a step whose cotangents are all zero
-    contributes exactly nothing.
+    contributes exactly nothing. ``safe``: values of the steps that derivatives read in place of their own.
     """
 
-    def one(step: Values, cotangents: list[jax.Array]) -> tuple[list, Values, Values, list, list]:
+    def one(step: Values, safe: Values | None, cotangents: list[jax.Array]) -> tuple[list, Values, Values, list, list]:
         env = const | step
-        targets, (ys, signals, reads) = signals_of(plan, env, cotangents)
+        targets, (ys, signals, reads) = signals_of(plan, env if safe is None else const | safe, cotangents)
+        if safe is not None:  # the losses are those of the model itself
+            known = plan.compute(plan.targets, env)
+            targets = [known[v] if is_var(v) else jnp.asarray(v.val, v.aval.dtype) for v in plan.targets]
         return targets, plan.compute(aux, env).pick(aux), ys, signals, reads
 
-    return Credit(*jax.vmap(one)(steps, list(cotangents)), jacobians(plan, const, steps))
+    found = jax.vmap(one)(steps, safe, list(cotangents))
+    return Credit(*found, jacobians(plan, const, steps if safe is None else safe))
 
 
 def jacobians(plan: Plan, const: Values, steps: Values) -> list[Jacobian]:
@@ -146,18 +159,22 @@ def jacobian_of(local: LocalStep, env: Values) -> Jacobian:
     return found
 
 
-def credit_back(found: Credit, last: Sequence[Components], length: int) -> tuple[list[Components], list[Components]]:
+def credit_back(
+    found: Credit, last: Sequence[Components], length: int, mask: Mask | None = None
+) -> tuple[list[Components], list[Components]]:
     """γ of every step and group from γ at the block's end, and γ at its start; of living components only."""
 
     def step(gamma: list[Components], at: tuple) -> tuple[list[Components], list[Components]]:
         earlier = []
-        for later, signals, reads, jacobian in zip(gamma, *at, strict=True):
+        *found, dead = at
+        for later, signals, reads, jacobian in zip(gamma, *found, strict=True):
             whole = later | {i: x + later[i] if i in later else x for i, x in signals.items()}
             terms = {j: [d * whole[i] for (i, k), d in jacobian.items() if k == j and i in whole] for j in later}
             earlier.append({j: _sum([*x, *([reads[j]] if j in reads else [])], later[j]) for j, x in terms.items()})
-        return earlier, gamma
+        return earlier if dead is None else zero_at(earlier, dead), gamma
 
-    first, gammas = jax.lax.scan(step, list(last), (found.signals, found.reads, found.jacobians), length, reverse=True)
+    given = (found.signals, found.reads, found.jacobians, None if mask is None else mask.dead)
+    first, gammas = jax.lax.scan(step, list(last), given, length, reverse=True)
     return gammas, first
 
 
@@ -213,6 +230,7 @@ def weight_gradients(
     whole: Values,
     local: Sequence[Values],
     boxes: Mapping[Var, tuple[slice, ...] | None] = {},
+    mask: Mask | None = None,
 ) -> Values:
     """Gradient of every weight operand: one pull-back of each tap over all steps of the block.
 
@@ -221,7 +239,7 @@ def weight_gradients(
     operation with cuts inside is pulled back with them for its local part.
     """
     total = Values()
-    operands = tap_operands(plan, const, steps)
+    operands = tap_operands(plan, const, steps, mask)
     for i, tap in plan.taps.items():
         y_bars = {v: whole[v] for v in tap.results if v in whole}
         if not y_bars:
@@ -235,11 +253,12 @@ def weight_gradients(
             elif mine:
                 parts.append((cut, mine))
         reaches_states = any(v in bars for bars in local for v in tap.results)
-        data = operands[i] if reaches_states else _spared(operands[i], y_bars)
+        data = operands[i] if mask is not None or reaches_states else _spared(operands[i], y_bars)
         for equation, told in [(tap.equation, y_bars), *parts]:
             grads = _pull_tap(plan, equation, tap.weights, const, data, told, boxes)
             for k, grad in grads.items():
                 v = equation.invars[k]
+                grad = grad.astype(wide(grad.dtype))
                 total[v] = total[v] + grad if v in total else grad
     return total
 
@@ -285,13 +304,23 @@ def _pull_tap(
     return pull([y_bars[v] for v in equation.outvars if v in y_bars])[0]
 
 
-def tap_operands(plan: Plan, const: Values, steps: Values) -> dict[int, dict[int, jax.Array]]:
-    """Data operands of every tap, stacked over the steps of a completed block."""
+def tap_operands(plan: Plan, const: Values, steps: Values, mask: Mask | None = None) -> dict[int, dict[int, jax.Array]]:
+    """Data operands of every tap, stacked over the steps of a completed block; finite at steps that are silent."""
     wanted = {
         i: {k: v for k, v in enumerate(tap.equation.invars) if is_var(v) and v not in const}
         for i, tap in plan.taps.items()
     }
-    return {i: {k: steps[v] for k, v in operands.items()} for i, operands in wanted.items()}
+    found = {i: {k: steps[v] for k, v in operands.items()} for i, operands in wanted.items()}
+    if mask is None:
+        return found
+
+    def spared(i: int, operands: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        name = plan.equations[i].primitive.name
+        family = TABLE.get(name)
+        is_product = name == 'mul' or (family is not None and family.kind == 'product')
+        return finite(operands, mask.silent, 0.0) if is_product else finite(operands, mask.silent)
+
+    return {i: spared(i, operands) for i, operands in found.items()}
 
 
 def _length(steps: Mapping[Var, jax.Array]) -> int:

@@ -27,7 +27,7 @@ from ..analysis.families import TABLE
 from ..analysis.groups import HiddenGroup
 from ..compat import Equation, Var, evaluate_equation
 from .plan import SUMS, Components, Jacobian
-from .products import Letters, Patches, Synapses, linear_gradient, product_gradient
+from .products import Letters, Patches, Synapses, cast, is_complex, linear_gradient, paired, product_gradient, wide
 
 Operands = dict[int, Any]
 
@@ -38,6 +38,11 @@ class Carrier(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of each component's trace."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """Its type."""
         ...
 
     def solve(
@@ -68,6 +73,12 @@ class _Site:
     @property
     def weight(self) -> Any:
         return self.equation.invars[self.operand].aval
+
+    @property
+    def dtype(self) -> Any:
+        """The type of a trace: the precision of y; complex if the weight is, for the states' components are real."""
+        real = jnp.finfo(self.result.aval.dtype).dtype
+        return jnp.promote_types(real, jnp.complex64) if is_complex(self.weight.dtype) else real
 
     def at_result(self, values: jax.Array) -> jax.Array:
         """Values of the positions at the elements of y; zero where y reaches none."""
@@ -149,14 +160,14 @@ class _Whole(_Site, ABC):
         product: Jacobian,
         gamma: Components,
     ) -> tuple[Components, jax.Array]:
-        wide = {s: e.astype(self.result.aval.dtype) for s, e in trace.items()}
+        old = {s: e.astype(wide(self.dtype)) for s, e in trace.items()}
         new = {}
         for s in trace:
-            terms = [self.scaled(e, product[s, r]) for r, e in wide.items() if (s, r) in product]
-            total = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(wide[s])
-            total = self.plus(total, fixed, steps, rows[s].astype(total.dtype)) if s in rows else total
+            terms = [self.scaled(e, product[s, r]) for r, e in old.items() if (s, r) in product]
+            total = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(old[s])
+            total = self.plus(total, fixed, steps, rows[s]) if s in rows else total
             new[s] = total.astype(trace[s].dtype)
-        told = [self.gradient(e, gamma[s]) for s, e in wide.items() if s in gamma]
+        told = [self.gradient(e, gamma[s]) for s, e in old.items() if s in gamma]
         return new, sum(told[1:], told[0]) if told else jnp.zeros(self.weight.shape, self.weight.dtype)
 
 
@@ -169,7 +180,8 @@ class Elementwise(_Whole):
         return self.result.aval.shape
 
     def plus(self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
-        return trace + jnp.sum(rows * self.slopes(fixed, steps, len(rows)).astype(rows.dtype), axis=0)
+        told = rows * self.slopes(fixed, steps, len(rows)).astype(rows.dtype)
+        return trace + jnp.sum(cast(told, trace.dtype), axis=0)
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
         return self.at_result(factor) * trace
@@ -207,9 +219,10 @@ class Product(_Site):
     ) -> tuple[Components, jax.Array]:
         x, _, y, _, batch = self._letters
         boxes = dict(zip(y, self.part, strict=True))
-        xs = steps[1 - self.operand].astype(self.result.aval.dtype)[:, *(boxes.get(c, slice(None)) for c in x)]
+        xs = steps[1 - self.operand][:, *(boxes.get(c, slice(None)) for c in x)]
+        xs, *parts = paired(self.weight.dtype, xs, *(row[:, *self.part] for row in rows.values()))
         given = (
-            {s: row[:, *self.part] for s, row in rows.items()},
+            dict(zip(rows, parts, strict=True)),
             {at: self.here(p) for at, p in product.items()},
             {s: self.here(g) for s, g in gamma.items()},
         )
@@ -226,7 +239,7 @@ class Product(_Site):
                 new, told = self._one(x, y, *at)
                 return total + told, new
 
-            start = jnp.zeros(self.shape[1:], xs.dtype)
+            start = jnp.zeros(self.shape[1:], wide(self.dtype))
             total, new = jax.lax.scan(one, start, (trace, xs, rows, product, gamma))
         return new, self._as_weight(total, y)
 
@@ -235,18 +248,20 @@ class Product(_Site):
     ) -> tuple[Components, jax.Array]:
         """Traces after a block and γ · ε before it, of one sample or of all."""
         contracted = self._letters.contracted
-        wide = {s: e.astype(xs.dtype) for s, e in trace.items()}
+        dtype = wide(self.dtype)
+        old = {s: e.astype(dtype) for s, e in trace.items()}
         over = lambda factor: factor.reshape(*factor.shape, *(1,) * len(contracted))
         new = {}
         for s in trace:
-            terms = [over(product[s, r]) * e for r, e in wide.items() if (s, r) in product]
+            terms = [over(product[s, r]) * e for r, e in old.items() if (s, r) in product]
             if s in rows:
                 left = jax.lax.optimization_barrier(jnp.moveaxis(rows[s], 0, -1))
-                terms.append(jnp.einsum(f'{y}t,t{x}->{y}{contracted}', left, xs))
+                axes = f'{y}t,t{x}->{y}{contracted}'
+                terms.append(jnp.einsum(axes, left, xs, preferred_element_type=dtype))
             new[s] = sum(terms[1:], terms[0]).astype(trace[s].dtype)
-        told = [over(gamma[s]) * e for s, e in wide.items() if s in gamma]
-        shape = next(iter(wide.values())).shape
-        return new, sum(told[1:], told[0]).astype(xs.dtype) if told else jnp.zeros(shape, xs.dtype)
+        told = [over(gamma[s]) * e for s, e in old.items() if s in gamma]
+        shape = next(iter(old.values())).shape
+        return new, sum(told[1:], told[0]).astype(dtype) if told else jnp.zeros(shape, dtype)
 
     def _as_weight(self, told: jax.Array, y: str) -> jax.Array:
         """What a part of y says about each weight, summed over what the weight does not know."""
@@ -272,9 +287,9 @@ class Sparse(_Whole):
 
         def step(total: jax.Array, at: tuple) -> tuple:
             row, x = at
-            return total + row[post] * x[pre], None
+            return total + cast(row[post] * x[pre], total.dtype), None
 
-        return jax.lax.scan(step, trace, (rows, steps[Synapses.INPUT].astype(rows.dtype)))[0]
+        return jax.lax.scan(step, trace, (rows, steps[Synapses.INPUT]))[0]
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
         return self.at_result(factor)[self.synapses.post] * trace
@@ -297,9 +312,10 @@ class Convolved(_Whole):
     def plus(self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array) -> jax.Array:
         def step(total: jax.Array, at: tuple) -> tuple:
             x, row = at
-            return total + self.patches.of_input(x)[:, :, None] * self.patches.of_result(row)[:, None], None
+            told = self.patches.of_input(x)[:, :, None] * self.patches.of_result(row)[:, None]
+            return total + cast(told, total.dtype), None
 
-        return jax.lax.scan(step, trace, (steps[0].astype(rows.dtype), rows))[0]
+        return jax.lax.scan(step, trace, (steps[0], rows))[0]
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
         return self.patches.of_result(self.at_result(factor))[:, None] * trace
@@ -330,7 +346,7 @@ class Full(_Whole):
             here = (jnp.asarray(self.positions) == place).astype(y.dtype)
             return pull(rows.astype(y.dtype) * here)[0]
 
-        return trace + jax.lax.map(influence, jnp.arange(self._places))
+        return trace + jax.lax.map(influence, jnp.arange(self._places)).astype(trace.dtype)
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
         return factor.reshape(-1, *(1,) * (trace.ndim - 1)) * trace
@@ -372,11 +388,16 @@ class Factorised(_Site):
         """True if ε_x is that of an element-wise parameter's slopes."""
         return not self.enters_as_is and self.decay[1] == 0
 
+    @property
+    def _wide(self) -> Any:
+        """The type of both traces: they are sums over steps, so that half precision would lose most of them."""
+        return wide(self.result.aval.dtype)
+
     def init(self, components: Sequence[int]) -> FactorTrace:
         """Traces of a fresh sequence."""
         x = () if self.data is None else self.equation.invars[self.data].aval.shape
         x = self.part_shape if self.remembers_slopes else x
-        dtype = self.result.aval.dtype
+        dtype = self._wide
         f = {i: jnp.zeros(self.part_shape, dtype) for i in components}  # arrays of their own: a call may write to each
         return FactorTrace(jnp.zeros(x, dtype), f, jnp.zeros((), jnp.int32))
 
@@ -384,11 +405,11 @@ class Factorised(_Site):
         """x_t and ∂h_t/∂y_t of every step, the latter taken through to an element-wise parameter."""
         rows = {s: row[:, *self.part] for s, row in rows.items()}
         if self.data is not None:
-            return steps[self.data].astype(self.result.aval.dtype), rows
+            return steps[self.data].astype(self._wide), rows
         slopes = self.slopes(fixed, steps, length)[:, *self.part]
         if self.remembers_slopes:
-            return slopes.astype(self.result.aval.dtype), rows
-        return jnp.ones(length, self.result.aval.dtype), {s: r * slopes.astype(r.dtype) for s, r in rows.items()}
+            return slopes.astype(self._wide), rows
+        return jnp.ones(length, self._wide), {s: r * slopes.astype(r.dtype) for s, r in rows.items()}
 
     def step(self, old: FactorTrace, x: jax.Array, rows: Components, jacobian: Jacobian, after: Any) -> FactorTrace:
         """One step of both recursions; ``after``: the components of ε_f that are wanted."""
@@ -397,18 +418,18 @@ class Factorised(_Site):
         for s in after:
             terms = [decay_f * self.here(jacobian[s, r]) * f for r, f in old.f.items() if (s, r) in jacobian]
             terms += [(1 - decay_f) * rows[s]] if s in rows else []
-            new[s] = sum(terms[1:], terms[0]) if terms else jnp.zeros(self.part_shape, self.result.aval.dtype)
+            new[s] = sum(terms[1:], terms[0]) if terms else jnp.zeros(self.part_shape, self._wide)
         return FactorTrace(decay_x * old.x + x, new, old.steps + 1)
 
     def told(self, trace: FactorTrace, signals: Components) -> jax.Array:
         """signal · ε_f at every element of y, corrected for the traces' start."""
-        count = trace.steps.astype(self.result.aval.dtype)
+        count = trace.steps.astype(jnp.finfo(self._wide).dtype)
         scale = jnp.where(
             trace.steps == 0, 0.0, 1 / jnp.maximum(1 - self.decay[1] ** count, jnp.finfo(count.dtype).tiny)
         )
         terms = [self.here(x) * trace.f[s] for s, x in signals.items() if s in trace.f]
-        total = sum(terms[1:], terms[0]) if terms else jnp.zeros(self.part_shape, count.dtype)
-        return (total * scale.astype(total.dtype)).astype(count.dtype)
+        total = sum(terms[1:], terms[0]) if terms else jnp.zeros(self.part_shape, self._wide)
+        return (total * scale).astype(self._wide)
 
     def gradient(self, fixed: Operands, steps: Operands, y_bars: jax.Array, xs: jax.Array) -> jax.Array:
         """Σ_t y_bar_t ⊗ ε_x,t in the shape of w."""
@@ -418,10 +439,10 @@ class Factorised(_Site):
         if self.equation.primitive.name == 'dot_general':
             return product_gradient(self.equation, self.operand, xs, y_bars, self.part)
         y_bars = self.padded(y_bars)
-        moved = {**steps, self.data: xs.astype(steps[self.data].dtype)}
-        found = linear_gradient(self.equation, self.operand, moved, y_bars, self.constant)
+        found = linear_gradient(self.equation, self.operand, {**steps, self.data: xs}, y_bars, self.constant)
         if found is not None:
             return found
+        moved = {**steps, self.data: cast(xs, steps[self.data].dtype)}
 
         def block(w: Any) -> Any:
             return jax.vmap(lambda step: self.run({**fixed, **step}, w), axis_size=len(y_bars))(moved)

@@ -21,11 +21,14 @@ from jax.flatten_util import ravel_pytree
 
 from ..analysis.families import TABLE
 from ..compat import Atom, Var, evaluate_equation, has_reverse_only, is_differentiable, is_var
+from .masking import without_nan, zero_at
 from .plan import Plan, Values
+from .products import wide
 from .sequence import Solved
 from .window import Run, exact_step
 
 Influence = Any
+_SILENT = np.ones((), bool)
 _TOGETHER = 256
 """Parameters whose influence is moved on at once."""
 _DRAWS = 64
@@ -322,24 +325,34 @@ class Forward:
     # ------------------------------------------------------------ drivers
 
     def one_pass(
-        self, parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array, block: int
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        weights: jax.Array,
+        block: int,
+        masked: bool = True,
     ) -> Solved:
-        """A sequence step by step: gradients, losses, next states, next influence."""
+        """A sequence step by step: gradients, losses, next states, next influence.
+
+        ``masked``: some of the weights may be zero.
+        """
         wanted = (*self.plan.targets, *self.aux)
-        silent = lambda w: jnp.all(w == 0)
 
         def one(carry: tuple, at: tuple) -> tuple[tuple, tuple[jax.Array, Values]]:
             states, trace, total = carry
             xs, weight = at
             env = self._environment(parameters, states, xs)
-            found = self._gradient(env, parameters, states, trace, [weight], silent(weight))
-            new, trace, values, gradients = (*self._moved(env, parameters, states, trace, wanted), found)
+            gradients = self._gradient(env, parameters, states, trace, [weight], masked)
+            silent = jnp.all(weight == 0) if masked else None
+            new, trace, values = self._moved(env, parameters, states, trace, wanted, silent)
             total = jax.tree.map(jnp.add, total, gradients)
             return (new, trace, total), (values[0], Values(zip(self.aux, values[1:], strict=True)))
 
-        zero = jax.tree.map(jnp.zeros_like, parameters)
-        (states, trace, total), (losses, aux) = jax.lax.scan(one, (states, traces[0], zero), (inputs, weights))
-        return Solved(total, losses, aux, states, [trace])
+        start = (states, traces[0], _no_gradient(parameters))
+        (states, trace, total), (losses, aux) = jax.lax.scan(one, start, (inputs, weights))
+        return Solved(_as_parameters(total, parameters), losses, aux, states, [trace])
 
     def evolve(self, parameters: Values, states: Values, traces: list, inputs: Values, block: int) -> Solved:
         """Advance states and influence without a loss; ``aux`` values of every step come along."""
@@ -347,7 +360,7 @@ class Forward:
         def one(carry: tuple, xs: Values) -> tuple[tuple, Values]:
             states, trace = carry
             env = self._environment(parameters, states, xs)
-            states, trace, values = self._moved(env, parameters, states, trace, self.aux)
+            states, trace, values = self._moved(env, parameters, states, trace, self.aux, _SILENT)
             return (states, trace), Values(zip(self.aux, values, strict=True))
 
         (states, trace), aux = jax.lax.scan(one, (states, traces[0]), inputs)
@@ -360,7 +373,7 @@ class Forward:
         def one(carry: tuple, xs: Values) -> tuple[tuple, list[Any]]:
             states, trace = carry
             env = self._environment(parameters, states, xs)
-            states, trace, values = self._moved(env, parameters, states, trace, wanted)
+            states, trace, values = self._moved(env, parameters, states, trace, wanted, _SILENT)
             return (states, trace), values
 
         (states, trace), values = jax.lax.scan(one, (states, traces[0]), inputs)
@@ -375,13 +388,13 @@ class Forward:
             states, trace, total = carry
             xs, bars = at
             env = self._environment(parameters, states, xs)
-            found = self._gradient(env, parameters, states, trace, bars, False)
-            states, trace, _ = self._moved(env, parameters, states, trace, ())
+            found = self._gradient(env, parameters, states, trace, bars)
+            states, trace, _ = self._moved(env, parameters, states, trace, (), _SILENT)
             return (states, trace, jax.tree.map(jnp.add, total, found)), None
 
-        zero = jax.tree.map(jnp.zeros_like, parameters)
-        (_, _, total), _ = jax.lax.scan(one, (states, traces[0], zero), (inputs, list(cotangents)))
-        return total
+        start = (states, traces[0], _no_gradient(parameters))
+        (_, _, total), _ = jax.lax.scan(one, start, (inputs, list(cotangents)))
+        return _as_parameters(total, parameters)
 
     def _environment(self, parameters: Values, states: Values, inputs: Values) -> Values:
         closed = self.plan.program.closed
@@ -391,21 +404,49 @@ class Forward:
         return states.pick(old for old, _ in self._moving)
 
     def _gradient(
-        self, env: Values, parameters: Values, states: Values, trace: Carried, bars: Sequence[jax.Array], silent: Any
+        self,
+        env: Values,
+        parameters: Values,
+        states: Values,
+        trace: Carried,
+        bars: Sequence[jax.Array],
+        masked: bool = True,
     ) -> Values:
         targets = self.plan.targets
         values, pull = jax.vjp(lambda p, s: self._step(env, targets)(p, s)[1], parameters, self._split(states))
         mine, past = pull([jnp.asarray(b).astype(x.dtype) for b, x in zip(bars, values, strict=True)])
         found = jax.tree.map(jnp.add, mine, self._told(trace, past))
-        return jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), found)
+        return zero_at(found, jnp.all(jnp.stack([jnp.all(b == 0) for b in bars]))) if masked else found
 
     def _moved(
-        self, env: Values, parameters: Values, states: Values, trace: Carried, wanted: Sequence[Atom]
+        self,
+        env: Values,
+        parameters: Values,
+        states: Values,
+        trace: Carried,
+        wanted: Sequence[Atom],
+        silent: jax.Array | np.ndarray | None,
     ) -> tuple[Values, Carried, list[Any]]:
-        """States, influence and wanted values after a step."""
+        """States, influence and wanted values after a step.
+
+        Where the step is ``silent``, the influence is moved on at values without NaN.
+        """
         moving = self._split(states)
         new, values = self._step(env, wanted)(parameters, moving)
-        return states | new | self._others(env), self._advance(env, parameters, moving, trace), values
+        others = self._others(env)
+        if silent is not None:
+            given = [*self.plan.program.inputs, *states]
+            env = env | without_nan(env.pick(given), silent)
+        trace = self._advance(env, parameters, env.pick(moving), trace)
+        return states | new | others, trace, values
+
+
+def _no_gradient(parameters: Values) -> Values:
+    return Values((v, jnp.zeros_like(x, wide(x.dtype))) for v, x in parameters.items())
+
+
+def _as_parameters(gradients: Values, parameters: Values) -> Values:
+    return Values((v, x.astype(parameters[v].dtype)) for v, x in gradients.items())
 
 
 def _after(places: np.ndarray, onward: np.ndarray) -> np.ndarray:

@@ -17,6 +17,38 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def wide(dtype: Any) -> Any:
+    """The type in which values of a type are summed: float32 for half precision, else the type itself."""
+    dtype = jnp.dtype(dtype)
+    return jnp.promote_types(dtype, jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def is_complex(dtype: Any) -> bool:
+    """True for complex types."""
+    return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """An array in another type; of complex numbers the real part, where that type is real.
+
+    This is how the derivative with respect to a real weight follows from a complex one, and so it is applied to
+    results only: the real part of a product is not the product of real parts.
+    """
+    return (x.real if jnp.iscomplexobj(x) and not is_complex(dtype) else x).astype(dtype)
+
+
+def paired(weight: Any, xs: jax.Array, *y_bars: jax.Array) -> tuple[jax.Array, ...]:
+    """Stacks of steps such that Σ_t x_t ȳ_t is what a weight of some type gets; all ``y_bars`` have one type.
+
+    For a real weight that is the real part, Re x Re ȳ - Im x Im ȳ: a real product of twice as many steps.
+    """
+    is_real = not is_complex(weight)
+    if is_real and jnp.iscomplexobj(xs) and any(map(jnp.iscomplexobj, y_bars)):
+        xs = jnp.concatenate([xs.real, -xs.imag])
+        return xs, *(jnp.concatenate([y.real, y.imag]) for y in y_bars)
+    return tuple(x.real if is_real and jnp.iscomplexobj(x) else x for x in (xs, *y_bars))
+
+
 class Letters(NamedTuple):
     """Axes of x, of w, of y, the contracted ones, and those that x, w and y share. The letter t is left free."""
 
@@ -49,27 +81,34 @@ def product_gradient(
 ) -> jax.Array:
     """Σ_t x_t ⊗ ȳ_t of a product in the shape of its weight: one matrix product with all steps as rows.
 
-    ``part``: the box of y that ``y_bars`` holds. The input is laid out with its contracted axes first: products
+    It has the weight's type, but for sums in half precision (see `wide`). ``part``: the box of y that ``y_bars``
+    holds. The input is laid out with its contracted axes first: products
     whose left side runs along its rows are faster on CPUs than transposed ones.
     """
     letters = Letters.of(equation, operand)
     weight = equation.invars[operand].aval
-    xs, y_bars = xs.astype(weight.dtype), y_bars.astype(weight.dtype)
+    dtype = wide(weight.dtype)
+    xs, y_bars = paired(weight.dtype, xs, y_bars)
+    product_dtype = wide(jnp.result_type(xs, y_bars))
     boxes = {} if part is None else dict(zip(letters.y, part, strict=True))
     xs = xs[:, *(boxes.get(c, slice(None)) for c in letters.x)]
     if letters.batch:
-        gradient = jnp.einsum(f't{letters.x},t{letters.y}->{letters.weight}', xs, y_bars)
+        gradient = jnp.einsum(
+            f't{letters.x},t{letters.y}->{letters.weight}', xs, y_bars, preferred_element_type=product_dtype
+        )
     else:
         rows = 't' + ''.join(c for c in letters.x if c not in letters.contracted)
         free = ''.join(c for c in letters.y if c not in rows)
         left = jnp.einsum(f't{letters.x}->{letters.contracted}{rows}', xs)
         right = jnp.einsum(f't{letters.y}->{rows}{free}', y_bars)
         inner = math.prod(left.shape[len(letters.contracted) :])
-        product = jax.lax.optimization_barrier(left.reshape(-1, inner)) @ right.reshape(inner, -1)
+        left_rows = jax.lax.optimization_barrier(left.reshape(-1, inner))
+        product = jnp.matmul(left_rows, right.reshape(inner, -1), preferred_element_type=product_dtype)
         shape = (*left.shape[: len(letters.contracted)], *right.shape[len(rows) :])
         gradient = jnp.einsum(f'{letters.contracted}{free}->{letters.weight}', product.reshape(shape))
     box = tuple(boxes.get(c, slice(None)) for c in letters.weight)
-    return gradient if gradient.shape == weight.shape else jnp.zeros(weight.shape, weight.dtype).at[box].set(gradient)
+    gradient = cast(gradient, dtype)
+    return gradient if gradient.shape == weight.shape else jnp.zeros(weight.shape, dtype).at[box].set(gradient)
 
 
 def is_turnable(equation: Any, operand: int) -> bool:
@@ -155,11 +194,14 @@ class Patches(NamedTuple):
 
         def step(total: jax.Array, at: tuple) -> tuple:
             x, y_bar = at
-            return total + self.of_input(x).T @ self.of_result(y_bar), None
+            told = jnp.matmul(self.of_input(x).T, self.of_result(y_bar), preferred_element_type=total.dtype)
+            return total + told, None
 
         weight = self.equation.invars[1].aval
-        start = jnp.zeros((self.size, weight.shape[self._numbers.rhs_spec[0]]), y_bars.dtype)
-        total, _ = jax.lax.scan(step, start, (xs.astype(y_bars.dtype), y_bars))
+        xs, y_bars = paired(weight.dtype, xs, y_bars)
+        dtype = wide(jnp.result_type(xs, y_bars))
+        start = jnp.zeros((self.size, weight.shape[self._numbers.rhs_spec[0]]), dtype)
+        total, _ = jax.lax.scan(step, start, (xs, y_bars))
         return self.as_weight(total)
 
 
@@ -183,16 +225,17 @@ class Synapses(NamedTuple):
         rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
         return cls(*((rows, indices) if equation.params['transpose'] else (indices, rows)))
 
-    def gradient(self, xs: jax.Array, y_bars: jax.Array) -> jax.Array:
-        """Σ_t of every step's gradient: no more than one entry for each synapse at a time."""
+    def gradient(self, weight: Any, xs: jax.Array, y_bars: jax.Array) -> jax.Array:
+        """Σ_t of every step's gradient of weights of a type: one entry for each synapse at a time."""
+        xs, y_bars = paired(weight, xs, y_bars)
+        dtype = wide(jnp.result_type(xs, y_bars))
 
         def step(total: jax.Array, at: tuple) -> tuple:
             x, y_bar = at
-            told = x[self.pre] * y_bar[self.post]
+            told = x[self.pre].astype(dtype) * y_bar[self.post]
             return total + told.sum(axis=tuple(range(1, told.ndim))), None
 
-        start = jnp.zeros(len(self.pre), y_bars.dtype)
-        return jax.lax.scan(step, start, (xs.astype(y_bars.dtype), y_bars))[0]
+        return jax.lax.scan(step, jnp.zeros(len(self.pre), dtype), (xs, y_bars))[0]
 
 
 def linear_gradient(
@@ -207,12 +250,12 @@ def linear_gradient(
 
     ``part``: a box outside of which ``y_bars`` is zero.
     """
-    dtype = equation.invars[operand].aval.dtype
+    weight = equation.invars[operand].aval.dtype
     if equation.primitive.name == 'dot_general' and 1 - operand in steps:
         y_bars = y_bars if part is None else y_bars[:, *part]
         return product_gradient(equation, operand, steps[1 - operand], y_bars, part)
     if (patches := Patches.of(equation, operand)) and 0 in steps:
-        return patches.gradient(steps[0], y_bars).astype(dtype)
+        return cast(patches.gradient(steps[0], y_bars), wide(weight))
     if (synapses := Synapses.of(equation, operand, constant)) and Synapses.INPUT in steps:
-        return synapses.gradient(steps[Synapses.INPUT], y_bars).astype(dtype)
+        return cast(synapses.gradient(weight, steps[Synapses.INPUT], y_bars), wide(weight))
     return None

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from ..compat import Var, is_var
 from .block import Credit, complete, constants, credit, credit_back, forward, local_pull, weight_gradients
+from .masking import Mask, finite, without_nan, zero_at
 from .plan import Components, Plan, Values
+from .products import wide
 from .recursion import Scheme
 from .teaching import Taught, teaching_signals
 from .traces import Trace, Traces, add, steps_in
@@ -106,8 +108,19 @@ class Sequencer:
 
     # ------------------------------------------------------------ drivers
 
-    def two_pass(self, parameters: Values, states: Values, inputs: Values, weights: jax.Array, block: int) -> Solved:
-        """Forward keeping old states, then blocks in reverse carrying credit; no trace at all."""
+    def two_pass(
+        self,
+        parameters: Values,
+        states: Values,
+        inputs: Values,
+        weights: jax.Array,
+        block: int,
+        masked: bool = True,
+    ) -> Solved:
+        """Forward keeping old states, then blocks in reverse carrying credit; no trace at all.
+
+        ``masked``: some of the weights may be zero.
+        """
         const = constants(self.plan, parameters | self._fixed(states))
         moving = self._moving(states)
         (head, head_w), (tail, tail_w) = _split((inputs, weights), block)
@@ -123,36 +136,48 @@ class Sequencer:
             moving, last_steps = done.states, done.steps
         gamma = self.traces.no_credit(moving)
         total = self._no_gradient(const)
+        dead = jnp.asarray(True) if masked else None  # of all that follows
         losses, extras = [], []
         if tail_w.size:
-            gamma, total, loss, extra = self._back(const, last_steps, moving, tail_w, gamma, total)
+            gamma, total, dead, loss, extra = self._back(const, last_steps, moving, tail_w, gamma, total, dead)
             losses, extras = [loss], [extra]
         if head_w.size:
 
             def back(carry: tuple, xs: tuple) -> tuple[tuple, tuple[jax.Array, Values]]:
                 kept, end, given, w = xs
-                gamma, total, loss, extra = self._back(const, kept | given, end, w, *carry)
-                return (gamma, total), (loss, extra)
+                gamma, total, dead, loss, extra = self._back(const, kept | given, end, w, *carry)
+                return (gamma, total, dead), (loss, extra)
 
-            (_, total), (loss, extra) = jax.lax.scan(back, (gamma, total), (steps, ends, head, head_w), reverse=True)
+            carry, backward = (gamma, total, dead), (steps, ends, head, head_w)
+            (_, total, _), (loss, extra) = jax.lax.scan(back, carry, backward, reverse=True)
             losses, extras = [_flat(loss), *losses], [jax.tree.map(_flat, extra), *extras]
         return Solved(self._pull(parameters, states, total), *_joined(losses, extras), self._all(states, moving), [])
 
     def one_pass(
-        self, parameters: Values, states: Values, traces: Trace, inputs: Values, weights: jax.Array, block: int
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        weights: jax.Array,
+        block: int,
+        masked: bool = True,
     ) -> Solved:
-        """Blocks forward, traces carried: memory does not grow with the sequence."""
+        """Blocks forward, traces carried: memory does not grow with the sequence.
+
+        ``masked``: some of the weights may be zero.
+        """
         const = constants(self.plan, parameters | self._fixed(states))
         carry = (self._moving(states), traces, self._no_gradient(const))
         (head, head_w), (tail, tail_w) = _split((inputs, weights), block)
         losses, extras = [], []
         if head_w.size:
             carry, (loss, extra) = jax.lax.scan(
-                lambda carry, xs: self._ahead(const, *carry, *xs), carry, (head, head_w)
+                lambda carry, xs: self._ahead(const, *carry, *xs, masked), carry, (head, head_w)
             )
             losses, extras = [_flat(loss)], [jax.tree.map(_flat, extra)]
         if tail_w.size:
-            carry, (loss, extra) = self._ahead(const, *carry, tail, tail_w)
+            carry, (loss, extra) = self._ahead(const, *carry, tail, tail_w, masked)
             losses, extras = [*losses, loss], [*extras, extra]
         moving, traces, total = carry
         return Solved(
@@ -211,11 +236,12 @@ class Sequencer:
         predictor: Predictor | None = None,
         whole: bool = False,
         unit: Any = 1.0,
+        masked: bool = True,
     ) -> Solved:
         """Reverse mode inside windows of a length; across them the traces, if there are any, or a predictor.
 
         ``whole``: nothing came before the sequence and nothing follows it. ``unit``: what a loss that the predictor
-        knows of counts here.
+        knows of counts here. ``masked``: some of the weights may be zero.
         """
         plan = self.plan
         (head, head_w), (tail, tail_w) = _split((inputs, weights), length)
@@ -232,19 +258,23 @@ class Sequencer:
             if predictor:
                 follows = jnp.where(whole & (n == count - 1), 0.0, unit)
                 wisdom = [const[v] for v in plan.standing]
-                later = lambda end: jax.tree.map(lambda x: follows.astype(x.dtype) * x, predictor(wisdom, end))
+                scaled = lambda x: follows.astype(x.dtype) * x
+                later = lambda end: jax.tree.map(scaled, _guess(predictor, wisdom, end))
             found = window_gradient(
-                plan, parameters, states, inputs, plan.targets[:1], [weights], self.aux, deep, later
+                plan, parameters, states, inputs, plan.targets[:1], [weights], self.aux, deep, later, masked
             )
             gradients, gamma, new, values = found
             if predictor:
                 preceded = jnp.where(whole & (n == 0), 0.0, 1.0)
                 start = [dict(enumerate(g.components([states[v] for v in g.hidden_invars]))) for g in plan.groups]
                 right = jax.tree.map(lambda x: (x / unit).astype(x.dtype), gamma)
+                preceded = preceded * _are_finite(start)
+                start = finite(start, jnp.asarray(True))
                 error, taught = predictor.lesson(wisdom, start, right)
                 learned = [a + preceded.astype(b.dtype) * b for a, b in zip(learned, [*taught, error], strict=True)]
             if traces:
-                traces, through = self._across(const, states, inputs, traces, through, gamma)
+                dead = jnp.all(weights == 0) & (predictor is None)
+                traces, through = self._across(const, states, inputs, traces, through, gamma, dead)
             carry = (new, traces, add(total, gradients), through, learned)
             return carry, (values[plan.targets[0]], values.pick(self.aux))
 
@@ -283,12 +313,14 @@ class Sequencer:
         ``predictor``: of the credit that a step's loss of weight one would get from what follows the window.
         """
         const = constants(self.plan, parameters | self._fixed(states))
-        later = (lambda end: predictor([const[v] for v in self.plan.standing], end)) if predictor else None
+        wisdom = [const[v] for v in self.plan.standing]
+        later = (lambda end: _guess(predictor, wisdom, end)) if predictor else None
         found = window_gradient(self.plan, parameters, states, inputs, self.plan.targets, cotangents, later=later)
         gradients, gamma, _, _ = found
         if not traces:
             return gradients
-        _, through = self._across(const, states, inputs, traces, self._no_gradient(const), gamma)
+        dead = Mask.of(cotangents, predictor is None).dead[0]
+        _, through = self._across(const, states, inputs, traces, self._no_gradient(const), gamma, dead)
         return add(gradients, self._pull(parameters, states, through))
 
     # ------------------------------------------------------------ one block
@@ -298,21 +330,41 @@ class Sequencer:
         return teaching_signals(self.plan, self.scheme, const, steps, found, cotangents, groups)
 
     def _back(
-        self, const: Values, steps: Values, last: Values, weights: jax.Array, gamma: list, total: Values
+        self,
+        const: Values,
+        steps: Values,
+        last: Values,
+        weights: jax.Array,
+        gamma: list,
+        total: Values,
+        dead: jax.Array | None,
     ) -> tuple:
+        """One block backward; ``dead``: whether all steps that follow are, None where no weight is zero."""
         plan, traces = self.plan, self.traces
         steps = complete(plan, const, steps, last)
-        found = credit(plan, const, steps, [weights], self.aux)
-        moving = traces.moving(found, self._taught(const, steps, found, [weights]))
-        gammas, first = credit_back(moving, gamma, len(weights))
-        local = traces.of_taught(local_pull(plan, const, steps, traces.teaching(found, moving, gammas)))
-        total = add(total, weight_gradients(plan, const, steps, found.results, local))
-        return first, add(total, self._of_constants([weights])), found.targets[0], found.aux
+        mask = None if dead is None else Mask.of([weights], dead)
+        safe = steps if mask is None else without_nan(steps, mask.silent)
+        found = credit(plan, const, steps, [weights], self.aux, None if mask is None else safe)
+        moving = traces.moving(found, self._taught(const, safe, found, [weights]))
+        gammas, first = credit_back(moving, gamma, len(weights), mask)
+        local = traces.of_taught(local_pull(plan, const, safe, traces.teaching(found, moving, gammas)))
+        if mask is not None:
+            local = zero_at(local, mask.dead)
+            dead = mask.dead[0]
+        total = add(total, weight_gradients(plan, const, steps, found.results, local, mask=mask))
+        return first, add(total, self._of_constants([weights])), dead, found.targets[0], found.aux
 
     def _ahead(
-        self, const: Values, states: Values, traces: Trace, total: Values, inputs: Values, weights: jax.Array
+        self,
+        const: Values,
+        states: Values,
+        traces: Trace,
+        total: Values,
+        inputs: Values,
+        weights: jax.Array,
+        masked: bool,
     ) -> tuple[tuple[Values, Trace, Values], tuple[jax.Array, Values]]:
-        carry, found = self._solve(const, states, traces, total, inputs, [weights])
+        carry, found = self._solve(const, states, traces, total, inputs, [weights], masked)
         return carry, (found.targets[0], found.aux)
 
     def _solve(
@@ -323,40 +375,59 @@ class Sequencer:
         total: Values,
         inputs: Values,
         cotangents: Sequence[jax.Array],
+        masked: bool = True,
     ) -> tuple[tuple[Values, Trace, Values], Credit]:
-        """One block forward: next states, next traces, gradients added to ``total``."""
+        """One block forward: next states, next traces, gradients added to ``total``.
+
+        ``masked``: the cotangents of some steps may be zero.
+        """
         plan = self.plan
         done = forward(plan, const, states, inputs)
         steps = complete(plan, const, done.steps, done.states)
-        found = credit(plan, const, steps, cotangents, self.aux)
+        mask = Mask.of(cotangents) if masked else None
+        safe = steps if mask is None else without_nan(steps, mask.silent)
+        found = credit(plan, const, steps, cotangents, self.aux, None if mask is None else safe)
         total = add(total, self._of_constants(cotangents))
         book = self.traces
-        moving = book.moving(found, self._taught(const, steps, found, cotangents))
+        moving = book.moving(found, self._taught(const, safe, found, cotangents))
         local: list[Values] = [Values() for _ in plan.groups]
         first = book.no_signal
         if book.exact or not self.scheme.is_plain:
-            gammas, first = credit_back(moving, book.no_credit(states), len(cotangents[0]))
-            local = book.of_taught(local_pull(plan, const, steps, book.teaching(found, moving, gammas)))
+            gammas, first = credit_back(moving, book.no_credit(states), len(cotangents[0]), mask)
+            local = book.of_taught(local_pull(plan, const, safe, book.teaching(found, moving, gammas)))
+            local = local if mask is None else zero_at(local, mask.dead)
         whole = found.results.pick(v for v in found.results if book.rest.get(v, True))
         if book.factored:
-            now = local_pull(plan, const, steps, found.signals)
+            now = local_pull(plan, const, safe, found.signals)
+            now = now if mask is None else zero_at(now, mask.silent)
             for g, v in book.factored:
                 if v in whole:
                     local[g][v] = -now[g][v]
                 else:
                     local[g].pop(v, None)
-        total = add(total, weight_gradients(plan, const, steps, whole, local, book.rest))
-        traces, total = book.advance(const, steps, moving, traces, total, first)
+        total = add(total, weight_gradients(plan, const, steps, whole, local, book.rest, mask))
+        traces, total = book.advance(const, steps, moving, traces, total, first, mask, safe)
         return (done.states, traces, total), found
 
     def _across(
-        self, const: Values, states: Values, inputs: Values, traces: Trace, total: Values, gamma: Sequence[Components]
+        self,
+        const: Values,
+        states: Values,
+        inputs: Values,
+        traces: Trace,
+        total: Values,
+        gamma: Sequence[Components],
+        dead: jax.Array | bool = True,
     ) -> tuple[Trace, Values]:
-        """Traces after a window without signals of its own; γ_0 · ε_0 at its start is added to the gradient."""
+        """Traces after a window without signals of its own; γ_0 · ε_0 at its start is added to the gradient.
+
+        ``dead``: neither the window nor what follows has any.
+        """
         done = forward(self.plan, const, self._moving(states), inputs)
         steps = complete(self.plan, const, done.steps, done.states)
-        total = self.traces.from_factors(total, traces, gamma, const, steps)
-        return self.traces.advance_silently(const, steps, traces, total, gamma)
+        dead = jnp.asarray(dead)
+        total = self.traces.from_factors(total, traces, gamma, const, steps, dead)
+        return self.traces.advance_silently(const, steps, traces, total, gamma, dead)
 
     # ------------------------------------------------------------ parameters and states
 
@@ -387,10 +458,11 @@ class Sequencer:
     def _of_constants(self, cotangents: Sequence[jax.Array]) -> Values:
         """Gradients of constant targets from cotangents (t, ...)."""
         pairs = zip(self.plan.targets, cotangents, strict=True)
-        return Values((v, jnp.sum(c, axis=0).astype(v.aval.dtype)) for v, c in pairs if v in self._constant_targets)
+        constant = ((v, c) for v, c in pairs if v in self._constant_targets)
+        return Values((v, jnp.sum(c, axis=0).astype(wide(v.aval.dtype))) for v, c in constant)
 
     def _no_gradient(self, const: Values) -> Values:
-        return Values((v, jnp.zeros_like(const[v])) for v in self._weights)
+        return Values((v, jnp.zeros_like(const[v], wide(v.aval.dtype))) for v in self._weights)
 
     def _pull(self, parameters: Values, states: Values, total: Values) -> Values:
         """Gradients of parameters from those of the weights they were turned into."""
@@ -400,7 +472,17 @@ class Sequencer:
             return constants(self.plan, parameters | fixed).pick(self._weights)
 
         _, pull = jax.vjp(turned, parameters)
-        return pull(total)[0]
+        return pull(Values((v, x.astype(v.aval.dtype)) for v, x in total.items()))[0]
+
+
+def _guess(predictor: Predictor, weights: Sequence[jax.Array], states: list[Components]) -> list[Components]:
+    """What a predictor says; nothing of states that are not finite, as after the end of a padded sequence."""
+    found = predictor(weights, finite(states, jnp.asarray(True)))
+    return zero_at(found, ~_are_finite(states))
+
+
+def _are_finite(states: list[Components]) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(states)]))
 
 
 def _flat(x: jax.Array) -> jax.Array:

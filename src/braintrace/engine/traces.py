@@ -14,7 +14,9 @@ from ..compat import Var, is_var
 from ..program import cut_inside
 from .block import Credit, jacobians, pull_one, remaining, tap_operands
 from .carriers import Carrier, Factorised, FactorTrace, carrier_for, factorised_for
+from .masking import Mask, finite, without_nan, zero_at
 from .plan import Components, Plan, Values
+from .products import cast, is_complex, wide
 from .recursion import Recursion, Scheme
 
 Trace = list[Any]
@@ -113,7 +115,10 @@ class Traces:
             if isinstance(s.carrier, Factorised):
                 traces.append(s.carrier.init(carried if self.owner[n] == n else ()))
             else:
-                dtype = self.dtype or s.result.aval.dtype
+                dtype = s.carrier.dtype
+                if self.dtype is not None:  # a complex trace needs a complex type of at least this precision
+                    is_real = not is_complex(dtype)
+                    dtype = self.dtype if is_real else jnp.promote_types(self.dtype, jnp.complex64)
                 traces.append({i: jnp.zeros(s.carrier.shape, dtype) for i in carried})
         return traces
 
@@ -158,21 +163,27 @@ class Traces:
     def told(self, total: Values, site: Site, gradient: jax.Array) -> Values:
         """Gradients with what one trace says added."""
         weight = self.plan.equations[site.equation].invars[site.operand]
-        return add(total, {weight: gradient.astype(weight.aval.dtype)})
+        return add(total, {weight: cast(gradient, wide(weight.aval.dtype))})
 
     # ------------------------------------------------------------ a block
 
     def from_factors(
-        self, total: Values, traces: Trace, gamma: Sequence[Components], const: Values, steps: Values
+        self,
+        total: Values,
+        traces: Trace,
+        gamma: Sequence[Components],
+        const: Values,
+        steps: Values,
+        dead: jax.Array,
     ) -> Values:
-        """Add γ_0 · ε_0 of factorised traces at the start of a window of completed steps."""
+        """Add γ_0 · ε_0 of factorised traces at the start of a window of completed steps, unless it is dead."""
         operands = tap_operands(self.plan, const, jax.tree.map(lambda x: x[:1], steps))
         for site, trace in zip(self.sites, self.filled(traces), strict=True):
             if isinstance(site.carrier, Factorised):
                 stacked = self._stacked(site, const, operands, 1)
                 y_bar, x = site.carrier.told(trace, gamma[site.group]), trace.x
                 gradient = site.carrier.gradient(self._unmoved(site, const, stacked), stacked, y_bar[None], x[None])
-                total = self.told(total, site, gradient)
+                total = self.told(total, site, zero_at(gradient, dead))
         return total
 
     def _stacked(self, site: Site, const: Values, operands: dict, length: int) -> dict[int, Any]:
@@ -196,13 +207,17 @@ class Traces:
         traces: Trace,
         total: Values,
         gamma: Sequence[Components],
+        mask: Mask | None = None,
+        safe: Values | None = None,
     ) -> tuple[Trace, Values]:
         """Traces after a block, ε = P_0 ε_0 + Σ_t P_t ∂h_t/∂w; γ_0 · ε_0 is added to the gradient.
 
-        Factorised traces give the gradient of each step of the block instead.
+        Factorised traces give the gradient of each step of the block instead. ``safe``: values of the steps that
+        derivatives read in place of their own.
         """
-        operands = tap_operands(self.plan, const, steps)
-        new, total = self._advance_factors(const, operands, steps, moving, traces, total)
+        operands = tap_operands(self.plan, const, steps, mask)
+        steps = steps if safe is None else safe
+        new, total = self._advance_factors(const, operands, steps, moving, traces, total, mask)
         if not self.exact:
             return new, total
         length = steps_in(steps)
@@ -217,11 +232,20 @@ class Traces:
                 g, stacked = site.group, self._stacked(site, const, operands, length)
                 given = (self._unmoved(site, const, stacked), stacked, rows[g][site.result], products[g][1], gamma[g])
                 new[n], gradient = site.carrier.solve(trace, *given)
+                if mask is not None:  # no credit meets a trace that may be infinite
+                    gradient = zero_at(gradient, mask.dead[0])
                 total = self.told(total, site, gradient)
         return new, total
 
     def _advance_factors(
-        self, const: Values, operands: dict, steps: Values, moving: Credit, traces: Trace, total: Values
+        self,
+        const: Values,
+        operands: dict,
+        steps: Values,
+        moving: Credit,
+        traces: Trace,
+        total: Values,
+        mask: Mask | None,
     ) -> tuple:
         """Factorised traces after the block and their gradients; all sites in one loop over its steps.
 
@@ -265,19 +289,33 @@ class Traces:
         for n, carrier in mine.items():
             new[n] = last[n]
             for y_bars, x in zip(told[self.owner[n]], xs[n], strict=True):
+                if mask is not None:
+                    y_bars, x = zero_at(y_bars, mask.silent), finite(x, mask.silent)
                 gradient = carrier.gradient(fixed[n], stacked[n], y_bars, x)
                 total = self.told(total, self.sites[n], gradient)
         return new, total
 
     def advance_silently(
-        self, const: Values, steps: Values, traces: Trace, total: Values, gamma: Sequence[Components]
+        self,
+        const: Values,
+        steps: Values,
+        traces: Trace,
+        total: Values,
+        gamma: Sequence[Components],
+        dead: jax.Array | bool = True,
     ) -> tuple[Trace, Values]:
-        """Traces after a block of completed steps without a loss."""
+        """Traces after a block of completed steps without a loss.
+
+        ``gamma``: credit that they get from a window's own reverse pass, unless the window is ``dead``.
+        """
+        mask = Mask.silence(steps_in(steps), dead)
+        safe = without_nan(steps, mask.silent)
         old = [jax.vmap(group.components)([steps[v] for v in group.hidden_invars]) for group in self.plan.groups]
         silent = [{i: jnp.zeros_like(x) for i, x in enumerate(components)} for components in old]
-        transitions = jacobians(self.plan, const, steps)
+        transitions = jacobians(self.plan, const, safe)
         found = Credit([], Values(), Values(), silent, self.no_signal, transitions)
-        return self.advance(const, steps, self.moving(found, (silent, self.no_signal)), traces, total, gamma)
+        moving = self.moving(found, (silent, self.no_signal))
+        return self.advance(const, steps, moving, traces, total, gamma, mask, safe)
 
     def _rows(
         self, const: Values, steps: Values, cotangents: list[dict[int, Components]]

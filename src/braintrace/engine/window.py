@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from ..compat import Atom, Var, evaluate_equation, is_differentiable, is_var
-from .plan import Components, Plan, Values
+from .masking import Mask, finite, without_nan
+from .plan import Components, Plan, Values, valued
 from .signal import evaluate_views, owner_of
 
 
@@ -25,26 +26,43 @@ def run_window(
     inputs: Values,
     wanted: Sequence[Atom],
     deep: bool = False,
-    silent: jax.Array | None = None,
+    mask: Mask | None = None,
 ) -> tuple[Values, list[jax.Array]]:
     """Run steps one after the other: the last states, and the wanted values of every step.
 
-    Where ``silent`` (t,) is true, no gradient enters the step from what its states do not need.
+    Where the mask is silent, no gradient enters the step from what its states do not need, and its derivatives are
+    taken at values without NaN; all values are those of the step itself.
     """
     moving = [old for old, _ in plan.carried]
     fixed = parameters | states.pick(v for v in states if v not in moving)
     new = [n for _, n in plan.carried]
     step = _deep_step if deep else exact_step
 
-    def one(old: Values, xs: tuple[Values, jax.Array | None]) -> tuple[Values, list[Any]]:
-        inputs, silent = xs
-        results = step(plan, fixed | old | inputs, [*new, *wanted], _quietened(plan, silent))
+    def one(old: Values, xs: tuple[Values, Mask | None]) -> tuple[Values, list[Any]]:
+        inputs, mask = xs
+        if mask is None:
+            results = step(plan, fixed | old | inputs, [*new, *wanted], _quietened(plan, None))
+        else:
+            results = masked(old, inputs, mask)
         states = zip(moving, results, strict=False)
         return Values((v, jnp.broadcast_to(x, v.aval.shape).astype(v.aval.dtype)) for v, x in states), results[
             len(new) :
         ]
 
-    last, values = jax.lax.scan(one, states.pick(moving), (inputs, silent))
+    def masked(old: Values, inputs: Values, mask: Mask) -> list[Any]:
+        every = [*new, *wanted]
+        safe = finite(without_nan(old | inputs, mask.silent), mask.dead)
+        results = step(plan, fixed | safe, every, _quietened(plan, mask.silent))
+        held = jax.tree.map(jax.lax.stop_gradient, (fixed | old | inputs, results))
+
+        def as_they_are() -> list[Any]:
+            return [jnp.asarray(x, r.dtype) for x, r in zip(exact_step(plan, held[0], every), held[1], strict=True)]
+
+        raw = jax.lax.cond(mask.silent, as_they_are, lambda: held[1])
+        moves = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+        return [valued(a, b) if moves(b) else a for a, b in zip(raw, results, strict=True)]
+
+    last, values = jax.lax.scan(one, states.pick(moving), (inputs, mask))
     return states | last, values
 
 
@@ -115,20 +133,22 @@ def window_gradient(
     others: Sequence[Atom] = (),
     deep: bool = False,
     later: Callable[[list[Components]], list[Components]] | None = None,
+    masked: bool = True,
 ) -> tuple[Values, list[Components], Values, Values]:
     """Reverse mode through a window for cotangents (t, ...) of targets.
 
     Gradients of the parameters, credit γ of every group at the window's start, the last states, and the values
-    of targets and others. ``later``: the credit that states at the window's end get from what follows.
+    of targets and others. ``later``: the credit that states at the window's end get from what follows. ``masked``:
+    the cotangents of some steps may be zero.
     """
     parts = lambda states: [group.components([states[v] for v in group.hidden_invars]) for group in plan.groups]
-    silent = _silent(plan, targets, cotangents)
+    mask = _mask(plan, targets, cotangents) if masked else None
 
     def window(parameters: Values, old: list[list[jax.Array]]) -> tuple[tuple, tuple]:
         moved = Values()
         for group, components in zip(plan.groups, old, strict=True):
             moved.update(zip(group.hidden_invars, group.from_components(components), strict=True))
-        new, values = run_window(plan, parameters, states | moved, inputs, [*targets, *others], deep, silent)
+        new, values = run_window(plan, parameters, states | moved, inputs, [*targets, *others], deep, mask)
         return (values[: len(targets)], parts(new)), (new, values)
 
     (values, end), pull, (new, every) = jax.vjp(window, parameters, parts(states), has_aux=True)
@@ -145,9 +165,8 @@ def window_gradient(
     )
 
 
-def _silent(plan: Plan, targets: Sequence[Atom], cotangents: Sequence[jax.Array]) -> jax.Array | None:
-    """Steps at which nothing but new states has a cotangent."""
+def _mask(plan: Plan, targets: Sequence[Atom], cotangents: Sequence[jax.Array]) -> Mask | None:
+    """Steps at which nothing but new states has a cotangent; dead ones, and all after them, have none at all."""
     new = [n for _, n in plan.carried]
     outputs = [c for v, c in zip(targets, cotangents, strict=True) if not any(v is n for n in new)]
-    zero = [jnp.all(c.reshape(len(c), -1) == 0, axis=1) for c in outputs]
-    return jnp.all(jnp.stack(zero), axis=0) if zero else None
+    return Mask(Mask.of(outputs).silent, Mask.of(cotangents).dead) if outputs else None

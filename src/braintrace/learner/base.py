@@ -254,7 +254,7 @@ class Learner(Compiled):
         if self.check_finite:  # what the call gives may be refused
             traces = jax.tree.map(jnp.copy, traces)
         with self._cleared_on_error():
-            given = (parameters, states, traces, traced.inputs(sequences), cotangents, unit)
+            given = (parameters, states, traces, traced.inputs(sequences), cotangents, unit, mask is not None)
             return traced, solve(*given), cotangents
 
     def etrace_evolve(
@@ -300,6 +300,7 @@ class Learner(Compiled):
                     'a sequence whose length is a multiple of update_every',
                 )
             )
+        masked = mask is not None
         mask, _ = loss_weights(mask, length, 'steps')
         first = jax.tree.map(lambda x: jnp.asarray(x)[:update_every], sequences)
         traced, solve = self._program(step_fn, first, False, self.rule)
@@ -309,7 +310,7 @@ class Learner(Compiled):
         def one(window: tuple, weights: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
             parameters, states = traced.read()
             traces = self._read_traces(traced, fresh=False)
-            solved = solve(parameters, states, traces, traced.inputs(window), weights)
+            solved = solve(parameters, states, traces, traced.inputs(window), weights, masked=masked)
             traced.write(solved.states)
             self._write_traces(traced, solved.traces, fresh=False)
             self._learned(solved)
@@ -318,7 +319,7 @@ class Learner(Compiled):
             finite = {name: jnp.all(jnp.isfinite(g)) for name, g in named.items()} if self.check_finite else {}
             return solved.losses, finite
 
-        key = ('online', traced, optimizer, update_every, *self._held())
+        key = ('online', traced, optimizer, update_every, masked, *self._held())
         loop = self._loop(key, lambda xs, w: brainstate.transform.for_loop(one, xs, w))
         windows = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, update_every, *jnp.shape(x)[1:]), sequences)
         with self._undone_on_error(optimizer):

@@ -328,7 +328,8 @@ class Compiled(brainstate.nn.Module):
             example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
             traced = self._trace(step_fn, example, rule, not evolve)
             run = self._evolution(traced) if evolve else self._solver(traced, fresh, rule)
-            return traced, jax.jit(run, donate_argnums=2)
+            static = () if evolve else ('masked',)
+            return traced, jax.jit(run, donate_argnums=2, static_argnames=static)
 
         return self._kept(key, make)
 
@@ -368,21 +369,28 @@ class Compiled(brainstate.nn.Module):
         engine, window = traced.engine, rule.window
 
         def solve(
-            parameters: Values, states: Values, traces: list, inputs: Values, weights: jax.Array, unit: Any = 1.0
+            parameters: Values,
+            states: Values,
+            traces: list,
+            inputs: Values,
+            weights: jax.Array,
+            unit: Any = 1.0,
+            masked: bool = True,
         ) -> Solved:
             length = len(weights)
             if rule.multi_step and rule.trace != 'none':
                 carried = engine.init_traces() if fresh else traces
                 alone = (parameters, states, carried, inputs, weights)
-                return traced.sequencer.windows(*alone, length=1)
+                return traced.sequencer.windows(*alone, length=1, masked=masked)
             if window is not None or rule.deep:
                 given = (parameters, states, traces, inputs, weights, window or length, rule.deep)
-                return traced.sequencer.windows(*given, rule.predictor, fresh, unit)
+                return traced.sequencer.windows(*given, rule.predictor, fresh, unit, masked)
             if fresh and rule.is_local and rule.trace == 'per_param' and self._two_passes(traced, length):
                 block = self._block(traced, length, False)
-                return traced.sequencer.two_pass(parameters, states, inputs, weights, block)
+                return traced.sequencer.two_pass(parameters, states, inputs, weights, block, masked)
             traces = engine.init_traces() if fresh else traces
-            return engine.one_pass(parameters, states, traces, inputs, weights, self._block(traced, length, True))
+            block = self._block(traced, length, True)
+            return engine.one_pass(parameters, states, traces, inputs, weights, block, masked)
 
         return solve
 
