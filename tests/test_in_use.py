@@ -326,3 +326,86 @@ def test_a_learner_may_be_copied_before_it_is_compiled(xs):
     copied.compile_graph(xs[0])
     doubled(copied)
     assert_close(copied(xs[0]), copied.model.readout(copied.hidden_states['cell', 'h'].value))
+
+
+# ---------------------------------------------------------------- two learners of one model
+
+WIDE = 4
+SEQUENCES = jnp.asarray(np.random.default_rng(2).normal(size=(T, WIDE, INPUTS)), jnp.float32)
+
+
+class Leaky(brainstate.nn.Module):
+    """Units whose input is added: a state of one sample would be broadcast to any batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.ones((INPUTS, H)))
+
+    def init_state(self, batch_size=None):
+        self.V = brainstate.HiddenState(jnp.zeros((H,) if batch_size is None else (batch_size, H)))
+
+    def update(self, x):
+        self.V.value = 0.9 * self.V.value + x @ self.w.value
+        return self.V.value
+
+
+def of_batch(model, batch, rule='d_rtrl', **options):
+    example = SEQUENCES[0, 0] if batch is None else SEQUENCES[0, :batch]
+    return braintrace.compile(model, rule, example, batch_size=batch, **options)
+
+
+USES = {
+    'plain': lambda learner, xs: learner(xs[0]),
+    'etrace_grad': lambda learner, xs: gradients_of(learner, xs)[0],
+    'fresh': lambda learner, xs: gradients_of(learner, xs, fresh=True)[0],
+    'etrace_evolve': lambda learner, xs: learner.etrace_evolve(xs, return_outputs=True),
+    'memory_plan': lambda learner, xs: learner.memory_plan(T).one_pass,
+}
+
+
+@pytest.mark.parametrize('use', USES)
+@pytest.mark.parametrize(('kind', 'batch'), [(Net, 2), (Leaky, 1), (Leaky, None)])
+def test_states_of_another_learner_are_refused_until_they_are_reset(kind, batch, use):
+    model = kind()
+    first = of_batch(model, WIDE)
+    wanted = USES[use](first, SEQUENCES)
+    second = of_batch(model, batch, 'pp_prop')
+    with pytest.raises(braintrace.CompilationError, match='another learner of the same model .pp_prop.') as error:
+        USES[use](first, SEQUENCES)
+    assert is_explained(error.value)
+    sizes = f'compiled for batch {WIDE}, with states of batch {batch}'
+    assert (sizes in str(error.value)) == (batch is not None)
+    first.reset_state(batch_size=WIDE)
+    assert_close(USES[use](first, SEQUENCES), wanted)
+    with pytest.raises(braintrace.CompilationError, match=r'another learner of the same model .D_RTRL.'):
+        USES[use](second, SEQUENCES[:, 0] if batch is None else SEQUENCES[:, :batch])
+
+
+def test_states_made_anew_in_another_shape_are_refused(xs):
+    learner = compiled(xs)
+    brainstate.nn.init_all_states(learner.model, batch_size=3)
+    with pytest.raises(braintrace.CompilationError, match='made anew') as error:
+        learner(xs[0])
+    assert 'another learner' not in str(error.value)
+    assert f'reset_state(batch_size={B})' in str(error.value)
+
+
+@pytest.mark.parametrize('vmap', [False, True])
+def test_a_jitted_step_follows_states_that_are_made_anew(vmap):
+    brainstate.random.seed(0)
+    example = SEQUENCES[0, 0] if vmap else SEQUENCES[0]
+    learner = braintrace.compile(Net(), 'd_rtrl', example, batch_size=WIDE, vmap=vmap)
+    jitted = brainstate.transform.jit(lambda x: parameter_gradient(learner, lambda: jnp.mean(learner(x) ** 2)))
+    along = lambda batch: [dict(jitted(x)) for x in SEQUENCES[:, :batch]]
+    wide = along(WIDE)
+    for change in (
+        lambda: learner.reset_state(batch_size=2),
+        lambda: braintrace.compile(learner.model, 'd_rtrl', example if vmap else example[:2], batch_size=2, vmap=vmap),
+    ):
+        change()
+        learner.reset_state(batch_size=2)
+        narrow = along(2)
+        learner.reset_state(batch_size=WIDE)
+        assert_close(along(WIDE), wide)
+        learner.reset_state(batch_size=2)
+        assert_close(along(2), narrow)

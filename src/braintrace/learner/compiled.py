@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import brainstate
 import jax
@@ -23,6 +24,7 @@ from ..errors import CompilationError, NotSupportedError, three_parts
 from ..frontends.brainstate import module_states
 from ..program import Path
 from ..program.data import first_step
+from ..program.step import path_name
 from ..rules import Rule
 from .arguments import (
     bytes_of,
@@ -44,6 +46,9 @@ from .traced import Traced, in_trace, shapes_of
 
 _MOST_PROGRAMS = 16
 
+_LAST_SHAPED: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""For each model the learner that last gave its states their shapes."""
+
 
 @dataclass
 class _Made:
@@ -57,6 +62,8 @@ class _Made:
     owners: dict[tuple, tuple] = field(default_factory=dict)
     compared: dict[Rule, Standing | None] = field(default_factory=dict)
     traces: dict[tuple, EligibilityTrace] = field(default_factory=dict)
+    shapes: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    """Of the hidden states that the learner was compiled for."""
 
     def keep(self, key: tuple, *program: Any) -> None:
         """Keep a program; the oldest goes where there are too many."""
@@ -80,6 +87,72 @@ def _may_differ_from_zero(trace: EligibilityTrace) -> bool:
         return True
     with jax.ensure_compile_time_eval():
         return any(bool(jnp.any(x != 0)) for x in leaves)
+
+
+def make_states(model: brainstate.nn.Module, batch_size: int | None, vmap: bool = False) -> None:
+    """Initialise a model's states; objects that it already has as states are used again.
+
+    A function that was jitted earlier holds these objects and would not see others.
+    """
+    before = dict(module_states(model))
+    if vmap:
+        brainstate.nn.vmap_init_all_states(model, axis_size=batch_size)
+    else:
+        brainstate.nn.init_all_states(model, **({} if batch_size is None else {'batch_size': batch_size}))
+    replaced: dict[int, brainstate.State] = {}
+    for path, state in module_states(model).items():
+        old = before.get(path)
+        if old is not None and old is not state and type(old) is type(state):
+            old.value = state.value
+            replaced[id(state)] = old
+    if replaced:
+        for node in cast(Any, model).nodes().values():
+            for name, value in list(vars(node).items()):
+                if (same := _with_states(value, replaced)) is not value:
+                    setattr(node, name, same)
+
+
+def _with_states(value: Any, replaced: Mapping[int, brainstate.State]) -> Any:
+    """A module's attribute with some states in the place of others; itself if it holds none of those."""
+    if isinstance(value, brainstate.State):
+        return replaced.get(id(value), value)
+    if type(value) not in (dict, list, tuple):
+        return value
+    items = list(value.values()) if isinstance(value, dict) else list(value)
+    new = [_with_states(item, replaced) for item in items]
+    if all(a is b for a, b in zip(items, new, strict=True)):
+        return value
+    return dict(zip(value, new, strict=True)) if isinstance(value, dict) else type(value)(new)
+
+
+def _shapes(states: Mapping[Path, brainstate.State]) -> dict[Path, tuple[int, ...]]:
+    """The shape of each state that is one array."""
+    leaves = {path: jax.tree.leaves(state.value) for path, state in states.items()}
+    return {path: jnp.shape(found[0]) for path, found in leaves.items() if len(found) == 1}
+
+
+def _states_of_another(
+    rule: Rule,
+    path: Path,
+    compiled: tuple[int, ...],
+    got: tuple[int, ...],
+    other: Compiled | None,
+) -> CompilationError:
+    """The error of a learner whose model has states of another batch."""
+    batched = len(compiled) == len(got) and compiled[1:] == got[1:]
+    sizes = (compiled[0], got[0]) if batched else (compiled, got)
+    was, now = (f'batch {size}' if batched else f'shape {size}' for size in sizes)
+    who = 'they were made anew'
+    if other is not None:
+        who = f'another learner of the same model ({other.rule.name}) made them anew'
+    return CompilationError(
+        three_parts(
+            f'a call of a {rule.name} learner compiled for {was}, with states of {now}: {path_name(path)}',
+            f'{who} after this learner was compiled',
+            f'learner.reset_state({f"batch_size={compiled[0]}" if batched else ""}) before this call, '
+            f'or a model for each learner',
+        )
+    )
 
 
 class Compiled(brainstate.nn.Module):
@@ -145,6 +218,7 @@ class Compiled(brainstate.nn.Module):
             optimizers={key: brainstate.ShortTermState(value) for key, value in optimizers.items()},
             owners=dict(self._made.owners),
             traces=dict(copied.traces),
+            shapes=dict(self._made.shapes),
         )
         return copied
 
@@ -168,6 +242,7 @@ class Compiled(brainstate.nn.Module):
         }
         if self.rule.predictor is not None:
             self.standing = self._stand(self.rule)
+        self._note_shapes()
         self._make_traces()
 
     def _make_traces(self) -> None:
@@ -274,6 +349,7 @@ class Compiled(brainstate.nn.Module):
 
     def _step_program(self, args: tuple, window: bool = False) -> tuple[Traced, Callable]:
         """The traced step of the model alone, and its compiled form with the online gradient."""
+        self._check_shapes()
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(args))
         exact = self.rule.has_exact_windows or (window and self._in_chunk)
         key = ('step', window, exact, self._in_chunk, jax.tree.structure(args), shapes, self._state_shapes())
@@ -319,6 +395,7 @@ class Compiled(brainstate.nn.Module):
         self, step_fn: Callable, sequences: tuple, fresh: bool, rule: Rule, evolve: bool = False
     ) -> tuple[Traced, Callable]:
         """The traced step and its compiled solver, or without a loss its evolution; made once for each shape."""
+        self._check_shapes()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), sequences)
         leaves, structure = jax.tree.flatten(shapes)
         sizes = tuple((x.shape, x.dtype) for x in leaves)
@@ -333,13 +410,30 @@ class Compiled(brainstate.nn.Module):
 
         return self._kept(key, make)
 
+    def _note_shapes(self) -> None:
+        """The hidden states have the shapes that this learner is for."""
+        self._made.shapes = _shapes(self.hidden_states)
+        _LAST_SHAPED[self.model] = weakref.ref(self)
+
+    def _check_shapes(self) -> None:
+        """Raise if the hidden states have other shapes than this learner was compiled for."""
+        found = _shapes(self.hidden_states)
+        for path, shape in self._made.shapes.items():
+            if found.get(path, shape) != shape:
+                last = _LAST_SHAPED.get(self.model, lambda: None)()
+                other = None if last is self else last
+                raise _states_of_another(self.rule, path, shape, found[path], other)
+
     def _state_shapes(self) -> tuple:
-        parameters, hidden = self.param_states.values(), self.hidden_states.values()
-        states = [*parameters, *hidden, *([] if self.standing is None else [self.standing])]
+        roles = (brainstate.ParamState, brainstate.HiddenState)
+        every = module_states(self.model).values()
+        states: list[brainstate.State] = [state for state in every if isinstance(state, roles)]
+        states += [] if self.standing is None else [self.standing]
         return tuple((jnp.shape(x), jnp.result_type(x)) for s in states for x in jax.tree.leaves(s.value))
 
     def _trace(self, step_fn: Callable, example: tuple, rule: Rule, loss: bool = True) -> Traced:
         self.graph  # noqa: B018 - refuses a learner that was not compiled
+        self._check_shapes()
         self._tracing, before = True, self._updates
         try:
             traced = self._traced(step_fn, example, loss, rule)
@@ -563,10 +657,7 @@ class Compiled(brainstate.nn.Module):
                 if path in self._start:
                     state.value = self._start[path].value
         else:
-            if self.vmap:
-                brainstate.nn.vmap_init_all_states(self.model, axis_size=batch_size)
-            else:
-                brainstate.nn.init_all_states(self.model, batch_size)
+            make_states(self.model, batch_size, self.vmap)
             current = module_states(self.model)
             before = jax.tree.leaves([s.value for s in self._start.values()])
             for path, start in self._start.items():
@@ -578,6 +669,7 @@ class Compiled(brainstate.nn.Module):
             same = lambda x: jnp.ndim(x) and jnp.shape(x)[:1] == old
             self._example = jax.tree.map(lambda x: resized(x) if same(x) else x, self._example)
             self.traces = {}
+            self._note_shapes()
             self._make_traces()
         self._clear_traces()
 

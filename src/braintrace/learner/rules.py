@@ -14,6 +14,7 @@ from .. import rules
 from ..errors import one_of, three_parts
 from .arguments import check_batch, check_batch_size, length_of
 from .base import Learner
+from .compiled import make_states
 from .frameworks import adapted, following
 
 
@@ -277,11 +278,11 @@ def compile(
             three_parts('state=... for a brainstate module', 'it keeps its states itself', 'compile without state=')
         )
     elif vmap:
-        brainstate.nn.vmap_init_all_states(model, axis_size=batch_size)
+        make_states(model, batch_size, vmap=True)
         batched = lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x)))
         example_inputs = jax.tree.map(batched, example_inputs)
     else:
-        brainstate.nn.init_all_states(model, **({} if batch_size is None else {'batch_size': batch_size}))
+        make_states(model, batch_size)
     check_batch(example_inputs, batch_size)
     for switch in _AUTOMATIC & options.keys():
         warnings.warn(f'{switch}={options.pop(switch)!r} is ignored: this is automatic here', stacklevel=2)
