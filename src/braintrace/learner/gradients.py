@@ -69,9 +69,10 @@ class StepFacts:
         known = ParameterFacts(context['credit'], context['reason'], context['temporal'])
         facts = self.plan.facts
         bit = facts.bit[parameter.invar]
-        moves = union(of(facts.total, new) for _, new in self.plan.carried).grads & bit
-        felt = union(of(facts.total, out) for out in self.plan.program.outputs).grads & bit
-        known = known._replace(moves_states=bool(moves), felt=bool(felt))
+        states = union(of(facts.total, new) for _, new in self.plan.carried).grads
+        outputs = union(of(facts.total, out) for out in self.plan.program.outputs).grads
+        remembered = any((states | outputs) & facts.bit[old] for old, _ in self.plan.carried)
+        known = known._replace(moves_states=remembered and bool(states & bit), felt=bool(outputs & bit))
         if isinstance(self.engine, Forward):
             complete = self.rule.sparse_n is not None and self.engine.complete[parameter.invar]
             return known._replace(complete=complete)

@@ -48,9 +48,9 @@ class ParameterFacts(NamedTuple):
     """What is known of one parameter array.
 
     ``credit`` and ``reason``: its credit class. ``temporal``: it moves a state that matters at a later step.
-    ``moves_states``: it moves any state. ``felt``: outputs of the same step depend on it. ``untraced``: it has uses
-    that could have a trace, but were not chosen for one. ``complete``: it reaches no more states than within the n
-    steps of SnAp.
+    ``moves_states``: it moves any state, and some state is remembered. ``felt``: outputs of the same step depend on
+    it. ``untraced``: it has uses that could have a trace, but were not chosen for one. ``complete``: it reaches no
+    more states than within the n steps of SnAp.
     """
 
     credit: str
