@@ -67,7 +67,7 @@ def _global_x64() -> bool:
     """``jax_enable_x64`` outside of any ``with jax.enable_x64(...)``."""
     # Such a context belongs to its thread, so a new thread reads the global value.
     values: list[bool] = []
-    reader = threading.Thread(target=lambda: values.append(jax.config.jax_enable_x64))
+    reader = threading.Thread(target=lambda: values.append(jax.config.read('jax_enable_x64')))
     reader.start()
     reader.join()
     return values[0]
@@ -128,11 +128,12 @@ def make_jaxpr(
     effects = frozenset().union(*(eqn.effects for eqn in equations))
     info = like.debug_info if like is not None else _debug_info(len(invars), len(outvars))
     parts = (list(constvars), list(invars), list(outvars), list(equations))
+    build: Any = jex.Jaxpr
     if _ONE_CLASS:
         # Without attached values JAX would count the constvars among the invars.
         unknown = [_UNKNOWN] * len(parts[0])
-        return jex.Jaxpr(*parts, effects, info, consts=unknown)
-    return jex.Jaxpr(*parts, effects, info)
+        return build(*parts, effects, info, consts=unknown)
+    return build(*parts, effects, info)
 
 
 def trace(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
