@@ -27,12 +27,12 @@ class Controller(brainstate.nn.Module):
         return self.readout(self.cell(x))
 
 
-def main(steps: int = 10000, units: int = 32, dt: float = 0.02, lr: float = 3e-3) -> np.ndarray:
+def main(steps: int = 10000, units: int = 32, dt: float = 0.02, lr: float = 1e-3) -> np.ndarray:
     """Mean distances to the target, before and after the change of mass: without learning, and learned."""
     brainstate.random.seed(0)
     net = Controller(5, units)
     learner = braintrace.compile(net, 'd_rtrl', jnp.zeros(5))
-    optimizer = optax.sgd(lr)
+    optimizer = optax.adam(lr)
 
     @brainstate.transform.jit
     def act_and_learn(x, correction):

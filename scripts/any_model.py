@@ -30,7 +30,7 @@ checked against dense Jacobians.
 
 | verdict | meaning |
 | --- | --- |
-| exact | every parameter's gradient is that of BPTT |
+| exact | nothing is cut: under D-RTRL every parameter's gradient is that of BPTT |
 | local | temporal credit through each parameter's own position; the first loss is named |
 | instantaneous | some parameter gets its one-step gradient only |
 | none | some parameter gets no gradient: no output feels it in its own step, and what later steps feel is cut |
@@ -74,7 +74,7 @@ def refused(name: str) -> str:
     """The line of a model that cannot work."""
     model, inputs = zoo.REFUSED[name]()
     try:
-        braintrace.compile_etrace_graph(model, *inputs)
+        braintrace.D_RTRL(model).compile_graph(*inputs)
     except (ValueError, TypeError, NotImplementedError, braintrace.CompilationError) as error:
         what, why, instead = re.split(r'\n\s*(?:why|what)[^:]*: ', str(error), maxsplit=2)
         short = lambda text: bare(' '.join(text.split()))[:300]

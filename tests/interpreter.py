@@ -75,11 +75,16 @@ def scan(eqn, operands):
 
 # ---------------------------------------------------------------- element-wise
 
+
+def expit(x):
+    return 1 / (1 + np.exp(-x)) if np.iscomplexobj(x) else special.expit(x)
+
+
 for names, function in {
     'add add_any': np.add, 'sub': np.subtract, 'mul': np.multiply, 'neg': np.negative, 'sin': np.sin, 'cos': np.cos,
     'tanh': np.tanh, 'exp': np.exp, 'log': np.log, 'log1p': np.log1p, 'expm1': np.expm1, 'sqrt': np.sqrt,
     'abs': np.abs, 'sign': np.sign, 'floor': np.floor, 'max': np.maximum, 'min': np.minimum, 'pow': np.power,
-    'logistic': lambda x: 1 / (1 + np.exp(-x)) if np.iscomplexobj(x) else special.expit(x), 'erf': special.erf, 'square': np.square, 'atan2': np.arctan2, 'eq': np.equal,
+    'logistic': expit, 'erf': special.erf, 'square': np.square, 'atan2': np.arctan2, 'eq': np.equal,
     'ne': np.not_equal, 'lt': np.less, 'le': np.less_equal, 'gt': np.greater, 'ge': np.greater_equal,
     'and': np.bitwise_and, 'or': np.bitwise_or, 'not': np.bitwise_not, 'real': np.real, 'imag': np.imag,
     'is_finite': np.isfinite, 'rem': np.fmod, 'conj': np.conj, 'rsqrt': lambda x: 1 / np.sqrt(x),

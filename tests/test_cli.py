@@ -1,13 +1,17 @@
 """The command: every part as a user calls it, at small size."""
 
+import io
 import json
+import shutil
 import textwrap
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 import braintrace
-from braintrace.cli import look, main, parser, runs
+from braintrace.checkpoint import Checkpoints
+from braintrace.cli import look, main, parser, runs, settings
 
 SMALL = ['--batch', '4', '--units', '6', '--task-option', 'length=2', '--task-option', 'lag=2']
 MODEL = """
@@ -37,6 +41,12 @@ MODEL = """
 
     net = Net()
 
+    def named():
+        net = Net()
+        setattr(net, 'bad\\x1b[31m\\nname', net.__dict__.pop('cell'))
+        net.update = lambda x: net.readout(getattr(net, 'bad\\x1b[31m\\nname')(x))
+        return net, jnp.ones((4, 3))
+
     def broken():
         return None.missing
 """
@@ -61,7 +71,7 @@ def test_training_writes_all_and_goes_on_exactly(here, capsys):
     assert code == 0
     assert result['updates'] == 3
     assert 'update 3/3' in said
-    assert 'credit: 4 local, 2 exact (report.txt)' in said
+    assert 'gradients: 4 local, 2 equal to BPTT (report.txt)' in said
     (here / 'out/early/checkpoints').mkdir(parents=True)  # what a training stopped before its first update leaves
     code, again, _ = run(capsys, 'train', 'copying', '--updates', '1', *SMALL, '--out', 'out/early', '--json')
     assert (code, again['updates']) == (0, 1)
@@ -76,9 +86,9 @@ def test_training_writes_all_and_goes_on_exactly(here, capsys):
     assert (code, 'nothing to train: update 5 is reached' in said) == (0, True)
     run(capsys, 'train', '--resume', str(out), '--updates', '2')
     assert json.loads((out / 'config.json').read_text())['updates'] == 5
-    code, _, said = run(capsys, 'train', '--resume', str(out), '--lr', '0.5', '--seed', '2')
-    assert (code, '--resume with --lr, --seed' in said) == (2, True)
-    learner, supervised, optimizer = runs._prepare(runs.Config(**json.loads((out / 'config.json').read_text())))
+    code, _, said = run(capsys, 'train', '--resume', str(out), '--lr', '0.5', '--seed', '2', '--batch', '4')
+    assert (code, '--resume with --lr, --seed\n' in said) == (2, True)
+    learner, supervised, optimizer = runs._prepare(settings.read(out))
     whole = braintrace.fit(learner, **supervised.parts(), optimizer=optimizer, updates=5, show=False)
     losses = [json.loads(line)['loss'] for line in (out / 'metrics.jsonl').read_text().splitlines()]
     assert losses == whole['loss'].tolist()
@@ -110,7 +120,10 @@ def test_explaining(here, capsys):
     assert (code, 'cell.h' in text) == (0, True)
     code, found, _ = run(capsys, 'explain', 'brainstate.nn:GRUCell(3, num_out=4)', '--input', '2,3', '--json')
     assert found['groups'] == [{'states': ['h'], 'positions': [2, 4]}]
-    assert {p['name']: p['credit'] for p in found['parameters']}['Wh.weight.weight'] == 'local'
+    assert {p['name']: p['gradient'] for p in found['parameters']}['Wh.weight.weight'] == 'local'
+    words = ['explain', 'brainstate.nn:GRUCell(3, num_out=4)', '--input', '2,3', '--rule', 'pp_prop', '--json']
+    code, found, _ = run(capsys, *words)
+    assert (code, {p['gradient'] for p in found['parameters']}) == (0, {'approximate'})
     assert found['memory']['bptt'] > 0
 
 
@@ -188,3 +201,148 @@ def test_a_rule_without_traces_in_a_folder_of_its_own(here, capsys):
     code, result, _ = run(capsys, 'train', 'copying', '--updates', '1', *SMALL, '--json', '--rule', 'bptt')
     assert (code, result['out']) == (0, 'out/copying-2')
     assert not (here / 'out' / 'copying-2' / 'traces.png').exists()
+
+
+class Killed(BaseException):
+    """The end of a process, at any place."""
+
+
+def test_a_training_killed_in_its_first_checkpoint_goes_on_and_can_start_anew(here, capsys, monkeypatch):
+    words = ['train', 'copying', '--updates', '2', '--save-every', '1', *SMALL, '--out', 'a']
+
+    def killed(checkpoints, update, states):
+        unfinished = checkpoints.folder / f'{update}.orbax-checkpoint-tmp' / 'default.orbax-checkpoint-tmp'
+        unfinished.mkdir(parents=True)
+        (unfinished / 'manifest.ocdbt').write_text('x')
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, 'save', killed)
+        with pytest.raises(Killed):
+            main(words)
+    shutil.copytree('a', 'b')
+    code, resumed, said = run(capsys, 'train', '--resume', 'a', '--json')
+    assert (code, resumed['updates']) == (0, 2)
+    assert 'no checkpoint is complete, so training starts again at update 1' in said
+    code, anew, said = run(capsys, *words[:-1], 'b', '--json')
+    assert (code, anew['updates']) == (0, 2)
+    assert 'b holds a training without a complete checkpoint' in said
+    assert anew['held_out'] == resumed['held_out']
+    assert {p.name for p in (here / 'a' / 'checkpoints').iterdir()} == {'1', '2', 'config.json'}
+
+
+@pytest.mark.parametrize(
+    ('text', 'told'),
+    [
+        ('', 'the file is empty'),
+        ('{"task": "cop', 'it cannot be read'),
+        ('\0\0\0', 'it cannot be read'),
+        ('[' * 100_000, 'it cannot be read'),
+        ('[1]', 'it holds a list'),
+        ('{}', 'it names no task'),
+        ('{"task": "copying", "format": 99}', 'of a later version of braintrace'),
+        ('{"task": "copying", "format": "one"}', "its format is 'one'"),
+        ('{"task": "copying", "colour": 1}', 'not known: colour'),
+        ('{"task": 3}', 'task is 3, not a text'),
+        ('{"task": "copying", "batch": "4"}', "batch is '4', not a whole number of at least 1"),
+        ('{"task": "copying", "batch": true}', 'batch is True'),
+        ('{"task": "copying", "lr": null}', 'lr is None, not a number'),
+        ('{"task": "copying", "task_options": []}', 'task_options is [], not options by name'),
+    ],
+)
+def test_settings_that_are_damaged_are_told_in_three_parts(here, capsys, text, told):
+    settings.save(here / 'a', settings.Config('copying'))
+    for file in ('a/config.json', 'a/checkpoints/config.json'):
+        (here / file).write_text(text)
+        code, _, said = run(capsys, 'train', '--resume', 'a')
+        assert (code, told in said, 'why it cannot work' in said) == (2, True, True)
+        # The copy is whole the first time, and then damaged as well.
+        is_mended = 'cp a/checkpoints/config.json a/config.json' in said
+        assert is_mended == (file == 'a/config.json' and 'later version' not in told)
+
+
+def test_settings_that_were_edited_are_refused_by_name(here, capsys):
+    before = settings.Config('copying', lr=0.002, task_options={'lag': 2})
+    settings.save(here / 'a', before)
+    edited = {**asdict(before), 'lr': 0.5, 'task_options': {'lag': 3}, 'updates': 7}
+    (here / 'a' / 'config.json').write_text(json.dumps(edited))
+    code, _, said = run(capsys, 'train', '--resume', 'a')
+    assert code == 2
+    assert 'lr is 0.5 and was 0.002, task_options is' in said
+    assert 'updates is' not in said
+    shutil.copy('a/checkpoints/config.json', 'a/config.json')  # as the message says
+    assert settings.read(here / 'a') == before
+
+
+class Terminal(io.StringIO):
+    """A terminal where someone types."""
+
+    def isatty(self):
+        return True
+
+
+def test_code_that_a_folder_names_is_run_only_when_trusted(here, capsys, monkeypatch):
+    words = ['train', 'copying', '--model', 'mine.py:small', '--batch', '2', '--updates', '1', '--out', 'a']
+    more = ['--task-option', 'length=2', '--task-option', 'lag=1']
+    code, _, _ = run(capsys, *words, *more)
+    assert code == 0
+    with (here / 'mine.py').open('a') as file:
+        file.write("\nimport pathlib\npathlib.Path('ran').touch()\n")
+    resume = ['train', '--resume', 'a', '--updates', '2', '--json']
+
+    code, _, said = run(capsys, *resume)  # nobody to ask
+    assert (code, 'nobody can be asked' in said, 'why it cannot work' in said) == (2, True, True)
+    code, _, said = run(capsys, *resume, '--model', 'mine.py:other')
+    assert (code, '--resume with --model\n' in said) == (2, True)
+    for answer in ('n\n', '\n', ''):
+        monkeypatch.setattr('sys.stdin', Terminal(answer))
+        code, _, said = run(capsys, *resume)
+        assert (code, 'you did not agree' in said) == (2, True)
+        assert f'the file {here / "mine.py"} is run' in said
+    assert not (here / 'ran').exists()
+
+    monkeypatch.setattr('sys.stdin', io.StringIO())
+    for trusted in (['--trust'], ['--model', 'mine.py:small']):
+        out, config = runs._resumed(parser().parse_args([*resume, *trusted]))
+        assert (str(out), config.model, config.updates) == ('a', 'mine.py:small', 2)
+    monkeypatch.setattr('sys.stdin', Terminal('y\n'))
+    code, result, _ = run(capsys, *resume)
+    assert (code, result['updates']) == (0, 2)
+    assert (here / 'ran').exists()
+
+    module = replace(config, model='json:loads')
+    monkeypatch.setattr('sys.stdin', io.StringIO('y'))
+    with pytest.raises(PermissionError, match='the Python module json'):
+        settings.check_trust(module, out, trusted=False)
+    settings.check_trust(replace(config, model='gru'), out, trusted=False)  # a network of this package
+
+
+def test_a_picture_that_fails_loses_nothing(here, capsys, monkeypatch):
+    def fails(*given):
+        raise RuntimeError('no\nink')
+
+    monkeypatch.setattr('braintrace.plots.activity', fails)
+    monkeypatch.setattr('braintrace.analysis.report.CompilationReport.to_html', fails)
+    code, result, said = run(capsys, 'train', 'copying', '--updates', '1', *SMALL, '--out', 'a', '--json')
+    assert code == 0
+    assert 'activity.png was not made: RuntimeError: no ink\n' in said
+    assert result.pop('failed_pictures') == {'activity.png': 'RuntimeError: no ink'}
+    assert json.loads((here / 'a' / 'result.json').read_text()) == result
+    assert (here / 'a' / 'traces.png').exists()
+    monkeypatch.setattr('braintrace.plots.learning_curves', fails)
+    words = ['--updates', '1', '--rules', 'bptt', *SMALL, '--out', 'b']
+    code, text, said = run(capsys, 'compare', 'copying', *words)
+    assert (code, 'compare.png was not made' in said, 'picture:' in text) == (0, True, False)
+    assert (here / 'b' / 'compare.json').exists()
+
+
+def test_names_cannot_control_the_terminal(here, capsys):
+    code, text, said = run(capsys, 'explain', 'mine.py:named', '--html', 'pa\x1bge.html')
+    assert code == 0
+    assert '\x1b' not in text + said
+    assert 'bad\\x1b[31m\\nname.h   positions (4, 5)' in text
+    assert '\nname' not in text
+    assert 'page: pa\\x1bge.html' in text
+    assert (here / 'pa\x1bge.html').exists()
+    code, _, said = run(capsys, 'explain', 'a\x1b[0m.py:f')
+    assert (code, '\x1b' in said) == (2, False)

@@ -1,5 +1,5 @@
-"""Every rule on models of the zoo: finite, exact where it says so and nowhere else, halves are the whole, a reset
-begins anew, traces are as planned.
+"""Every rule on models of the zoo: finite, equal to BPTT where the report says so and nowhere else, halves are the
+whole, a reset begins anew, traces are as planned.
 
 By default one model is run, and some that a rule once failed on; `make conformance` runs them all, with ``RULE=rtrl``
 by one rule.
@@ -23,11 +23,18 @@ ALL = os.environ.get('ZOO') == 'all'
 STEPS = 4
 WHOLE = ('bptt', 'tbptt', 'dni')
 """Rules whose windows see the future: two halves are not the whole."""
-POSITIONS = ('d_rtrl', 'eprop', 'ostlrecurrent', 'rtrl')
-"""Rules that are BPTT for parameters whose every path keeps its position."""
-
 UNSEEN = ('while_loop_inside_a_scan', 'while_loop_on_the_path', 'callback_on_the_path', 'delayed_recurrence')
 """Models whose cut paths are closed to reverse mode as well, or take longer than the steps that are run."""
+
+
+PLAIN = ('d_rtrl', 'eprop', 'ostlrecurrent', 'rtrl')
+"""Rules whose traces are exact: what they do not call 'none' has a gradient."""
+
+NEAR = {
+    ('cond_of_brainstate', 'w', 'rflo'),  # the branch that is taken leaks by 0.9, the other does not
+    ('same_value_twice', 'w', 'rflo'),  # two states, of which one is a copy of the other
+}
+"""(model, key, rule) where the report cannot know that these inputs make the rule equal to BPTT."""
 
 
 def loss_of(learner):
@@ -96,17 +103,22 @@ def test_conformance(name, rule):
         if rule not in (*WHOLE, 'uoro'):
             learner.reset_state()
             same(jax.tree.map(jnp.add, first, second), run(xs))
-        if rule in POSITIONS:
-            learner.reset_state()
-            wanted = by_bptt(model, inputs, xs)
-            for leaf, credit in case.credit.items():
-                mine, true = at(jax.tree.map(jnp.add, first, second), leaf), at(wanted, leaf)
-                assert credit == 'none' or np.any(mine != 0) or not np.any(true != 0)
-                if credit == 'exact' or rule == 'rtrl':
-                    same(mine, true)
-                elif credit != 'none' and np.any(true != 0) and name not in UNSEEN:
-                    wide = lambda x: np.asarray(jax.tree.leaves(x)[0], complex)
-                    assert np.linalg.norm(wide(mine) - wide(true)) > 1e-5 * np.linalg.norm(wide(true))
+        learner.reset_state()
+        found = run(xs) if rule == 'bptt' else jax.tree.map(jnp.add, first, second)
+        learner.reset_state()
+        wanted = by_bptt(model, inputs, xs)
+        for leaf in case.credit:
+            given = learner.report.gradients['.'.join(map(str, leaf))]
+            mine, true = at(found, leaf), at(wanted, leaf)
+            if given.kind == 'equal to BPTT':
+                same(mine, true)
+            elif given.kind == 'none':
+                assert not np.any(mine != 0)
+            elif np.any(true != 0) and is_finite(true) and name not in UNSEEN and (name, leaf[-1], rule) not in NEAR:
+                assert np.any(mine != 0) or rule not in PLAIN
+                wide = lambda x: np.asarray(jax.tree.leaves(x)[0], complex)
+                distance = np.linalg.norm(wide(mine) - wide(true))
+                assert distance > 1e-5 * np.linalg.norm(wide(true)), (leaf, given)
 
 
 def _planned(learner, loss):

@@ -207,7 +207,7 @@ def test_statistics_go_on():
     model, state = eqx.nn.make_with_state(Normed)()
     learner = bt.compile(model, 'd_rtrl', XS[0, 0], state=(jnp.zeros(H), state), vmap=True, batch_size=B)
     (group,) = learner.report.hidden_groups
-    assert group.hidden_paths == (('state', '0'),)
+    assert group.hidden_paths == [('state', '0')]
     assert all(path[0] == 'norm' for path in learner.report.dynamic_states)
     grads = learner.etrace_grad(XS, step_fn=lambda x: jnp.mean((learner(x) - 1) ** 2), fresh=True)
     assert float(jnp.abs(grads.norm.weight).max()) > 0

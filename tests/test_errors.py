@@ -79,6 +79,8 @@ def no_parameter(m, x):
     m.h.value = 0.9 * m.h.value
 
 
+UNTRAINED = {'no parameter': (lambda: small(no_parameter), (X,), 'no parameter / nothing to train / ParamState')}
+"""Models that have a graph, and no learner."""
 BAD = {  # model, arguments, what each of the three parts must say
     'no states': (lambda: bt.nn.GRUCell(I, H), (X,), "GRUCell whose states are not init / 'h' / init_all_states"),
     'too few arguments': (gru, (), "GRUCell called with 0 / missing a required argument: 'x' / argument of update"),
@@ -95,7 +97,6 @@ BAD = {  # model, arguments, what each of the three parts must say
     'failing step': (lambda: leaky(fail), (X,), r'a step of Step / boom\n.*errors.py:\d+: raise / \(\*inputs\) runs'),
     'misspelt': (lambda: leaky(misspell), (X,), "reads 'hiden' / no such attribute(.|\\n)*m.hiden.value / __init__"),
     'no hidden state': (lambda: small(no_hidden_state), (X,), 'no hidden state / past / HiddenState'),
-    'no parameter': (lambda: small(no_parameter), (X,), 'no parameter / nothing to train / ParamState'),
 }  # fmt: skip
 
 
@@ -104,13 +105,14 @@ def snapshot(model):
     return {path: (state, state.value) for path, state in model.states().items()}
 
 
-@pytest.mark.parametrize('name', BAD)
+@pytest.mark.parametrize('name', [*BAD, *UNTRAINED])
 def test_three_parts_and_nothing_touched(name):
-    make, args, patterns = BAD[name]
+    make, args, patterns = (BAD | UNTRAINED)[name]
     model = make()
     before, key = snapshot(model), brainstate.random.DEFAULT.value
+    compiled = bt.compile_etrace_graph if name in BAD else lambda model, *args: bt.D_RTRL(model).compile_graph(*args)
     with pytest.raises(bt.CompilationError) as caught:
-        bt.compile_etrace_graph(model, *args)
+        compiled(model, *args)
     wrote, rest = str(caught.value).split('\n  why it cannot work: ')
     why, instead = rest.split('\n  what to write instead: ')
     for part, pattern in zip((wrote, why, instead), patterns.split(' / '), strict=True):

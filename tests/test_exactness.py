@@ -939,6 +939,76 @@ def test_multi_step_windows(name, k):
     assert_equal(found, window_oracle(name, k))
 
 
+def cut_before_each_step(name):
+    """Σ_t of BPTT of the loss of step t through that whole step, and through hand-cut ones before it."""
+    data, step = data_of(name), MODELS[name].step
+
+    def value(p):
+        s, total = data.s, 0.0
+        for x, y in zip(data.xs, data.ys, strict=True):
+            new, out = step(p, s, x, FULL)
+            total = total + loss(p, new, out, y)
+            s, _ = step(p, s, x, LOCAL)
+        return total
+
+    return jax.jit(jax.grad(value))(data.p)
+
+
+@pytest.mark.parametrize('name', ['gru', 'adaptive_lif', *(['tied', 'lstm'] if ALL else [])])
+def test_multi_step_calls_are_windows_of_one_step(name):
+    data = data_of(name)
+    make = lambda: learner_of(name, D_RTRL, vjp_method='multi-step')
+    wanted = cut_before_each_step(name)
+    assert_equal(window_oracle(name, 1), wanted)
+
+    learner = make()
+    assert_equal(step_by_step(learner, data.xs, data.ys), wanted)
+
+    learner = make()
+    options = {'step_fn': window_step_of(learner), 'reduction': 'sum'}
+    chunks = learner.etrace_grad(data.xs, data.ys, **options, chunk_size=1)
+    assert_equal(chunks, wanted)
+
+    learner = make()
+    options = {'step_fn': step_of(learner), 'reduction': 'sum'}
+    assert_equal(learner.etrace_grad(data.xs, data.ys, **options, fresh=True), wanted)
+    learner.reset_state()
+    parts = [slice(0, 2), slice(2, T)]
+    halves = [learner.etrace_grad(data.xs[part], data.ys[part], **options) for part in parts]
+    assert_equal(added(*halves), wanted)
+
+    assert relative_error(etrace_grad(name, D_RTRL), wanted) > 1e-3
+
+
+def test_multi_step_factors_are_windows_of_one_step():
+    options = {'decay_or_rank': (0.7, 0.4), 'vjp_method': 'multi-step'}
+    learner, data = learner_of('gru', pp_prop, **options), data_of('gru')
+    plain = step_by_step(learner, data.xs, data.ys)
+    learner = learner_of('gru', pp_prop, **options)
+    given = {'step_fn': window_step_of(learner), 'reduction': 'sum', 'chunk_size': 1}
+    chunks = learner.etrace_grad(data.xs, data.ys, **given)
+    assert_equal(plain, chunks)
+    assert_equal(etrace_grad('gru', pp_prop, **options), chunks)
+    assert_equal(etrace_grad('gru', pp_prop, **options, fresh=True), chunks)
+    single = etrace_grad('gru', pp_prop, decay_or_rank=(0.7, 0.4))
+    assert relative_error(single, chunks) > 1e-3
+
+
+def test_multi_step_is_kept_by_training_checks_and_plans():
+    learner, data, step_fn = small(vjp_method='multi-step')
+    weights = lambda: {path: state.value for path, state in learner.param_states.items()}
+    before, wanted = weights(), cut_before_each_step('tied')
+    check = learner.gradient_check(data.xs, data.ys, step_fn=step_fn, reduction='sum')
+    exact = bptt(MODELS['tied'].step, data.p, data.s, data.xs, data.ys)[0]
+    found = sum((row.relative_error * row.norm) ** 2 for row in check.rows)
+    distance = ravel_pytree(wanted)[0] - ravel_pytree(exact)[0]
+    np.testing.assert_allclose(found, jnp.sum(distance**2), rtol=1e-6)
+    assert learner.memory_plan(T).two_pass is None
+    given = {'step_fn': step_fn, 'optimizer': optax.sgd(1.0), 'update_every': T}
+    learner.etrace_online(data.xs, data.ys, **given)
+    assert_equal(jax.tree.map(lambda a, b: a - b, before, weights()), wanted)
+
+
 def test_windows_across_factors():
     """Reverse mode inside, (γ_0·ε_f) ⊗ ε_x / (1 - α^t) across."""
     data, k, decays = data_of('adaptive_lif'), 2, (0.7, 0.4)

@@ -1,5 +1,6 @@
 """Flax NNX modules, unmodified: gradients beside those of nnx.grad over a loop, and training in its own idiom."""
 
+import copy
 import os
 
 import jax
@@ -164,7 +165,7 @@ def test_carries_handed_around():
     learner = bt.compile(model, 'rtrl' if ALL else 'tbptt', XS[0], state=carry)
     below, above = sorted(learner.report.hidden_groups, key=lambda g: -g.num_state)
     assert set(below.hidden_paths) == {('carry', 'below', '0'), ('carry', 'below', '1')}
-    assert above.hidden_paths == (('carry', 'above'),)
+    assert above.hidden_paths == [('carry', 'above')]
     close(learner.etrace_grad(XS, step_fn=squared(learner), fresh=True), bptt(model, XS, carry))
     last = learner.state
     learner.state = carry
@@ -291,6 +292,12 @@ def test_bad_modules(name):
     model, options = make()
     with pytest.raises((bt.CompilationError, ValueError), match=why):
         bt.compile(model, 'd_rtrl', XS[0], **options)
+
+
+def test_a_learner_that_follows_its_module_is_not_copied():
+    learner = bt.compile(CELLS['simple'](), 'd_rtrl', XS[0])
+    with pytest.raises(bt.CompilationError, match=r'nnx\.clone'):
+        copy.deepcopy(learner)
 
 
 def test_optimisers_of_flax_stay_outside():

@@ -1,5 +1,6 @@
 """Plain functions `step(params, state, *inputs) -> (state, out)`."""
 
+import copy
 import os
 from typing import NamedTuple
 
@@ -172,7 +173,7 @@ def test_nothing_to_remember_or_to_train():
     with pytest.raises(bt.CompilationError, match='no hidden state'):
         bt.compile_etrace_graph(lambda p, s, x: (s + 1, x @ p), array(I, H), jnp.zeros((), jnp.int32), X)
     with pytest.raises(bt.CompilationError, match='no parameter'):
-        bt.compile_etrace_graph(lambda p, s, x: (0.9 * s, s), {}, array(B, H), X)
+        bt.compile(lambda p, s, x: (0.9 * s, s), 'd_rtrl', {}, array(B, H), X)
 
 
 # ---------------------------------------------------------------- learners
@@ -214,6 +215,23 @@ def test_every_rule_as_for_a_module(rule):
     got, want = (learner.etrace_grad(XS, step_fn=squared(learner)) for learner in (mine, module))
     close(got, {path[0]: gradient for path, gradient in want.items()})
     assert type(mine).__mro__[2] is type(module)
+
+
+def test_a_copy_has_weights_and_states_of_its_own():
+    step, params, h = make('rnn')
+    learner = bt.compile(step, 'd_rtrl', params, h, X)
+    gradients = lambda learner: learner.etrace_grad(XS, step_fn=squared(learner))
+    gradients(learner)
+    copied = copy.deepcopy(learner)
+    twice = jax.tree.map(lambda x: 2 * x, params)
+    copied.params, copied.state = twice, h
+    copied.reset_state()
+    fresh = bt.compile(step, 'd_rtrl', twice, h, X)
+    close(gradients(copied), gradients(fresh))
+    close(learner.params, params)
+    again = bt.compile(step, 'd_rtrl', params, h, X)
+    gradients(again)
+    close(gradients(learner), gradients(again))
 
 
 @pytest.mark.parametrize('name', ['lstm', 'lif', 'stack'] if ALL else ['lif'])
@@ -283,7 +301,7 @@ def test_of_one_sample():
 def test_names_never_meet():
     step = lambda params, s, x: (0.5 * s + x @ params['state'],) * 2
     learner = bt.compile(step, 'd_rtrl', {'state': array(I, H)}, array(B, H), X)
-    assert learner.report.hidden_groups[0].hidden_paths == (('state_',),)
+    assert learner.report.hidden_groups[0].hidden_paths == [('state_',)]
     assert list(learner.param_states) == [('state',)]
 
 

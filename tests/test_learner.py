@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import braintrace
+from braintrace.errors import is_explained
 
 B, INPUTS, H, T = 2, 3, 4, 5
 
@@ -146,8 +147,9 @@ def test_gradient_check_tells_exact_from_local(xs):
     check = learner.gradient_check(xs, step_fn=squares(learner))
     assert learner.model.cell.h.value is before
     assert check['readout.weight.weight'].credit == 'exact'
+    assert check['readout.weight.weight'].gradient == 'equal to BPTT'
     assert check['readout.weight.weight'].relative_error < 1e-5
-    assert check['cell.Wh.weight.weight'].credit == 'local'
+    assert check['cell.Wh.weight.weight'].credit == check['cell.Wh.weight.weight'].gradient == 'local'
     assert check['cell.Wh.weight.weight'].relative_error > 1e-3
     assert 'cosine' in str(check)
 
@@ -279,8 +281,6 @@ def test_bad_options_are_refused_where_they_are_given(xs):
     learner = compiled(xs)
     with pytest.raises(braintrace.CompilationError, match='batch axis included'):
         learner.etrace_grad(xs[:, 0], step_fn=squares(learner))
-    with pytest.raises(ValueError, match='no such parameter'):
-        learner.get_etrace_of('zz')
     with pytest.raises(TypeError, match='no way to update'):
         learner.etrace_online(xs, step_fn=squares(learner), optimizer='adam')
 
@@ -428,3 +428,43 @@ def test_weakly_typed_weights_do_not_compile_again():
     for _ in range(3):
         learner.apply(learner.etrace_grad(jnp.ones((4, 2, 2)), step_fn=step, fresh=True), adam)
     assert max(run._cache_size() for _, run in learner._made.programs.values() if hasattr(run, '_cache_size')) == 1
+
+
+def test_traces_of_a_parameter_are_found_by_path_and_by_state(xs):
+    learner = compiled(xs)
+    path = ('cell', 'Wh', 'weight')
+    found = learner.get_etrace_of(path)
+    assert found
+    for same in (list(path), learner.param_states[path]):
+        assert_close(learner.get_etrace_of(same), found)
+    hidden = learner.hidden_states['cell', 'h']
+    foreign = brainstate.ParamState(jnp.ones(2))
+    array = jnp.ones(2)
+    for wrong in ('zz', ('cell', 'zz'), 3, None, array, [array], hidden, foreign):
+        with pytest.raises(ValueError, match='no such parameter') as error:
+            learner.get_etrace_of(wrong)
+        assert is_explained(error.value)
+        assert all(repr(p) in str(error.value) for p in learner.param_states)
+
+
+@pytest.mark.parametrize('kind', [braintrace.SingleStepData, braintrace.MultiStepData])
+def test_wrapped_inputs_are_pytrees(xs, kind):
+    given = kind({'x': xs, 'flag': jnp.arange(T)})
+    doubled = jax.tree.map(lambda x: 2 * x, given)
+    assert isinstance(doubled, kind)
+    assert_close(doubled.data, {'x': 2 * xs, 'flag': 2 * jnp.arange(T)})
+    for transformed in (jax.jit(lambda d: d), jax.vmap(lambda d: d)):
+        found = transformed(given)
+        assert isinstance(found, kind)
+        assert_close(found.data, given.data)
+
+
+def test_wrapped_inputs_pass_through_jit_into_the_learner(xs):
+    learner = compiled(xs)
+    wanted = jnp.stack([learner(x) for x in xs])
+    step = brainstate.transform.jit(lambda data: learner(data))
+    learner.reset_state()
+    found = jnp.stack([step(braintrace.SingleStepData(x)) for x in xs])
+    assert_close(found, wanted)
+    learner.reset_state()
+    assert_close(step(braintrace.MultiStepData(xs)), wanted)

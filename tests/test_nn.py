@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import braintrace.nn
+import braintrace
 from braintrace import nn, ops
 
 DENSE = np.array([[1.0, 0, 2, 0], [0, 3, 0, 0], [4, 0, 0, 5]], np.float32)
@@ -160,6 +160,89 @@ def test_units_pass_through_a_layer():
     layer = nn.Linear(3, 4, w_init=jnp.ones((3, 4)) * u.mS, b_init=jnp.ones(4) * u.uA)
     y = layer(jnp.ones((2, 3)) * u.mV)
     np.testing.assert_allclose(y.to_decimal(u.uA), 4.0 * np.ones((2, 4)), rtol=1e-6)
+
+
+CONVOLUTIONS = {
+    'Conv1d': (nn.Conv1d, ((6, 3), 4, 3), {}, 'NWC WIO NWC'),
+    'Conv2d': (nn.Conv2d, ((4, 5, 2), 4, (3, 2)), {'groups': 2, 'padding': 'VALID'}, 'NHWC HWIO NHWC'),
+    'Conv2d first': (nn.Conv2d, ((2, 4, 4), 3, 3), {'channel_first': True, 'stride': 2}, 'NCHW HWIO NCHW'),
+    'Conv3d': (nn.Conv3d, ((3, 3, 3, 2), 2, 2), {}, 'NDHWC DHWIO NDHWC'),
+}
+
+
+def convolved(layer, layout, x, weight):
+    """The layer's product of an x in mV and a kernel in mS by JAX alone: numbers in µA."""
+    return jax.lax.conv_general_dilated(
+        x.to_decimal(u.mV),
+        weight.to_decimal(u.mS),
+        layer.stride,
+        layer.padding,
+        dimension_numbers=tuple(layout.split()),
+        feature_group_count=layer.groups,
+    )
+
+
+@pytest.mark.parametrize('case', CONVOLUTIONS)
+def test_convolutions_take_kernels_with_units(case):
+    kind, args, options, layout = CONVOLUTIONS[case]
+    kernel = lambda shape: drawn(shape) * u.mS
+    bias = lambda shape: drawn(shape) * u.nA
+    mask = lambda shape: (jnp.arange(np.prod(shape)) % 3 > 0).reshape(shape)
+    layer = kind(*args, **options, w_init=kernel, b_init=bias, w_mask=mask)
+    x = normal(0, 2, *args[0]) * u.mV
+
+    def plain(params):
+        product = convolved(layer, layout, x, params['weight'] * layer.w_mask)
+        return product + params['bias'].to_decimal(u.uA)
+
+    y = layer(x)
+    assert y.shape[1:] == layer.out_size
+    params = layer.weight.value
+    close(y.to_decimal(u.uA), plain(params))
+    loss = lambda: jnp.sum(jnp.sin(layer(x).to_decimal(u.uA)))
+    found = brainstate.transform.grad(loss, layer.weight)()
+    expected = jax.grad(lambda params: jnp.sum(jnp.sin(plain(params))))(params)
+    close(*map(jax.tree.leaves, (found, expected)))
+
+
+class UnitConvolution(brainstate.nn.Module):
+    """Leaky units driven by a convolution whose kernel has a unit."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.conv = conv
+
+    def init_state(self, batch_size=None):
+        self.V = brainstate.HiddenState(jnp.zeros((batch_size, *self.conv.out_size)))
+
+    def update(self, x):
+        drive = self.conv(x * u.mV).to_decimal(u.uA)
+        self.V.value = 0.8 * self.V.value + jnp.tanh(drive)
+        return self.V.value
+
+
+@pytest.mark.parametrize('case', CONVOLUTIONS)
+def test_kernels_with_units_are_traced(case):
+    kind, args, options, layout = CONVOLUTIONS[case]
+    conv = kind(*args, **options, w_init=lambda shape: drawn(shape) * u.mS)
+    xs = normal(0, 4, 2, *args[0])
+    learner = braintrace.compile(UnitConvolution(conv), 'd_rtrl', xs[0], batch_size=2)
+    step_fn = lambda x: jnp.mean(learner(x) ** 2)
+    # Two halves, so that what the second knows of the first is in the traces.
+    halves = [learner.etrace_grad(part, step_fn=step_fn, reduction='sum') for part in (xs[:2], xs[2:])]
+    found = jax.tree.map(lambda a, b: a + b, *halves)
+
+    def loss(weight):
+        V, total = jnp.zeros((2, *conv.out_size)), 0.0
+        for x in xs:
+            V = 0.8 * V + jnp.tanh(convolved(conv, layout, x * u.mV, weight))
+            total += jnp.mean(V**2)
+        return total
+
+    expected = jax.grad(loss)(conv.weight.value['weight'])
+    (gradient,) = found['conv', 'weight'].values()
+    assert u.get_unit(gradient) == u.mS
+    close(gradient.mantissa, expected.mantissa)
 
 
 # ---------------------------------------------------------------- cells

@@ -8,6 +8,7 @@ import signal
 
 import brainstate
 import braintools
+import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +16,8 @@ import optax
 import pytest
 
 import braintrace
-from braintrace import networks, tasks
-from braintrace.checkpoint import Checkpoints, states_of
+from braintrace import networks, plots, tasks
+from braintrace.checkpoint import Checkpoints, complete, states_of
 from braintrace.errors import is_explained
 from braintrace.training import Progress
 
@@ -28,6 +29,48 @@ def make(rule='d_rtrl', optimizer=None, units=6, **options):
     learner = braintrace.compile(net, rule, jnp.zeros((4, TASK.inputs)), batch_size=4, **options)
     parts = braintrace.Supervised(learner, TASK, 4).parts()
     return learner, {**parts, 'optimizer': optimizer or optax.adam(0.02), 'show': False}
+
+
+class Noisy(brainstate.nn.Module):
+    """Noise from brainstate's generator and from one of its own, dropout, and a count of its steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = brainstate.nn.GRUCell(TASK.inputs, 5)
+        self.dropout = brainstate.nn.Dropout(0.5)
+        self.generator = brainstate.random.RandomState(7)
+        self.readout = brainstate.nn.Linear(5, TASK.outputs)
+        self.steps = brainstate.ShortTermState(jnp.zeros(()))
+
+    def update(self, x):
+        self.steps.value = self.steps.value + 1
+        noise = brainstate.random.normal(size=x.shape) + self.generator.normal(size=x.shape)
+        return self.readout(self.dropout(self.cell(x + 0.1 * noise)))
+
+
+@pytest.fixture
+def noisy():
+    """How to make a learner of a noisy model, always the same one."""
+
+    def made(rule='d_rtrl'):
+        brainstate.random.seed(3)
+        learner = braintrace.compile(Noisy(), rule, jnp.zeros((4, TASK.inputs)), batch_size=4)
+        parts = braintrace.Supervised(learner, TASK, 4).parts()
+        return learner, {**parts, 'optimizer': optax.adam(0.02), 'show': False}
+
+    with brainstate.environ.context(fit=True):
+        yield made
+
+
+def plain(x):
+    is_key = jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+    return np.array(jax.random.key_data(x) if is_key else x)
+
+
+def everything(learner, optimizer, *more):
+    """Values of all that training moves."""
+    states = {**states_of(learner, optimizer), **dict(enumerate(more))}
+    return {name: [plain(x) for x in jax.tree.leaves(s.value)] for name, s in states.items()}
 
 
 def weights(learner):
@@ -56,6 +99,7 @@ def test_checkpoints_hold_traces_and_random_numbers_and_are_whole_or_refused(tmp
     states = states_of(learner, parts['optimizer'])
     learner.etrace_evolve(jnp.ones((3, 4, TASK.inputs)))
     kept = Checkpoints(tmp_path, keep=1)
+    assert complete(tmp_path) == []
     with pytest.raises(FileNotFoundError, match='none'):
         kept.restore(states)
     kept.save(1, states)
@@ -78,8 +122,64 @@ def test_checkpoints_hold_traces_and_random_numbers_and_are_whole_or_refused(tmp
     for folder in (tmp_path / '1').iterdir():
         if folder.is_dir():
             shutil.rmtree(folder)
-    with pytest.raises(ValueError, match='cannot be read'):
+    with pytest.raises(ValueError, match=r'cannot be read(.|\n)*delete .*1; training then starts again'):
         kept.restore(states)
+    assert complete(tmp_path) == [1]
+
+
+def test_records_survive_an_interrupted_resumption_and_damage(tmp_path, monkeypatch, capsys):
+    learner, parts = make()
+    first = braintrace.fit(learner, updates=4, out=tmp_path, **parts)
+    file = tmp_path / 'metrics.jsonl'
+    text = file.read_text()
+
+    written = []
+
+    def killed(record):
+        written.append(record)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return json.JSONEncoder().encode(record)
+
+    with monkeypatch.context() as patched:
+        patched.setattr('braintrace.training.json.dumps', killed)
+        with pytest.raises(KeyboardInterrupt):
+            braintrace.fit(learner, updates=5, out=tmp_path, resume=True, **parts)
+    assert file.read_text() == text
+    with monkeypatch.context() as patched:
+        patched.setattr('os.replace', lambda *names: (_ for _ in ()).throw(OSError('disk full')))
+        with pytest.raises(OSError, match='disk full'):
+            braintrace.fit(learner, updates=5, out=tmp_path, resume=True, **parts)
+    assert file.read_text() == text
+
+    lines = text.encode().splitlines()
+    lines[1] = lines[1][:20]
+    foreign = [b'[1, 2]', b'{"a": 1}', b'\xff\xfe', b'{"update": "x", "seconds": 1}', b'null', b'']
+    file.write_bytes(b'\n'.join([*foreign, *lines]) + b'\n')
+    capsys.readouterr()
+    resumed = braintrace.fit(learner, updates=5, out=tmp_path, resume=True, **parts)
+    assert resumed['update'].tolist() == [1, 3, 4, 5]
+    assert resumed.updates == 5
+    np.testing.assert_array_equal(resumed['loss'][:3], first['loss'][[0, 2, 3]])
+    said = capsys.readouterr().err
+    assert '6 line(s) hold no record of an update and are left out: 1, 2, 3, 4, 5, ...' in said
+    assert 'records of 1 of the 4 updates done are missing' in said
+    assert [json.loads(line)['update'] for line in file.read_text().splitlines()] == [1, 3, 4, 5]
+    assert not list(tmp_path.glob('.*'))
+
+
+def test_resuming_before_the_first_checkpoint(tmp_path, capsys):
+    learner, parts = make()
+    with pytest.raises(FileNotFoundError, match='no training began') as error:
+        braintrace.fit(learner, updates=2, out=tmp_path / 'nowhere', resume=True, **parts)
+    assert is_explained(error.value)
+    assert not (tmp_path / 'nowhere').exists()
+    (tmp_path / 'checkpoints' / '1.orbax-checkpoint-tmp').mkdir(parents=True)
+    (tmp_path / 'metrics.jsonl').write_text('{"update": 1, "loss": 3.0, "seconds": 1.0}\n')
+    history = braintrace.fit(learner, updates=2, out=tmp_path, resume=True, **parts)
+    assert 'training starts again at update 1' in capsys.readouterr().err
+    assert history['update'].tolist() == [1, 2]
+    assert len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 2
 
 
 def test_a_folder_is_not_written_over(tmp_path):
@@ -167,6 +267,16 @@ def test_early_stop_counts_measurements():
     assert not braintrace.EarlyStop('accuracy', target=0.9, larger=True)({'accuracy': 0.85})
 
 
+def test_early_stop_counts_what_came_before_a_resumption(tmp_path):
+    learner, parts = make(optimizer=optax.sgd(0.0))  # the loss of validation stays as it is
+    parts |= {'validate': lambda i: parts['batches'](0), 'validate_every': 1, 'out': tmp_path}
+    stop = lambda: braintrace.EarlyStop('valid_loss', patience=4)
+    first = braintrace.fit(learner, updates=3, callbacks=[stop()], **parts)
+    assert first.ended == 'finished'
+    resumed = braintrace.fit(learner, updates=9, callbacks=[stop()], resume=True, **parts)
+    assert (resumed.ended, resumed.updates) == ('stopped early', 5)
+
+
 def test_it_learns_validates_and_changes_nothing_by_measuring():
     learner, parts = make(optimizer=optax.adam(0.05))
     history = braintrace.fit(
@@ -176,6 +286,74 @@ def test_it_learns_validates_and_changes_nothing_by_measuring():
     assert np.flatnonzero(~np.isnan(history['valid_loss'])).tolist() == [19, 39, 59]
     plain, parts = make(optimizer=optax.adam(0.05))
     assert braintrace.fit(plain, updates=60, **parts)['loss'][-1] == history['loss'][-1]
+
+
+@pytest.mark.parametrize('rule', ['d_rtrl', 'dni'])
+def test_measuring_moves_nothing(noisy, tmp_path, rule):
+    learner, parts = noisy(rule)
+    optimizer = parts['optimizer']
+    data = parts['batches'](0)
+    outside = brainstate.ShortTermState(jnp.zeros(()))  # no part of the model
+
+    def step(*slices):
+        outside.value = outside.value + 1
+        return parts['step_fn'](*slices)[0]
+
+    gradients = learner.etrace_grad(*data, step_fn=step)  # traces and states that are not zero
+    learner.apply(gradients, optimizer)
+    measuring = {
+        'evaluate': lambda: learner.evaluate(*data, step_fn=step),
+        'evaluate the learner': lambda: learner.evaluate(data[0]),
+        'gradient_check': lambda: learner.gradient_check(*data, step_fn=step),
+        'gradient_check of rules': lambda: learner.gradient_check(*data, step_fn=step, rules=['uoro', 'pp_prop']),
+        'memory_plan': lambda: learner.memory_plan(5),
+        'report': lambda: str(learner.report),
+        'write_report': lambda: learner.write_report(tmp_path / 'report.html', steps=4),
+        'record': lambda: plots.record(learner, data[0]),
+        'activity': lambda: plots.activity(learner, data, TASK.kind, tmp_path / 'activity.png'),
+        'traces': lambda: plots.traces(learner, data[0], tmp_path / 'traces.png'),
+    }
+    for name, measure in measuring.items():
+        held = [trace.value for trace in learner.traces.values()]
+        before = everything(learner, optimizer, outside)
+        measure()
+        after = everything(learner, optimizer, outside)
+        assert before.keys() == after.keys()
+        for state in before:
+            for x, y in zip(before[state], after[state], strict=True):
+                np.testing.assert_array_equal(x, y, err_msg=f'{state} after {name}')
+        learner.etrace_evolve(data[0][:1])  # does not write into arrays that were seen before
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(held))
+
+
+def test_validation_and_resumption_leave_a_noisy_training_as_it_is(noisy, tmp_path):
+    trials = braintrace.Supervised(None, TASK, 4).batches
+
+    def held_out(i):
+        inputs, *rest = trials(10**6)
+        return (inputs + 0.1 * brainstate.random.normal(size=inputs.shape), *rest)
+
+    validation = {'validate': held_out, 'validate_every': 2}
+    learner, parts = noisy()
+    unvalidated = braintrace.fit(learner, updates=6, **parts)
+    whole, parts = noisy()
+    history = braintrace.fit(whole, updates=6, **validation, **parts)
+    np.testing.assert_array_equal(history['loss'], unvalidated['loss'])
+
+    def killed(record):
+        if record['update'] == 5:
+            raise RuntimeError('killed')
+
+    first, parts = noisy()
+    given = {'out': tmp_path, 'save_every': 3, **validation, **parts}
+    with pytest.raises(RuntimeError, match='killed'):
+        braintrace.fit(first, updates=6, callbacks=[killed], **given)
+    again, parts = noisy()
+    brainstate.random.seed(99)
+    resumed = braintrace.fit(again, updates=6, out=tmp_path, resume=True, **validation, **parts)
+    for name in ('loss', 'accuracy', 'valid_loss', 'valid_accuracy'):
+        np.testing.assert_array_equal(resumed[name], history[name])
+    jax.tree.map(np.testing.assert_array_equal, weights(again), weights(whole))
 
 
 def test_updates_along_the_sequence():
@@ -188,6 +366,71 @@ def test_updates_along_the_sequence():
         losses = other.etrace_online(*parts['batches'](i), step_fn=step, optimizer=parts['optimizer'], update_every=3)
     assert float(losses.mean()) == pytest.approx(history['loss'][-1])
     jax.tree.map(np.testing.assert_allclose, weights(learner), weights(other))
+
+
+def test_empty_batches_and_sequences_are_refused(tmp_path):
+    learner, parts = make()
+    step = lambda x: jnp.sum(learner(x))
+    empty = jnp.zeros((3, 0, TASK.inputs))
+    compiled = lambda x, size: braintrace.compile(brainstate.nn.GRUCell(3, 4), 'd_rtrl', x, batch_size=size)
+    refused = {
+        'batch_size=0': lambda: compiled(jnp.ones((2, 3)), 0),
+        'batch_size=-2': lambda: compiled(jnp.ones((2, 3)), -2),
+        'batch_size=2.0': lambda: compiled(jnp.ones((2, 3)), 2.0),
+        'batch_size=0 ': lambda: learner.reset_state(batch_size=0),
+        'shapes [(0, 3)]': lambda: compiled(jnp.ones((0, 3)), None),
+        'batch axis or its time axis': lambda: learner(empty[0]),
+        'time axis is empty': lambda: learner(braintrace.MultiStepData(empty.swapaxes(0, 1))),
+        'axis is empty': lambda: learner.etrace_grad(empty, step_fn=step),
+        'its batch axis': lambda: learner.evaluate(empty),
+        'at least one': lambda: learner.etrace_grad(empty.swapaxes(0, 1), step_fn=step),
+        'memory_plan(0)': lambda: learner.memory_plan(0),
+        'nothing to learn': lambda: braintrace.fit(
+            learner, **{**parts, **braintrace.Supervised(learner, TASK, 0).parts()}, updates=1
+        ),
+    }
+    for told, call in refused.items():
+        with pytest.raises((ValueError, braintrace.CompilationError)) as error:
+            call()
+        assert told.strip() in str(error.value)
+        assert is_explained(error.value)
+
+
+class Membrane(brainstate.nn.Module):
+    """A potential in millivolts, and beside it a tree of states with units of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = brainstate.nn.Linear(TASK.inputs, 6)
+        self.readout = brainstate.nn.Linear(6, TASK.outputs)
+
+    def init_state(self, batch_size=None, **options):
+        zeros = jnp.zeros((batch_size, 6))
+        self.v = brainstate.HiddenState(zeros * u.mV)
+        self.tree = brainstate.HiddenTreeState({'current': zeros * u.nA, 'gate': zeros})
+
+    def update(self, x):
+        v = 0.9 * self.v.value + self.weight(x) * u.mV
+        self.v.value = v
+        current = 0.5 * self.tree.get_value('current') + 0.1 * v / u.mV * u.nA
+        self.tree.set_value({'current': current, 'gate': jnp.tanh(v / u.mV)})
+        return self.readout(current / u.nA)
+
+
+def test_pictures_of_states_with_units(tmp_path, monkeypatch):
+    learner = braintrace.compile(Membrane(), 'd_rtrl', jnp.zeros((4, TASK.inputs)), batch_size=4)
+    trial = braintrace.Supervised(learner, TASK, 4).batches(0)
+    figures = []
+    figure = plots._figure
+    monkeypatch.setattr(plots, '_figure', lambda *given: figures.append(figure(*given)) or figures[-1])
+    plots.activity(learner, trial, TASK.kind, tmp_path / 'activity.png')
+    labels = [ax.get_ylabel() for ax in figures[0][1].flat]
+    assert labels == ['inputs', 'tree.current [nA]', 'tree.current [nA]', 'tree.gate', 'output']
+    found = plots.record(learner, trial[0])
+    values = learner.evaluate(trial[0], step_fn=lambda x: (learner(x), learner.model.v.value)[1])
+    np.testing.assert_array_equal(found['v'], values.to_decimal(u.mV)[:, 0])
+    assert plots.traces(learner, trial[0], tmp_path / 'traces.png')
+    assert all('(' in ax.get_title() or ' on v' in ax.get_title() for ax in figures[1][1].flat if ax.get_title())
 
 
 def test_evaluating_is_running_the_model():

@@ -1,5 +1,11 @@
 """Online learning for recurrent and spiking networks: eligibility traces, compiled from plain models."""
 
+from .compat import keep_x64
+
+# brainstate sets jax_enable_x64 to its own default when it is first imported.
+with keep_x64():
+    import brainstate as _brainstate
+
 from . import networks, nn, operations, tasks
 from .analysis.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .analysis.graph import (
@@ -60,6 +66,10 @@ from .ops import (
 )
 from .rules import ETraceConfig, FixedRandomFeedback, GradExpon, KappaFilter, SyntheticGradient
 from .training import EarlyStop, History, Supervised, fit
+
+# Other packages know these classes by their public place, not by the file they are written in.
+for _record in (HiddenGroup, HiddenPerturbation, ETraceGraph, ETraceGraphExecutor):
+    _record.__module__ = __name__
 
 # Names under which code written for the published package knows these classes.
 ETraceAlgorithm = ETraceVjpAlgorithm = Learner

@@ -25,6 +25,11 @@ def states_of(learner: Learner, optimizer: Any = None) -> dict[str, brainstate.S
     return {**found, 'random': brainstate.random.DEFAULT}
 
 
+def complete(folder: str | Path) -> list[int]:
+    """Numbers of the checkpoints in a folder that were written to their end; nothing is created."""
+    return sorted(int(p.name) for p in Path(folder).glob('*') if p.name.isdecimal())
+
+
 class Checkpoints:
     """A folder of checkpoints, each by the number of its update; the newest ``keep`` stay."""
 
@@ -44,6 +49,12 @@ class Checkpoints:
     def _name(self) -> str:
         """The folder as a user knows it."""
         return os.path.relpath(self.folder)
+
+    def _instead_of(self, unread: int) -> str:
+        """How to go on without a checkpoint that cannot be read."""
+        older = [update for update in self._manager.all_steps() if update < unread]
+        then = f'resumes from checkpoint {max(older)}' if older else 'starts again'
+        return f'delete {os.path.join(self._name, str(unread))}; training then {then}'
 
     @property
     def latest(self) -> int | None:
@@ -75,7 +86,7 @@ class Checkpoints:
                 three_parts(
                     f'checkpoint {update} of {self._name}',
                     f'it cannot be read: {type(error).__name__}: {str(error).splitlines()[0][:200]}',
-                    'an older checkpoint, or training from the start; a torn file cannot be mended',
+                    self._instead_of(update),
                 )
             ) from error
         if differences := _differences(wanted, found):

@@ -5,9 +5,11 @@ No other file imports ``jax.extend`` or reads the parameters of call-like equati
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +38,51 @@ else:
     Atom = Var | Literal
 
 
+def _internal(name: str) -> Any:
+    """A name that JAX 0.10 moved from ``jax.core`` to ``jax.extend.core``."""
+    return getattr(jex, name) if hasattr(jex, name) else getattr(jax.core, name)
+
+
+_DebugInfo = _internal('DebugInfo')
+_new_equation = _internal('new_jaxpr_eqn')
+
+_ONE_CLASS = jex.Jaxpr is jex.ClosedJaxpr
+"""Since JAX 0.11 a program is closed by attaching constants to it."""
+
+
+class _Unknown:
+    """Takes the place of a constant that an open program does not have."""
+
+    def __repr__(self) -> str:
+        return 'unknown'
+
+
+_UNKNOWN = _Unknown()
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def _global_x64() -> bool:
+    """``jax_enable_x64`` outside of any ``with jax.enable_x64(...)``."""
+    # Such a context belongs to its thread, so a new thread reads the global value.
+    values: list[bool] = []
+    reader = threading.Thread(target=lambda: values.append(jax.config.read('jax_enable_x64')))
+    reader.start()
+    reader.join()
+    return values[0]
+
+
+@contextlib.contextmanager
+def keep_x64() -> Iterator[None]:
+    """Restore ``jax_enable_x64`` afterwards."""
+    before = _global_x64()
+    try:
+        yield
+    finally:
+        jax.config.update('jax_enable_x64', before)
+
+
 # ---------------------------------------------------------------- variables and programs
 
 
@@ -61,11 +108,13 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
 
 def consts_of(jaxpr: Any) -> Sequence[Any]:
     """The constants of a closed program; none for an open one."""
-    return jaxpr.consts if isinstance(jaxpr, jex.ClosedJaxpr) else ()
+    if not isinstance(jaxpr, jex.ClosedJaxpr):
+        return ()
+    return () if any(value is _UNKNOWN for value in jaxpr.consts) else jaxpr.consts
 
 
 def _debug_info(inputs: int, outputs: int) -> Any:
-    return jex.DebugInfo('braintrace', 'braintrace', ('',) * inputs, ('',) * outputs)
+    return _DebugInfo('braintrace', 'braintrace', ('',) * inputs, ('',) * outputs)
 
 
 def make_jaxpr(
@@ -78,7 +127,13 @@ def make_jaxpr(
     """Assemble a program from its parts; ``like`` is one of the same inputs and outputs, for its names."""
     effects = frozenset().union(*(eqn.effects for eqn in equations))
     info = like.debug_info if like is not None else _debug_info(len(invars), len(outvars))
-    return jex.Jaxpr(list(constvars), list(invars), list(outvars), list(equations), effects, info)
+    parts = (list(constvars), list(invars), list(outvars), list(equations))
+    build: Any = jex.Jaxpr
+    if _ONE_CLASS:
+        # Without attached values JAX would count the constvars among the invars.
+        unknown = [_UNKNOWN] * len(parts[0])
+        return build(*parts, effects, info, consts=unknown)
+    return build(*parts, effects, info)
 
 
 def trace(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
@@ -195,7 +250,11 @@ class Scan(NamedTuple):
 def read_scan(eqn: Equation) -> Scan:
     """The parts of a scan equation."""
     p = eqn.params
-    return Scan(p['jaxpr'], p['num_consts'], p['num_carry'], p['length'])
+    if 'ft_in' in p:  # since JAX 0.11: a tree of consts, carry and xs
+        num_consts, num_carry, _ = map(len, p['ft_in'].unpack())
+    else:
+        num_consts, num_carry = p['num_consts'], p['num_carry']
+    return Scan(p['jaxpr'], num_consts, num_carry, p['length'])
 
 
 def read_branches(eqn: Equation) -> Sequence[ClosedJaxpr]:
@@ -262,7 +321,7 @@ mlir.register_lowering(cut_p, mlir.lower_fun(lambda x, *, mask: x, multiple_resu
 def cut_equation(operand: Var, mask: np.ndarray | None) -> Equation:
     """An equation that gives the operand with its derivative cut."""
     params = {'mask': None if mask is None or mask.all() else Mask(mask)}
-    return jex.new_jaxpr_eqn([operand], [new_var(operand.aval)], cut_p, params, frozenset())
+    return _new_equation([operand], [new_var(operand.aval)], cut_p, params, frozenset())
 
 
 def is_whole_cut(eqn: Equation) -> bool:
@@ -272,12 +331,12 @@ def is_whole_cut(eqn: Equation) -> bool:
 
 def add_equation(a: Atom, b: Atom, out: Var) -> Equation:
     """An equation ``out = a + b``."""
-    return jex.new_jaxpr_eqn([a, b], [out], jax.lax.add_p, {}, frozenset())
+    return _new_equation([a, b], [out], jax.lax.add_p, {}, frozenset())
 
 
 def copy_equation(a: Atom, out: Var) -> Equation:
     """An equation ``out = a``."""
-    return jex.new_jaxpr_eqn([a], [out], jex.primitives.copy_p, {}, frozenset())
+    return _new_equation([a], [out], jex.primitives.copy_p, {}, frozenset())
 
 
 # ---------------------------------------------------------------- where an equation was written

@@ -14,6 +14,17 @@ def three_parts(wrote: str, why: str, instead: str) -> str:
 _WHY = 'why it cannot work: '
 
 
+def printable(text: object, keep: str = '') -> str:
+    r"""A text for a terminal: characters that would control it are written as escapes, but for those to ``keep``.
+
+    >>> printable('layer\n\x1b[31m')
+    'layer\\n\\x1b[31m'
+    """
+    shown = lambda c: c.isprintable() or c in keep
+    escape = lambda c: c.encode('unicode_escape').decode()
+    return ''.join(c if shown(c) else escape(c) for c in str(text))
+
+
 def one_of(choices: Iterable[str], given: object = '') -> str:
     """What to write instead of a name that is not known: one of these, the nearest first."""
     names = list(choices)

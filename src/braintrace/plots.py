@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import brainstate
+import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +43,7 @@ def learning_curves(histories: Mapping[str, Sequence[History]], file: str | Path
             values = np.array([run[name][:length] for run in runs])
             there = ~np.isnan(values).any(0)
             smooth = np.array([_smooth(v[there]) for v in values])
-            x = np.arange(1, length + 1)[there]
+            x = runs[0]['update'][:length][there]
             (line,) = ax.plot(x, smooth.mean(0), label=label)
             if len(runs) > 1:
                 ax.fill_between(x, smooth.min(0), smooth.max(0), alpha=0.2, color=line.get_color())
@@ -53,36 +56,74 @@ def learning_curves(histories: Mapping[str, Sequence[History]], file: str | Path
     figure.savefig(file, dpi=120)
 
 
+@dataclass(frozen=True)
+class _Recorded:
+    """Values of the first sample, time × units, and the name of the unit that they are in; empty if they have none."""
+
+    values: np.ndarray
+    unit: str = ''
+
+    def label(self, name: str) -> str:
+        """The name of an axis."""
+        return f'{name} [{self.unit}]' if self.unit else name
+
+
 def record(learner: Learner, inputs: Any) -> dict[str, np.ndarray]:
-    """Outputs and hidden states, and spikes if the model tells them, of the first sample along a fresh sequence."""
+    """Outputs and hidden states, and spikes if the model tells them, of the first sample along a fresh sequence.
+
+    States with a unit are given as numbers in that unit.
+    """
+    return {name: found.values for name, found in _record(learner, inputs).items()}
+
+
+def _record(learner: Learner, inputs: Any) -> dict[str, _Recorded]:
     model = learner.model
 
     def step(x: Any) -> dict[str, Any]:
         found = {'output': learner(x)}
-        found |= {path_name(path): state.value for path, state in learner.hidden_states.items()}
+        for path, state in learner.hidden_states.items():
+            found |= _by_name(path_name(path), state)
         return found | ({'spikes': model.spikes()} if hasattr(model, 'spikes') else {})
 
     found = learner.evaluate(inputs, step_fn=step)
-    return {name: np.asarray(value)[:, 0].reshape(len(value), -1) for name, value in found.items()}
+    return {name: _recorded(value) for name, value in found.items()}
+
+
+def _by_name(name: str, state: Any) -> dict[str, Any]:
+    """The value of a hidden state; those of a tree, which may differ in their units, one by one."""
+    if not isinstance(state, brainstate.HiddenTreeState):
+        return {name: state.value}
+    return {f'{name}.{part}': state.get_value(part) for part in state.name2index}
+
+
+def _recorded(value: Any) -> _Recorded:
+    numbers = np.asarray(u.get_mantissa(value))
+    unit = '' if u.is_unitless(value) else str(u.get_unit(value))
+    return _Recorded(numbers[:, 0].reshape(len(numbers), -1), unit)
 
 
 def activity(learner: Learner, trial: Sequence[Any], kind: str, file: str | Path) -> None:
     """One trial: inputs, spikes or units, a few units' states in time, outputs beside targets."""
     inputs, targets, weights = (np.asarray(part) for part in trial)
-    found = record(learner, inputs)
+    found = _record(learner, inputs)
     output = found.pop('output')
     spikes = found.pop('spikes', None)
-    shown = [n for n, v in found.items() if v.shape[1] > output.shape[1]][:2] or [*found][:2]
+    wide = [name for name, state in found.items() if state.values.shape[1] > output.values.shape[1]]
+    shown = wide[:2] or [*found][:2]
     figure, axes = _figure(3 + len(shown), 1.7)
     rows = iter(axes[:, 0])
     _units(next(rows), inputs[:, 0], 'inputs')
-    _units(next(rows), found[shown[0]] if spikes is None else spikes, shown[0] if spikes is None else 'spikes')
+    if spikes is not None:
+        _units(next(rows), spikes.values, 'spikes')
+    else:
+        _units(next(rows), found[shown[0]].values, found[shown[0]].label(shown[0]))
     for name in shown:
         ax = next(rows)
-        units = found[name].shape[1]
-        ax.plot(found[name][:, :: max(1, units // 5)], linewidth=0.8)
-        ax.set_ylabel(name)
-    _answers(next(rows), output, targets[:, 0], weights, kind)
+        values = found[name].values
+        ax.plot(values[:, :: max(1, values.shape[1] // 5)], linewidth=0.8)
+        ax.set_ylabel(found[name].label(name))
+    _answers(next(rows), output.values, targets[:, 0], weights, kind)
+    axes[-1, 0].set_ylabel(output.label('output') if kind == 'values' else 'output')
     for ax in axes[:, 0]:
         ax.set_xlim(-0.5, len(inputs) - 0.5)
     axes[-1, 0].set_xlabel('step')
@@ -120,23 +161,22 @@ def _answers(ax: Any, outputs: np.ndarray, targets: np.ndarray, weights: np.ndar
         start = np.flatnonzero(asked)
         ax.axvspan(start[0], start[-1], color='tab:orange', alpha=0.12)
     ax.legend(loc='upper left', fontsize=7)
-    ax.set_ylabel('output')
 
 
 def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
     """The eligibility traces after a sequence, as heat maps of inputs × units; false if there are none to draw.
 
-    States and traces start afresh before and after.
+    The sequence is a fresh one; the learner is afterwards as it was before.
     """
-    learner.reset_state()
-    learner.etrace_evolve(jnp.asarray(inputs))
-    found = [
-        pair
-        for path in learner.param_states
-        for key, trace in learner.get_etrace_of(path).items()
-        for pair in _maps(key, trace)
-    ]
-    learner.reset_state()
+    with learner.unmoved():
+        learner.reset_state()
+        learner.etrace_evolve(jnp.asarray(inputs))
+        found = [
+            pair
+            for path in learner.param_states
+            for key, trace in learner.get_etrace_of(path).items()
+            for pair in _maps(key, trace)
+        ]
     if not found:
         return False
     found = found[:6]
@@ -160,11 +200,15 @@ def _maps(key: tuple, trace: Any) -> list[tuple[str, np.ndarray]]:
     parts = trace.f if hasattr(trace, 'f') else trace
     if not isinstance(parts, dict):
         return []
+    # A state may stand for several of a position; then the number says which.
+    single = max(parts, default=0) < len(key[2])
+    several = ', '.join(map(path_name, key[2]))
+    on = lambda i: path_name(key[2][i]) if single else f'{several} ({i})'
     found = []
     for i, part in parts.items():
         values = np.asarray(part, np.float32)[0]
         if hasattr(trace, 'f'):
             values = np.multiply.outer(values.ravel(), np.asarray(trace.x, np.float32)[0].ravel())
         if values.ndim == 2:
-            found.append((f'{", ".join(key[0])} on {path_name(key[2][i])}', values))
+            found.append((f'{", ".join(key[0])} on {on(i)}', values))
     return found

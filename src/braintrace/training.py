@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .checkpoint import Checkpoints, states_of
-from .errors import one_of, three_parts
+from .errors import one_of, printable, three_parts
+from .files import write_whole
 from .learner import Learner
 from .learner.arguments import check_call
 
@@ -29,10 +30,15 @@ Record = dict[str, float]
 
 @dataclass
 class History:
-    """The records of a training, and why it ended: 'finished', 'stopped early' or 'interrupted'."""
+    """The records of a training, and why it ended: 'finished', 'stopped early' or 'interrupted'.
+
+    ``updates``: how many were done, those before a resumption included. There are fewer records if lines of
+    ``metrics.jsonl`` were lost.
+    """
 
     records: list[Record] = field(default_factory=list)
     ended: str = 'finished'
+    updates: int = 0
 
     def __getitem__(self, name: str) -> np.ndarray:
         """One metric at every update; NaN where it was not measured."""
@@ -63,6 +69,13 @@ class EarlyStop:
         enough = self.target is not None and value <= self._sign * self.target
         return enough or (self.patience is not None and self._since >= self.patience)
 
+    def replay(self, records: Sequence[Record]) -> None:
+        """Start anew from the measurements of a training that is resumed."""
+        self._best, self._since = np.inf, 0
+        for record in records:
+            if self.metric in record:
+                self(record)
+
 
 def fit(
     learner: Learner,
@@ -91,7 +104,8 @@ def fit(
     ``validate(i)``: sequences to be measured, not learned, every ``validate_every`` updates: ``valid_loss`` and so on.
     ``callbacks`` are called with the record of every update; one that returns True stops, e.g. :class:`EarlyStop`.
     ``out``: a folder for ``metrics.jsonl`` and checkpoints, every ``save_every`` updates and at the end; with
-    ``resume`` training goes on from the newest. Ctrl-C ends after the update under way, with a checkpoint.
+    ``resume`` training goes on from the newest, or starts again if it was ended before its first checkpoint was
+    complete. Ctrl-C ends after the update under way, with a checkpoint.
 
     >>> import brainstate, braintrace, jax.numpy as jnp, numpy as np, optax
     >>> net = brainstate.nn.GRUCell(1, 4)
@@ -115,15 +129,21 @@ def fit(
             three_parts('EarlyStop on a metric of validation', 'there is none', 'validate=..., or a metric of training')
         )
     if validate is not None:
-        _check_alike(_drawn(validate, 0), _drawn(batches, 0))
-    history, done = History(), 0
+        with learner.unmoved():  # batches may be drawn by brainstate.random
+            _check_alike(_drawn(validate, 0), _drawn(batches, 0))
+    history = History()
+    if resume:
+        _check_begun(out)
     checkpoints = Checkpoints(Path(out) / 'checkpoints') if out is not None else None
     states = states_of(learner, optimizer)
-    if resume:
-        if checkpoints is None:
-            raise ValueError(three_parts('resume=True without a folder', 'nothing is kept without one', 'out=...'))
-        done = checkpoints.restore(states)
-        history.records = _read(Path(out or '') / 'metrics.jsonl', done)
+    if resume and checkpoints is not None and checkpoints.latest is None:
+        _notice(f'{out}: no checkpoint is complete, so training starts again at update 1')
+    elif resume and checkpoints is not None:
+        history.updates = checkpoints.restore(states)
+        history.records = _read(Path(out or '') / 'metrics.jsonl', history.updates)
+        for callback in callbacks:
+            if isinstance(callback, EarlyStop):
+                callback.replay(history.records)
     elif checkpoints is not None and checkpoints.latest is not None:
         raise FileExistsError(
             three_parts(
@@ -132,6 +152,7 @@ def fit(
                 'resume=True to go on with them, or another folder',
             )
         )
+    done = history.updates
     before = history.records[-1]['seconds'] if history.records else 0.0
     if show and done >= updates:
         print(f'nothing to train: update {done} is reached, and {updates} were asked for', file=sys.stderr)
@@ -142,10 +163,13 @@ def fit(
             record = {'update': i + 1, **_one(learner, sequences, step_fn, optimizer, metrics, update_every)}
             last = i + 1 == updates
             if validate is not None and ((i + 1) % validate_every == 0 or last):
-                found = _measure(learner, tuple(_drawn(validate, i)), step_fn, metrics)
+                with learner.unmoved():
+                    held_out = tuple(_drawn(validate, i))
+                    found = _measure(learner, held_out, step_fn, metrics)
                 record |= {f'valid_{name}': value for name, value in found.items()}
             record['seconds'] = before + time.perf_counter() - stop.start
             history.records.append(record)
+            history.updates = i + 1
             log(record)
             if progress is not None:
                 progress(record, len(jax.tree.leaves(sequences)[0]))
@@ -161,6 +185,25 @@ def fit(
     if progress is not None:
         progress.close()
     return history
+
+
+def _check_begun(out: str | Path | None) -> None:
+    """Raise unless a training began in this folder."""
+    if out is None:
+        raise ValueError(three_parts('resume=True without a folder', 'nothing is kept without one', 'out=...'))
+    if not any((Path(out) / name).exists() for name in ('checkpoints', 'metrics.jsonl')):
+        raise FileNotFoundError(
+            three_parts(
+                f'resume=True with out={str(out)!r}',
+                'no training began in that folder',
+                'the folder of a training, or resume=False to begin one',
+            )
+        )
+
+
+def _notice(text: str) -> None:
+    """Say what the caller should know, whether or not progress is shown."""
+    print(f'notice: {printable(text)}', file=sys.stderr, flush=True)
 
 
 def _drawn(batches: Callable[[int], Sequence[Any]], update: int) -> Sequence[Any]:
@@ -336,7 +379,7 @@ class Progress:
             rate = gone[1] / gone[0]
             parts += [f'{steps * rate:,.0f} steps/s', f'{_clock((self.updates - number) / rate)} left']
         parts.append(f'{peak_memory() / 2**20:,.0f} MiB')
-        text = '  '.join(parts)
+        text = printable('  '.join(parts))
         print(f'\r\033[K{text}' if self.live else text, end='' if self.live else '\n', file=self.file, flush=True)
 
     def close(self) -> None:
@@ -356,32 +399,55 @@ def _clock(seconds: float) -> str:
 
 
 def _read(file: Path, most: int) -> list[Record]:
-    """Records of earlier updates; what came after the checkpoint, or was cut off in writing, is dropped."""
-    found = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if record['update'] <= most:
-            found.append(record)
-    return found
+    """Records of updates up to that of the checkpoint; lines that hold no record are left out, with a notice."""
+    found: dict[int, Record] = {}
+    unread = []
+    # Bytes that are no text spoil their own line only.
+    text = file.read_text('utf-8', errors='replace') if file.exists() else ''
+    for number, line in enumerate(text.split('\n'), 1):
+        record = _record_of(line)
+        if record is not None:
+            found[int(record['update'])] = record
+        elif line.strip():
+            unread.append(number)
+    if unread:
+        lines = ', '.join(map(str, unread[:5])) + (', ...' if len(unread) > 5 else '')
+        _notice(f'{file}: {len(unread)} line(s) hold no record of an update and are left out: {lines}')
+    kept = [found[update] for update in sorted(found) if update <= most]
+    if len(kept) < most:
+        _notice(f'{file}: records of {most - len(kept)} of the {most} updates done are missing')
+    return kept
+
+
+def _record_of(line: str) -> Record | None:
+    """The record that a line holds; none if it was cut off in writing or is something else."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    if not isinstance(record, dict) or not all(map(is_number, record.values())):
+        return None
+    update = record.get('update')
+    is_known = isinstance(update, int) and update >= 1 and 'seconds' in record
+    return record if is_known else None
 
 
 @contextmanager
 def _log(out: str | Path | None, records: list[Record]) -> Iterator[Callable[[Record], None]]:
-    """Records go to a file, line by line."""
+    """Records go to a file, line by line, after those of earlier updates."""
     if out is None:
         yield lambda record: None
         return
-    with (Path(out) / 'metrics.jsonl').open('w') as file:
+    path = Path(out) / 'metrics.jsonl'
+    # Replaced whole: a crash here must not lose the records of earlier updates.
+    write_whole(path, ''.join(f'{json.dumps(record)}\n' for record in records))
+    with path.open('a', encoding='utf-8') as file:
 
         def log(record: Record) -> None:
             file.write(json.dumps(record) + '\n')
             file.flush()
 
-        for record in records:
-            log(record)
         yield log
 
 

@@ -264,7 +264,7 @@ class ChartMaker:
         arrays = [p for p in self.program.parameters if p.path == path]
         names, wanted = {p.name for p in arrays}, sum(bit[p.invar] for p in arrays)
         if path is None:
-            group = next(g for g in self.groups if g.hidden_paths == record.hidden_paths)
+            group = next(g for g in self.groups if tuple(g.hidden_paths) == record.hidden_paths)
             names, wanted = {f'group {group.index}'}, sum(bit[v] for v in group.hidden_invars)
         for equation in record.context['equations'] if record.context else ():
             below = self._below(equation)

@@ -16,7 +16,13 @@ class Constants:
 
     def __init__(self, jaxpr: Any, given: Mapping[Var, Atom] = {}, around: Constants | None = None):
         body: Jaxpr = open_jaxpr(jaxpr)
-        self.values: dict[Var, Any] = dict(zip(body.constvars, consts_of(jaxpr), strict=False))
+        # A step that closes over an array of a jit around it has that tracer as a
+        # constant: fixed during the step, but its value is not known here.
+        self.values: dict[Var, Any] = {
+            v: value
+            for v, value in zip(body.constvars, consts_of(jaxpr), strict=False)
+            if not isinstance(value, jax.core.Tracer)
+        }
         self.around = around
         self.given = {v: atom for v, atom in given.items() if around is not None and around.knows(atom)}
         self.producer: dict[Var, Equation] = {}

@@ -1,9 +1,11 @@
-"""Credit classes: what kind of gradient each parameter will get, and why.
+"""Credit classes: which paths from a parameter to the loss local traces can follow, and why.
 
-exact          no temporal path is cut: equal to BPTT
+exact          no temporal path is cut: with exact local traces (D-RTRL) the gradient is that of BPTT
 local          temporal credit through its own position, something else is cut
 instantaneous  the one-step gradient only
 none           no gradient at all
+
+A class is a fact about the model. What a learning rule makes of it is in ``rules/gradients.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ..compat import (
 from ..program import Hidden, Parameter, Path
 from ..program.step import path_name
 from .dependence import of, union
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .facts import Facts
 from .groups import HiddenGroup
 from .positions import Cut, Positions
@@ -215,6 +217,12 @@ class CreditAnalysis:
             return 'local', told(lost)
         return 'exact', f'every path into {_names(carried[0].hidden_paths)} keeps its position'
 
+    def is_temporal(self, parameter: Parameter) -> bool:
+        """Whether the parameter moves a state whose old value matters at a later step."""
+        bit = self.facts.bit[parameter.invar]
+        through_groups = any(new & bit and live for new, live in zip(self._new, self._live_groups, strict=True))
+        return through_groups or any(self._grads([o.outvar]) & bit for o in self._live_others)
+
     # ------------------------------------------------------------ records
 
     def records(self) -> Iterator[CompilationRecord]:
@@ -248,7 +256,7 @@ class CreditAnalysis:
     def _cut_records(self) -> Iterator[CompilationRecord]:
         found: dict[tuple[str, Path | None], CompilationRecord] = {}
         for g, positions in enumerate(self.positions):
-            hidden = self.groups[g].hidden_paths
+            hidden = tuple(self.groups[g].hidden_paths)
             old = self.facts.old(self.members[g])
             for cut in reversed(positions.found):
                 paths: list[Path | None] = [None] if cut.bits.grads & old else []
@@ -286,7 +294,7 @@ class CreditAnalysis:
                     f'{_names(group.hidden_paths)} → {_names(target)} cut at {_at(eqn)}: another group',
                     eqn.primitive.name,
                     None,
-                    group.hidden_paths,
+                    tuple(group.hidden_paths),
                     {'source': line, 'equations': [self._place[id(eqn)]]},
                 )
 
@@ -311,7 +319,7 @@ class CreditAnalysis:
                     f'say how it treats positions with braintrace.register_primitive({name!r}, ...)',
                     name,
                     None,
-                    self.groups[g].hidden_paths,
+                    tuple(self.groups[g].hidden_paths),
                     {'source': line},
                 )
         yield from self._opaque_records()
@@ -345,19 +353,26 @@ class CreditAnalysis:
 
     def _credit_records(self) -> Iterator[CompilationRecord]:
         for parameter in self.facts.program.parameters:
-            credit, reason = self.judge(parameter)
-            yield _credit_record(parameter.path, parameter.name, credit, reason, self._hidden_of(parameter))
+            yield self.credit_record(parameter)
         for path in self.facts.program.untouched_parameters:
-            yield _credit_record(path, path_name(path), 'none', 'the step never reads it', ())
+            yield _credit_record(path, path_name(path), 'none', 'the step never reads it', (), False)
+
+    def credit_record(self, parameter: Parameter) -> CompilationRecord:
+        """The credit class of one parameter array, as a record."""
+        credit, reason = self.judge(parameter)
+        hidden, temporal = self._hidden_of(parameter), self.is_temporal(parameter)
+        return _credit_record(parameter.path, parameter.name, credit, reason, hidden, temporal)
 
     def _hidden_of(self, parameter: Parameter) -> tuple[Path, ...]:
         paths = (p for s in self.sites if parameter in s.parameters for p in s.connected_hidden_paths)
         return tuple(dict.fromkeys(paths))
 
 
-def _credit_record(path: Path, name: str, credit: str, reason: str, hidden: tuple[Path, ...]) -> CompilationRecord:
-    level = {'none': DiagnosticLevel.WARNING, 'instantaneous': DiagnosticLevel.NOTICE}.get(credit, DiagnosticLevel.INFO)
-    context = {'name': name, 'credit': credit, 'reason': reason}
+def _credit_record(
+    path: Path, name: str, credit: str, reason: str, hidden: tuple[Path, ...], temporal: bool
+) -> CompilationRecord:
+    level = LEVELS.get(credit, DiagnosticLevel.INFO)
+    context = {'name': name, 'credit': credit, 'reason': reason, 'temporal': temporal}
     return CompilationRecord(DiagnosticKind.CREDIT, level, f'{name}: {credit} ({reason})', None, path, hidden, context)
 
 

@@ -20,12 +20,48 @@ class DiagnosticKind(enum.StrEnum):
     UNUSED_STATE = 'unused_state'
 
 
-class DiagnosticLevel(enum.IntEnum):
-    """How much a record matters: for information, an approximation, a loss of credit."""
+CUTS = (DiagnosticKind.CUT, DiagnosticKind.OTHER_STATE)
+"""Where local traces lose credit; rules without them do not."""
 
-    INFO = 10
-    NOTICE = 20
-    WARNING = 30
+
+class DiagnosticLevel(enum.StrEnum):
+    """How much a record matters: for information, an approximation, a loss of credit, a failure.
+
+    Levels compare by weight, not as words. No record of a compiled graph is an error: what cannot be compiled raises.
+
+    >>> DiagnosticLevel('warning') > DiagnosticLevel.NOTICE, DiagnosticLevel.ERROR > DiagnosticLevel.INFO
+    (True, True)
+    """
+
+    INFO = 'info'
+    NOTICE = 'notice'
+    WARNING = 'warning'
+    ERROR = 'error'
+
+    @property
+    def weight(self) -> int:
+        """Its place among the levels."""
+        return list(DiagnosticLevel).index(self)
+
+    def __lt__(self, other: str) -> bool:
+        return self.weight < DiagnosticLevel(other).weight
+
+    def __le__(self, other: str) -> bool:
+        return self.weight <= DiagnosticLevel(other).weight
+
+    def __gt__(self, other: str) -> bool:
+        return self.weight > DiagnosticLevel(other).weight
+
+    def __ge__(self, other: str) -> bool:
+        return self.weight >= DiagnosticLevel(other).weight
+
+
+LEVELS = {
+    'none': DiagnosticLevel.WARNING,
+    'one step': DiagnosticLevel.NOTICE,
+    'instantaneous': DiagnosticLevel.NOTICE,
+}
+"""How much it matters that a parameter gets this; all other kinds are information."""
 
 
 class CompilationRecord(NamedTuple):

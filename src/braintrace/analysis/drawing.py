@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from .chart import Chart, Edge
-from .markup import Markup, tag
+from .markup import Markup, style_of, tag
 
 WIDTHS = {'input': 90, 'output': 90, 'state': 150, 'operation': 202, 'group': 176}
 BAND = 1244
@@ -25,7 +25,7 @@ CHARACTER = {'title': 8.6, 'row': 7.3}
 
 @dataclass(frozen=True)
 class Row:
-    """A line of text in a box; ``chip`` is a credit class, ``full`` all that there is to say."""
+    """A line of text in a box; ``chip`` is what a parameter gets, ``full`` all that there is to say."""
 
     text: str
     chip: str | None = None
@@ -332,7 +332,7 @@ class Drawing:
             text = shortened(row.text, int((room - indent) / CHARACTER['row']))
             if row.chip:
                 chip = tag('circle', cx=PAD + 7, cy=y - 4, r=7), tag('text', row.chip[0].upper(), x=PAD + 7, y=y)
-                children.append(tag('g', *chip, class_=f'chip {row.chip}'))
+                children.append(tag('g', *chip, class_=f'chip {style_of(row.chip)}'))
             said = tag('title', row.full or row.text)
             kind = 'row faint' if row.faint else 'row'
             children.append(tag('text', said, text, x=PAD + indent, y=y, class_=kind))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from ..compat import ClosedJaxpr, Var
+from ..compat import ClosedJaxpr, Jaxpr, Var
 from ..errors import CompilationError, three_parts
 from ..frontends import extract
-from ..program import Hidden, Parameter, Path, StepProgram, normal_form
-from ..program.step import distinct_outputs
+from ..frontends.brainstate import path_mapping
+from ..program import Hidden, Path, StepProgram
+from ..program.bare import program_of_jaxpr
 from .credit import CreditAnalysis
 from .diagnostics import CompilationRecord, DiagnosticKind
 from .facts import Facts
@@ -32,7 +34,7 @@ class ETraceGraph(NamedTuple):
     hid_path_to_group: GroupsByPath
     hidden_param_op_relations: tuple[HiddenParamOpRelation, ...]
     hidden_perturb: HiddenPerturbation | None
-    diagnostics: tuple[CompilationRecord, ...]
+    diagnostics: tuple[CompilationRecord, ...] = ()
 
     def explain(
         self,
@@ -40,16 +42,16 @@ class ETraceGraph(NamedTuple):
         weight_path: Path | None = None,
         hidden_path: Path | None = None,
         kind: DiagnosticKind | str | None = None,
-    ) -> list[CompilationRecord]:
+    ) -> tuple[CompilationRecord, ...]:
         """Records in the order they were found; filters combine."""
         kind = None if kind is None else DiagnosticKind(kind)
-        return [
+        return tuple(
             r
             for r in self.diagnostics
             if (weight_path is None or r.weight_path == tuple(weight_path))
             and (hidden_path is None or tuple(hidden_path) in r.hidden_paths)
             and (kind is None or r.kind is kind)
-        ]
+        )
 
     @property
     def report(self) -> CompilationReport:
@@ -73,9 +75,13 @@ class ETraceGraph(NamedTuple):
     def call_hidden_perturb(
         self, args: Sequence[Any], perturb_data: Sequence[Any], old_state_vals: Sequence[Any] | None = None
     ) -> Any:
-        """The model's outputs with perturbed new hidden states; no state is written."""
+        """The model's outputs with perturbed new hidden states; no state is written.
+
+        ``args``: the inputs as compiled; those given by keyword follow the others, in the order of their names.
+        An ``AssertionError`` on a graph that was compiled without a perturbed program.
+        """
         if self.hidden_perturb is None:
-            raise ValueError(
+            raise AssertionError(
                 three_parts(
                     'call_hidden_perturb on a graph without a perturbed program',
                     'it was compiled with include_hidden_perturb=False',
@@ -110,7 +116,7 @@ class Analysed(NamedTuple):
     @property
     def by_path(self) -> GroupsByPath:
         """The group of each hidden state."""
-        return {path: group for group in self.groups for path in group.hidden_paths}
+        return path_mapping({path: group for group in self.groups for path in group.hidden_paths})
 
 
 def analyse(program: StepProgram) -> Analysed:
@@ -128,11 +134,15 @@ def analyse(program: StepProgram) -> Analysed:
 _busy = threading.local()
 
 
-def compile_etrace_graph(model: Any, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any) -> ETraceGraph:
+def compile_etrace_graph(
+    model: Any, *model_args: Any, include_hidden_perturb: bool = True, **model_kwargs: Any
+) -> ETraceGraph:
     """Compile one step of a model into its eligibility-trace graph.
 
-    ``model`` is a ``brainstate.nn.Module`` called with ``args``, a module of Flax NNX or Equinox (``state=`` where it
-    takes one), or a plain function ``step(params, state, *inputs) -> (state, out)`` with examples of its arguments.
+    ``model`` is a ``brainstate.nn.Module`` called with the arguments that follow, a module of Flax NNX or Equinox
+    (``state=`` where it takes one), or a plain function ``step(params, state, *inputs) -> (state, out)`` with examples
+    of its arguments.
+    A step that reads no parameter has a graph too; only a learner for it is refused.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> gru = brainstate.nn.GRUCell(3, 4)
@@ -140,6 +150,13 @@ def compile_etrace_graph(model: Any, *args: Any, include_hidden_perturb: bool = 
     >>> compile_etrace_graph(gru, jnp.ones(3)).hidden_groups
     (HiddenGroup(0: h; positions (4,), 1 state(s) each),)
     """
+    with compiling():
+        return graph_of(extract(model, *model_args, **model_kwargs), include_hidden_perturb)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Around the compilation of a model; a second one inside is refused."""
     if getattr(_busy, 'compiling', False):
         raise NotImplementedError(
             three_parts(
@@ -150,16 +167,16 @@ def compile_etrace_graph(model: Any, *args: Any, include_hidden_perturb: bool = 
         )
     _busy.compiling = True
     try:
-        return graph_of(extract(model, *args, **kwargs), include_hidden_perturb)
+        yield
     finally:
         _busy.compiling = False
 
 
-def graph_of(info: Any, include_hidden_perturb: bool = True) -> ETraceGraph:
-    """The graph of a step that was traced before."""
+def graph_of(info: Any, include_hidden_perturb: bool = True, analysed: Analysed | None = None) -> ETraceGraph:
+    """The graph of a step that was traced, and perhaps analysed, before."""
     program: StepProgram = info.program
-    _check_trainable(program)
-    analysed = analyse(program)
+    check_hidden(program)
+    analysed = analyse(program) if analysed is None else analysed
     sites = find_sites(analysed.facts, analysed.groups, analysed.positions)
     credit = CreditAnalysis(analysed.facts, analysed.members, analysed.groups, analysed.positions, sites)
     return ETraceGraph(
@@ -183,7 +200,8 @@ def _extra_outputs(
     return [v for v in dict.fromkeys(wanted) if v not in returned]
 
 
-def _check_trainable(program: StepProgram) -> None:
+def check_hidden(program: StepProgram) -> None:
+    """Raise unless the step writes a hidden state."""
     if not program.hidden:
         raise CompilationError(
             three_parts(
@@ -192,6 +210,10 @@ def _check_trainable(program: StepProgram) -> None:
                 'keep what the model remembers in a brainstate.HiddenState; train a memoryless model by plain grad',
             )
         )
+
+
+def check_parameters(program: StepProgram) -> None:
+    """Raise unless the step reads a parameter: without one there is a graph, and nothing to train."""
     if not program.parameters:
         raise CompilationError(
             three_parts(
@@ -208,39 +230,28 @@ def find_hidden_groups_from_minfo(minfo: Any) -> Groups:
     return analysed.groups, analysed.by_path
 
 
-def find_hidden_groups_from_module(model: Any, *args: Any, **kwargs: Any) -> Groups:
+def find_hidden_groups_from_module(model: Any, *model_args: Any, **model_kwargs: Any) -> Groups:
     """Hidden groups of a module, and the group of each path."""
-    return find_hidden_groups_from_minfo(extract(model, *args, **kwargs))
-
-
-def _program_from_jaxpr(
-    closed_jaxpr: ClosedJaxpr, hidden: dict[Path, tuple[int, int, Any]], weights: dict[Path, int]
-) -> StepProgram:
-    closed = distinct_outputs(normal_form(closed_jaxpr), [out for _, out, _ in hidden.values()])
-    jaxpr = closed.jaxpr
-    taken = {i for i, _, _ in hidden.values()} | set(weights.values())
-    return StepProgram(
-        closed,
-        inputs=tuple(v for i, v in enumerate(jaxpr.invars) if i not in taken),
-        parameters=tuple(Parameter(path, (), jaxpr.invars[i]) for path, i in weights.items()),
-        hidden=tuple(
-            Hidden(path, jaxpr.invars[i], jaxpr.outvars[o], state, tuple(state.varshape), state.num_state)
-            for path, (i, o, state) in hidden.items()
-        ),
-        others=(),
-        outputs=tuple(jaxpr.outvars),
-    )
+    return find_hidden_groups_from_minfo(extract(model, *model_args, **model_kwargs))
 
 
 def find_hidden_groups_from_jaxpr(
-    closed_jaxpr: ClosedJaxpr, hidden: dict[Path, tuple[int, int, Any]], weights: dict[Path, int]
+    jaxpr: Jaxpr | ClosedJaxpr,
+    hidden_outvar_to_invar: Mapping[Var, Var],
+    weight_invars: Iterable[Var],
+    invar_to_hidden_path: Mapping[Var, Path],
+    outvar_to_hidden_path: Mapping[Var, Path],
+    path_to_state: Mapping[Path, Any],
 ) -> Groups:
-    """Hidden groups of a bare program.
+    """Hidden groups of a bare program, and the group of each path, in the order of ``path_to_state``.
 
-    ``hidden`` maps a path to (index of its input, index of its output, state object with
-    ``varshape`` and ``num_state``); ``weights`` maps a path to the index of its input.
+    The mappings are those of :class:`ModuleInfo`; ``path_to_state`` may hold other states too. Constants of an
+    open program have no known values: give a closed one where indices are constants.
     """
-    analysed = analyse(_program_from_jaxpr(closed_jaxpr, hidden, weights))
+    program = program_of_jaxpr(
+        jaxpr, hidden_outvar_to_invar, weight_invars, invar_to_hidden_path, outvar_to_hidden_path, path_to_state
+    )
+    analysed = analyse(program)
     return analysed.groups, analysed.by_path
 
 
@@ -256,10 +267,10 @@ def find_hidden_param_op_relations_from_minfo(
 
 
 def find_hidden_param_op_relations_from_module(
-    model: Any, *args: Any, **kwargs: Any
+    model: Any, *model_args: Any, **model_kwargs: Any
 ) -> tuple[HiddenParamOpRelation, ...]:
     """Sites of a module."""
-    return find_hidden_param_op_relations_from_minfo(extract(model, *args, **kwargs))
+    return find_hidden_param_op_relations_from_minfo(extract(model, *model_args, **model_kwargs))
 
 
 def add_hidden_perturbation_from_minfo(minfo: Any) -> HiddenPerturbation:
@@ -267,13 +278,27 @@ def add_hidden_perturbation_from_minfo(minfo: Any) -> HiddenPerturbation:
     return add_perturbation(minfo.program)
 
 
-def add_hidden_perturbation_in_module(model: Any, *args: Any, **kwargs: Any) -> HiddenPerturbation:
+def add_hidden_perturbation_in_module(model: Any, *model_args: Any, **model_kwargs: Any) -> HiddenPerturbation:
     """The perturbed program of a module."""
-    return add_perturbation(extract(model, *args, **kwargs).program)
+    return add_perturbation(extract(model, *model_args, **model_kwargs).program)
 
 
 def add_hidden_perturbation_in_jaxpr(
-    closed_jaxpr: ClosedJaxpr, hidden: dict[Path, tuple[int, int, Any]]
+    closed_jaxpr: ClosedJaxpr,
+    hidden_outvar_to_invar: Mapping[Var, Var],
+    weight_invars: Iterable[Var],
+    invar_to_hidden_path: Mapping[Var, Path],
+    outvar_to_hidden_path: Mapping[Var, Path],
+    path_to_state: Mapping[Path, Any],
 ) -> HiddenPerturbation:
-    """The perturbed form of a bare program; ``hidden`` as in :func:`find_hidden_groups_from_jaxpr`."""
-    return add_perturbation(_program_from_jaxpr(closed_jaxpr, hidden, {}))
+    """The perturbed form of a bare program; arguments as in :func:`find_hidden_groups_from_jaxpr`."""
+    return add_perturbation(
+        program_of_jaxpr(
+            closed_jaxpr,
+            hidden_outvar_to_invar,
+            weight_invars,
+            invar_to_hidden_path,
+            outvar_to_hidden_path,
+            path_to_state,
+        )
+    )

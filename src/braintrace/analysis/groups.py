@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
+from itertools import combinations, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,22 +23,39 @@ def jacrev_last_dim(fn: Callable[[jax.Array], jax.Array], hid_vals: jax.Array) -
     """Jacobian along the last axis only: ``[..., i, j] = ∂fn_i/∂hid_j`` at each leading index.
 
     Right when ``fn`` keeps leading indices apart: one reverse pass for each state.
+    An ``AssertionError`` unless there are as many new states as old ones.
 
     >>> import jax.numpy as jnp
     >>> jacrev_last_dim(lambda h: h[..., ::-1] ** 2, jnp.array([[1.0, 2.0]])).tolist()
     [[[0.0, 4.0], [2.0, 0.0]]]
     """
     new, pull = jax.vjp(fn, hid_vals)
+    if new.shape[-1:] != hid_vals.shape[-1:]:
+        raise AssertionError(
+            three_parts(
+                f'a function from states of shape {hid_vals.shape} to states of shape {new.shape}',
+                'the last axis counts the states of a position, of which there are as many before a step as after it',
+                'a function that keeps the length of the last axis',
+            )
+        )
     rows = [pull(jnp.zeros_like(new).at[..., i].set(1))[0] for i in range(new.shape[-1])]
     return jnp.stack(rows, axis=-2)
 
 
-def group_merging(groups: Iterable[Iterable[T]]) -> list[frozenset[T]]:
+def group_merging(groups: Iterable[Iterable[T]], version: int = 1) -> list[frozenset[T]]:
     """Merge sets that intersect, until none do.
+
+    ``version`` is 0 or 1, for code that chooses between two algorithms; here one serves both.
 
     >>> [sorted(g) for g in group_merging([{1, 2}, {2, 3}, {4}])]
     [[1, 2, 3], [4]]
     """
+    if version not in (0, 1):
+        raise ValueError(
+            three_parts(
+                f'group_merging(..., version={version!r})', 'there is no such version', '0 or 1; both merge alike'
+            )
+        )
     merged: list[set[T]] = []
     for group in map(set, groups):
         touching = [m for m in merged if m & group]
@@ -49,6 +66,14 @@ def group_merging(groups: Iterable[Iterable[T]]) -> list[frozenset[T]]:
 def _on_last_axis(state: Any) -> bool:
     """True for a state that keeps several states of its positions on its last axis."""
     return hasattr(state, 'name2index')
+
+
+def _position_shape(state: Any) -> tuple:
+    """Shape of the positions of a state, of whatever class it is."""
+    if hasattr(state, 'varshape'):
+        return tuple(state.varshape)
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(state.value)]
+    return shapes[0] if len(shapes) == 1 else tuple(shapes)
 
 
 def _is_complex(aval: Any) -> bool:
@@ -63,16 +88,18 @@ class HiddenGroup(NamedTuple):
     """
 
     index: int  # type: ignore[assignment]
-    hidden_paths: tuple[Path, ...]
-    hidden_states: tuple[Any, ...]
-    hidden_invars: tuple[Var, ...]
-    hidden_outvars: tuple[Var, ...]
+    hidden_paths: list[Path]
+    hidden_states: list[Any]
+    hidden_invars: list[Var]
+    hidden_outvars: list[Var]
     transition_jaxpr: Jaxpr
-    transition_jaxpr_constvars: tuple[Var, ...]
+    transition_jaxpr_constvars: list[Var]
 
     @property
     def varshape(self) -> tuple[int, ...]:
         """Shape of the positions."""
+        if not self.hidden_invars:
+            return _position_shape(self.hidden_states[0])
         shape = self.hidden_invars[0].aval.shape
         return shape[:-1] if _on_last_axis(self.hidden_states[0]) else shape
 
@@ -82,18 +109,28 @@ class HiddenGroup(NamedTuple):
         return sum(self._widths)
 
     @property
+    def _avals(self) -> list[Any]:
+        """Shape and type of every state: as compiled or, in a group without variables, as it is now."""
+        if self.hidden_invars:
+            return [v.aval for v in self.hidden_invars]
+        return [jnp.asarray(getattr(s.value, 'mantissa', s.value)) for s in self.hidden_states]
+
+    @property
     def _widths(self) -> list[int]:
-        avals = [v.aval for v in self.hidden_invars]
+        avals = self._avals
         counts = [a.shape[-1] if _on_last_axis(s) else 1 for s, a in zip(self.hidden_states, avals, strict=True)]
         return [n * (2 if _is_complex(a) else 1) for n, a in zip(counts, avals, strict=True)]
 
     def check_consistent_varshape(self) -> None:
-        """Raise unless all states have one shape."""
-        shapes = {path_name(p): tuple(s.varshape) for p, s in zip(self.hidden_paths, self.hidden_states, strict=True)}
-        if len(set(shapes.values())) > 1:
+        """Raise :class:`NotSupportedError` unless all states have one shape."""
+        shapes = [_position_shape(state) for state in self.hidden_states]
+        if len(set(shapes)) > 1:
+            # A group built by hand may name fewer paths than it has states.
+            names = [path_name(path) for path in self.hidden_paths]
+            named = [f'{name}: {shape}' for name, shape in zip_longest(names, shapes, fillvalue='?')]
             raise NotSupportedError(
                 three_parts(
-                    f'a hidden group of states with shapes {shapes}',
+                    f'a hidden group of states with shapes {", ".join(named)}',
                     'states of one group share their positions, so their shapes must be equal',
                     'states of one shape, or states that do not reach each other position by position',
                 )
@@ -111,13 +148,13 @@ class HiddenGroup(NamedTuple):
 
         return jacrev_last_dim(step, self.concat_hidden(hidden_vals))
 
-    def concat_hidden(self, vals: Sequence[Any]) -> jax.Array:
+    def concat_hidden(self, splitted_hid_vals: Sequence[Any]) -> jax.Array:
         """Stack the states, without units, along a new last axis."""
-        return jnp.stack(self.components(vals), axis=-1)
+        return jnp.stack(self.components(splitted_hid_vals), axis=-1)
 
-    def split_hidden(self, array: jax.Array) -> list[jax.Array]:
+    def split_hidden(self, concat_hid_vals: jax.Array) -> list[jax.Array]:
         """The inverse of :meth:`concat_hidden`: one array for each state."""
-        return self.from_components([array[..., i] for i in range(array.shape[-1])])
+        return self.from_components([concat_hid_vals[..., i] for i in range(concat_hid_vals.shape[-1])])
 
     @property
     def owners(self) -> list[int]:
@@ -136,11 +173,11 @@ class HiddenGroup(NamedTuple):
     def from_components(self, components: Sequence[jax.Array]) -> list[jax.Array]:
         """The inverse of :meth:`components`: one array for each state."""
         values, rest = [], list(components)
-        for state, var, width in zip(self.hidden_states, self.hidden_invars, self._widths, strict=True):
+        for state, aval, width in zip(self.hidden_states, self._avals, self._widths, strict=True):
             mine, rest = rest[:width], rest[width:]
-            half = width // 2 if _is_complex(var.aval) else width
+            half = width // 2 if _is_complex(aval) else width
             parts = [jnp.stack(p, -1) if _on_last_axis(state) else p[0] for p in (mine[:half], mine[half:]) if p]
-            values.append((jax.lax.complex(*parts) if len(parts) == 2 else parts[0]).astype(var.aval.dtype))
+            values.append((jax.lax.complex(*parts) if len(parts) == 2 else parts[0]).astype(aval.dtype))
         return values
 
     def dict(self) -> dict[str, Any]:
@@ -194,10 +231,10 @@ def _may_join(a: Hidden, b: Hidden) -> bool:
 
 def make_group(index: int, group: tuple[Hidden, ...], facts: Facts, positions: Positions) -> HiddenGroup:
     """The record of a group, with its transition program."""
-    old, new = tuple(h.invar for h in group), tuple(h.outvar for h in group)
+    old, new = [h.invar for h in group], [h.outvar for h in group]
     jaxpr = slice_between(facts.program.equations, old, new, positions.cuts, positions.edges)
     record = HiddenGroup(
-        index, tuple(h.path for h in group), tuple(h.state for h in group), old, new, jaxpr, tuple(jaxpr.constvars)
+        index, [h.path for h in group], [h.state for h in group], old, new, jaxpr, list(jaxpr.constvars)
     )
     record.check_consistent_varshape()
     return record

@@ -39,3 +39,12 @@ def tag(name: str, /, *children: Any, class_: str | None = None, **attributes: A
     if name in VOID:
         return Markup(f'<{name}{words}>')
     return Markup(f'<{name}{words}>{together(*children)}</{name}>')
+
+
+def style_of(words: str) -> str:
+    """The name of a style from words.
+
+    >>> style_of('one step')
+    'one-step'
+    """
+    return words.replace(' ', '-')

@@ -16,20 +16,31 @@ from typing import TYPE_CHECKING, Any
 
 from ..compat import short_source
 from .chart import KNOWN_AS, Node
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .drawing import Box, Drawing, Row
-from .markup import Markup, tag, together
+from .markup import Markup, style_of, tag, together
 
 if TYPE_CHECKING:
     from .report import CompilationReport
 
+LOCAL = 'credit through their own position only', "carried through each position's own state; what is cut is listed"
+ONE_STEP = 'the gradient of one step', 'no credit from later steps: it learns from the step in which it acts only'
+NONE = 'no gradient', 'no path leads from it to an output, or only such as are cut'
 CLASSES = {
-    'exact': ("BPTT's own gradient", 'no temporal path is cut: the gradient is that of BPTT'),
-    'local': ('credit position by position only', "carried through each position's own state; what is cut is listed"),
-    'instantaneous': ('the gradient of one step', 'no trace reaches it: it learns from the step in which it acts only'),
-    'none': ('no gradient', 'no path leads from it to an output, or only such as are cut'),
-}  # fmt: skip
-"""Credit classes: what the parameters of each get, and what that means."""
+    'exact': ("a gradient equal to BPTT's", "no temporal path is cut: with exact local traces the gradient is BPTT's"),
+    'local': LOCAL,
+    'instantaneous': ONE_STEP,
+    'none': NONE,
+}
+"""Credit classes: what exact local traces give the parameters of each, and what that means."""
+KINDS = {
+    'equal to BPTT': ("a gradient equal to BPTT's", 'up to rounding, also where traces are carried from call to call'),
+    'local': LOCAL,
+    'approximate': ('an approximation', 'the rule replaces part of the gradient; the reason says which'),
+    'one step': ONE_STEP,
+    'none': NONE,
+}
+"""What a rule gives a parameter, and what that means."""
 WORDS = {
     'position': 'one element of a hidden state, batch included',
     'hidden group': 'states of one shape that meet position by position, such as the potential and the adaptation '
@@ -47,7 +58,8 @@ def page(report: CompilationReport, memory: Any = None) -> str:
     """The whole page."""
     maker = _Page(report)
     memory_section = [] if memory is None else [maker.memory(memory)]
-    sections = [maker.heading(), maker.model(), maker.parameters(), *memory_section, maker.diagnostics(), _glossary()]
+    found = [maker.diagnostics(), _glossary(maker.kinds)]
+    sections = [maker.heading(), maker.model(), maker.parameters(), *memory_section, *found]
     head = tag(
         'head',
         tag('meta', charset='utf-8'),
@@ -81,19 +93,23 @@ class _Page:
     def __init__(self, report: CompilationReport):
         self.report, self.chart = report, report.chart
         self.credit = {r.context['name']: r for r in report.credits}
+        self.gradients = report.gradients
+        self.kinds = CLASSES if report.rule is None else KINDS
 
     def heading(self) -> Markup:
-        """Model, rule, and how many parameters get which credit."""
-        counts = {name: sum(r.context['credit'] == name for r in self.credit.values()) for name in CLASSES}
+        """Model, rule, and how many parameters get which gradient."""
+        counts = {name: sum(given.kind == name for given in self.gradients.values()) for name in self.kinds}
         chips = [tag('li', _chip(name, f'{n} {name}')) for name, n in counts.items() if n]
-        told = _listed([f'{n} {CLASSES[name][0]}' for name, n in counts.items() if n])
+        told = [f'{n} {self.kinds[name][0]}' for name, n in counts.items() if n]
         total = sum(counts.values())
-        sentence = f'Of {total} parameter array{"s" * (total != 1)}, eligibility traces give {told}.'
+        rule = self.report.rule
+        gives = 'exact local traces give' if rule is None else f'{rule.name} gives'
+        sentence = 'The step reads no parameter.'
+        if told:
+            sentence = f'Of {total} parameter array{"s" * (total != 1)}, {gives} {_listed(told)}.'
         lines = [tag('p', sentence)]
-        if (rule := self.report.rule) is not None:
+        if rule is not None:
             lines.append(tag('p', 'Rule: ', tag('strong', rule.name), f'. Equal to BPTT when: {rule.exact_when}.'))
-            if rule.caveat:
-                lines.append(tag('p', rule.caveat))
         title = tag('p', 'Report of braintrace', class_='over')
         return tag('header', title, tag('h1', self.report.model), tag('ul', *chips, class_='chips'), *lines)
 
@@ -131,7 +147,7 @@ class _Page:
             if any(e.source == e.target == n and e.differentiable for e in self.chart.edges):
                 rows.append(Row('↻ keeps its own past', faint=True))
         elif node.kind == 'operation':
-            rows += _at_most([Row(name, self.credit[name].context['credit']) for name in node.parameters])
+            rows += _at_most([Row(name, self.gradients[name].kind) for name in node.parameters])
             rows.append(self._trace_row(node))
         elif node.shape is not None:
             rows.append(Row(_shape(node.shape), faint=True))
@@ -145,7 +161,7 @@ class _Page:
             return Row('no trace needed' if exact else 'no trace', full=full, faint=True)
         if traces is None:
             return Row('can carry a trace', faint=True)
-        paths = {self.report.hidden_groups[g].hidden_paths for g in node.groups}
+        paths = {tuple(self.report.hidden_groups[g].hidden_paths) for g in node.groups}
         own = [
             shapes
             for (names, operation, hidden, *_), shapes in traces.items()
@@ -163,29 +179,29 @@ class _Page:
 
     def parameters(self) -> Markup:
         """A row for every parameter array."""
-        names = ('Parameter', 'Shape', 'Credit', 'Why', 'Groups', 'Operation', 'Source')
+        names = ('Parameter', 'Shape', 'Gradient', 'Why', 'Groups', 'Operation', 'Source')
         button = lambda name: tag('th', tag('button', name, type='button'), scope='col', **{'aria-sort': 'none'})
-        rows = [self._row(name, record) for name, record in self.credit.items()]
+        rows = [self._row(name) for name in self.credit]
         table = tag(
             'table',
-            tag('caption', 'Every parameter array, its credit and where it acts. Press a heading to sort.'),
+            tag('caption', 'Every parameter array, the gradient it gets and where it acts. Press a heading to sort.'),
             tag('thead', tag('tr', *map(button, names))),
             tag('tbody', *rows),
             class_='sortable',
         )
         return _section('parameters', 'Parameters', _scroll('Parameters', table))
 
-    def _row(self, name: str, record: CompilationRecord) -> Markup:
+    def _row(self, name: str) -> Markup:
         shapes = {p.name: p.invar.aval.shape for p in self.report.program.parameters}
-        shape, credit = shapes.get(name), record.context['credit']
+        shape, given = shapes.get(name), self.gradients[name]
         uses = self.chart.operations_of(name)
         groups = sorted({g for node in uses for g in node.groups})
         sources = dict.fromkeys(node.source for node in uses if node.source)
         cells = [
             (tag('code', name), None),
             ('–' if shape is None else _shape(shape), -1 if shape is None else math.prod(shape)),
-            (_chip(credit), list(CLASSES).index(credit)),
-            (record.context['reason'], None),
+            (_chip(given.kind), list(self.kinds).index(given.kind)),
+            (given.reason, None),
             (', '.join(map(str, groups)) or '–', groups[0] if groups else 1e9),
             (', '.join(dict.fromkeys(node.title for node in uses)) or '–', None),
             (together(*(tag('div', short_source(s), title=s) for s in sources)) or '–', None),
@@ -224,10 +240,11 @@ class _Page:
         number = {id(record): i for i, record in enumerate(self.chart.cuts, 1)}
         places: dict[str | None, list[CompilationRecord]] = {}
         for record in self.report.diagnostics:
-            if record.kind is not DiagnosticKind.CREDIT or record.level >= DiagnosticLevel.NOTICE:
-                places.setdefault(self._source(record), []).append(record)
+            shown = self._for_this_rule(record)
+            if shown.kind is not DiagnosticKind.CREDIT or shown.level >= DiagnosticLevel.NOTICE:
+                places.setdefault(self._source(record), []).append(shown)
         if not places:
-            return _section('diagnostics', 'Diagnostics', tag('p', 'Nothing is cut, and no credit is lost.'))
+            return _section('diagnostics', 'Diagnostics', tag('p', 'There is nothing to report.'))
         cards = []
         for source, records in sorted(places.items(), key=lambda item: item[0] is None):
             items = [
@@ -244,6 +261,15 @@ class _Page:
             where = tag('h3', 'The whole model' if source is None else tag('code', short_source(source), title=source))
             cards.append(tag('article', where, _excerpt(source), tag('ul', *items), class_='place'))
         return _section('diagnostics', 'Diagnostics', *cards)
+
+    def _for_this_rule(self, record: CompilationRecord) -> CompilationRecord:
+        """A credit record as a record of what the parameter gets; others as they are."""
+        if record.kind is not DiagnosticKind.CREDIT:
+            return record
+        name = record.context['name']
+        kind, reason = self.gradients[name]
+        level = LEVELS.get(kind, DiagnosticLevel.INFO)
+        return record._replace(level=level, message=f'{name}: {kind} ({reason})')
 
     def _source(self, record: CompilationRecord) -> str | None:
         if record.kind is DiagnosticKind.CREDIT:
@@ -279,8 +305,8 @@ def _excerpt(source: str | None) -> Markup:
     return tag('pre', tag('code', *code), tabindex=0)
 
 
-def _glossary() -> Markup:
-    terms = [(_chip(name), meaning) for name, (_, meaning) in CLASSES.items()] + list(WORDS.items())
+def _glossary(kinds: dict[str, tuple[str, str]]) -> Markup:
+    terms = [(_chip(name), meaning) for name, (_, meaning) in kinds.items()] + list(WORDS.items())
     return _section('glossary', 'Glossary', tag('dl', *(together(tag('dt', a), tag('dd', b)) for a, b in terms)))
 
 
@@ -293,7 +319,7 @@ def _scroll(name: str, child: Markup) -> Markup:
 
 
 def _chip(name: str, text: str | None = None) -> Markup:
-    return tag('span', text or name, class_=f'chip {name}')
+    return tag('span', text or name, class_=f'chip {style_of(name)}')
 
 
 def _level(level: DiagnosticLevel) -> Markup:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..compat import ClosedJaxpr, Var, add_equation, close, evaluate, make_jaxpr, new_var
+from ..errors import three_parts
 from ..program import Path, StepProgram
 from ..program.step import path_name
 from .groups import HiddenGroup
@@ -28,7 +29,7 @@ class HiddenPerturbation(NamedTuple):
 
     def eval_jaxpr(self, inputs: Sequence[Any], perturb_data: Sequence[Any]) -> list[jax.Array]:
         """Results of the step for flat inputs and one perturbation for each hidden state."""
-        self._check(perturb_data)
+        self._check(perturb_data, ValueError)
         return evaluate(self.perturb_jaxpr.jaxpr, self.perturb_jaxpr.consts, *inputs, *perturb_data)
 
     def init_perturb_data(self) -> list[jax.Array]:
@@ -38,17 +39,23 @@ class HiddenPerturbation(NamedTuple):
     def perturb_data_to_hidden_group_data(
         self, perturb_data: Sequence[Any], hidden_groups: Sequence[HiddenGroup]
     ) -> list[jax.Array]:
-        """One array for each group, its states along the last axis, without units."""
-        self._check(perturb_data)
+        """One array for each group, its states along the last axis, without units.
+
+        An ``AssertionError`` unless there is one perturbation for each hidden state.
+        """
+        self._check(perturb_data, AssertionError)
         by_path = dict(zip(self.perturb_hidden_paths, perturb_data, strict=True))
         return [group.concat_hidden([by_path[p] for p in group.hidden_paths]) for group in hidden_groups]
 
-    def _check(self, perturb_data: Sequence[Any]) -> None:
+    def _check(self, perturb_data: Sequence[Any], error: type[Exception]) -> None:
         if len(perturb_data) != len(self.perturb_vars):
-            raise ValueError(
-                f'{len(perturb_data)} perturbation(s) given\n  why it cannot work: the program has '
-                f'{len(self.perturb_vars)} hidden state(s): {", ".join(map(path_name, self.perturb_hidden_paths))}\n'
-                f'  what to write instead: one array for each, as init_perturb_data() gives'
+            names = ', '.join(map(path_name, self.perturb_hidden_paths))
+            raise error(
+                three_parts(
+                    f'{len(perturb_data)} perturbation(s) given',
+                    f'the program has {len(self.perturb_vars)} hidden state(s): {names}',
+                    'one array for each, as init_perturb_data() gives',
+                )
             )
 
     def dict(self) -> dict[str, Any]:

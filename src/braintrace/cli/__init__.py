@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
-from ..errors import is_explained
+from ..errors import is_explained, printable
 from ..networks import NETWORKS
 from ..tasks import TASKS
 from . import look, runs
@@ -91,6 +91,8 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument('task', nargs='?', help=', '.join(TASKS))
     train.add_argument('--rule', default=None, help='d_rtrl (default), pp_prop, eprop, ..., bptt')
     train.add_argument('--resume', metavar='DIR', help='go on with a training that wrote to DIR')
+    train.add_argument('--trust', action='store_true', help='with --resume: run the model file that DIR names, unasked')
+    train.add_argument('--save-every', type=_at_least_one, metavar='N', help='updates between checkpoints (default 25)')
     training(train)
     train.set_defaults(seed=None)  # a resumed training has one
 
@@ -131,9 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not is_explained(error):
             raise
-        print(f'braintrace {options.command}: {error}', file=sys.stderr)
+        print(printable(f'braintrace {options.command}: {error}', keep='\n'), file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
-    print(json.dumps(result, indent=1) if options.json else text)
+    print(json.dumps(result, indent=1) if options.json else printable(text, keep='\n'))
     return code

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ import numpy as np
 
 from .. import compile as compile_model
 from .. import plots
-from ..errors import three_parts
+from ..checkpoint import complete
+from ..errors import printable, three_parts
+from ..files import write_whole
 from ..learner import Learner
 from ..networks import network
 from ..rules import named
 from ..tasks import task as make_task
 from ..training import History, Supervised, fit
-from .look import Result, load
+from . import settings
+from .look import Result, attempted, load, say
+from .settings import Config
 
 _BY_TASK: dict[str, dict[str, Any]] = {
     'evidence': {'model': 'alif', 'batch': 64, 'updates': 140, 'lr': 4e-3, 'rate_target': 0.01},
@@ -37,25 +41,9 @@ _HELD_OUT = 10**9
 """Number of the first batch that no training sees."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """All that a training is made from."""
-
-    task: str
-    rule: str = 'd_rtrl'
-    model: str = 'gru'
-    units: int | None = None
-    batch: int = 32
-    updates: int = 500
-    lr: float = 1e-3
-    rate_target: float | None = None
-    seed: int = 0
-    task_options: dict[str, Any] = field(default_factory=dict)
-    rule_options: dict[str, Any] = field(default_factory=dict)
-
-
 def _config(options: argparse.Namespace) -> Config:
-    given = {n: getattr(options, n, None) for n in ('rule', 'model', 'units', 'batch', 'updates', 'lr', 'seed')}
+    names = ('rule', 'model', 'units', 'batch', 'updates', 'lr', 'seed', 'save_every')
+    given = {n: getattr(options, n, None) for n in names}
     more = {'task_options': dict(options.task_option), 'rule_options': dict(options.rule_option)}
     chosen = {name: value for name, value in given.items() if value is not None}
     return Config(options.task, **{**_BY_TASK.get(options.task, {}), **chosen, **more})
@@ -72,7 +60,7 @@ def _prepare(config: Config) -> tuple[Learner, Supervised, Any]:
     task = make_task(config.task, **config.task_options)
     task.batch(np.random.default_rng(0), 1)  # data that cannot be had is told before anything is compiled
     brainstate.random.seed(config.seed)
-    if ':' in config.model:
+    if config.names_code:
         if config.units is not None:
             raise ValueError(
                 three_parts(
@@ -147,78 +135,104 @@ def train(options: argparse.Namespace) -> Result:
                 'train TASK, or train --resume DIR',
             )
         )
-    if options.resume:
-        out, config = Path(options.resume), _resumed(options)
-    else:
-        config = _config(options)
-        out = _folder(options, config.task)
-        if [*(out / 'checkpoints').glob('*')]:  # a training that was stopped before its first update left none
-            raise FileExistsError(
-                three_parts(
-                    f'--out {out}', 'it holds a training', f'another folder, or braintrace train --resume {out}'
-                )
-            )
+    out, config = _resumed(options) if options.resume else _begun(options)
     learner, supervised, optimizer = _prepare(config)
-    out.mkdir(parents=True, exist_ok=True)
-    save = lambda: (out / 'config.json').write_text(json.dumps(asdict(config), indent=1) + '\n')
-    if not options.resume:
-        save()
-    (out / 'report.txt').write_text(f'{learner.report}\n')
-    learner.write_report(out / 'report.html', steps=supervised.task.steps)
-    tell = lambda text: print(text, file=sys.stderr, flush=True)
-    tell(f'{config.task} by {config.rule}, {config.updates} updates, results in {out}; credit: {_credit(learner)}')
+    # A folder that is already further than asked for keeps its number of updates.
+    if max(complete(out / 'checkpoints'), default=0) <= config.updates:
+        settings.save(out, config)
+    write_whole(out / 'report.txt', f'{learner.report}\n')
+    page = lambda: learner.report.to_html(memory=learner.memory_plan(supervised.task.steps))
+    _, no_page = attempted('report.html', lambda: write_whole(out / 'report.html', page()))
+    say(f'{config.task} by {config.rule}, {config.updates} updates, results in {out}')
+    say(f'gradients: {_gradients(learner)}')
     history = fit(
-        learner, **supervised.parts(), optimizer=optimizer, updates=config.updates, out=out, resume=bool(options.resume)
+        learner,
+        **supervised.parts(),
+        optimizer=optimizer,
+        updates=config.updates,
+        out=out,
+        save_every=config.save_every,
+        resume=bool(options.resume),
     )
-    if len(history.records) <= config.updates:
-        save()  # with what is asked for from now on
+    result: dict[str, Any] = {'out': str(out), 'ended': history.ended, 'updates': history.updates}
     if history.ended == 'interrupted':
-        text = f'stopped at update {len(history.records)}; go on with: braintrace train --resume {out}'
-        return {'out': str(out), 'ended': history.ended, 'updates': len(history.records)}, text, 130
-    tell('drawing')
-    pictures = _draw(learner, supervised, history, out)
+        text = f'stopped at update {history.updates}; go on with: braintrace train --resume {printable(out)}'
+        return result, text, 130
     final = _held_out(supervised)
-    result = {'out': str(out), 'ended': history.ended, 'updates': len(history.records), 'held_out': final}
-    (out / 'result.json').write_text(json.dumps(result, indent=1) + '\n')
+    result['held_out'] = final
+    # Before the pictures: whatever happens to these, the result is there.
+    write_whole(out / 'result.json', json.dumps(result, indent=1) + '\n')
+    say('drawing')
+    drawn, failed = _draw(learner, supervised, history, out)
+    if failed:
+        result['failed_pictures'] = failed
     metrics = ', '.join(f'{name} {value:.3f}' for name, value in final.items())
-    files = ', '.join(pictures)
-    return result, f'on unseen trials: {metrics}\npictures and report in {out}: {files}, report.html', 0
+    files = ', '.join([*drawn, 'report.txt' if no_page else 'report.html'])
+    return result, f'on unseen trials: {metrics}\npictures and report in {printable(out)}: {files}', 0
 
 
-def _credit(learner: Learner) -> str:
-    """How many arrays of parameters get which credit."""
-    found = Counter(record.context['credit'] for record in learner.report.credits)
+def _begun(options: argparse.Namespace) -> tuple[Path, Config]:
+    """Folder and settings of a new training."""
+    config = _config(options)
+    out = _folder(options, config.task)
+    # One that was ended while it wrote its first checkpoint left none that is complete.
+    if complete(out / 'checkpoints'):
+        raise FileExistsError(
+            three_parts(f'--out {out}', 'it holds a training', f'another folder, or braintrace train --resume {out}')
+        )
+    if (out / 'config.json').exists():
+        say(f'{out} holds a training without a complete checkpoint; this one takes its place')
+    return out, config
+
+
+def _gradients(learner: Learner) -> str:
+    """How many arrays of parameters get which gradient."""
+    found = Counter(given.kind for given in learner.report.gradients.values())
     return ', '.join(f'{n} {name}' for name, n in found.items()) + ' (report.txt)'
 
 
-def _resumed(options: argparse.Namespace) -> Config:
-    file = Path(options.resume) / 'config.json'
-    if not file.exists():
-        raise FileNotFoundError(
-            three_parts(f'--resume {options.resume}', 'it holds no config.json', 'the folder of a training')
-        )
-    fixed = ('rule', 'model', 'units', 'batch', 'lr', 'seed', 'out')
-    changed = [f'--{name}' for name in fixed if getattr(options, name) is not None]
-    changed += ['--task-option'] * bool(options.task_option) + ['--rule-option'] * bool(options.rule_option)
+def _resumed(options: argparse.Namespace) -> tuple[Path, Config]:
+    """Folder and settings of a training that goes on."""
+    out = Path(options.resume)
+    config = settings.read(out)
+    given = {name: getattr(options, name) for name in ('rule', 'model', 'units', 'batch', 'lr', 'seed')}
+    given |= {'task_options': dict(options.task_option), 'rule_options': dict(options.rule_option)}
+    flags = {name: '--' + name.replace('_options', '-option') for name in given}
+    # What is given again as it was is no change; of options, those that are given.
+    before = {name: getattr(config, name) for name in given}
+    same = lambda old, new: new.items() <= old.items() if isinstance(old, dict) else new in (None, old)
+    changed = [flags[name] for name in given if not same(before[name], given[name])]
+    changed += ['--out'] if options.out is not None else []
     if changed:
         raise ValueError(
             three_parts(
                 f'--resume with {", ".join(changed)}',
-                'a training goes on as it began: only --updates may change',
+                'a training goes on as it began: only --updates and --save-every may change',
                 'train --resume DIR --updates N, or a new training',
             )
         )
-    config = Config(**json.loads(file.read_text()))
-    return config if options.updates is None else replace(config, updates=options.updates)
+    settings.check_trust(config, out, options.trust or options.model is not None)
+    new = {name: getattr(options, name) for name in settings.CHANGEABLE}
+    return out, replace(config, **{name: value for name, value in new.items() if value is not None})
 
 
-def _draw(learner: Learner, supervised: Supervised, history: History, out: Path) -> list[str]:
-    """All pictures; their names."""
+def _draw(learner: Learner, supervised: Supervised, history: History, out: Path) -> tuple[list[str], dict[str, str]]:
+    """Draw all pictures: the names of those drawn, and why others failed."""
     trial = supervised.batches(_HELD_OUT)
-    plots.learning_curves({learner.rule.name: [history]}, out / 'learning.png')
-    plots.activity(learner, trial, supervised.task.kind, out / 'activity.png')
-    drawn = plots.traces(learner, trial[0], out / 'traces.png')
-    return ['learning.png', 'activity.png', *(['traces.png'] if drawn else [])]
+    curves = {learner.rule.name: [history]}
+    pictures: dict[str, Callable[[Path], Any]] = {
+        'learning.png': lambda file: plots.learning_curves(curves, file),
+        'activity.png': lambda file: plots.activity(learner, trial, supervised.task.kind, file),
+        'traces.png': lambda file: plots.traces(learner, trial[0], file),
+    }
+    drawn, failed = [], {}
+    for name, draw in pictures.items():
+        found, reason = attempted(name, lambda draw=draw, name=name: draw(out / name))
+        if reason:
+            failed[name] = reason
+        elif found is not False:  # a rule without traces has none to draw
+            drawn.append(name)
+    return drawn, failed
 
 
 def compare(options: argparse.Namespace) -> Result:
@@ -233,17 +247,21 @@ def compare(options: argparse.Namespace) -> Result:
             options.rule = rule
             config = replace(_config(options), seed=seed)
             learner, supervised, optimizer = _prepare(config)
-            print(f'{rule}, seed {seed}', file=sys.stderr, flush=True)
+            say(f'{rule}, seed {seed}')
             history = fit(learner, **supervised.parts(), optimizer=optimizer, updates=config.updates)
             if history.ended == 'interrupted':
                 raise KeyboardInterrupt
             found.setdefault(rule, []).append(history)
             finals.setdefault(rule, []).append(_held_out(supervised))
     out.mkdir(parents=True, exist_ok=True)
-    plots.learning_curves(found, out / 'compare.png')
     metric = next(iter(finals[options.rules[0]][0]))
     values = {rule: [f[metric] for f in fs] for rule, fs in finals.items()}
     result = {'out': str(out), 'metric': metric, 'rules': values}
-    (out / 'compare.json').write_text(json.dumps(result, indent=1) + '\n')
+    write_whole(out / 'compare.json', json.dumps(result, indent=1) + '\n')
+    picture = out / 'compare.png'
+    _, reason = attempted(picture.name, lambda: plots.learning_curves(found, picture))
+    if reason:
+        result['failed_pictures'] = {picture.name: reason}
     rows = [f'{rule:12}{np.mean(v):8.3f}  [{min(v):.3f}, {max(v):.3f}]' for rule, v in values.items()]
-    return result, '\n'.join([f'{metric} on unseen trials', *rows, f'picture: {out / "compare.png"}']), 0
+    rows += [] if reason else [f'picture: {printable(picture)}']
+    return result, '\n'.join([f'{metric} on unseen trials', *rows]), 0

@@ -50,10 +50,10 @@ class ModuleInfo(NamedTuple):
         """The step without its constants."""
         return self.closed_jaxpr.jaxpr
 
-    def add_jaxpr_outs(self, vars: Sequence[Var]) -> ModuleInfo:
+    def add_jaxpr_outs(self, jax_vars: Sequence[Var]) -> ModuleInfo:
         """The same record with a jaxpr that also returns the given variables."""
         jaxpr = self.jaxpr
-        more = make_jaxpr(jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *vars], jaxpr.eqns)
+        more = make_jaxpr(jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *jax_vars], jaxpr.eqns)
         return self._replace(closed_jaxpr=close(more, self.closed_jaxpr.consts))
 
     def split_state_outvars(self) -> tuple[dict[Path, Any], dict[Path, Any], dict[Path, Any]]:
@@ -115,6 +115,11 @@ class ModuleInfo(NamedTuple):
         return f'ModuleInfo({len(self.jaxpr.eqns)} equations; hidden: {hidden}; parameters: {weights})'
 
 
+def path_mapping(found: Mapping[Path, Any]) -> brainstate.util.PrettyDict:
+    """A mapping that prints one entry a line."""
+    return brainstate.util.PrettyDict(found)
+
+
 def _role(path: Path, state: brainstate.State, hidden: dict[Path, Var]) -> int:
     if isinstance(state, brainstate.ParamState):
         return 0
@@ -143,8 +148,8 @@ def _states_kept(states: dict[Path, brainstate.State]) -> Iterator[None]:
         raise
 
 
-def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> ModuleInfo:
-    """Trace one step ``model(*args, **kwargs)`` and sort its variables by role."""
+def extract_module_info(model: brainstate.nn.Module, *model_args: Any, **model_kwargs: Any) -> ModuleInfo:
+    """Trace one step ``model(*model_args, **model_kwargs)`` and sort its variables by role."""
     if not is_module(model):
         raise TypeError(
             three_parts(
@@ -153,8 +158,8 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
                 'a brainstate.nn.Module, or compile_etrace_graph for other kinds of models',
             )
         )
-    _check_arguments(model, args, kwargs)
-    return trace_step(lambda *a, **k: model(*a, **k), model, args, kwargs)
+    _check_arguments(model, model_args, model_kwargs)
+    return trace_step(lambda *a, **k: model(*a, **k), model, model_args, model_kwargs)
 
 
 def trace_step(function: Callable[..., Any], model: brainstate.nn.Module, args: tuple, kwargs: dict) -> ModuleInfo:

@@ -45,10 +45,10 @@ class FunctionInfo(NamedTuple):
         """The step without its constants."""
         return self.closed_jaxpr.jaxpr
 
-    def add_jaxpr_outs(self, vars: Sequence[Var]) -> FunctionInfo:
+    def add_jaxpr_outs(self, jax_vars: Sequence[Var]) -> FunctionInfo:
         """The same record with a jaxpr that also returns the given variables."""
         jaxpr = self.jaxpr
-        more = make_jaxpr(jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *vars], jaxpr.eqns)
+        more = make_jaxpr(jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *jax_vars], jaxpr.eqns)
         return self._replace(closed_jaxpr=close(more, self.closed_jaxpr.consts))
 
     def flat_inputs(self, args: Sequence[Any], old_state_vals: Any, kwargs: dict) -> list[jax.Array]:

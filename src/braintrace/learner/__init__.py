@@ -1,9 +1,8 @@
-"""Learners: compiled models that train forward in time."""
+"""Learners: compiled models with a learning rule."""
 
-from .base import Learner
-from .check import CheckRow, GradientCheck, MemoryPlan, RuleComparison
-from .data import EligibilityTrace, MultiStepData, SingleStepData
-from .rules import (
+from ..program.data import MultiStepData, SingleStepData
+from .check import GradientCheck, RuleComparison
+from .compile import (
     BPTT,
     D_RTRL,
     DNI,
@@ -11,7 +10,6 @@ from .rules import (
     OTTT,
     RFLO,
     RTRL,
-    RULES,
     TBPTT,
     UORO,
     EProp,
@@ -20,12 +18,38 @@ from .rules import (
     SnAp,
     ThreeFactor,
     compile,
+    learner_class,
     pp_prop,
     train_synthetic_gradient,
 )
+from .learner import Learner
+from .memory import MemoryPlan
+from .state import EligibilityTrace
 
 __all__ = [
-    'BPTT', 'DNI', 'D_RTRL', 'ES_D_RTRL', 'OTTT', 'RFLO', 'RTRL', 'RULES', 'TBPTT', 'UORO', 'CheckRow', 'EProp',
-    'EligibilityTrace', 'GradientCheck', 'Learner', 'MemoryPlan', 'MultiStepData', 'OSTLFeedforward', 'OSTLRecurrent',
-    'RuleComparison', 'SingleStepData', 'SnAp', 'ThreeFactor', 'compile', 'pp_prop', 'train_synthetic_gradient',
-]  # fmt: skip
+    'BPTT',
+    'DNI',
+    'D_RTRL',
+    'ES_D_RTRL',
+    'OTTT',
+    'RFLO',
+    'RTRL',
+    'TBPTT',
+    'UORO',
+    'EProp',
+    'EligibilityTrace',
+    'GradientCheck',
+    'Learner',
+    'MemoryPlan',
+    'MultiStepData',
+    'OSTLFeedforward',
+    'OSTLRecurrent',
+    'RuleComparison',
+    'SingleStepData',
+    'SnAp',
+    'ThreeFactor',
+    'compile',
+    'learner_class',
+    'pp_prop',
+    'train_synthetic_gradient',
+]

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..errors import CompilationError, one_of, three_parts
 from ..program import Path
-from ..rules import PRESETS, Rule, named
-from .data import MultiStepData
+from ..program.data import MultiStepData
+from ..rules import Rule, named
 
 
 def results(
@@ -99,7 +99,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 def check_combination(rule: Rule, vjp_method: str, trace: Any, trace_dtype: Any) -> None:
     """Raise where options of a learner have no meaning together with its rule."""
-    plain = rule.is_local and rule.is_plain
+    plain = rule.is_plain
     wrong = [
         (
             vjp_method == 'multi-step' and not plain,
@@ -140,7 +140,7 @@ def rules_of(asked: Any) -> list[tuple[Rule, Any]]:
     found = []
     for one in asked:
         name = one if isinstance(one, str) else getattr(one, '__name__', None)
-        rule = PRESETS[named(name)] if name else getattr(one, 'rule', one)
+        rule = named(name).default if name else getattr(one, 'rule', one)
         if not isinstance(rule, Rule):
             raise ValueError(three_parts(f'{one!r} among rules', 'it is no rule', "a name, as 'd_rtrl', or a learner"))
         standing = getattr(one, 'standing', None)
@@ -191,6 +191,9 @@ def check_rank(args: tuple, example: tuple, extra: int) -> None:
     if len(got) != len(wanted):
         return
     for x, e in zip(got, wanted, strict=True):
+        # Time, if this is a window, and the batch: an axis that was compiled with samples must have some.
+        if 0 in jnp.shape(x)[: extra + 1] and 0 not in jnp.shape(e)[:1]:
+            raise _empty(f'learner(...) on an input of shape {jnp.shape(x)}')
         if jnp.ndim(x) != jnp.ndim(e) + extra:
             raise CompilationError(
                 three_parts(
@@ -202,9 +205,36 @@ def check_rank(args: tuple, example: tuple, extra: int) -> None:
             )
 
 
+def _empty(what: str) -> ValueError:
+    return ValueError(
+        three_parts(
+            what,
+            'its batch axis or its time axis is empty, so there is nothing to learn from',
+            'at least one sample in a batch and at least one step in a window',
+        )
+    )
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Raise unless it is a number of samples, or None."""
+    if batch_size is None:
+        return
+    whole = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
+    if not whole or batch_size < 1:
+        raise ValueError(
+            three_parts(
+                f'batch_size={batch_size!r}',
+                'it is the number of samples in a batch',
+                'a whole number of at least 1, or None for states without a batch axis',
+            )
+        )
+
+
 def check_batch(inputs: tuple, batch_size: int | None) -> None:
-    """Raise if no example input has an axis of the size of the batch."""
+    """Raise if an example input holds no sample, or none has an axis of the size of the batch."""
     shapes = [jnp.shape(x) for x in jax.tree.leaves(inputs) if jnp.ndim(x)]
+    if any(shape[0] == 0 for shape in shapes):
+        raise _empty(f'example inputs of shapes {shapes}')
     if batch_size is not None and shapes and not any(batch_size in shape for shape in shapes):
         raise ValueError(
             three_parts(

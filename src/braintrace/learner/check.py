@@ -1,4 +1,4 @@
-"""Comparing a learner's gradient with BPTT's, and saying what a sequence will need in memory."""
+"""Comparing a learner's gradient with BPTT's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..analysis.page import size_text
+from ..errors import printable
 
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One parameter array: its credit class, how its gradient compares with BPTT's, and the norm of the latter."""
+    """One parameter array: its credit class, how its gradient compares with BPTT's, the norm of the latter.
+
+    ``gradient``: what the rule gives it, as the report of a learner says.
+    """
 
     name: str
     credit: str
@@ -21,6 +24,7 @@ class CheckRow:
     relative_error: float
     norm_ratio: float
     norm: float
+    gradient: str
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,12 @@ class GradientCheck:
         return _named({row.name: row for row in self.rows}, name)
 
     def __str__(self) -> str:
-        width = max(len(row.name) for row in self.rows)
-        lines = [f'{self.rule} against BPTT', f'{"parameter":{width}}  {"credit":13}  cosine  rel. error  norm ratio']
-        for r in self.rows:
+        names = [printable(row.name) for row in self.rows]
+        width = max(map(len, names))
+        lines = [f'{self.rule} against BPTT', f'{"parameter":{width}}  {"gradient":13}  cosine  rel. error  norm ratio']
+        for name, r in zip(names, self.rows, strict=True):
             lines.append(
-                f'{r.name:{width}}  {r.credit:13}  {r.cosine:6.3f}  {r.relative_error:10.2e}  {r.norm_ratio:10.3f}'
+                f'{name:{width}}  {r.gradient:13}  {r.cosine:6.3f}  {r.relative_error:10.2e}  {r.norm_ratio:10.3f}'
             )
         return '\n'.join(lines)
 
@@ -79,7 +84,7 @@ class RuleComparison:
         return _named({check.rule: check for check in self.checks}, rule)
 
     def __str__(self) -> str:
-        names = [row.name for row in self.checks[0].rows]
+        names = [printable(row.name) for row in self.checks[0].rows]
         rules = [_cut_short(check.rule) for check in self.checks]
         rows = [[_compared(check.rows[i]) for check in self.checks] for i in range(len(names))]
         rows += [[f'{check.cosine:.3f}      ' for check in self.checks]]
@@ -120,7 +125,7 @@ class RuleComparison:
         return figure
 
 
-def compare(name: str, credit: str, a: jax.Array, b: jax.Array) -> CheckRow:
+def compare(name: str, credit: str, gradient: str, a: jax.Array, b: jax.Array) -> CheckRow:
     """How gradient a of one array compares with gradient b."""
     norm_a, norm_b = jnp.linalg.norm(a.ravel()), jnp.linalg.norm(b.ravel())
     both_zero = (norm_a == 0) & (norm_b == 0)
@@ -128,29 +133,4 @@ def compare(name: str, credit: str, a: jax.Array, b: jax.Array) -> CheckRow:
     cosine = jnp.where(both_zero, 1.0, dot / jnp.maximum(norm_a * norm_b, 1e-30))
     error = jnp.where(both_zero, 0.0, jnp.linalg.norm((a - b).ravel()) / jnp.maximum(norm_b, 1e-30))
     ratio = jnp.where(both_zero, 1.0, norm_a / jnp.maximum(norm_b, 1e-30))
-    return CheckRow(name, credit, float(cosine), float(error), float(ratio), float(norm_b))
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes that a sequence of ``steps`` needs, by way of running it."""
-
-    steps: int
-    traces: dict[tuple, int]
-    one_pass: int
-    two_pass: int | None
-    bptt: int
-
-    def __str__(self) -> str:
-        lines = [f'memory for {self.steps} steps']
-        named: dict[str, list[int]] = {}
-        for (parameters, operation, *_), n in self.traces.items():
-            named.setdefault(f'{", ".join(parameters)} in {operation}', []).append(n)
-        parts = lambda sizes: f' in {len(sizes)} parts' if len(sizes) > 1 else ''
-        lines += [f'  trace of {name}: {size_text(sum(sizes))}{parts(sizes)}' for name, sizes in named.items()]
-        lines += [
-            f'one pass, {"traces carried:" if self.traces else "windows:       "} {size_text(self.one_pass)}',
-            *([] if self.two_pass is None else [f'two passes, fresh=True:   {size_text(self.two_pass)}']),
-            f'BPTT:                     {size_text(self.bptt)}',
-        ]
-        return '\n'.join(lines)
+    return CheckRow(name, credit, float(cosine), float(error), float(ratio), float(norm_b), gradient)

@@ -6,98 +6,67 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..compat import is_var
 from ..compiled_step import Values
-from ..program import Path
-from ..rules import SyntheticGradient
-from .traced import Traced
+from ..rules import Rule
+from ..solver import BlockSolver, InfluenceSolver
 
 
-def online_step(traced: Traced, window: bool, exact: bool, predictor: SyntheticGradient | None = None) -> Callable:
+def online_step(
+    solver: BlockSolver | InfluenceSolver, rule: Rule, window: bool, exact: bool
+) -> Callable:
     """A step, or a window of steps, whose reverse derivative in the parameters is the online gradient.
 
-    ``exact``: reverse mode reaches through the whole step inside the window; what its end gets from later, a
-    ``predictor`` tells.
+    A function of parameters, states, traces, inputs and the rule's state; it gives values of targets
+    and outputs, the next states and the next traces. ``exact``: reverse mode goes through the whole
+    step inside the window.
     """
-    engine, compiled = traced.engine, traced.step
-    outputs = traced.outputs_of
-    gradient: Callable = engine.block_gradient
-    if exact:
-        gradient = partial(traced.sequencer.exact_window_gradient, predictor=predictor)
+    step = solver.step
+    gradient: Callable = solver.block_gradient
+    if exact and isinstance(solver, BlockSolver):
+        gradient = partial(solver.exact_window_gradient, predictor=rule.predictor)
     stack = lambda tree: tree if window else jax.tree.map(lambda x: x[None], tree)
     single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
 
-    def run(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
-        values, new, traces = engine.run(parameters, states, traces, stack(inputs))
-        values = single(values)
-        return [values[v] if is_var(v) else v.val for v in outputs], new, traces
+    def run(
+        parameters: Values, states: Values, traces: list, inputs: Values, rule_state: Any
+    ) -> tuple[Values, Values, list]:
+        values, new, traces = solver.run(parameters, states, traces, stack(inputs))
+        return single(values), new, traces
 
-    def ahead(parameters: Values, states: Values, traces: list, inputs: Values) -> tuple:
-        return run(parameters, states, traces, inputs), (parameters, states, traces, inputs)
+    def ahead(*given: Any) -> tuple:
+        return run(*given), given
 
-    def back(kept: tuple, bars: tuple) -> tuple:
-        parameters, states, traces, inputs = kept
-        out_bars, state_bars, _ = bars
+    def back(given: tuple, bars: tuple) -> tuple:
+        parameters, states, traces, inputs, rule_state = given
+        value_bars, state_bars, _ = bars
         length = len(jax.tree.leaves(inputs)[0]) if window else 1
-        total = {v: jnp.zeros((length, *v.aval.shape), v.aval.dtype) for v in compiled.targets}
-        for v, bar in zip(outputs, out_bars, strict=True):
-            if v in total:
-                total[v] = total[v] + stack(bar)
-        for old, new in compiled.hidden:
-            if new in total:
-                total[new] = total[new].at[-1].add(state_bars[old])
-        gradients = gradient(parameters, states, traces, stack(inputs), [total[v] for v in compiled.targets], rule_state=traced.rule_state(states))
-        return gradients, _no_tangent(states), _no_tangent(traces), _no_tangent(inputs)
+        cotangents = []
+        new_to_old = {new: old for old, new in step.carried}
+        for key in step.targets:
+            bar = stack(value_bars[key])
+            if key in new_to_old:
+                # The new states of the last step are those that the call returns.
+                bar = bar.at[-1].add(state_bars[new_to_old[key]])
+            cotangents.append(jnp.broadcast_to(bar, (length, *bar.shape[1:])))
+        gradients = gradient(
+            parameters, states, traces, stack(inputs), cotangents, rule_state=rule_state
+        )
+        rest = (states, traces, inputs, rule_state)
+        return gradients, *map(_no_tangent, rest)
 
-    step = jax.custom_vjp(run)
-    step.defvjp(ahead, back)
-    return step
+    found = jax.custom_vjp(run)
+    found.defvjp(ahead, back)
+    return found
 
 
 def _no_tangent(tree: Any) -> Any:
-    def zero(x: jax.Array) -> Any:
-        return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+    def zero(x: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return jnp.zeros_like(x)
+        return np.zeros(jnp.shape(x), jax.dtypes.float0)
 
     return jax.tree.map(zero, tree)
-
-
-def apply_by(
-    optimizer: Any, parameters: dict[Path, brainstate.State], held: dict[Any, brainstate.State]
-) -> Callable[[dict, jax.Array], None]:
-    """How to apply gradients: ``apply(gradients, wanted)``.
-
-    A braintools optimiser keeps its own states; the state of an optax transformation is kept in ``held``, so that
-    loops carry it. Where ``wanted`` is false, neither parameters nor optimiser move.
-    """
-    if hasattr(optimizer, 'register_trainable_weights'):
-        if not optimizer.param_states:
-            optimizer.register_trainable_weights(parameters)
-        states = list(brainstate.graph.states(optimizer).values())
-        update = optimizer.update
-    else:
-        values = {path: state.value for path, state in parameters.items()}
-        if optimizer not in held:
-            held[optimizer] = brainstate.ShortTermState(optimizer.init(values))
-        memory = held[optimizer]
-        states = [memory]
-
-        def update(gradients: dict) -> None:
-            values = {path: state.value for path, state in parameters.items()}
-            changes, memory.value = optimizer.update(gradients, memory.value, values)
-            for path, state in parameters.items():
-                state.value = jax.tree.map(jnp.add, state.value, changes[path])
-
-    moving = list({id(state): state for state in (*parameters.values(), *states)}.values())
-
-    def apply(gradients: dict, wanted: jax.Array) -> None:
-        before = [state.value for state in moving]
-        update(gradients)
-        for state, old in zip(moving, before, strict=True):
-            state.value = jax.tree.map(lambda a, b: jnp.where(wanted, a, b), state.value, old)
-
-    return apply

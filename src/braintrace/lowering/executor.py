@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..analysis.graph import ETraceGraph, compile_etrace_graph, graph_of
+from ..analysis.graph import (
+    Analysed,
+    ETraceGraph,
+    analyse,
+    check_hidden,
+    check_parameters,
+    compiling,
+    graph_of,
+)
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Jaxpr, Var, evaluate, is_var
-from ..errors import three_parts
-from ..frontends.brainstate import is_module, trace_step
+from ..errors import printable, three_parts
+from ..frontends.brainstate import extract_module_info, is_module, trace_step
 from ..program import Path
+from ..program.data import first_step
 from ..program.step import path_name
 from .views import joint_outputs
 
@@ -41,7 +50,8 @@ def state_jacobian(group: HiddenGroup, program: Jaxpr, y: jax.Array, constants: 
 class ETraceGraphExecutor:
     """Compiles a module once and solves the Jacobians of its steps.
 
-    ``call`` advances the module in place of ``model(...)``, e.g. mapped over a batch.
+    ``call`` advances the module in place of ``model(...)``, e.g. mapped over a batch. ``trained``: the module is
+    to be trained, so a step that reads no parameter is refused.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> gru = brainstate.nn.GRUCell(3, 4)
@@ -53,7 +63,7 @@ class ETraceGraphExecutor:
     (4, 1, 1)
     """
 
-    def __init__(self, model: Any, call: Callable[..., Any] | None = None):
+    def __init__(self, model: Any, call: Callable[..., Any] | None = None, *, trained: bool = False):
         if not is_module(model):
             raise TypeError(
                 three_parts(
@@ -64,14 +74,27 @@ class ETraceGraphExecutor:
             )
         self.model = model
         self.call = model if call is None else call
+        self.trained = trained
         self._graph: ETraceGraph | None = None
+        self.analysed: Analysed | None = None
 
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
-        """Trace and analyse one step on example inputs."""
-        if self.call is self.model:
-            self._graph = compile_etrace_graph(self.model, *args, **kwargs)
-        else:
-            self._graph = graph_of(trace_step(self.call, self.model, args, kwargs))
+        """Trace and analyse one step on example inputs.
+
+        They may be wrapped in :class:`SingleStepData`, or in :class:`MultiStepData`, of which the first step counts.
+        """
+        args, kwargs = first_step((args, kwargs))
+        with compiling():
+            if self.call is self.model:
+                info = extract_module_info(self.model, *args, **kwargs)
+            else:
+                info = trace_step(self.call, self.model, args, kwargs)
+            check_hidden(info.program)
+            if self.trained:
+                check_parameters(info.program)
+            analysed = analyse(info.program)
+            self._graph = graph_of(info, analysed=analysed)
+            self.analysed = analysed
 
     @property
     def graph(self) -> ETraceGraph:
@@ -87,19 +110,27 @@ class ETraceGraphExecutor:
         return self._graph
 
     @property
-    def path_to_states(self) -> dict[Path, Any]:
-        """All states of the model by path."""
-        return dict(self.model.states())
+    def states(self) -> Any:
+        """All states of the model by path, in a ``brainstate.util.FlattedDict``."""
+        return self.model.states()
 
-    states = path_to_states
+    @property
+    def path_to_states(self) -> Any:
+        """The same as :attr:`states`."""
+        return self.states
 
     @property
     def state_id_to_path(self) -> dict[int, Path]:
         """Path of each state by the identity of its object."""
         return {id(state): path for path, state in self.path_to_states.items()}
 
-    def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
-        """Groups, dynamic other states, parameters tied to groups and the others."""
+    def show_graph(
+        self, verbose: bool = True, return_msg: bool = False, gives: Mapping[Path, str] | None = None
+    ) -> str | None:
+        """Groups, dynamic other states, parameters tied to groups and the others.
+
+        ``gives``: what a rule gives each parameter, shown in place of its credit class.
+        """
         graph = self.graph
         report = graph.report
         lines = ['Hidden groups:', *(f'  {group!r}' for group in graph.hidden_groups)]
@@ -108,19 +139,20 @@ class ETraceGraphExecutor:
         for path, credit in report.etrace_weights.items():
             sites = [s for s in graph.hidden_param_op_relations if path in s.trainable_paths]
             into = sorted({g.index for s in sites for g in s.hidden_groups})
+            credit = credit if gives is None else gives.get(path, credit)
             lines.append(f'  {path_name(path)} → group {", ".join(map(str, into))} ({credit})')
         lines += ['Other parameters:', *(f'  {path_name(p)}: {why}' for p, why in report.excluded_weights.items())]
-        message = '\n'.join(lines)
+        message = '\n'.join(map(printable, lines))
         if verbose:
             print(message)
         return message if return_msg else None
 
     # ------------------------------------------------------------ Jacobians
 
-    def _run(self, args: Sequence[Any]) -> tuple[tuple, dict[Var, Any], list[Any]]:
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict[Var, Any], list[Any]]:
         """Results of the step, the value of every variable it gives, and its flat inputs."""
         info = self.graph.module_info
-        flat = info.flat_inputs(args, None, {})
+        flat = info.flat_inputs(args, None, kwargs)
         results = evaluate(info.jaxpr, info.closed_jaxpr.consts, *flat)
         env = dict(zip(info.jaxpr.constvars, info.closed_jaxpr.consts, strict=True))
         env.update(zip(info.jaxpr.invars, flat, strict=True))
@@ -138,12 +170,12 @@ class ETraceGraphExecutor:
         }
         return SiteJacobian(None if site.x_var is None else env[site.x_var], weight, jacobians)
 
-    def solve_h2w_h2h_jacobian(self, *args: Any) -> tuple:
+    def solve_h2w_h2h_jacobian(self, *args: Any, **kwargs: Any) -> tuple:
         """One step: outputs, new hidden values, other states, ∂h/∂θ of every site, D_t of every group.
 
         Starts from the current states and writes none of them.
         """
-        results, env, _ = self._run(args)
+        results, env, _ = self._run(args, kwargs)
         return (*results, *self._jacobians(env))
 
     def _jacobians(self, env: dict[Var, Any]) -> tuple[list[SiteJacobian], list[jax.Array]]:
@@ -157,13 +189,13 @@ class ETraceGraphExecutor:
         ]
         return h2w, h2h
 
-    def solve_h2w_h2h_l2h_jacobian(self, *args: Any) -> tuple:
+    def solve_h2w_h2h_l2h_jacobian(self, *args: Any, **kwargs: Any) -> tuple:
         """The same and the loss-to-hidden residuals.
 
         The residuals are a function: cotangents of the outputs in, the signal of every group out,
         each ``(*varshape, num_state)``.
         """
-        results, env, flat = self._run(args)
+        results, env, flat = self._run(args, kwargs)
         graph, program = self.graph, self.graph.module_info.program
 
         def perturbed(deltas: list[jax.Array]) -> Any:

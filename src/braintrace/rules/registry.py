@@ -11,7 +11,7 @@ from ..errors import one_of, three_parts
 from .rule import Rule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Preset:
     """A named rule: ``make(**options)`` gives it, with the docstring that its learner has.
 

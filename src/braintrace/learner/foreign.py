@@ -18,7 +18,9 @@ from ..frontends.pure import PureModel
 from ..program import Path
 from ..program.step import path_name
 from .arguments import check_aux, check_choice, check_finite_values, results
-from .base import Learner
+from .learner import Learner
+from .programs import in_trace
+from .recording import recording_of
 
 
 class Adapter(brainstate.nn.Module):
@@ -77,46 +79,58 @@ def adapted(
     return type(pure.name, (Adapter,), {})(pure), pure.inputs
 
 
-class Following(Learner):
-    """What learners of other frameworks' models do beside: gradients in the framework's own structure.
+class ForeignLearner(Learner):
+    """A learner of another framework's model: gradients have the framework's own structure.
 
-    The values of a Flax module are followed and written back at every call. For Equinox and plain functions the
-    learner holds them: ``params`` and ``state`` read and set them.
+    The values of a Flax module are read before every call and written back after it. For Equinox
+    and plain functions the learner holds them: ``params`` and ``state`` read and set them.
     """
 
     model: Adapter
     _inside = False
     _seen: list[Any] | None = None
-    _given: dict[Path, Any] | None = None
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        if self.model.pure.keeps_state:
+            raise CompilationError(
+                three_parts(
+                    f'a copy of the learner of {self.model.pure.name}',
+                    'it follows the module it was given, and its copy would follow the same one',
+                    'braintrace.compile(nnx.clone(module), ...), a learner of a copied module',
+                )
+            )
+        return super().__deepcopy__(memo)
 
     # ------------------------------------------------------------ the user's model
 
     @property
     def params(self) -> Any:
-        """The parameters as the framework holds them: a State of Params, an Equinox model, the params of a function."""
-        with self._followed():
+        """The parameters as the framework holds them: a State of Params, an Equinox model, the
+        params of a function."""
+        with self._synchronised():
             return self.model.pure.whole([s.value for s in self.model.weights])
 
     @params.setter
     def params(self, value: Any) -> None:
-        with self._followed():
+        with self._synchronised():
             _assign(self.model.weights, self.model.pure.flat(value))
 
     @property
     def state(self) -> Any:
         """What the model carries from step to step, in the structure in which it was given."""
-        with self._followed():
+        with self._synchronised():
             return self.model.pure.whole_state([s.value for s in self.model.kept])
 
     @state.setter
     def state(self, value: Any) -> None:
-        with self._followed():
+        with self._synchronised():
             _assign(self.model.kept, self.model.pure.flat_state(value))
 
     @contextlib.contextmanager
-    def _followed(self) -> Iterator[None]:
+    def _synchronised(self) -> Iterator[None]:
         """Read what has changed in the user's model before a call, and write what the call has changed."""
-        if self._tracing or self._inside:
+        record = recording_of(self)
+        if self._inside or (record is not None and record.runs_model):
             yield
             return
         if not self.model.pure.keeps_state:
@@ -125,7 +139,7 @@ class Following(Learner):
             except brainstate.TraceContextError as error:
                 raise _inside_a_transformation() from error
             return
-        if _in_jit():
+        if in_trace():
             raise _inside_a_transformation()
         self._pull()
         states = [*self.model.weights, *self.model.kept]
@@ -148,11 +162,12 @@ class Following(Learner):
         _assign(states, [None if x is y else x for x, y in zip(now, seen, strict=True)])
         self._seen = now
         if pure.version != step:
-            self._made.programs.clear()
+            self._kept.programs.clear()
             self.executor.compile_graph(*self._example)
 
     def _push(self, before: list) -> None:
-        parameters, kept = ([s.value for s in states] for states in (self.model.weights, self.model.kept))
+        states = (self.model.weights, self.model.kept)
+        parameters, kept = ([s.value for s in part] for part in states)
         values = zip([*parameters, *kept], before, self._seen or before, strict=True)
         moved = [x for x, y, seen in values if seen is not None and x is not y]
         if any(isinstance(x, jax.core.Tracer) for x in moved):
@@ -163,35 +178,42 @@ class Following(Learner):
             self._seen = [x for part in self.model.pure.pull() for x in part]
 
     def compile_graph(self, *args: Any) -> None:
-        """Compile the model; random streams and running statistics go on when a sequence starts afresh."""
-        with self._followed():
+        """Compile the model; random streams and running statistics carry on in a fresh sequence."""
+        with self._synchronised():
             super().compile_graph(*args)
-        for path, ongoing in zip(self.model.pure.state_paths, self.model.pure.ongoing, strict=True):
+        pure = self.model.pure
+        for path, ongoing in zip(pure.state_paths, pure.ongoing, strict=True):
             if ongoing:
                 self._start.pop(path, None)
 
-    # ------------------------------------------------------------ calls
+    def reset_state(self, batch_size: int | None = None, **options: Any) -> None:
+        """Start afresh: states as they were compiled, or for another batch; traces zero."""
+        with self._synchronised():
+            super().reset_state(batch_size, **options)
 
-    def update(self, *args: Any, **options: Any) -> Any:
-        """One step: the model's output; states and traces advance."""
-        with self._followed():
-            return super().update(*args, **options)
+    @contextlib.contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Measure inside: afterwards the user's model and the learner are as they were before."""
+        with self._synchronised(), super().unmoved():
+            yield
 
-    def etrace_grad(self, *sequences: Any, params: Any = None, **options: Any) -> Any:
+    # ------------------------------------------------------------ gradients
+
+    def etrace_grad(self, *sequences: Any, params: Any = None, **options: Any) -> Any:  # type: ignore[override]
         """Gradients of a whole sequence, in the structure that the framework's optimisers take.
 
-        As :meth:`Learner.etrace_grad`; with ``weights`` gradients are by path. ``params`` (a Flax or Equinox module,
-        or the params of a function): a fresh sequence with these weights, nothing of the learner changed; this also
-        works inside ``jax.jit`` and the like.
+        As :meth:`Learner.etrace_grad`; with ``weights`` gradients are by path. ``params`` (a Flax or
+        Equinox module, or the params of a function): a fresh sequence with these weights, nothing of
+        the learner changed; this also works inside ``jax.jit`` and the like.
         """
-        if params is not None:
-            found = self._grad_at(params, sequences, **options)
+        if params is None:
+            found = super().etrace_grad(*sequences, **options)
         else:
-            with self._followed():
-                found = super().etrace_grad(*sequences, **options)
+            found = self._grad_at(params, sequences, **options)
         if options.get('weights') is not None:
             return found
-        first = lambda gradients: self.model.pure.gradients([gradients[p] for p in self.model.pure.parameter_paths])
+        pure = self.model.pure
+        first = lambda by_path: pure.gradients([by_path[p] for p in pure.parameter_paths])
         return (first(found[0]), *found[1:]) if isinstance(found, tuple) else first(found)
 
     def _grad_at(
@@ -209,56 +231,44 @@ class Following(Learner):
         return_value: bool = False,
         **options: Any,
     ) -> Any:
+        """Gradients of a fresh sequence at parameters of the caller's."""
         check_choice('loss_output', loss_output, ('per_step', 'reduced'))
         check_choice('reduction', reduction, ('mean', 'sum'))
         if not fresh or options:
+            wrong = ['fresh=False', *options] if not fresh else list(options)
             raise ValueError(
                 three_parts(
-                    f'etrace_grad(..., params=..., {", ".join(["fresh=False", *options] if not fresh else options)})',
-                    'a call with weights of its own leaves states and traces alone, so it has no past to go on from',
-                    'fresh=True and no chunk_size; or learner.params = ... (Flax: the module itself) and no params',
+                    f'etrace_grad(..., params=..., {", ".join(wrong)})',
+                    'a call with weights of its own leaves states and traces alone, so it has no '
+                    'past to continue from',
+                    'fresh=True and no chunk_size; or learner.params = ... (Flax: the module '
+                    'itself) and no params',
                 )
             )
         pure = self.model.pure
-        kept = pure.pull(params)[1] if pure.holds_states(params) else [None] * len(pure.state_paths)
+        holds_states = pure.holds_states(params)
+        kept = pure.pull(params)[1] if holds_states else [None] * len(pure.state_paths)
         held = zip(pure.state_paths, kept, pure.ongoing, strict=True)
-        goes_on = {path: x for path, x, ongoing in held if ongoing and x is not None}
-        known = dict(self._made.programs)
-        self._given = dict(zip(pure.parameter_paths, pure.flat(params), strict=True)) | goes_on
-        try:
-            traced, solved, cotangents = self._solve(sequences, step_fn, mask, reduction, True, self.rule)
-        finally:
-            self._given = None
-            if _in_jit():
-                self._made.programs = known
-        check_aux(traced.info.out_tree, has_aux)
+        ongoing = {path: x for path, x, goes_on in held if goes_on and x is not None}
+        at = dict(zip(pure.parameter_paths, pure.flat(params), strict=True)) | ongoing
+        binding, _, solved, counts = self._solve(
+            sequences, step_fn, mask, reduction, True, at=at
+        )
+        check_aux(binding.out_tree, has_aux)
         if self.check_finite:
-            named = {p.name: solved.gradients[p.invar] for p in traced.info.program.parameters}
-            check_finite_values(solved.losses, cotangents, named, 'step')
-        if pure.holds_states(params):
-            new = {path: solved.states[v] for v, path in traced.paths().items() if path in goes_on}
-            pure.push(pure.flat(params), [new.get(p, x) for p, x in zip(pure.state_paths, kept, strict=True)], params)
-        aux = None
-        if has_aux:
-            aux = traced.stacked(solved.aux | {traced.step.targets[0]: solved.losses}, len(cotangents))[1]
-        gradients = traced.gradients_by_path(solved.gradients)
-        return results(gradients, solved.losses, cotangents, aux, weights, loss_output, return_value, has_aux)
+            named = binding.gradients_by_name(solved.gradients)
+            check_finite_values(solved.losses, counts, named, 'step')
+        if holds_states:
+            paths = binding.paths.items()
+            new = {path: solved.states[v] for v, path in paths if path in ongoing}
+            states = [new.get(p, x) for p, x in zip(pure.state_paths, kept, strict=True)]
+            pure.push(pure.flat(params), states, params)
+        aux = binding.aux(solved, len(counts)) if has_aux else None
+        gradients = binding.gradients_by_path(solved.gradients)
+        given = (weights, loss_output, return_value, has_aux)
+        return results(gradients, solved.losses, counts, aux, *given)
 
-    def _program(self, *args: Any, **options: Any) -> tuple:
-        """As :meth:`Learner._program`; in a call with values of its own, these in place of the learner's."""
-        traced, run = super()._program(*args, **options)
-        if self._given is None:
-            return traced, run
-        paths, given = traced.paths(), self._given
-        at = lambda values: Values((v, given.get(paths[v], x)) for v, x in values.items())
-        return traced, lambda parameters, states, *rest: run(at(parameters), at(states), *rest)
-
-    def etrace_evolve(self, *sequences: Any, **options: Any) -> Any:
-        """Advance states and traces along a sequence without a loss."""
-        with self._followed():
-            return super().etrace_evolve(*sequences, **options)
-
-    def etrace_online(self, *sequences: Any, optimizer: Any, **options: Any) -> jax.Array:
+    def etrace_online(self, *sequences: Any, optimizer: Any, **options: Any) -> jax.Array:  # type: ignore[override]
         """Train along a sequence; the final weights are in ``params``, those of a Flax module in it."""
         if hasattr(optimizer, 'tx'):
             raise TypeError(
@@ -268,51 +278,25 @@ class Following(Learner):
                     'the optax transformation itself, e.g. optax.adam(1e-3)',
                 )
             )
-        with self._followed():
-            return super().etrace_online(*sequences, optimizer=optimizer, **options)
+        return super().etrace_online(*sequences, optimizer=optimizer, **options)
 
     def apply(self, gradients: Any, optimizer: Any) -> None:
         """Change the parameters by an optimiser, given gradients as :meth:`etrace_grad` gives them."""
         pure = self.model.pure
-        found = dict(zip(pure.parameter_paths, pure.parameter_leaves.flat(gradients), strict=True))
-        with self._followed():
-            super().apply(found, optimizer)
-
-    def evaluate(self, *sequences: Any, **options: Any) -> Any:
-        """What ``step_fn`` gives at every step of a fresh sequence; nothing is changed."""
-        with self._followed():
-            return super().evaluate(*sequences, **options)
-
-    def gradient_check(self, *sequences: Any, **options: Any) -> Any:
-        """Compare gradients of a fresh sequence with BPTT's."""
-        with self._followed():
-            return super().gradient_check(*sequences, **options)
-
-    def teach_predictor(self, sequences: tuple, step_fn: Callable[..., Any]) -> float:
-        """One update of the rule's predictor from a fresh sequence."""
-        with self._followed():
-            return super().teach_predictor(sequences, step_fn)
-
-    def reset_state(self, batch_size: int | None = None, **options: Any) -> None:
-        """Start afresh: states as they were compiled, or for another batch; traces zero."""
-        with self._followed():
-            super().reset_state(batch_size, **options)
+        flat = pure.parameter_leaves.flat(gradients)
+        super().apply(dict(zip(pure.parameter_paths, flat, strict=True)), optimizer)
 
 
 @functools.cache
-def following(kind: type[Learner]) -> type[Learner]:
+def foreign(kind: type[Learner]) -> type[Learner]:
     """The learner of a rule for models of other frameworks."""
-    return type(kind.__name__, (Following, kind), {'__doc__': kind.__doc__})
+    return type(kind.__name__, (ForeignLearner, kind), {'__doc__': kind.__doc__})
 
 
 def _assign(states: Sequence[brainstate.State], values: Sequence[Any]) -> None:
     for state, value in zip(states, values, strict=True):
         if value is not None and value is not state.value:
             state.value = value
-
-
-def _in_jit() -> bool:
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _inside_a_transformation() -> CompilationError:

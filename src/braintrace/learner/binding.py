@@ -1,0 +1,293 @@
+"""A traced step bound to its model: which variable of the step is which state of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from ..analysis.graph import Analysed, analyse
+from ..compat import Var, is_differentiable, is_var
+from ..compiled_step import CompiledStep, Tap, Values
+from ..errors import CompilationError, three_parts
+from ..frontends.brainstate import ModuleInfo, module_states, trace_step
+from ..lowering import Stages, lower_stages, stages_of
+from ..program import Path
+from ..program.step import path_name
+from ..rules import Rule
+from ..solver import BlockSolver, InfluenceSolver, Solved
+from .arguments import never_called
+from .programs import shapes_of
+from .recording import recording
+from .state import RuleState
+
+TraceChoice = str | Callable[[Path], bool]
+"""Which parameters are traced: 'auto', 'marked', or a predicate on their paths."""
+
+
+class StepBinding:
+    """One traced step. It is traced and analysed once, whatever is then asked of it.
+
+    ``modulator``: the variable of the modulator that the step computes, if it does.
+    ``rule_state``: the state of the learner's own that the step may read or write.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        info: ModuleInfo,
+        analysed: Analysed | None = None,
+        modulator_given: bool = False,
+        rule_state: RuleState | None = None,
+    ):
+        self.model = model
+        self.info = info
+        self.rule_state = rule_state
+        self.analysed = analyse(info.program) if analysed is None else analysed
+        self._outputs = info.program.outputs
+        self.modulator: Var | None = self._written_modulator()
+        if modulator_given:
+            *self._outputs, self.modulator = info.program.outputs
+        self.modulator_given = modulator_given
+        self._steps: dict[bool, tuple[Stages, CompiledStep]] = {}
+
+    @classmethod
+    def of_step_fn(
+        cls, learner: Any, step_fn: Callable[..., Any], example: tuple, **how: bool
+    ) -> StepBinding:
+        """A step function traced with the model of a learner; ``how``: flags of its recording."""
+
+        def run(*args: Any) -> Any:
+            result = step_fn(*args)
+            return result if record.modulator is None else (result, record.modulator)
+
+        with recording(learner, **how) as record:
+            info = trace_step(run, learner.model, example, {})
+        if not record.calls:
+            raise never_called()
+        given = record.modulator is not None
+        return cls(learner.model, info, None, given, learner.standing)
+
+    def _written_modulator(self) -> Var | None:
+        """The new value of the learner's own state, where the step writes that itself."""
+        pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
+        own = [v for s, tree in pairs if s is self.rule_state for v in jax.tree.leaves(tree)]
+        new = {o.invar: o.outvar for o in self.info.program.others if o.outvar is not None}
+        found = [new[v] for v in own if v in new]
+        return found[0] if len(found) == 1 else None
+
+    # ------------------------------------------------------------ the step
+
+    @property
+    def out_tree(self) -> Any:
+        """The structure of what the step function returns."""
+        tree = self.info.out_tree
+        if len(self._outputs) == len(self.info.program.outputs):
+            return tree
+        return jax.tree.structure(jax.tree.unflatten(tree, range(tree.num_leaves))[0])
+
+    def step(self, loss: bool) -> CompiledStep:
+        """The compiled step.
+
+        With ``loss`` the first output is the loss to differentiate; otherwise all outputs and new
+        states are differentiated.
+        """
+        if loss not in self._steps:
+            self._steps[loss] = self._lowered(loss)
+        return self._steps[loss][1]
+
+    def stages_of(self, step: CompiledStep) -> Stages:
+        """The sorted equations behind one of its compiled steps."""
+        return next(stages for stages, found in self._steps.values() if found is step)
+
+    def _lowered(self, loss: bool) -> tuple[Stages, CompiledStep]:
+        program = self.info.program
+        if loss:
+            check_loss(self._outputs)
+            targets, aux = self._outputs[:1], self._outputs[1:]
+        else:
+            new = [h.outvar for h in program.hidden]
+            new += [o.outvar for o in program.others if o.outvar is not None]
+            every = (v for v in (*self._outputs, *new) if is_var(v) and is_differentiable(v))
+            targets, aux = list(dict.fromkeys(every)), self._outputs
+        aux = list(dict.fromkeys(v for v in aux if is_var(v)))
+        stages = stages_of(self.analysed, targets, aux, self.modulator)
+        return stages, lower_stages(stages, self.modulator, loss)
+
+    def solver(
+        self,
+        rule: Rule,
+        loss: bool,
+        trace: TraceChoice = 'auto',
+        dtype: Any = None,
+        every_component: bool = False,
+    ) -> BlockSolver | InfluenceSolver:
+        """Solves sequences of the step by a rule."""
+
+        def is_traced(tap: Tap) -> bool:
+            if isinstance(trace, str):
+                return trace == 'auto' or tap.marked
+            return any(trace(p.path) for p in tap.parameters)
+
+        return rule.solver(self.step(loss), is_traced, dtype, every_component)
+
+    @property
+    def is_reusable(self) -> bool:
+        """False if the step closes over values of a trace around it, and ends with that trace."""
+        consts = self.info.closed_jaxpr.consts
+        return not any(isinstance(x, jax.core.Tracer) for x in consts)
+
+    # ------------------------------------------------------------ states
+
+    @cached_property
+    def paths(self) -> dict[Var, Path]:
+        """The path of every variable of a state."""
+        pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
+        ids = self.info.state_id_to_path
+        return {v: ids[id(s)] for s, tree in pairs for v in jax.tree.leaves(tree)}
+
+    def _objects(self) -> list[tuple[Any, brainstate.State]]:
+        """Variables of every state, with the state object that the model has now at its path."""
+        current = module_states(self.model)
+        found = []
+        pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
+        for state, tree in pairs:
+            path = self.info.state_id_to_path[id(state)]
+            if path in self.info.retrieved_model_states:
+                if path not in current:
+                    raise _state_gone(path)
+                state = current[path]
+            found.append((tree, state))
+        return found
+
+    def read(self) -> tuple[Values, Values]:
+        """Current parameters and other states, by variable."""
+        values = Values()
+        for tree, state in self._objects():
+            leaves = jax.tree.leaves(state.value)
+            for v, x in zip(jax.tree.leaves(tree), leaves, strict=True):
+                if jnp.shape(x) != v.aval.shape:
+                    if state is not self.rule_state:
+                        raise _state_reshaped(self.paths[v], v.aval.shape, jnp.shape(x))
+                    # The step writes a modulator of another shape before it reads any.
+                    x = jnp.zeros(v.aval.shape, v.aval.dtype)
+                values[v] = x
+        parameters = [p.invar for p in self.info.program.parameters]
+        rest = [v for v in values if v not in set(parameters)]
+        return values.pick(parameters), values.pick(rest)
+
+    def write(self, states: Values) -> None:
+        """Put new values into the model's states."""
+        written = {h.invar for h in self.info.program.hidden}
+        written |= {o.invar for o in self.info.program.others if o.outvar is not None}
+        for tree, state in self._objects():
+            variables, structure = jax.tree.flatten(tree)
+            if state is not self.rule_state and any(v in written for v in variables):
+                state.value = jax.tree.unflatten(structure, [states[v] for v in variables])
+
+    def with_values(self, states: Values, by_path: dict[Path, Any]) -> Values:
+        """States with other values at some paths."""
+        given: dict[Var, Any] = {}
+        pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
+        for state, tree in pairs:
+            path = self.info.state_id_to_path[id(state)]
+            if path in by_path:
+                leaves = jax.tree.leaves(by_path[path])
+                given.update(zip(jax.tree.leaves(tree), leaves, strict=True))
+        return Values((v, given.get(v, x)) for v, x in states.items())
+
+    # ------------------------------------------------------------ values
+
+    def inputs(self, args: Sequence[Any]) -> Values:
+        """Inputs by variable."""
+        leaves = map(jnp.asarray, jax.tree.leaves(tuple(args)))
+        return Values(zip(self.info.program.inputs, leaves, strict=True))
+
+    def outputs(self, values: Values) -> Any:
+        """What the step function returns, from values by variable."""
+        return self._structured([values[v] if is_var(v) else v.val for v in self._outputs])
+
+    def stacked(self, values: Values, length: int) -> Any:
+        """Outputs of several steps from values by variable, time first; constants repeated."""
+
+        def repeated(v: Any) -> jax.Array:
+            value = jnp.asarray(v.val, v.aval.dtype)
+            return jnp.broadcast_to(value, (length, *v.aval.shape))
+
+        return self._structured([values[v] if is_var(v) else repeated(v) for v in self._outputs])
+
+    def _structured(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self.out_tree, leaves)
+
+    def aux(self, solved: Solved, length: int) -> Any:
+        """The auxiliary values of every step, of a step function that returns (loss, aux)."""
+        loss = Values({self.step(True).targets[0]: solved.losses})
+        return self.stacked(loss | solved.aux, length)[1]
+
+    def gradients_by_path(self, gradients: Values) -> dict[Path, Any]:
+        """Gradients in the structure of the parameters' values; zero for those never read."""
+        read = self.info.weight_path_to_invars
+        found = {}
+        for path, state in module_states(self.model, brainstate.ParamState).items():
+            if path in read:
+                found[path] = jax.tree.map(gradients.get, read[path])
+            else:
+                found[path] = jax.tree.map(jnp.zeros_like, state.value)
+        return found
+
+    def gradients_by_name(self, gradients: Values) -> dict[str, jax.Array]:
+        """Gradients of single arrays by the names that reports use."""
+        return {p.name: gradients[p.invar] for p in self.info.program.parameters}
+
+
+def trace_keys(solver: BlockSolver | InfluenceSolver) -> list[tuple]:
+    """A name for every trace: parameters, operation, group, and how many like it came before."""
+    keys: list[tuple] = []
+    for key in solver.labels:
+        keys.append((*key, sum(k[:3] == key for k in keys)))
+    return keys
+
+
+def trace_shapes(solver: BlockSolver | InfluenceSolver) -> dict[tuple, tuple]:
+    """Shapes and types of every trace."""
+    traces = jax.eval_shape(solver.init_traces)
+    return dict(zip(trace_keys(solver), map(shapes_of, traces), strict=True))
+
+
+def check_loss(outputs: Sequence[Any]) -> None:
+    """Raise unless the first output is a real number."""
+    is_scalar = bool(outputs) and outputs[0].aval.shape == ()
+    if is_scalar and jnp.issubdtype(outputs[0].aval.dtype, jnp.floating):
+        return
+    got = outputs[0].aval.str_short() if outputs else 'nothing'
+    raise CompilationError(
+        three_parts(
+            f'a step_fn whose loss is {got}',
+            'gradients are taken of one real number for each step',
+            'return a scalar, e.g. jnp.mean(...), or (scalar, aux) with has_aux=True',
+        )
+    )
+
+
+def _state_gone(path: Path) -> CompilationError:
+    return CompilationError(
+        three_parts(
+            f'a call after state {path_name(path)} disappeared from the model',
+            'the compiled step reads and writes it',
+            'keep the model as it was compiled, or compile it again',
+        )
+    )
+
+
+def _state_reshaped(path: Path, compiled: tuple, got: tuple) -> CompilationError:
+    return CompilationError(
+        three_parts(
+            f'a call with state {path_name(path)} of shape {tuple(got)}',
+            f'the step was compiled for shape {tuple(compiled)}',
+            'learner.reset_state(batch_size=...) to change the batch, or compile again',
+        )
+    )

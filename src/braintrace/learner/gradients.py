@@ -1,0 +1,109 @@
+"""What a learner's rule gives each parameter of a step: the facts that ``rules/gradients.py`` uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..analysis.diagnostics import CompilationRecord
+from ..analysis.report import ParameterGradient
+from ..compiled_step import Site
+from ..lowering.step_facts import StepFacts
+from ..program import Parameter
+from ..rules import Rule
+from ..rules.gradients import ParameterFacts, SiteFacts, gradient_of
+from ..solver import BlockSolver, InfluenceSolver, JacobianRecursion, Traces
+from ..solver.factors import FactorLayout
+from ..solver.influence import SparseInfluence
+from ..solver.recursion import Recursion
+from .binding import StepBinding
+
+
+def gradients_of(
+    rule: Rule,
+    binding: StepBinding,
+    solver: BlockSolver | InfluenceSolver,
+    credits: Iterable[CompilationRecord],
+) -> dict[str, ParameterGradient]:
+    """What the rule gives every parameter array, by name.
+
+    ``credits``: the model's credit records. Parameters that only this step reads are judged by the
+    step itself.
+    """
+    records = {record.context['name']: record for record in credits if record.context}
+    found = {name: gradient_of(rule, _known(record)) for name, record in records.items()}
+    facts = _Facts(rule, StepFacts(binding.stages_of(solver.step)), solver)
+    for parameter in binding.info.program.parameters:
+        record = records.get(parameter.name) or facts.step.credit.credit_record(parameter)
+        found[parameter.name] = gradient_of(rule, facts.of_parameter(parameter, record))
+    return found
+
+
+def _known(record: CompilationRecord) -> ParameterFacts:
+    context: Mapping[str, Any] = record.context or {}
+    return ParameterFacts(context['credit'], context['reason'], context['temporal'])
+
+
+class _Facts:
+    """Facts of one step under one rule."""
+
+    def __init__(self, rule: Rule, step: StepFacts, solver: BlockSolver | InfluenceSolver):
+        self.rule, self.step, self.solver = rule, step, solver
+
+    def of_parameter(self, parameter: Parameter, record: CompilationRecord) -> ParameterFacts:
+        """All that a rule is judged by for one parameter."""
+        known = _known(record)._replace(
+            moves_states=self.step.moves_states(parameter),
+            felt=self.step.reaches_outputs(parameter),
+        )
+        if isinstance(self.solver, InfluenceSolver):
+            influence = self.solver.influence
+            sparse = isinstance(influence, SparseInfluence)
+            return known._replace(complete=sparse and influence.is_complete[parameter.invar])
+        traces = self.solver.traces
+        mine = self._sites(traces, parameter)
+        possible = self._sites(replace(traces, is_traced=lambda tap: True), parameter)
+        sites = tuple(self._site(traces, site) for site in mine)
+        return known._replace(sites=sites, untraced=len(mine) < len(possible))
+
+    @staticmethod
+    def _sites(traces: Traces, parameter: Parameter) -> list[Site]:
+        """The uses of a parameter that may have a trace."""
+        found = []
+        for tap in traces.step.taps:
+            if traces.is_traced(tap) and parameter in tap.parameters:
+                found += [s for s in tap.sites if parameter in tap.by_weight[s.weight]]
+        return found
+
+    def _site(self, traces: Traces, site: Site) -> SiteFacts:
+        layout = next((t.layout for t in traces.sites if t.site is site), None)
+        factors = layout if isinstance(layout, FactorLayout) else None
+        steady = factors is not None and (factors.shares_state_part or factors.keeps_slopes)
+        stored = traces.dtype is not None and layout is not None and factors is None
+        narrow = stored and jnp.finfo(traces.dtype).bits < jnp.finfo(site.use.result.dtype).bits
+        own_recursion = self.rule.recursion != JacobianRecursion()
+        return SiteFacts(
+            factorised=factors is not None,
+            leak=self._leak(site) if own_recursion or factors else None,
+            steady_path=steady and self.step.path_is_steady(site.group, site.result),
+            steady_input=factors is not None
+            and site.use.input is None
+            and not factors.keeps_slopes,
+            read=self.step.is_read(site.group, site.result),
+            feedback=self.step.passes_feedback(site.group),
+            stored=jnp.dtype(traces.dtype).name if narrow else None,
+        )
+
+    def _leak(self, site: Site) -> float | None:
+        """λ where D is λ times the identity for the site; 0 without memory."""
+        assert isinstance(self.solver, BlockSolver)
+        group = self.solver.step.groups[site.group]
+        if not Recursion(group, JacobianRecursion()).carried(site.result):
+            return 0.0
+        decay_f = (self.rule.decay or (0, 0))[1]
+        if self.rule.recursion == JacobianRecursion() and decay_f != 0:
+            return None  # a state part that decays besides D is exact without memory only
+        return self.step.leak(site.group, site.result)

@@ -1,0 +1,103 @@
+"""The states of a model: made for a batch, and checked against what a learner was compiled for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, cast
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from ..errors import CompilationError, three_parts
+from ..frontends.brainstate import module_states
+from ..program import Path
+from ..program.step import path_name
+
+_last_shaped: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""The learner that last gave the states of each model their shapes."""
+
+
+def make_states(model: brainstate.nn.Module, batch_size: int | None, vmap: bool = False) -> None:
+    """Initialise a model's states; objects that it already has as states are used again.
+
+    A function that was jitted earlier holds these objects and would not see others.
+    """
+    before = dict(module_states(model))
+    if vmap:
+        brainstate.nn.vmap_init_all_states(model, axis_size=batch_size)
+    else:
+        options = {} if batch_size is None else {'batch_size': batch_size}
+        brainstate.nn.init_all_states(model, **options)
+    replaced: dict[int, brainstate.State] = {}
+    for path, state in module_states(model).items():
+        old = before.get(path)
+        if old is not None and old is not state and type(old) is type(state):
+            old.value = state.value
+            replaced[id(state)] = old
+    if not replaced:
+        return
+    for node in cast(Any, model).nodes().values():
+        for name, value in list(vars(node).items()):
+            if (same := _with_states(value, replaced)) is not value:
+                setattr(node, name, same)
+
+
+def _with_states(value: Any, replaced: Mapping[int, brainstate.State]) -> Any:
+    """An attribute with some states replaced by others; itself if it holds none of those."""
+    if isinstance(value, brainstate.State):
+        return replaced.get(id(value), value)
+    if type(value) not in (dict, list, tuple):
+        return value
+    items = list(value.values()) if isinstance(value, dict) else list(value)
+    new = [_with_states(item, replaced) for item in items]
+    if all(a is b for a, b in zip(items, new, strict=True)):
+        return value
+    if isinstance(value, dict):
+        return dict(zip(value, new, strict=True))
+    return type(value)(new)
+
+
+class StateShapes:
+    """The shapes of the hidden states that a learner was compiled for."""
+
+    def __init__(self, learner: Any):
+        self.shapes = _shapes(learner.hidden_states)
+        _last_shaped[learner.model] = weakref.ref(learner)
+
+    def check(self, learner: Any) -> None:
+        """Raise if the hidden states have other shapes now."""
+        found = _shapes(learner.hidden_states)
+        for path, shape in self.shapes.items():
+            if found.get(path, shape) != shape:
+                last = _last_shaped.get(learner.model, lambda: None)()
+                other = None if last is learner else last
+                raise _reshaped(learner.rule.name, path, shape, found[path], other)
+
+
+def _shapes(states: Mapping[Path, brainstate.State]) -> dict[Path, tuple[int, ...]]:
+    """The shape of each state that is one array."""
+    leaves = {path: jax.tree.leaves(state.value) for path, state in states.items()}
+    return {path: jnp.shape(found[0]) for path, found in leaves.items() if len(found) == 1}
+
+
+def _reshaped(
+    rule: str, path: Path, compiled: tuple[int, ...], got: tuple[int, ...], other: Any
+) -> CompilationError:
+    """The error of a learner whose model has states of another batch."""
+    batched = len(compiled) == len(got) and compiled[1:] == got[1:]
+    sizes = (compiled[0], got[0]) if batched else (compiled, got)
+    was, now = (f'batch {size}' if batched else f'shape {size}' for size in sizes)
+    who = 'they were made anew'
+    if other is not None:
+        who = f'another learner of the same model ({other.rule.name}) made them anew'
+    size = f'batch_size={compiled[0]}' if batched else ''
+    return CompilationError(
+        three_parts(
+            f'a call of a {rule} learner compiled for {was}, with states of {now}: '
+            f'{path_name(path)}',
+            f'{who} after this learner was compiled',
+            f'learner.reset_state({size}) before this call, or a model for each learner',
+        )
+    )

@@ -1,0 +1,97 @@
+"""Optimisers of braintools and optax, applied to the parameters of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from ..errors import CompilationError, three_parts
+from ..program import Path
+
+Made = TypeVar('Made')
+
+
+def made_beside(parameters: Mapping[Path, brainstate.State], make: Callable[[], Made]) -> Made:
+    """What ``make`` gives; the states that it creates live as long as the parameters.
+
+    A state that is created inside a trace ends with it, so a compiled program would start from
+    its first value at every call. Traces belong to a thread: another thread is outside of them.
+    """
+    level = min((state.stack_level for state in parameters.values()), default=0)
+    if level >= brainstate.State(None).stack_level:
+        return make()
+    x64 = jnp.result_type(float) == jnp.float64  # a setting of this thread
+
+    def run() -> tuple[Made, list[brainstate.State]]:
+        with jax.enable_x64(x64), brainstate.catch_new_states() as new:
+            made = make()
+            states = list(new.states)
+            leaves = [x for s in states for x in jax.tree.leaves(s.value)]
+            if any(isinstance(x, jax.core.Tracer) for x in leaves):
+                raise jax.errors.UnexpectedTracerError('a state starts from a traced value')
+            return made, states
+
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            made, states = thread.submit(run).result()
+    except jax.errors.UnexpectedTracerError as error:
+        raise CompilationError(
+            three_parts(
+                'the first use of an optimiser inside jit',
+                'its state starts from the values of the weights, which are not known while a '
+                'program is traced',
+                'learner.optimizer_states(optimizer), which creates that state, before the call of '
+                'the jitted function',
+            )
+        ) from error
+    for state in states:
+        state.stack_level = level
+    return made
+
+
+def update_by(
+    optimizer: Any,
+    parameters: dict[Path, brainstate.State],
+    held: dict[Any, brainstate.State],
+) -> Callable[[dict, jax.Array], None]:
+    """How to apply gradients: ``update(gradients, wanted)``.
+
+    A braintools optimiser keeps its own states; the state of an optax transformation is kept in
+    ``held``, so that loops carry it. Where ``wanted`` is false, nothing changes.
+    """
+    if hasattr(optimizer, 'register_trainable_weights'):
+        unregistered = getattr(optimizer, 'opt_state', optimizer) is None
+        if not optimizer.param_states or unregistered:
+            register = lambda: optimizer.register_trainable_weights(parameters)
+            made_beside(parameters, register)
+        states = list(brainstate.graph.states(optimizer).values())
+        change = optimizer.update
+    else:
+        if optimizer not in held:
+            values = {path: state.value for path, state in parameters.items()}
+            make = lambda: brainstate.ShortTermState(optimizer.init(values))
+            held[optimizer] = made_beside(parameters, make)
+        memory = held[optimizer]
+        states = [memory]
+
+        def change(gradients: dict) -> None:
+            values = {path: state.value for path, state in parameters.items()}
+            changes, memory.value = optimizer.update(gradients, memory.value, values)
+            for path, state in parameters.items():
+                state.value = jax.tree.map(jnp.add, state.value, changes[path])
+
+    every = {id(state): state for state in (*parameters.values(), *states)}.values()
+
+    def update(gradients: dict, wanted: jax.Array) -> None:
+        before = [state.value for state in every]
+        change(gradients)
+        for state, old in zip(every, before, strict=True):
+            choose = lambda a, b: jnp.where(wanted, a, b)
+            state.value = jax.tree.map(choose, state.value, old)
+
+    return update

@@ -1,0 +1,59 @@
+"""Compiled programs, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_MOST_PROGRAMS = 32
+"""More are dropped, the oldest first: a step_fn made anew for every call must not fill memory."""
+
+
+def shapes_of(tree: Any) -> tuple:
+    """Structure, shapes and types of a tree of arrays: what a program is specialised for."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+
+
+def in_trace() -> bool:
+    """Whether new arrays are tracers, as inside jit."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+class ProgramCache:
+    """Programs by what they depend on."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple, Any] = {}
+
+    def get(
+        self,
+        key: tuple,
+        make: Callable[[], Any],
+        is_reusable: bool | Callable[[Any], bool] | None = None,
+    ) -> Any:
+        """The program of a key, made if there is none.
+
+        A program that may close over values of a trace around it ends with that trace, so it is
+        not kept; ``is_reusable`` says if that is known not to be so.
+        """
+        if key in self._programs:
+            return self._programs[key]
+        program = make()
+        if callable(is_reusable):
+            is_reusable = is_reusable(program)
+        if not in_trace() if is_reusable is None else is_reusable:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.pop(next(iter(self._programs)))
+            self._programs[key] = program
+        return program
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._programs.clear()
+
+    def __len__(self) -> int:
+        return len(self._programs)

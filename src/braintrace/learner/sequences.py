@@ -1,0 +1,102 @@
+"""Programs over sequences: how a rule is run along one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ..compiled_step import Values
+from ..rules import Rule
+from ..solver import BlockSolver, InfluenceSolver, Solved
+from ..solver.blocks import length_of
+
+
+@dataclass(frozen=True)
+class SequenceOptions:
+    """How sequences are run; never visible in a result.
+
+    ``block``: steps solved together. ``passes``: 1 carries traces, 2 keeps the states of a fresh
+    sequence. ``most_bytes``: two passes are chosen up to so much memory.
+    """
+
+    block: int | None
+    passes: int | None
+    most_bytes: int
+
+    def block_length(self, solver: Any, steps: int, carried: bool) -> int:
+        """Steps to solve together."""
+        return min(self.block, steps) if self.block else solver.block_length(steps, carried)
+
+    def runs_twice(self, solver: Any, steps: int) -> bool:
+        """Whether to keep states and run in two passes, without traces."""
+        if self.passes is not None:
+            return self.passes == 2
+        return steps * solver.kept_bytes <= self.most_bytes
+
+
+def gradient_program(
+    solver: BlockSolver | InfluenceSolver, rule: Rule, fresh: bool, options: SequenceOptions
+) -> Callable[..., Solved]:
+    """Gradients of a sequence: a function of parameters, states, traces, inputs, weights of the
+    losses, the weight of a loss that counts 1, the rule's state, and whether any weight may be 0."""
+
+    def solve(
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        weights: jax.Array,
+        unit: Any,
+        rule_state: Any,
+        masked: bool = True,
+    ) -> Solved:
+        length = len(weights)
+        carried = solver.init_traces() if fresh else traces
+        if isinstance(solver, InfluenceSolver):
+            return solver.one_pass(
+                parameters, states, carried, inputs, weights, 1, rule_state, masked
+            )
+        if rule.multi_step and rule.has_trace:
+            given = (parameters, states, carried, inputs, weights)
+            return solver.windows(*given, length=1, masked=masked)
+        if rule.window is not None or rule.deep:
+            steps = rule.window.steps if rule.window else None
+            return solver.windows(
+                parameters,
+                states,
+                traces,
+                inputs,
+                weights,
+                steps or length,
+                rule.deep,
+                rule.predictor,
+                fresh,
+                unit,
+                rule_state,
+                masked,
+            )
+        if fresh and rule.runs_in_two_passes and options.runs_twice(solver, length):
+            block = options.block_length(solver, length, carried=False)
+            given = (parameters, states, inputs, weights, block, rule_state)
+            return solver.two_pass(*given, masked)
+        block = options.block_length(solver, length, carried=True)
+        return solver.one_pass(
+            parameters, states, carried, inputs, weights, block, rule_state, masked
+        )
+
+    return solve
+
+
+def evolution_program(
+    solver: BlockSolver | InfluenceSolver, options: SequenceOptions
+) -> Callable[..., Solved]:
+    """A sequence without a loss: a function of parameters, states, traces and inputs."""
+
+    def evolve(parameters: Values, states: Values, traces: list, inputs: Values) -> Solved:
+        block = options.block_length(solver, length_of(inputs), carried=True)
+        return solver.evolve(parameters, states, traces, inputs, block)
+
+    return evolve
