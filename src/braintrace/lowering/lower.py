@@ -197,7 +197,7 @@ class _Lowering:
         group, direct = local.group, self.stages.direct_reads
         real = [jnp.finfo(v.aval.dtype).dtype for v in group.hidden_invars]
         return Group(
-            name=group.hidden_paths,
+            name=tuple(group.hidden_paths),
             shape=tuple(group.varshape),
             dtypes=tuple(real[k] for k in group.owners),
             pattern=local.pattern,
