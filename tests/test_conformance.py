@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 import braintrace
-from braintrace.learner.rules import RULES
+from braintrace.learner.binding import StepBinding, trace_shapes
+from braintrace.learner.compile import RULES
+from braintrace.rules import PRESETS
 from oracle import sequence, total_of
 from test_zoo import close_to, precision
 from zoo import CASES
@@ -77,7 +79,7 @@ def test_conformance(name, rule):
     case = CASES[name]
     with precision(case):
         model, inputs = case.build()
-        learner = RULES[rule](model, **({'window': 2} if rule == 'dni' else {'k': 2} if rule == 'tbptt' else {}))
+        learner = RULES[rule](model, **(PRESETS[rule].check or {}))
         learner.compile_graph(*inputs)
         xs = jax.tree.map(lambda x: sequence(x, STEPS), inputs)
         loss, half = loss_of(learner), STEPS // 2
@@ -86,7 +88,7 @@ def test_conformance(name, rule):
         key = jax.random.key_data(brainstate.random.DEFAULT.value)
         first, second = run(part(0, half)), run(part(half, STEPS))
         draws = np.any(key != jax.random.key_data(brainstate.random.DEFAULT.value))
-        planned = {key: [shape for shape, _ in found] for key, found in _planned(learner, loss).items()}
+        planned = {key: [shape for shape, _ in found] for key, (_, found) in _planned(learner, loss).items()}
         assert planned == {k: [x.shape for x in jax.tree.leaves(t.peek())] for k, t in learner.traces.items()}
         if not is_finite((first, second)):  # a derivative of the model itself is singular
             learner.reset_state()
@@ -122,8 +124,10 @@ def test_conformance(name, rule):
 
 
 def _planned(learner, loss):
-    traced = learner._trace(loss, learner._example, learner.rule)
-    return traced.trace_shapes if learner.rule.trace != 'none' else {}
+    if not learner.rule.has_trace:
+        return {}
+    binding = StepBinding.of_step_fn(learner, loss, learner._example)
+    return trace_shapes(learner._solver(binding, learner.rule, loss=True))
 
 
 def at(gradients, leaf):

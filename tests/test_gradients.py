@@ -16,7 +16,7 @@ import pytest
 
 import braintrace
 from braintrace import ETraceConfig, FixedRandomFeedback
-from braintrace.learner.rules import RULES
+from braintrace.learner.compile import RULES
 from braintrace.rules import Rule
 from braintrace.rules.gradients import ParameterFacts, SiteFacts, gradient_of
 

@@ -882,7 +882,7 @@ WINDOWS = ('dni', 'bptt', 'tbptt')
 
 def test_the_list_is_complete():
     assert {r.replace('_', '') for r in RULES} == {
-        r.replace('_', '') for r in braintrace.learner.rules.RULES if r != 'es_d_rtrl'
+        r.replace('_', '') for r in braintrace.learner.compile.RULES if r != 'es_d_rtrl'
     }
 
 
@@ -971,13 +971,13 @@ def test_memory_is_as_planned(rule):
 
 
 def test_every_rule_says_when_it_is_exact_what_it_costs_and_when_to_use_it():
-    for name, rule in PRESETS.items():
+    for name, rule in ((name, preset.default) for name, preset in PRESETS.items()):
         assert all([rule.name, rule.exact_when, *rule.cost, rule.use])
-        assert braintrace.learner.rules.RULES[name](Gated()).rule == rule
+        assert braintrace.learner.compile.RULES[name](Gated()).rule == rule
 
 
 def test_every_rule_shows_its_options():
-    for kind in braintrace.learner.rules.RULES.values():
+    for kind in braintrace.learner.compile.RULES.values():
         options = inspect.signature(kind).parameters
         assert {'model', 'check_finite'} < set(options)
         assert 'options' not in options
@@ -1079,7 +1079,7 @@ def test_presets_are_their_parts():
     ]
     words = {'name': '', 'exact_when': '', 'cost': (), 'use': '', 'leak': None}
     for config, (name, options) in pairs:
-        preset = braintrace.learner.rules.RULES[named(name)](Gated(), **options).rule
+        preset = braintrace.learner.compile.RULES[named(name).name](Gated(), **options).rule
         assert replace(config.rule, **words) == replace(preset, **words)
         assert config.rule.scheme == preset.scheme
     case = Case('adaptive')

@@ -263,8 +263,9 @@ class CompiledStep:
     step, uncut; where ``silent`` no gradient enters from what only targets need."""
     run_deep: Callable[..., tuple[Values, list[Any], Values]]
     """The same with every path from one position to another across time cut."""
-    run_open: Callable[..., tuple[Values, list[Any], Values]]
-    """The same with each choice and gate open: it has a derivative wherever any value gives one."""
+    run_open: Callable[[Values, Values, Values], Values]
+    """(parameters, states, inputs): new states with each choice and gate open, so that there is a
+    derivative wherever any value gives one."""
     other_effects: Callable[[int, Key], Box | None]
     """(group, result): the part of y that acts on more than this group; None if nothing does."""
     has_forward_mode: bool = True

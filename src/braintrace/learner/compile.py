@@ -63,6 +63,9 @@ DNI = learner_class(PRESETS['dni'])
 BPTT = learner_class(PRESETS['bptt'])
 TBPTT = learner_class(PRESETS['tbptt'])
 
+RULES = {name: learner_class(preset) for name, preset in PRESETS.items()}
+"""The learner class of every rule, by each name of the rule."""
+
 
 class Configured(Learner):
     """A rule put together from parts."""

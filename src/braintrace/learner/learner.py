@@ -591,6 +591,7 @@ class Learner(LearnerState):
             return sum(jnp.sum(jnp.abs(x) ** 2) for x in inexact)
 
         _ = self.graph  # refuses a learner that was not compiled
+        self._kept.check_shapes(self)
         binding = StepBinding.of_step_fn(self, step_fn, self._example)
         solver = self._solver(binding, self.rule, loss=True)
         return plan_memory(binding, solver, self.rule, steps, self._options(), self._rule_value())

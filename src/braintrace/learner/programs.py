@@ -51,6 +51,10 @@ class ProgramCache:
             self._programs[key] = program
         return program
 
+    def values(self) -> list[Any]:
+        """All programs that are kept."""
+        return list(self._programs.values())
+
     def clear(self) -> None:
         """Forget all."""
         self._programs.clear()

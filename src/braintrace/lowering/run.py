@@ -34,12 +34,18 @@ Result = tuple[Values, list[Any], Values]
 """New states under the keys of the old ones, targets, auxiliary values."""
 
 
-def _result(stages: Stages, states: Values, results: Sequence[Any]) -> Result:
-    """Sort the values of new states, targets and auxiliary values."""
-    count = len(stages.carried)
+def _new_states(stages: Stages, states: Values, results: Sequence[Any]) -> Values:
+    """New states under the keys of the old ones; those that the step does not write are kept."""
     new = Values(states)
     for (old, _), x in zip(stages.carried, results, strict=False):
         new[old] = jnp.broadcast_to(x, old.aval.shape).astype(old.aval.dtype)
+    return new
+
+
+def _result(stages: Stages, states: Values, results: Sequence[Any]) -> Result:
+    """Sort the values of new states, targets and auxiliary values."""
+    count = len(stages.carried)
+    new = _new_states(stages, states, results)
     targets = list(results[count : count + len(stages.targets)])
     rest = results[count + len(stages.targets) :]
     return new, targets, Values(zip(stages.aux, rest, strict=True))
@@ -54,9 +60,8 @@ def _constants(stages: Stages) -> Values:
     return Values(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
 
-def _evaluate(stages: Stages, env: Values, run: Run) -> list[Any]:
+def _evaluate(stages: Stages, env: Values, wanted: Sequence[Atom], run: Run) -> list[Any]:
     known = dict(_constants(stages) | env)
-    wanted = _wanted(stages)
     read = lambda v: known[v] if is_var(v) else v.val
     for i in stages.needed(wanted, known):
         eqn = stages.equations[i]
@@ -74,7 +79,8 @@ def run_whole(
 ) -> Result:
     """The step as it is; where ``silent``, no gradient enters from what only targets need."""
     env = parameters | states | inputs
-    return _result(stages, states, _evaluate(stages, env, _silenced(stages, silent)))
+    results = _evaluate(stages, env, _wanted(stages), _silenced(stages, silent))
+    return _result(stages, states, results)
 
 
 def run_deep(
@@ -149,8 +155,8 @@ _without_gradient.defvjp(lambda silent, x: (x, silent), _back)
 # ---------------------------------------------------------------- every gate open
 
 
-def run_open(stages: Stages, parameters: Values, states: Values, inputs: Values) -> Result:
-    """The step with a derivative wherever any value of its variables gives one.
+def run_open(stages: Stages, parameters: Values, states: Values, inputs: Values) -> Values:
+    """New states, with a derivative wherever any value of its variables gives one.
 
     A surrogate that is zero far from its threshold, a rectifier, a choice or a gate closes paths
     at most values; here each passes changes on at its element. What a constant closes stays
@@ -177,7 +183,8 @@ def run_open(stages: Stages, parameters: Values, states: Values, inputs: Values)
             _changing(r, taken, keep=operation is None) if _is_inexact(r) else r for r in results
         ]
 
-    return _result(stages, states, _evaluate(stages, parameters | states | inputs, run))
+    wanted = [new for _, new in stages.carried]
+    return _new_states(stages, states, _evaluate(stages, parameters | states | inputs, wanted, run))
 
 
 def _is_inexact(x: Any) -> bool:

@@ -249,8 +249,8 @@ class SparseInfluence(_Columns):
             changed = jax.tree.map(jnp.add, parameters, self.as_parameters(changes))
             tangent = jax.lax.complex(real, imaginary) if jnp.iscomplexobj(flat) else real
             old = states | to_states(flat + tangent.astype(flat.dtype))
-            new, _, _ = self.step.run_open(changed, old, inputs)
-            new, _ = ravel_pytree(new.pick(self.moving))
+            new = self.step.run_open(changed, old, inputs).pick(self.moving)
+            new, _ = ravel_pytree(new)
             return jnp.stack([jnp.real(new), jnp.imag(new)])
 
         zeros = lambda n: jnp.zeros(n, jnp.finfo(flat.dtype).dtype)

@@ -100,7 +100,7 @@ def zero_at(tree: Any, steps: jax.Array) -> Any:
 
 def _beside(steps: jax.Array | np.ndarray, x: jax.Array) -> Any:
     """A flag of one step or of each, broadcast against an array with t first."""
-    return steps.reshape(*steps.shape, *(1,) * (x.ndim - steps.ndim))
+    return steps.reshape((*steps.shape, *(1,) * (x.ndim - steps.ndim)))
 
 
 def all_finite(tree: Any) -> jax.Array:
