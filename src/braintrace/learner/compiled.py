@@ -233,6 +233,7 @@ class Compiled(brainstate.nn.Module):
         self.executor.compile_graph(*args)
         self._made.programs.clear()
         self._made.compared.clear()
+        self._made.traces.clear()
         self._example = args
         self.traces = {}
         self._start = {
@@ -526,8 +527,8 @@ class Compiled(brainstate.nn.Module):
 
     def _prepare_traces(self, traced: Traced) -> None:
         """Zero traces of a step, unless there are traces like them already."""
-        keys, shapes = traced.trace_keys, traced.trace_shapes
-        if self.rule.trace != 'none' and shapes != {key: shapes_of(trace.look()) for key, trace in self.traces.items()}:
+        keys = traced.trace_keys
+        if self.rule.trace != 'none' and not self._has_traces(traced):
             if any(map(_may_differ_from_zero, self.traces.values())):
                 raise CompilationError(
                     three_parts(
@@ -537,10 +538,19 @@ class Compiled(brainstate.nn.Module):
                     )
                 )
             self._check_size(traced)
-            made_beside(self.param_states, lambda: self._renew_traces(traced))
+            made_beside(self.hidden_states, lambda: self._renew_traces(traced))
             self.traces = {key: self._made.traces[key] for key in keys}
             self._made.owners = {key: keys[n] for key, n in zip(keys, traced.engine.owner, strict=True)}
             self._remember_zeros()
+
+    def _has_traces(self, traced: Traced) -> bool:
+        """Whether there are traces of a step, in its shapes."""
+        # Traces of other names are not read here: inside jit they would be its inputs,
+        # and no longer known to be zero.
+        if set(traced.trace_keys) != self.traces.keys():
+            return False
+        found = {key: shapes_of(trace.peek()) for key, trace in self.traces.items()}
+        return found == traced.trace_shapes
 
     def _renew_traces(self, traced: Traced) -> None:
         """Zeros in the traces of a step.
