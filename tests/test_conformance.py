@@ -33,6 +33,8 @@ PLAIN = ('d_rtrl', 'eprop', 'ostlrecurrent', 'rtrl')
 NEAR = {
     ('cond_of_brainstate', 'w', 'rflo'),  # the branch that is taken leaks by 0.9, the other does not
     ('learnable_initial_state', 'w', 'rflo'),  # the first step has another Jacobian, and no trace before it
+    ('lif_hard_reset', 'w', 'ottt'),  # units fire at all steps, and a reset leaves no memory, or never
+    ('lif_hard_reset', 'w', 'pp_prop'),
     ('same_value_twice', 'w', 'rflo'),  # two states, of which one is a copy of the other
 }
 """(model, key, rule) where the report cannot know that these inputs make the rule equal to BPTT."""
