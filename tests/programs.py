@@ -641,6 +641,7 @@ def branched(w, v):
     u = f'jnp.broadcast_to({u.text}, {v.shape})'
     one, two = w.inner('a', 'b', shape=v.shape), w.inner('b', 'a', shape=v.shape)
     c = w.real(c)
+    two = two if w.types is REAL else f'like({two}, a)'
     return f'lax.cond(jnp.sum({c.text}) > 0, lambda a, b: {one}, lambda a, b: {two}, {v.text}, {u})', v.shape
 
 

@@ -101,7 +101,7 @@ class LeakyReadout(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.cell = Units(lambda h, y, w: 0.9 * h + y)
+        self.cell = Units(lambda h, y, w: 0.9 * h + y + w)
         self.into = nn.Linear(H, O)
 
     def init_state(self, batch_size=None, **kwargs):

@@ -148,6 +148,7 @@ class LearnerState(brainstate.nn.Module):
         args = first_step(args)
         self.executor.compile_graph(*args)
         self._kept.programs.clear()
+        self._kept.traces.clear()
         self._example = args
         self._compiled_for = (shapes_of(args), self._state_shapes())
         self._kept.shapes = StateShapes(self)
@@ -303,10 +304,7 @@ class LearnerState(brainstate.nn.Module):
 
     def _prepare_traces(self, solver: BlockSolver | InfluenceSolver) -> None:
         """Zero traces of a step, unless there are traces like them already."""
-        if not self.rule.has_trace:
-            return
-        held = {key: shapes_of(trace.look()) for key, trace in self.traces.items()}
-        if trace_shapes(solver) == held:
+        if not self.rule.has_trace or self._has_traces(solver):
             return
         if any(map(_may_differ_from_zero, self.traces.values())):
             raise CompilationError(
@@ -318,10 +316,19 @@ class LearnerState(brainstate.nn.Module):
             )
         self._check_size(solver)
         keys = trace_keys(solver)
-        made_beside(self.param_states, lambda: self._zero_traces(solver))
+        made_beside(self.hidden_states, lambda: self._zero_traces(solver))
         self.traces = {key: self._kept.traces[key] for key in keys}
         self._kept.owners = {key: keys[n] for key, n in zip(keys, solver.owner, strict=True)}
         self._remember_zeros()
+
+    def _has_traces(self, solver: BlockSolver | InfluenceSolver) -> bool:
+        """Whether there are traces of a step, in its shapes."""
+        # Traces of other names are not read here: inside jit they would be its inputs,
+        # and no longer known to be zero.
+        if set(trace_keys(solver)) != self.traces.keys():
+            return False
+        found = {key: shapes_of(trace.peek()) for key, trace in self.traces.items()}
+        return found == trace_shapes(solver)
 
     def _zero_traces(self, solver: BlockSolver | InfluenceSolver) -> None:
         for key, zeros in zip(trace_keys(solver), solver.init_traces(), strict=True):

@@ -16,13 +16,13 @@ from ..program import Path
 Made = TypeVar('Made')
 
 
-def made_beside(parameters: Mapping[Path, brainstate.State], make: Callable[[], Made]) -> Made:
-    """What ``make`` gives; the states that it creates live as long as the parameters.
+def made_beside(others: Mapping[Path, brainstate.State], make: Callable[[], Made]) -> Made:
+    """What ``make`` gives; the states that it creates live as long as some other states.
 
     A state that is created inside a trace ends with it, so a compiled program would start from
     its first value at every call. Traces belong to a thread: another thread is outside of them.
     """
-    level = min((state.stack_level for state in parameters.values()), default=0)
+    level = min((state.stack_level for state in others.values()), default=0)
     if level >= brainstate.State(None).stack_level:
         return make()
     x64 = jnp.result_type(float) == jnp.float64  # a setting of this thread
