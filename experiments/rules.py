@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import braintrace
-from braintrace.rules import PRESETS, Rule
+from braintrace.rules import PRESETS, Coupled, RandomProjection, Reach, Rule
+from braintrace.solver import Factorised, PerParameter, RandomFeedback
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / 'benchmarks'))
@@ -29,11 +30,6 @@ MODELS = {
     'LSTM': lambda: models.Gated(nn, 'LSTMCell', INPUTS, UNITS),
     'adaptive LIF': lambda: models.AdaptiveLIF(nn, INPUTS, UNITS),
     'LIF, synapses, 2 layers': lambda: models.SynapticStack(nn, INPUTS, UNITS, 2),
-}
-NEEDS = {
-    'random_feedback': 'fixed random weights',
-    'modulatory': 'a modulator',
-    'bootstrapped': 'a predictor that learns along',
 }
 
 
@@ -77,9 +73,10 @@ def timed(name: str, units: int, steps: int) -> Callable[[], float]:
 def growth() -> dict[str, tuple[int, float, float, float]]:
     """By rule: units, how much longer it should take if they double, how much it does, and if steps double."""
     found = {}
-    for name, rule in PRESETS.items():
-        if name == 'es_d_rtrl':
+    for name, preset in PRESETS.items():
+        if name in preset.aliases:
             continue
+        rule = preset.default
         units = 24 if '³' in rule.cost[1] else 512
         runs = [timed(name, *size) for size in ((units, STEPS), (2 * units, STEPS), (units, 2 * STEPS))]
         rounds = [[run() for run in runs] for _ in range(7)]
@@ -95,14 +92,30 @@ def stated(formula: str, **sizes: int) -> float:
     return eval(formula.replace('·', '*').replace('³', '**3').replace('²', '**2'), sizes)
 
 
+TRACES: dict[type, str] = {
+    PerParameter: 'one for each parameter',
+    Factorised: 'two factors',
+    RandomProjection: 'rank one',
+    Coupled: 'all on all',
+    Reach: 'what is reached',
+}
+
+
 def described(rule: Rule) -> str:
+    """The row of a rule."""
     label = rule.name.partition('(')[0]
-    parts = {'per_param': 'one for each parameter', 'io_factorized': 'two factors', 'random_projection': 'rank one'}
-    trace = parts.get(rule.trace, 'none' if not rule.window else f'windows of {rule.window}')
-    if trace != 'rank one':
-        trace = {'coupled': 'all on all', 'sparse_n': 'what is reached'}.get(rule.scope, trace)
-    needs = NEEDS.get(rule.signal, '')
-    return f'| `{label}` | {trace} | {rule.cost[0]} | {rule.cost[1]} | {rule.exact_when} | {needs} | {rule.use} |'
+    trace = TRACES.get(type(rule.trace), 'none')
+    if rule.window is not None and rule.window.steps is not None:
+        trace = f'windows of {rule.window.steps}'
+    needs = ''
+    if rule.is_modulated:
+        needs = 'a modulator'
+    elif rule.predictor is not None:
+        needs = 'a predictor that learns along'
+    elif isinstance(rule.signal, RandomFeedback):
+        needs = 'fixed random weights'
+    memory, time = rule.cost
+    return f'| `{label}` | {trace} | {memory} | {time} | {rule.exact_when} | {needs} | {rule.use} |'
 
 
 def page(found: dict[str, dict[str, list[float]]], grown: dict[str, tuple[int, float, float, float]]) -> str:
@@ -124,7 +137,7 @@ def page(found: dict[str, dict[str, list[float]]], grown: dict[str, tuple[int, f
         '| rule | trace | memory | time | exact when | needs | use it for |',
         '| --- | --- | --- | --- | --- | --- | --- |',
     ]
-    lines += [described(rule) for name, rule in PRESETS.items() if name != 'es_d_rtrl']
+    lines += [described(preset.default) for name, preset in PRESETS.items() if name == preset.name]
     lines += [
         '',
         '## How near to BPTT',

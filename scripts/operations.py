@@ -24,8 +24,8 @@ from jax import lax
 from jax.experimental.ode import odeint
 from jax.scipy import special
 
-from braintrace.operations import REGISTRY
 from braintrace.compat import is_differentiable, open_jaxpr, structure, sub_programs
+from braintrace.operations import REGISTRY
 from braintrace.program import normal_form
 
 OPAQUE = {

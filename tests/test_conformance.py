@@ -92,7 +92,7 @@ def test_conformance(name, rule):
         key = jax.random.key_data(brainstate.random.DEFAULT.value)
         first, second = run(part(0, half)), run(part(half, STEPS))
         draws = np.any(key != jax.random.key_data(brainstate.random.DEFAULT.value))
-        planned = {key: [shape for shape, _ in found] for key, (_, found) in _planned(learner, loss).items()}
+        planned = {key: [shape for shape, _ in found] for key, found in _planned(learner, loss).items()}
         assert planned == {k: [x.shape for x in jax.tree.leaves(t.peek())] for k, t in learner.traces.items()}
         if not is_finite((first, second)):  # a derivative of the model itself is singular
             learner.reset_state()

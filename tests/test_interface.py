@@ -804,7 +804,7 @@ def test_a_step_without_hidden_states_has_no_graph():
 # ---------------------------------------------------------------- ETraceGraphExecutor
 
 
-@pytest.mark.parametrize('model', [None, 3, lambda x: x], ids=str)
+@pytest.mark.parametrize('model', [None, 3, lambda x: x], ids=['nothing', 'number', 'function'])
 def test_the_executor_takes_modules_only(model):
     with pytest.raises(TypeError, match='ETraceGraphExecutor' + THREE_PARTS):
         bt.ETraceGraphExecutor(model)

@@ -21,12 +21,12 @@ from jax.interpreters import ad, batching, mlir
 from braintrace import register_primitive
 from braintrace.analysis.dependence import Bits, flow
 from braintrace.analysis.facts import Facts
-from braintrace.operations import REGISTRY
-from braintrace.operations.labels import CONFLICT, NONE
-from braintrace.operations.rules import mixing_labels
 from braintrace.analysis.positions import Credit, find_positions
 from braintrace.analysis.probe import is_elementwise
 from braintrace.compat import Primitive, evaluate, is_differentiable, make_jaxpr
+from braintrace.operations import REGISTRY
+from braintrace.operations.labels import CONFLICT, NONE
+from braintrace.operations.rules import mixing_labels
 from braintrace.program import StepProgram, normal_form, with_cuts
 
 CASES = {}
@@ -358,7 +358,8 @@ def test_rule(name):
     for drawn in label_draws(random, [v.aval.shape for v in case.results]):
         drawn = [None if d is None else d.astype(np.int32) for d in drawn]
         given = iter(drawn)
-        answers = operation.labels(eqn, [next(given) if v in case.results else None for v in eqn.outvars], case.constant)
+        outs = [next(given) if v in case.results else None for v in eqn.outvars]
+        answers = operation.labels(eqn, outs, case.constant)
         assert len(answers) == len(eqn.invars)
         for k, reached in reaches.items():
             shape = eqn.invars[k].aval.shape

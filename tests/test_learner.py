@@ -157,7 +157,7 @@ def test_gradient_check_tells_exact_from_local(xs):
 def test_rules_by_name_and_class(xs):
     assert isinstance(compiled(xs, 'D_rtrl'), braintrace.D_RTRL)
     assert isinstance(compiled(xs, braintrace.pp_prop, decay_or_rank=9), braintrace.ES_D_RTRL)
-    with pytest.raises(ValueError, match="'d_rtrl'(.|\\n)*'pp_prop'"):
+    with pytest.raises(ValueError, match=r"'d_rtrl'(.|\n)*'pp_prop'"):
         compiled(xs, 'backprop')
     with pytest.raises(TypeError, match='options of D_RTRL only'):
         compiled(xs, 'd_rtrl', decay_or_rank=0.9)

@@ -11,7 +11,7 @@ from jax.interpreters import ad, batching, mlir
 import braintrace
 from braintrace.operations import REGISTRY
 
-B, I, H, T = 3, 5, 4, 6
+B, N_IN, H, T = 3, 5, 4, 6
 
 
 def new_product(name):
@@ -36,7 +36,7 @@ class Net(brainstate.nn.Module):
         super().__init__()
         draw = np.random.default_rng(0)
         weight = lambda *sizes: brainstate.ParamState(jnp.asarray(draw.normal(size=sizes) * 0.4, 'float32'))
-        self.feed, self.back, self.read = weight(I, H), weight(H, H), weight(H, 2)
+        self.feed, self.back, self.read = weight(N_IN, H), weight(H, H), weight(H, 2)
         self.product = product
 
     def init_state(self, batch_size=None, **kwargs):
@@ -59,8 +59,8 @@ def registered():
 
 
 def learn(product, rule):
-    learner = braintrace.compile(Net(product), rule, jnp.zeros((B, I)), batch_size=B)
-    xs = jnp.asarray(np.random.default_rng(1).normal(size=(2, T, B, I)), 'float32')
+    learner = braintrace.compile(Net(product), rule, jnp.zeros((B, N_IN)), batch_size=B)
+    xs = jnp.asarray(np.random.default_rng(1).normal(size=(2, T, B, N_IN)), 'float32')
     ys = jnp.asarray(np.random.default_rng(2).normal(size=(2, T, B, 2)), 'float32')
     step = lambda x, y: jnp.mean((learner(x) - y) ** 2)
     gradients = [learner.etrace_grad(x, y, step_fn=step) for x, y in zip(xs, ys, strict=True)]

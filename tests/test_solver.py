@@ -24,14 +24,14 @@ from braintrace.solver import (
     Traces,
 )
 
-B, I, H, T = 2, 3, 4, 7
+B, N_IN, H, T = 2, 3, 4, 7
 shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
 def dense_use():
     """y = x @ w."""
     apply = lambda operands: operands[0] @ operands[1]
-    return DenseUse(apply, 1, (shape(B, I), shape(I, H)), shape(B, H), Axes.of('bi,io->bo', 1))
+    return DenseUse(apply, 1, (shape(B, N_IN), shape(N_IN, H)), shape(B, H), Axes.of('bi,io->bo', 1))
 
 
 def scaling_use():
@@ -133,7 +133,7 @@ class HandWritten:
             parameters={k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in self.parameters.items()},
             names={k: k for k in self.parameters},
             states={name: shape(B, H) for name in names},
-            inputs={'x': shape(B, I), 'target': shape(B, H)},
+            inputs={'x': shape(B, N_IN), 'target': shape(B, H)},
             carried=tuple(zip(names, news, strict=True)),
             hidden=tuple(zip(names, news, strict=True)),
             targets=('loss',),
@@ -178,7 +178,7 @@ def squared(constants, h, target):
 
 def leaky():
     return HandWritten(
-        {'w': _draw(0, I, H)},
+        {'w': _draw(0, N_IN, H)},
         ['v'],
         (tap('w', 'y', dense_use(), 'x'),),
         drives=lambda p, x, h: [x @ p['w']],
@@ -197,7 +197,7 @@ def adaptive():
         return [v, 0.95 * h[1] + 0.2 * jnp.tanh(v)]
 
     return HandWritten(
-        {'w': _draw(0, I, H)},
+        {'w': _draw(0, N_IN, H)},
         ['v', 'a'],
         (tap('w', 'y', dense_use(), 'x'),),
         drives=lambda p, x, h: [x @ p['w']],
@@ -217,7 +217,7 @@ def gated():
 
     # The decay multiplies the old state, so its tap reads 'v'.
     return HandWritten(
-        {'w': _draw(0, I, H), 'decay': 0.8 + 0.1 * _draw(1, H)},
+        {'w': _draw(0, N_IN, H), 'decay': 0.8 + 0.1 * _draw(1, H)},
         ['v'],
         (tap('w', 'y', dense_use(), 'x'), tap('decay', 'd', scaling_use(), 'v')),
         drives=lambda p, x, h: [x @ p['w'], h[0] * p['decay']],
@@ -235,7 +235,7 @@ def _draw(seed, *sizes):
 @functools.cache
 def problem(name):
     written = {'leaky': leaky, 'adaptive': adaptive, 'gated': gated}[name]()
-    inputs = Values({'x': _draw(2, T, B, I), 'target': _draw(3, T, B, H)})
+    inputs = Values({'x': _draw(2, T, B, N_IN), 'target': _draw(3, T, B, H)})
     weights = jnp.asarray([1.0, 0.5, 0.0, 2.0, 1.0, 1.0, 0.3])
     states = Values((n, jnp.zeros((B, H))) for n in written.names)
     return written, Values(written.parameters), states, inputs, weights
@@ -293,7 +293,7 @@ def test_traces_carry_on_from_call_to_call():
 
 
 def test_a_leak_replaces_the_jacobian():
-    """For units that leak by a number and nothing else, RFLO's trace with that number is exact; with another it is not."""
+    """For units that leak by a number and nothing else, RFLO's trace with that number is exact."""
     written, parameters, states, inputs, weights = problem('leaky')
     wanted = written.bptt(parameters, inputs, weights)
 
@@ -312,7 +312,7 @@ def test_factors_follow_their_recursion():
     decay_x, decay_f = 0.7, 0.8
     engine = solver(written.step(), Factorised((decay_x, decay_f)))
     found = engine.one_pass(parameters, states, engine.init_traces(), inputs, weights, 3).gradients
-    v, e_x, e_f, wanted = jnp.zeros((B, H)), jnp.zeros((B, I)), jnp.zeros((B, H)), 0.0
+    v, e_x, e_f, wanted = jnp.zeros((B, H)), jnp.zeros((B, N_IN)), jnp.zeros((B, H)), 0.0
     for t in range(T):
         y = inputs['x'][t] @ parameters['w']
         v = 0.9 * v + jnp.tanh(y)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braintrace.analysis.facts import Facts
 from braintrace.analysis.graph import analyse, compile_etrace_graph
 from braintrace.compat import evaluate, is_var
 from braintrace.lowering.executor import ETraceGraphExecutor
@@ -226,5 +225,4 @@ def test_numbers(case):
 
 
 def test_zoo_is_large_enough():
-    assert len(CASES) >= 60
-    assert isinstance(Facts, type)
+    assert len(CASES) >= 280

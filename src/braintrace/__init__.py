@@ -24,7 +24,6 @@ from .analysis.groups import HiddenGroup, group_merging, jacrev_last_dim
 from .analysis.perturbation import HiddenPerturbation
 from .analysis.report import CompilationReport
 from .analysis.sites import HiddenParamOpRelation
-from .lowering.executor import ETraceGraphExecutor, SiteJacobian
 from .errors import CompilationError, NotSupportedError
 from .frontends.brainstate import ModuleInfo, extract_module_info
 from .learner import (
@@ -53,6 +52,7 @@ from .learner import (
     pp_prop,
     train_synthetic_gradient,
 )
+from .lowering.executor import ETraceGraphExecutor, SiteJacobian
 from .operations import register_primitive
 from .ops import (
     conv,
@@ -77,3 +77,81 @@ ParamDimVjpAlgorithm = D_RTRL
 IODimVjpAlgorithm = pp_prop
 
 __version__ = '0.1.0'
+
+__all__ = [
+    'BPTT',
+    'DNI',
+    'D_RTRL',
+    'ES_D_RTRL',
+    'OTTT',
+    'RFLO',
+    'RTRL',
+    'TBPTT',
+    'UORO',
+    'CompilationError',
+    'CompilationRecord',
+    'CompilationReport',
+    'DiagnosticKind',
+    'DiagnosticLevel',
+    'EProp',
+    'ETraceAlgorithm',
+    'ETraceConfig',
+    'ETraceGraph',
+    'ETraceGraphExecutor',
+    'ETraceVjpAlgorithm',
+    'EarlyStop',
+    'EligibilityTrace',
+    'FixedRandomFeedback',
+    'GradExpon',
+    'GradientCheck',
+    'HiddenGroup',
+    'HiddenParamOpRelation',
+    'HiddenPerturbation',
+    'History',
+    'IODimVjpAlgorithm',
+    'KappaFilter',
+    'Learner',
+    'MemoryPlan',
+    'ModuleInfo',
+    'MultiStepData',
+    'NotSupportedError',
+    'OSTLFeedforward',
+    'OSTLRecurrent',
+    'ParamDimVjpAlgorithm',
+    'RuleComparison',
+    'SingleStepData',
+    'SiteJacobian',
+    'SnAp',
+    'Supervised',
+    'SyntheticGradient',
+    'ThreeFactor',
+    'add_hidden_perturbation_from_minfo',
+    'add_hidden_perturbation_in_jaxpr',
+    'add_hidden_perturbation_in_module',
+    'compile',
+    'compile_etrace_graph',
+    'conv',
+    'einsum',
+    'element_wise',
+    'embedding',
+    'extract_module_info',
+    'find_hidden_groups_from_jaxpr',
+    'find_hidden_groups_from_minfo',
+    'find_hidden_groups_from_module',
+    'find_hidden_param_op_relations_from_minfo',
+    'find_hidden_param_op_relations_from_module',
+    'fit',
+    'group_merging',
+    'grouped_matmul',
+    'jacrev_last_dim',
+    'lora_matmul',
+    'matmul',
+    'networks',
+    'nn',
+    'operations',
+    'pp_prop',
+    'register_primitive',
+    'sparse_matmul',
+    'tasks',
+    'train_synthetic_gradient',
+]

@@ -10,14 +10,15 @@ s states (components) of a position, y elements of a site's result, w elements o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-Key = Hashable
+Key = Any
+"""Names a value; anything that can be a key of a dictionary."""
 Components = dict[int, jax.Array]
 """Values of some states of a group's positions, by number; each has the positions' shape."""
 Jacobian = dict[tuple[int, int], jax.Array]
@@ -31,7 +32,7 @@ Box = tuple[slice, ...]
 class Values(dict[Key, Any]):
     """Arrays by key; a pytree whose leaves keep the order in which they were put in."""
 
-    def __or__(self, other: Mapping[Key, Any]) -> Values:
+    def __or__(self, other: Any) -> Values:  # type: ignore[override]
         return Values({**self, **other})
 
     def pick(self, keys: Iterable[Key]) -> Values:
@@ -74,8 +75,10 @@ class TraceLayout(Protocol):
 class WeightUse(Protocol):
     """One use of a weight, y = op(x, w): what the solver needs to know of the operation."""
 
-    operand: int
-    """The number of the operand that is the weight."""
+    @property
+    def operand(self) -> int:
+        """The number of the operand that is the weight."""
+        ...
 
     @property
     def weight(self) -> jax.ShapeDtypeStruct:
@@ -232,7 +235,7 @@ class CompiledStep:
     """Further values that are returned for every step."""
     groups: tuple[Group, ...]
     taps: tuple[Tap, ...]
-    readouts: Mapping[Key, Key]
+    readouts: Mapping[Any, Key]
     """Products with weights between hidden states and targets: the weight of each."""
     weights: tuple[Key, ...]
     """All values that gradients are summed for: weights of taps, and constant targets."""

@@ -48,7 +48,7 @@ class CompilationReport:
     program: StepProgram
     sites: tuple[HiddenParamOpRelation, ...]
     rule: Any = None
-    traces: dict[tuple, list[tuple]] | None = None
+    traces: dict[tuple, Any] | None = None
     gives: dict[str, ParameterGradient] | None = None
     counts: dict[str, int] = field(init=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..program.step import path_name
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver, Solved
 from .arguments import never_called
-from .programs import shapes_of
+from .programs import array_shapes
 from .recording import recording
 from .state import RuleState
 
@@ -48,7 +48,7 @@ class StepBinding:
         self.info = info
         self.rule_state = rule_state
         self.analysed = analyse(info.program) if analysed is None else analysed
-        self._outputs = info.program.outputs
+        self._outputs: list[Any] = list(info.program.outputs)
         self.modulator: Var | None = self._written_modulator()
         if modulator_given:
             *self._outputs, self.modulator = info.program.outputs
@@ -106,9 +106,9 @@ class StepBinding:
 
     def _lowered(self, loss: bool) -> tuple[Stages, CompiledStep]:
         program = self.info.program
+        targets, aux = self._outputs[:1], self._outputs[1:]
         if loss:
             check_loss(self._outputs)
-            targets, aux = self._outputs[:1], self._outputs[1:]
         else:
             new = [h.outvar for h in program.hidden]
             new += [o.outvar for o in program.others if o.outvar is not None]
@@ -189,7 +189,7 @@ class StepBinding:
             if state is not self.rule_state and any(v in written for v in variables):
                 state.value = jax.tree.unflatten(structure, [states[v] for v in variables])
 
-    def with_values(self, states: Values, by_path: dict[Path, Any]) -> Values:
+    def with_values(self, states: Values, by_path: Mapping[Path, Any]) -> Values:
         """States with other values at some paths."""
         given: dict[Var, Any] = {}
         pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
@@ -255,7 +255,7 @@ def trace_keys(solver: BlockSolver | InfluenceSolver) -> list[tuple]:
 def trace_shapes(solver: BlockSolver | InfluenceSolver) -> dict[tuple, tuple]:
     """Shapes and types of every trace."""
     traces = jax.eval_shape(solver.init_traces)
-    return dict(zip(trace_keys(solver), map(shapes_of, traces), strict=True))
+    return dict(zip(trace_keys(solver), map(array_shapes, traces), strict=True))
 
 
 def check_loss(outputs: Sequence[Any]) -> None:

@@ -11,11 +11,9 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import Values
 from ..errors import CompilationError, three_parts
 from ..frontends import pure_model
 from ..frontends.pure import PureModel
-from ..program import Path
 from ..program.step import path_name
 from .arguments import check_aux, check_choice, check_finite_values, results
 from .learner import Learner

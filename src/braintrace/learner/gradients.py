@@ -61,8 +61,10 @@ class _Facts:
         )
         if isinstance(self.solver, InfluenceSolver):
             influence = self.solver.influence
-            sparse = isinstance(influence, SparseInfluence)
-            return known._replace(complete=sparse and influence.is_complete[parameter.invar])
+            complete = False
+            if isinstance(influence, SparseInfluence):
+                complete = influence.is_complete[parameter.invar]
+            return known._replace(complete=complete)
         traces = self.solver.traces
         mine = self._sites(traces, parameter)
         possible = self._sites(replace(traces, is_traced=lambda tap: True), parameter)

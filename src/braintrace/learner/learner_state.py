@@ -37,7 +37,7 @@ from .binding import StepBinding, TraceChoice, trace_keys, trace_shapes
 from .gradients import gradients_of
 from .model_states import StateShapes, make_states
 from .optimizers import made_beside
-from .programs import ProgramCache, shapes_of
+from .programs import ProgramCache, array_shapes, shapes_of
 from .state import EligibilityTrace, RuleState, StartValue
 
 
@@ -123,7 +123,7 @@ class LearnerState(brainstate.nn.Module):
         copied.executor = copied._new_executor()
         if copied._example:
             copied.executor.compile_graph(*copied._example)
-        optimizers = {}
+        optimizers: dict[Any, brainstate.State] = {}
         for key, state in self._kept.optimizers.items():
             optimizers[key] = brainstate.ShortTermState(copy.deepcopy(state.value))
         copied._kept = _Kept(
@@ -327,7 +327,7 @@ class LearnerState(brainstate.nn.Module):
         # and no longer known to be zero.
         if set(trace_keys(solver)) != self.traces.keys():
             return False
-        found = {key: shapes_of(trace.peek()) for key, trace in self.traces.items()}
+        found = {key: array_shapes(trace.peek()) for key, trace in self.traces.items()}
         return found == trace_shapes(solver)
 
     def _zero_traces(self, solver: BlockSolver | InfluenceSolver) -> None:

@@ -71,16 +71,15 @@ def plan_memory(
     traces = jax.eval_shape(solver.init_traces)
     sizes = dict(zip(trace_keys(solver), map(bytes_of, traces), strict=True))
     block = lambda carried: options.block_length(solver, steps, carried)
-    state = () if isinstance(solver, InfluenceSolver) and rule_state is None else (rule_state,)
 
-    def one_pass(*given: Any) -> Any:
+    def one_pass(p: Values, s: Values, traces: list, xs: Values, w: jax.Array) -> Any:
         if rule.multi_step and isinstance(solver, BlockSolver):
-            return solver.windows(*given, length=1, masked=False)
-        return solver.one_pass(*given, block(True), *state, masked=False)
+            return solver.windows(p, s, traces, xs, w, length=1, masked=False)
+        return solver.one_pass(p, s, traces, xs, w, block(True), rule_state, masked=False)
 
-    def two_pass(*given: Any) -> Any:
+    def two_pass(p: Values, s: Values, xs: Values, w: jax.Array) -> Any:
         assert isinstance(solver, BlockSolver)
-        return solver.two_pass(*given, block(False), rule_state, masked=False)
+        return solver.two_pass(p, s, xs, w, block(False), rule_state, masked=False)
 
     once = _needed(one_pass, parameters, states, traces, *sequence)
     twice = None

@@ -12,10 +12,14 @@ _MOST_PROGRAMS = 32
 """More are dropped, the oldest first: a step_fn made anew for every call must not fill memory."""
 
 
+def array_shapes(tree: Any) -> tuple:
+    """Shapes and types of the arrays in a tree."""
+    return tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree))
+
+
 def shapes_of(tree: Any) -> tuple:
-    """Structure, shapes and types of a tree of arrays: what a program is specialised for."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+    """The same with the structure of the tree: what a program is specialised for."""
+    return jax.tree.structure(tree), array_shapes(tree)
 
 
 def in_trace() -> bool:

@@ -80,8 +80,9 @@ def gradient_program(
             )
         if fresh and rule.runs_in_two_passes and options.runs_twice(solver, length):
             block = options.block_length(solver, length, carried=False)
-            given = (parameters, states, inputs, weights, block, rule_state)
-            return solver.two_pass(*given, masked)
+            return solver.two_pass(
+                parameters, states, inputs, weights, block, rule_state, masked
+            )
         block = options.block_length(solver, length, carried=True)
         return solver.one_pass(
             parameters, states, carried, inputs, weights, block, rule_state, masked

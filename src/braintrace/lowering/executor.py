@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ class ETraceGraphExecutor:
                     'a brainstate.nn.Module; compile_etrace_graph takes plain functions',
                 )
             )
-        self.model = model
+        self.model: Any = model
         self.call = model if call is None else call
         self.trained = trained
         self._graph: ETraceGraph | None = None
@@ -86,7 +86,7 @@ class ETraceGraphExecutor:
         args, kwargs = first_step((args, kwargs))
         with compiling():
             if self.call is self.model:
-                info = extract_module_info(self.model, *args, **kwargs)
+                info = extract_module_info(cast(Any, self.model), *args, **kwargs)
             else:
                 info = trace_step(self.call, self.model, args, kwargs)
             check_hidden(info.program)

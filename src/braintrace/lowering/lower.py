@@ -22,8 +22,7 @@ from ..compat import (
     scope,
     source_line,
 )
-from ..compiled_step import Box, CompiledStep, Components, Group, Jacobian, Operands, Site
-from ..compiled_step import Signals, Tap, Values
+from ..compiled_step import Box, CompiledStep, Components, Group, Jacobian, Operands, Signals, Site, Tap, Values
 from ..operations import operation_of, use_of
 from ..program import cut_inside
 from .effects import effect_box, effects_beyond

@@ -98,7 +98,9 @@ def _traced(
     body = trace(summed, [v.aval for v in operands])
     *results, total = body.jaxpr.outvars
     names: dict[Var, Atom] = dict(zip(body.jaxpr.invars, operands, strict=True))
-    equations, products, sums = [], [], []
+    equations: list[Equation] = []
+    products: list[int] = []
+    sums: list[Var] = []
     for eqn in body.jaxpr.eqns:
         (out,) = eqn.outvars
         names[out] = caller.outvars[0] if out is total else new_var(out.aval)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import cast, factors_for, padded, sum_type
 from ..compat import Equation
 from ..compiled_step import Box, Operands, TraceLayout
-from ..arrays import cast, factors_for, padded, sum_type
 from .labels import Labels, project
 from .record import Const, Operation, register
 from .rules import only, shape_of, windows

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import box_of, cast, factors_for, picked, sum_type
 from ..compat import Equation
 from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
-from ..arrays import box_of, cast, factors_for, picked, sum_type
 from .record import Const, Kernel, Operation, register
 from .rules import AxisMap, axes
 from .weight_use import BaseUse, bind
@@ -74,7 +74,7 @@ class DenseUse(BaseUse):
         """Σ_t x_t ⊗ ȳ_t: one matrix product with all steps and samples as rows."""
         if self.input not in steps:
             return super().gradient(fixed, steps, y_bars, box)
-        x, weight, y, contracted, shared = self.axes
+        x, weight, y, _, shared = self.axes
         boxes = {} if box is None else dict(zip(y, box, strict=True))
         xs = steps[self.input][:, *(boxes.get(c, slice(None)) for c in x)]
         xs, y_bars = factors_for(self.weight.dtype, xs, y_bars)
@@ -150,7 +150,7 @@ class DenseTrace:
         x, _, y, _, shared = self.use.axes
         boxes = dict(zip(y, self.box, strict=True))
         xs = steps[1 - self.use.operand][:, *(boxes.get(c, slice(None)) for c in x)]
-        parts = (row[:, *self.box] for row in rows.values())
+        parts = [row[:, *self.box] for row in rows.values()]
         xs, *parts = factors_for(self.use.weight.dtype, xs, *parts)
         rows = dict(zip(rows, parts, strict=True))
         product = {at: self._here(p) for at, p in product.items()}

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import cast
 from ..compat import Equation, is_var, is_whole_cut
 from ..compiled_step import Operands, TraceLayout
-from ..arrays import cast
 from .labels import Labels
 from .record import FAMILIES, Const, Operation, register
 from .rules import elementwise_labels, nothing

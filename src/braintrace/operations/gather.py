@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import cast
 from ..compat import Equation
 from ..compiled_step import Operands, TraceLayout
-from ..arrays import cast
 from .labels import NONE, Labels, gather_back, project
 from .record import Const, Operation, register
 from .rules import only, shape_of

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import cast, factors_for, padded, sum_type
 from ..compat import Equation, is_differentiable
 from ..compiled_step import Box, Operands, TraceLayout
-from ..arrays import cast, factors_for, padded, sum_type
 from .record import Const, Operation, register
 from .rules import mixing_labels
 from .weight_use import BaseUse, FullTrace, WholeTrace, bind
@@ -102,8 +102,9 @@ def _synapse_use(
     eqn: Equation, operand: int, result: int, const: Const
 ) -> SynapseUse | OpaqueProductUse | None:
     indices, starts = (const(v) for v in eqn.invars[1:3])
-    known = indices is not None and starts is not None
-    if operand != 0 or not known or eqn.invars[0].aval.shape != indices.shape:
+    if operand != 0 or indices is None or starts is None:
+        return _product_use(eqn, operand, result, const)
+    if eqn.invars[0].aval.shape != indices.shape:
         return _product_use(eqn, operand, result, const)
     rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     pre, post = (rows, indices) if eqn.params['transpose'] else (indices, rows)

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import cast, is_complex, padded, picked, sum_type
 from ..compat import Equation, evaluate_equation
 from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
-from ..arrays import cast, is_complex, padded, picked, sum_type
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..arrays import sum_type
 from ..compiled_step import (
     Box,
     CompiledStep,
@@ -27,7 +28,6 @@ from ..compiled_step import (
     Tap,
     Values,
 )
-from ..arrays import sum_type
 from .masking import Block, Mask, zero_at
 from .recursion import Recursion
 
@@ -91,8 +91,9 @@ def derivatives(
             targets = [outputs[key] for key in step.targets]
         return targets, outputs.pick(step.aux), *found
 
-    found = jax.vmap(one)(block.values, block.safe, list(cotangents))
-    return Derivatives(*found, transitions(step, constants, block.safe))
+    targets, aux, *found = jax.vmap(one)(block.values, block.safe, list(cotangents))
+    matrices = transitions(step, constants, block.safe)
+    return Derivatives(targets, aux, *found, transitions=matrices)
 
 
 def transitions(step: CompiledStep, constants: Values, steps: Values) -> list[Jacobian]:
@@ -183,13 +184,13 @@ def weight_gradients(
     """
     total = Values()
     for tap in step.taps:
-        y_bars = {y: results[y] for y in tap.results if y in results}
+        y_bars = Values((y, results[y]) for y in tap.results if y in results)
         if not y_bars:
             continue
         fixed, data = block.operands(tap, constants)
         cut = []
         for g, bars in enumerate(local):
-            mine = {y: bars[y] for y in tap.results if y in bars}
+            mine = Values((y, bars[y]) for y in tap.results if y in bars)
             if g not in tap.cut_gradients:
                 y_bars.update((y, y_bars[y] + bar) for y, bar in mine.items())
             elif mine:

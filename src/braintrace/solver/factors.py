@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import Box, Components, Jacobian, Operands, Site, WeightUse
 from ..arrays import box_of, padded, picked, sum_type
+from ..compiled_step import Box, Components, Jacobian, Operands, Site, WeightUse
 
 
 class FactorTrace(NamedTuple):

@@ -249,9 +249,9 @@ class SparseInfluence(_Columns):
             changed = jax.tree.map(jnp.add, parameters, self.as_parameters(changes))
             tangent = jax.lax.complex(real, imaginary) if jnp.iscomplexobj(flat) else real
             old = states | to_states(flat + tangent.astype(flat.dtype))
-            new = self.step.run_open(changed, old, inputs).pick(self.moving)
-            new, _ = ravel_pytree(new)
-            return jnp.stack([jnp.real(new), jnp.imag(new)])
+            new = self.step.run_open(changed, old, inputs)
+            numbers, _ = ravel_pytree(new.pick(self.moving))
+            return jnp.stack([jnp.real(numbers), jnp.imag(numbers)])
 
         zeros = lambda n: jnp.zeros(n, jnp.finfo(flat.dtype).dtype)
         given = (zeros(self.count), zeros(self.places), zeros(self.places))
@@ -386,13 +386,14 @@ class InfluenceSolver:
         """
         (loss,) = self.step.targets
 
-        def one(carry: tuple, at: tuple) -> tuple[tuple, tuple]:
+        def one(carry: tuple, at: tuple) -> tuple[tuple, Values]:
             states, trace, total = carry
             xs, weight = at
             gradient = self._gradient(parameters, states, trace, xs, [weight], masked)
             silent = jnp.all(weight == 0) if masked else None
-            given = (parameters, states, trace, xs, rule_state, silent)
-            new, trace, values = self._moved(*given)
+            new, trace, values = self._moved(
+                parameters, states, trace, xs, rule_state, silent
+            )
             total = jax.tree.map(jnp.add, total, gradient)
             return (new, trace, total), values
 
@@ -425,7 +426,8 @@ class InfluenceSolver:
         """A few steps: targets and auxiliary values of each, next states, next influence."""
 
         def one(carry: tuple, xs: Values) -> tuple[tuple, Values]:
-            states, trace, values = self._moved(parameters, *carry, xs, rule_state)
+            states, trace = carry
+            states, trace, values = self._moved(parameters, states, trace, xs, rule_state)
             return (states, trace), values
 
         (states, trace), values = jax.lax.scan(one, (states, traces[0]), inputs)

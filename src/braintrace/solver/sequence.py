@@ -189,8 +189,11 @@ class BlockSolver:
         constants = self.step.constants(parameters, states)
 
         def one(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
+            states, traces, total = carry
             inputs, weights = at
-            carry, found = self._solve(constants, *carry, inputs, [weights], rule_state, masked)
+            carry, found = self._solve(
+                constants, states, traces, total, inputs, [weights], rule_state, masked
+            )
             return carry, (found.targets[0], found.aux)
 
         start = (states.pick(self.step.written), traces, self._no_gradient())

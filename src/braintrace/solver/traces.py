@@ -264,11 +264,11 @@ class Traces:
         products = [products_to_end(recursion, matrix, length) for recursion, matrix in pairs]
         cotangents = []
         for recursion, (to_end, _) in zip(self.recursions, products, strict=True):
-            rows = {}
+            named = {}
             for s in recursion.alive:
-                mine = {k: p for (i, k), p in to_end.items() if i == s}
-                rows[s] = recursion.folded(mine)
-            cotangents.append(rows)
+                products_of = {k: p for (i, k), p in to_end.items() if i == s}
+                named[s] = recursion.folded(products_of)
+            cotangents.append(named)
         rows = self._rows(constants, block.safe, cotangents)
         for n, (site, _, layout) in enumerate(self.sites):
             if isinstance(layout, FactorLayout):
@@ -316,7 +316,9 @@ class Traces:
 
         def one_step(old: dict[int, FactorTrace], at: tuple) -> tuple:
             drives, signals, reads, matrices = at
-            carry, y_bars, xs = {}, {}, {}
+            carry: dict[int, FactorTrace] = {}
+            y_bars: dict[int, list[jax.Array]] = {}
+            xs: dict[int, list[jax.Array]] = {}
             for n, trace in old.items():
                 layout, site, owns = layouts[n], self.sites[n].site, owner[n] == n
                 x, mine = drives[n]
@@ -379,7 +381,8 @@ class Traces:
         dead: jax.Array,
     ) -> Values:
         """Add γ_0 · ε_0 of factorised traces at the start of a window of completed steps."""
-        first = Block(*[jax.tree.map(lambda x: x[:1], steps)] * 2, None)
+        start = jax.tree.map(lambda x: x[:1], steps)
+        first = Block(start, start, None)
         for n, layout in self.factorised.items():
             site, trace = self.sites[n].site, traces[n]
             trace = trace._replace(f=traces[self.owner[n]].f)
