@@ -337,10 +337,11 @@ class Traces:
 
         start = {n: traces[n] for n in layouts}
         at = (drives, *view)
-        last, (y_bars, xs) = jax.lax.scan(one_step, start, at)
+        last, found = jax.lax.scan(one_step, start, at)
+        all_y_bars, all_xs = found
         for n, layout in layouts.items():
             new[n] = last[n]
-            for y_bar, x in zip(y_bars[owner[n]], xs[n], strict=True):
+            for y_bar, x in zip(all_y_bars[owner[n]], all_xs[n], strict=True):
                 if block.mask is not None:
                     y_bar, x = block.zero_if_silent(y_bar), finite(x, block.mask.silent)
                 gradient = layout.gradient(*operands[n], y_bar, x)
