@@ -73,4 +73,4 @@ def zero_at(tree: Any, steps: jax.Array) -> Any:
 
 def _over(steps: jax.Array | np.ndarray, x: jax.Array) -> Any:
     """A flag of one step or of each, by the side of an array whose first axis counts the steps."""
-    return steps.reshape(*steps.shape, *(1,) * (x.ndim - steps.ndim))
+    return steps.reshape((*steps.shape, *(1,) * (x.ndim - steps.ndim)))

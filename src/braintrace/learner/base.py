@@ -123,8 +123,9 @@ class Learner(Compiled):
         """Gradients of a whole sequence, by path.
 
         ``step_fn(*slices)`` calls the learner and returns a scalar loss (or ``(loss, aux)``). ``mask`` (T,)
-        weights the losses; 'mean' divides by max(Σ mask, 1). ``fresh=True``: the sequence is whole, so states
-        start from where they were compiled and no trace is wanted after. ``weights`` selects parameters by path.
+        weights the losses; 'mean' divides by max(Σ mask, 1). A loss of mask 0 contributes nothing, even if it or the
+        inputs of its step are NaN. ``fresh=True``: the sequence is whole, so states start from where they were
+        compiled and no trace is wanted after. ``weights`` selects parameters by path.
         ``chunk_size=k`` hands windows of k steps to ``step_fn``, which wraps them in :class:`MultiStepData`: exact
         reverse mode inside each, whatever ``vjp_method`` says, and traces across. Without it, a learner with
         ``vjp_method='multi-step'`` takes windows of one step.
