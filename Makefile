@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: train test zoo conformance fuzz operations models browser lint bench bench-compile learn rules docs clean
+.PHONY: train test zoo conformance fuzz operations models versions browser lint bench bench-compile learn rules docs clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -32,6 +32,9 @@ operations: $(READY)
 
 models: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) scripts/any_model.py
+
+versions: $(READY)  # the lowest and the newest versions; ARGS='--python /path/to/python3.14' adds a Python
+	$(RUN) scripts/versions.py $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check --fix

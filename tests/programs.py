@@ -64,6 +64,11 @@ def like(x, y):
     return jnp.asarray(x, y.dtype)
 
 
+def matmul(a, b):
+    """A product that is summed in double precision, whatever its operands are."""
+    return jnp.matmul(a, b, preferred_element_type=jnp.promote_types(jnp.result_type(a, b), 'float64'))
+
+
 def conv(x, kernel):
     """A convolution in the wider type of its operands."""
     dtype = jnp.promote_types(x.dtype, kernel.dtype)
@@ -73,6 +78,7 @@ def conv(x, kernel):
 NAMES = {
     'jnp': jnp, 'jax': jax, 'lax': lax, 'np': np, 'nn': jax.nn, 'spike': spike, 'clamped': clamped, 'norm': norm,
     'delta': delta, 'surrogate': braintools.surrogate, 'squash': squash, 'like': like, 'conv': conv,
+    'matmul': matmul,
 }  # fmt: skip
 
 REAL = ('float64',)
@@ -452,7 +458,10 @@ def weighted(w, v):
 @statement(6, rank=1)
 def dense(w, v):
     n = w.pick([v.shape[-1], w.size()])
-    return f'{v.text} @ {w.parameter(v.shape[-1], n)}', (*v.shape[:-1], n)
+    shape = (*v.shape[:-1], n)
+    if w.types is NARROW and w.chance(2):
+        return f'matmul({v.text}, {w.parameter(v.shape[-1], n)})', shape
+    return f'{v.text} @ {w.parameter(v.shape[-1], n)}', shape
 
 
 @statement(3, rank=1)

@@ -15,7 +15,7 @@ import pytest
 
 import braintrace
 from braintrace.learner.binding import StepBinding, trace_shapes
-from braintrace.learner.compile import RULES
+from braintrace.learner.by_rule import RULES
 from braintrace.rules import PRESETS
 from oracle import sequence, total_of
 from test_zoo import close_to, precision

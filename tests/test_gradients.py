@@ -16,8 +16,8 @@ import pytest
 
 import braintrace
 from braintrace import ETraceConfig, FixedRandomFeedback
-from braintrace.learner.compile import RULES
-from braintrace.rules import Rule
+from braintrace.learner.by_rule import RULES
+from braintrace.rules import PRESETS
 from braintrace.rules.gradients import ParameterFacts, SiteFacts, gradient_of
 
 nn = brainstate.nn
@@ -373,9 +373,9 @@ def test_rules_without_local_traces_show_no_cuts():
 
 def test_what_a_rule_makes_of_facts():
     silent = ParameterFacts('none', 'nothing reads it', temporal=True, sites=(SiteFacts(),))
-    assert gradient_of(Rule('D_RTRL'), silent) == ('none', 'nothing reads it')
-    assert gradient_of(Rule('RTRL', scope='coupled'), silent).kind == EQUAL
-    assert gradient_of(Rule('ThreeFactor', signal='modulatory'), silent).kind == 'approximate'
+    assert gradient_of(PRESETS['d_rtrl'].default, silent) == ('none', 'nothing reads it')
+    assert gradient_of(PRESETS['rtrl'].default, silent).kind == EQUAL
+    assert gradient_of(PRESETS['threefactor'].default, silent).kind == 'approximate'
     idle = silent._replace(temporal=False)
-    for rule in (Rule('D_RTRL'), Rule('RTRL', scope='coupled'), Rule('BPTT', 'none', window=0)):
+    for rule in (PRESETS[name].default for name in ('d_rtrl', 'rtrl', 'bptt')):
         assert gradient_of(rule, idle).kind == 'none'

@@ -409,3 +409,16 @@ def test_a_jitted_step_follows_states_that_are_made_anew(vmap):
         assert_close(along(WIDE), wide)
         learner.reset_state(batch_size=2)
         assert_close(along(2), narrow)
+
+
+def test_a_model_may_be_compiled_after_its_states_were_made_inside_jit(xs):
+    model = Net()
+
+    @brainstate.transform.jit
+    def run(xs):
+        brainstate.nn.init_all_states(model, batch_size=B)
+        return brainstate.transform.for_loop(model, xs)
+
+    outputs = run(xs)
+    learner = braintrace.compile(model, 'd_rtrl', xs[0], batch_size=B)
+    assert_close(jnp.stack([learner(x) for x in xs]), outputs)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from braintrace import MultiStepData
-from braintrace.learner.compile import RULES
+from braintrace.learner.by_rule import RULES
 
 B, I, H, O, T = 2, 3, 4, 2, 6  # batch, inputs, units, outputs, steps  # noqa: E741
 END = np.array([1.0, 2.0, 0.5, 1.0, 0.0, 0.0])

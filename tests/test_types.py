@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braintrace.learner.compile import RULES
+from braintrace.learner.by_rule import RULES
 
 B, I, H, O, T = 2, 3, 4, 2, 6  # batch, inputs, units, outputs, steps  # noqa: E741
 OPTIONS = {'tbptt': {'k': 4}, 'snap': {'n': 1}}

@@ -94,7 +94,7 @@ def _check_fit(learner: Learner, config: Config, task: Any) -> None:
                 'a factory that makes as many outputs as it is told by its second argument',
             )
         )
-    if learner.rule.signal == 'modulatory':
+    if learner.rule.is_modulated:
         raise ValueError(
             three_parts(
                 f'--rule {config.rule}',

@@ -2,7 +2,7 @@
 
 from ..program.data import MultiStepData, SingleStepData
 from .check import GradientCheck, RuleComparison
-from .compile import (
+from .by_rule import (
     BPTT,
     D_RTRL,
     DNI,

@@ -147,8 +147,12 @@ class Learner(LearnerState):
         return binding, solver, self._program('step', parts, make, binding.is_reusable)
 
     def _advance_rule_state(self, solved: Solved | None) -> None:
-        if self.standing is not None and not self.rule.is_modulated:
-            self.standing.value = self.rule.next_state(self.standing.value, solved)
+        if self.standing is None:
+            return
+        before = self.standing.value
+        after = self.rule.next_state(before, solved)
+        if after is not before:
+            self.standing.value = after
 
     # ------------------------------------------------------------ sequences
 
@@ -197,7 +201,8 @@ class Learner(LearnerState):
         """Gradients of a whole sequence, by path.
 
         ``step_fn(*slices)`` calls the learner and returns a scalar loss (or ``(loss, aux)``).
-        ``mask`` (T,) weights the losses; 'mean' divides by max(Σ mask, 1). ``fresh=True``: the
+        ``mask`` (T,) weights the losses; 'mean' divides by max(Σ mask, 1). A loss of mask 0
+        contributes nothing, even if it or the inputs of its step are NaN. ``fresh=True``: the
         sequence is whole, so states start from where they were compiled and the traces are
         discarded afterwards. ``weights`` selects parameters by path. ``chunk_size=k`` hands windows
         of k steps to ``step_fn``, which wraps them in :class:`MultiStepData`: exact reverse mode

@@ -224,9 +224,12 @@ class LearnerState(brainstate.nn.Module):
     def _repr_html_(self) -> str | None:
         return self.report._repr_html_() if self._example else None
 
-    def show_graph(self, **options: Any) -> str | None:
+    def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
         """Print groups, parameters with what the rule gives them, and other states."""
-        return self.executor.show_graph(**options, gives=self.report.etrace_weights)
+        message = self.executor.graph_text(self.report.etrace_weights)
+        if verbose:
+            print(message)
+        return message if return_msg else None
 
     @property
     def param_states(self) -> dict[Path, brainstate.State]:

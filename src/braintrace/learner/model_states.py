@@ -33,7 +33,10 @@ def make_states(model: brainstate.nn.Module, batch_size: int | None, vmap: bool 
     replaced: dict[int, brainstate.State] = {}
     for path, state in module_states(model).items():
         old = before.get(path)
-        if old is not None and old is not state and type(old) is type(state):
+        if old is None or old is state or type(old) is not type(state):
+            continue
+        # One that was made inside a trace ended with it.
+        if old.stack_level == state.stack_level:
             old.value = state.value
             replaced[id(state)] = old
     if not replaced:

@@ -34,7 +34,8 @@ def online_step(
     def run(
         parameters: Values, states: Values, traces: list, inputs: Values, rule_state: Any
     ) -> tuple[Values, Values, list]:
-        values, new, traces = solver.run(parameters, states, traces, stack(inputs))
+        given = (parameters, states, traces, stack(inputs), rule_state)
+        values, new, traces = solver.run(*given)
         return single(values), new, traces
 
     def ahead(*given: Any) -> tuple:

@@ -124,28 +124,32 @@ class ETraceGraphExecutor:
         """Path of each state by the identity of its object."""
         return {id(state): path for path, state in self.path_to_states.items()}
 
-    def show_graph(
-        self, verbose: bool = True, return_msg: bool = False, gives: Mapping[Path, str] | None = None
-    ) -> str | None:
-        """Groups, dynamic other states, parameters tied to groups and the others.
+    def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
+        """Groups, dynamic other states, parameters tied to groups and the others."""
+        message = self.graph_text()
+        if verbose:
+            print(message)
+        return message if return_msg else None
+
+    def graph_text(self, gives: Mapping[Path, str] | None = None) -> str:
+        """What :meth:`show_graph` prints.
 
         ``gives``: what a rule gives each parameter, shown in place of its credit class.
         """
         graph = self.graph
         report = graph.report
         lines = ['Hidden groups:', *(f'  {group!r}' for group in graph.hidden_groups)]
-        lines += ['Dynamic states that are not hidden:', *(f'  {path_name(p)}' for p in report.dynamic_states)]
+        lines.append('Dynamic states that are not hidden:')
+        lines += [f'  {path_name(p)}' for p in report.dynamic_states]
         lines.append('Parameters tied to groups:')
         for path, credit in report.etrace_weights.items():
             sites = [s for s in graph.hidden_param_op_relations if path in s.trainable_paths]
             into = sorted({g.index for s in sites for g in s.hidden_groups})
             credit = credit if gives is None else gives.get(path, credit)
             lines.append(f'  {path_name(path)} → group {", ".join(map(str, into))} ({credit})')
-        lines += ['Other parameters:', *(f'  {path_name(p)}: {why}' for p, why in report.excluded_weights.items())]
-        message = '\n'.join(map(printable, lines))
-        if verbose:
-            print(message)
-        return message if return_msg else None
+        lines.append('Other parameters:')
+        lines += [f'  {path_name(p)}: {why}' for p, why in report.excluded_weights.items()]
+        return '\n'.join(map(printable, lines))
 
     # ------------------------------------------------------------ Jacobians
 

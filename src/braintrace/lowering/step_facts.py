@@ -75,7 +75,8 @@ class StepFacts:
         reached = set(local.reached(y))
         while more := {i for i, j in local.pattern if j in reached} - reached:
             reached |= more
-        entries = {(i, j) for i, j in local.pattern if i in reached}
+        # What y never reaches has no part in its trace, so other columns do not count.
+        entries = {(i, j) for i, j in local.pattern if j in reached}
         if entries != {(i, i) for i in reached}:
             return None
         values = [self._constant_jacobians[group].get(entry) for entry in entries]

@@ -33,7 +33,7 @@ class LeakyRateReadout(brainstate.nn.Module):
         super().__init__(name=name)  # type: ignore[call-arg]
         self.in_size, self.out_size = in_size, out_size
         self.tau = init.param(tau, self.out_size)
-        shape = self.in_size[-1], self.out_size[-1]  # type: ignore[index]
+        shape = self.in_size[-1], self.out_size[-1]  # type: ignore[index, call-overload]
         self.weight = brainstate.ParamState(init.param(w_init, shape, allow_none=False))
         self._r_init = r_init
 

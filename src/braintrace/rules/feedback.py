@@ -13,11 +13,11 @@ def feedback_signal(
     feedback: str | FixedRandomFeedback, key: Any = 0
 ) -> Symmetric | RandomFeedback:
     """The signal for an option ``feedback=``; ``key`` starts the random weights."""
-    if feedback == 'symmetric':
+    if isinstance(feedback, str) and feedback == 'symmetric':
         return Symmetric()
-    if feedback == 'random':
+    if isinstance(feedback, str) and feedback == 'random':
         feedback = FixedRandomFeedback(key)
-    elif feedback == 'adaptive':
+    elif isinstance(feedback, str) and feedback == 'adaptive':
         feedback = FixedRandomFeedback(key, align=0.999)
     if not isinstance(feedback, FixedRandomFeedback):
         raise ValueError(

@@ -296,7 +296,12 @@ class BlockSolver:
     # ------------------------------------------------------------ a few steps
 
     def run(
-        self, parameters: Values, states: Values, traces: Trace, inputs: Values
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        rule_state: Any = None,
     ) -> tuple[Values, Values, Trace]:
         """A few steps: targets and auxiliary values of each, next states, next traces."""
         new, targets, aux = run_window(self.step, parameters, states, inputs)
