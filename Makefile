@@ -12,6 +12,7 @@ train: $(READY)
 test: $(READY)
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
 
 zoo: $(READY)

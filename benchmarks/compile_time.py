@@ -24,7 +24,9 @@ class Stack(brainstate.nn.Module):
         return x
 
 
-def seconds(layers: int, units: int, batch: int, repeats: int = 3) -> tuple[float, int, int]:
+def seconds(
+    layers: int, units: int, batch: int, repeats: int = 3
+) -> tuple[float, int, int]:
     """Best time to compile, equations and positions of a stack."""
     model = Stack(layers, units)
     brainstate.nn.init_all_states(model, batch)
@@ -40,7 +42,11 @@ def seconds(layers: int, units: int, batch: int, repeats: int = 3) -> tuple[floa
 def main() -> None:
     seconds(1, 8, 2)  # imports and caches of JAX
     print('layers  units  batch  equations  positions        ms    µs/eqn    ns/pos')
-    cases = [(4, 512, 32), *((n, 64, 4) for n in (1, 2, 4, 8, 16, 32)), *((2, n, 32) for n in (64, 256, 1024, 4096))]
+    cases = [
+        (4, 512, 32),
+        *((n, 64, 4) for n in (1, 2, 4, 8, 16, 32)),
+        *((2, n, 32) for n in (64, 256, 1024, 4096)),
+    ]
     for layers, units, batch in cases:
         best, equations, positions = seconds(layers, units, batch)
         print(

@@ -88,7 +88,9 @@ class SynapticStack(brainstate.nn.Module):
 
     def __init__(self, nn: Any, inputs: int, units: int, layers: int):
         super().__init__()
-        self.layers = [SynapticLayer(nn, inputs if i == 0 else units, units) for i in range(layers)]
+        self.layers = [
+            SynapticLayer(nn, inputs if i == 0 else units, units) for i in range(layers)
+        ]
         self.readout = nn.Linear(units, OUTPUTS)
 
     def update(self, x: jax.Array) -> jax.Array:
@@ -123,9 +125,15 @@ class SparseLIF(brainstate.nn.Module):
         import brainevent
 
         self.units = units
-        targets = np.random.default_rng(1).integers(0, units, units * synapses).astype(np.int32)
+        targets = (
+            np.random.default_rng(1)
+            .integers(0, units, units * synapses)
+            .astype(np.int32)
+        )
         starts = np.arange(0, units * synapses + 1, synapses, dtype=np.int32)
-        matrix = brainevent.CSR((jnp.zeros(units * synapses), targets, starts), shape=(units, units))
+        matrix = brainevent.CSR(
+            (jnp.zeros(units * synapses), targets, starts), shape=(units, units)
+        )
         self.recur = nn.SparseLinear(matrix)
 
     def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
@@ -172,14 +180,21 @@ class Workload:
         """The model with its weights; states are made by who runs it."""
         model = self.model(nn, **self.sizes)
         for path, state in model.states(brainstate.ParamState).items():
-            state.value = {key: draw((*path[:-1], key), value.shape) for key, value in state.value.items()}
+            state.value = {
+                key: draw((*path[:-1], key), value.shape)
+                for key, value in state.value.items()
+            }
         return model
 
     def data(self) -> tuple[jax.Array, jax.Array]:
         """Inputs and targets, time first."""
         rng = np.random.default_rng(0)
         shape = (self.steps, self.batch, *self.inputs)
-        xs = rng.random(shape, np.float32) < 0.2 if self.spikes else rng.standard_normal(shape, np.float32)
+        xs = (
+            rng.random(shape, np.float32) < 0.2
+            if self.spikes
+            else rng.standard_normal(shape, np.float32)
+        )
         ys = rng.standard_normal((self.steps, self.batch, OUTPUTS), np.float32)
         return jnp.asarray(xs, jnp.float32), jnp.asarray(ys)
 
@@ -201,8 +216,13 @@ def draw(path: tuple, shape: tuple[int, ...]) -> jax.Array:
     names = list(gates(path))
     shape = (*shape[:-1], shape[-1] // len(names))
     dense = len(shape) > 1
-    scale = np.prod(shape[:-1]) ** -0.5 if dense else {'bias': 0.1, 'weight': 0.3}[path[-1]]
-    parts = [np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape) * scale for name in names]
+    scale = (
+        np.prod(shape[:-1]) ** -0.5 if dense else {'bias': 0.1, 'weight': 0.3}[path[-1]]
+    )
+    parts = [
+        np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape) * scale
+        for name in names
+    ]
     return jnp.asarray(np.concatenate(parts, -1), jnp.float32)
 
 
@@ -212,16 +232,28 @@ def by_gate(gradients: dict) -> dict[str, np.ndarray]:
     for path, tree in gradients.items():
         for key, value in tree.items():
             names = list(gates((*path[:-1], key)))
-            found.update(zip(names, np.split(np.asarray(value), len(names), -1), strict=True))
+            found.update(
+                zip(names, np.split(np.asarray(value), len(names), -1), strict=True)
+            )
     return found
 
 
 READOUT = {'readout.*': 'a read-out gets zero'}
 
 
-def adaptive(key: str, title: str, units: int = 512, inputs: int = 100, **options: Any) -> Workload:
+def adaptive(
+    key: str, title: str, units: int = 512, inputs: int = 100, **options: Any
+) -> Workload:
     sizes = {'inputs': inputs, 'units': units}
-    return Workload(key, title, AdaptiveLIF, sizes, (inputs,), differs=READOUT, **{'steps': 200, **options})
+    return Workload(
+        key,
+        title,
+        AdaptiveLIF,
+        sizes,
+        (inputs,),
+        differs=READOUT,
+        **{'steps': 200, **options},
+    )
 
 
 def workloads(quick: bool = False) -> list[Workload]:
@@ -315,11 +347,26 @@ def workloads(quick: bool = False) -> list[Workload]:
             peer=(),
         ),
         *(
-            adaptive('9', f'adaptive LIF 256, batch 8, T {n}', 256, 32, batch=8, steps=n, peer=('pp_prop',))
+            adaptive(
+                '9',
+                f'adaptive LIF 256, batch 8, T {n}',
+                256,
+                32,
+                batch=8,
+                steps=n,
+                peer=('pp_prop',),
+            )
             for n in (1000, 4000, 16000)
         ),
         *(
-            adaptive('10', f'adaptive LIF {units}, batch 16, T 40', units, batch=16, steps=40, peer_steps=5)
+            adaptive(
+                '10',
+                f'adaptive LIF {units}, batch 16, T 40',
+                units,
+                batch=16,
+                steps=40,
+                peer_steps=5,
+            )
             for units in (128, 256, 512, 1024)
         ),
     ]
@@ -328,9 +375,22 @@ def workloads(quick: bool = False) -> list[Workload]:
 
 def tiny(workload: Workload) -> Workload:
     """The same workload, small enough to prove that the benchmark works."""
-    small = {'units': 2000 if workload.model is SparseLIF else 16, 'side': 6, 'channels': 4}
+    small = {
+        'units': 2000 if workload.model is SparseLIF else 16,
+        'side': 6,
+        'channels': 4,
+    }
     sizes = {key: small.get(key, value) for key, value in workload.sizes.items()}
-    inputs = {SparseLIF: (sizes.get('units'),), ConvLIF: (6, 6, 2)}.get(workload.model, workload.inputs)
+    inputs = {SparseLIF: (sizes.get('units'),), ConvLIF: (6, 6, 2)}.get(
+        workload.model, workload.inputs
+    )
     steps = max(10, workload.steps // 100)
     title = f'tiny: {workload.title}'
-    return replace(workload, title=title, sizes=sizes, inputs=inputs, batch=min(workload.batch, 2), steps=steps)
+    return replace(
+        workload,
+        title=title,
+        sizes=sizes,
+        inputs=inputs,
+        batch=min(workload.batch, 2),
+        steps=steps,
+    )

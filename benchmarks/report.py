@@ -76,7 +76,9 @@ def rows(measured: list[dict]) -> list[dict]:
     for workload in measured:
         ours, peer = workload['ours'], workload.get('peer', {})
         for variant, run in ours.items():
-            theirs = peer.get('d_rtrl_carried' if variant == 'd_rtrl_fresh' else variant, {})
+            theirs = peer.get(
+                'd_rtrl_carried' if variant == 'd_rtrl_fresh' else variant, {}
+            )
             here = 'error' not in run
             beside = here and theirs and 'error' not in theirs
             quotient = lambda a, b: [x / y for x, y in zip(a, b, strict=False)]
@@ -91,7 +93,9 @@ def rows(measured: list[dict]) -> list[dict]:
                     'seconds': run['seconds'],
                     'forward': quotient(run['seconds'], ours['forward']['seconds']),
                     'bptt': quotient(ours['bptt']['seconds'], run['seconds']),
-                    'peer': quotient(theirs['seconds'], run['seconds']) if beside else [],
+                    'peer': quotient(theirs['seconds'], run['seconds'])
+                    if beside
+                    else [],
                     'peer_seconds': theirs['seconds'] if beside else [],
                     'scaled': bool(beside and theirs['steps'] != run['steps']),
                     'peak': run.get('peak'),
@@ -101,7 +105,11 @@ def rows(measured: list[dict]) -> list[dict]:
                     else [],
                     'first': run.get('first', []),
                     'peer_first': theirs.get('first', []) if beside else [],
-                    'first_ratio': quotient([median(run['first'])], [median(theirs['first'])]) if beside else [],
+                    'first_ratio': quotient(
+                        [median(run['first'])], [median(theirs['first'])]
+                    )
+                    if beside
+                    else [],
                     'gradients': verdict(workload['gradients'].get(variant, {})),
                 }
             )
@@ -115,7 +123,11 @@ def verdict(gradients: dict[str, dict]) -> str:
     agree = sum(g['agree'] for g in gradients.values())
     wrong = sum('reason' in g for g in gradients.values())
     other = len(gradients) - agree - wrong
-    words = [f'{agree} agree'] * bool(agree) + [f'{wrong} peer wrong'] * bool(wrong) + [f'{other} DIFFER'] * bool(other)
+    words = (
+        [f'{agree} agree'] * bool(agree)
+        + [f'{wrong} peer wrong'] * bool(wrong)
+        + [f'{other} DIFFER'] * bool(other)
+    )
     return ', '.join(words)
 
 
@@ -137,18 +149,42 @@ def checks(measured: list[dict], table_rows: list[dict]) -> list[dict]:
         for target in TARGETS:
             if target.applies(row):
                 value = median(row[target.number])
-                found.append(check(row['title'], row['variant'], target.number, value, target.bound, target.met(value)))
-    found.extend(growth(measured, '9', 'd_rtrl_carried', 'memory as T grows 16 times', 1.05))
+                found.append(
+                    check(
+                        row['title'],
+                        row['variant'],
+                        target.number,
+                        value,
+                        target.bound,
+                        target.met(value),
+                    )
+                )
+    found.extend(
+        growth(measured, '9', 'd_rtrl_carried', 'memory as T grows 16 times', 1.05)
+    )
     found.extend(growth(measured, '9', 'pp_prop', 'memory as T grows 16 times', 1.05))
-    found.extend(growth(measured, '8', 'pp_prop', 'memory as neurons and synapses double', 2.2))
+    found.extend(
+        growth(measured, '8', 'pp_prop', 'memory as neurons and synapses double', 2.2)
+    )
     return found
 
 
-def check(title: str, variant: str, number: str, value: float, bound: float, met: bool) -> dict:
-    return {'title': title, 'variant': variant, 'number': number, 'value': value, 'bound': bound, 'met': met}
+def check(
+    title: str, variant: str, number: str, value: float, bound: float, met: bool
+) -> dict:
+    return {
+        'title': title,
+        'variant': variant,
+        'number': number,
+        'value': value,
+        'bound': bound,
+        'met': met,
+    }
 
 
-def growth(measured: list[dict], key: str, variant: str, what: str, bound: float) -> Iterator[dict]:
+def growth(
+    measured: list[dict], key: str, variant: str, what: str, bound: float
+) -> Iterator[dict]:
     """Peak memory of the last workload of a series beside the first."""
     series = [w['ours'][variant].get('peak') for w in measured if w['key'] == key]
     if len(series) > 1 and series[0] and series[-1]:
@@ -180,7 +216,9 @@ def table(table_rows: list[dict], judged: bool) -> str:
             title = row['title']
             lines.append([f'{row["key"]}. {title}'])
         if row['error']:
-            lines.append([f'   {NAMES[row["variant"]]}', f'could not run: {row["error"]}'])
+            lines.append(
+                [f'   {NAMES[row["variant"]]}', f'could not run: {row["error"]}']
+            )
             continue
         plain = row['variant'] in BASELINES
         star = '*' if row['scaled'] else ''
@@ -190,20 +228,31 @@ def table(table_rows: list[dict], judged: bool) -> str:
                 f'{median(row["seconds"]) * 1e3:.1f}',
                 '' if plain else spread(row['forward']) + mark(row, 'forward'),
                 '' if plain else spread(row['bptt']) + mark(row, 'bptt'),
-                'could not run' if row['peer_error'] else milliseconds(row['peer_seconds']) + star,
+                'could not run'
+                if row['peer_error']
+                else milliseconds(row['peer_seconds']) + star,
                 spread(row['peer']) + mark(row, 'peer'),
                 pair(row['peak'], row['peer_peak'], MIB) + mark(row, 'peak_ratio'),
-                pair(middle(row['first']), middle(row['peer_first']), 1) + mark(row, 'first_ratio'),
+                pair(middle(row['first']), middle(row['peer_first']), 1)
+                + mark(row, 'first_ratio'),
                 row['gradients'],
             ]
         )
-    widths = [max(len(line[i]) for line in [heads, *lines] if len(line) > 2) for i in range(len(heads))]
+    widths = [
+        max(len(line[i]) for line in [heads, *lines] if len(line) > 2)
+        for i in range(len(heads))
+    ]
     render = lambda line: '  '.join(
-        [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=False))]
+        [
+            line[0].ljust(widths[0]),
+            *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=False)),
+        ]
     )
     text = [render(heads), '-' * len(render(heads)), *map(render, lines)]
     if any(row['scaled'] for row in table_rows):
-        text.append('* run on a shorter sequence and scaled: its cost is the same at every step')
+        text.append(
+            '* run on a shorter sequence and scaled: its cost is the same at every step'
+        )
     return '\n'.join(line.rstrip() for line in text)
 
 
@@ -221,7 +270,9 @@ def markdown(table_rows: list[dict]) -> str:
         shown = row['title'] if row['title'] != title else ''
         title = row['title']
         ratios = ' | '.join(text(row[number]) for number in ('forward', 'bptt', 'peer'))
-        lines.append(f'| {shown} | {NAMES[row["variant"]]} | {ratios} | {pair(row["peak"], row["peer_peak"], MIB)} |')
+        lines.append(
+            f'| {shown} | {NAMES[row["variant"]]} | {ratios} | {pair(row["peak"], row["peer_peak"], MIB)} |'
+        )
     return '\n'.join(lines)
 
 
@@ -239,7 +290,13 @@ def summary(measured: list[dict], found: list[dict], judged: bool) -> str:
             f'{c["value"]:.3g}, wanted {c["bound"]:g}'
             for c in missed
         ]
-    reasons = {g['reason'] for w in measured for gs in w['gradients'].values() for g in gs.values() if 'reason' in g}
+    reasons = {
+        g['reason']
+        for w in measured
+        for gs in w['gradients'].values()
+        for g in gs.values()
+        if 'reason' in g
+    }
     if reasons:
         lines.append('known of the published package: ' + '; '.join(sorted(reasons)))
     lines += [f'GRADIENTS DIFFER: {text}' for text in disagreements(measured)]
@@ -259,7 +316,11 @@ def verdicts(row: dict, number: str) -> str:
 def spread(values: list[float]) -> str:
     """Median, least and most."""
     text = lambda x: f'{x:.0f}' if x >= 100 else f'{x:.3g}'
-    return f'{text(median(values))} [{text(min(values))}–{text(max(values))}]' if values else ''
+    return (
+        f'{text(median(values))} [{text(min(values))}–{text(max(values))}]'
+        if values
+        else ''
+    )
 
 
 def milliseconds(values: list[float]) -> str:
@@ -287,33 +348,75 @@ def draw(measured: list[dict], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     single = [w for w in measured if w['key'] not in ('9', '10')]
-    series = {'memory': [w for w in measured if w['key'] == '9'], 'growth': [w for w in measured if w['key'] == '10']}
-    layout = [['time', 'time']] * bool(single) + [['memory', 'growth']] * any(series.values())
-    figure, axes = plt.subplot_mosaic(layout, figsize=(12, 4.5 * len(layout)), layout='constrained')
-    curves = [('ours', v) for v in NAMES] + [('peer', v) for v in NAMES if v not in BASELINES]
+    series = {
+        'memory': [w for w in measured if w['key'] == '9'],
+        'growth': [w for w in measured if w['key'] == '10'],
+    }
+    layout = [['time', 'time']] * bool(single) + [['memory', 'growth']] * any(
+        series.values()
+    )
+    figure, axes = plt.subplot_mosaic(
+        layout, figsize=(12, 4.5 * len(layout)), layout='constrained'
+    )
+    curves = [('ours', v) for v in NAMES] + [
+        ('peer', v) for v in NAMES if v not in BASELINES
+    ]
     colours = dict(zip(NAMES, ('0.75', '0.4', 'C0', 'C1', 'C2', 'C3'), strict=True))
     handles = {}
     for side, variant in curves:
         name = NAMES[variant] if side == 'ours' else f'{NAMES[variant]} (published)'
         style = {'color': colours[variant], 'alpha': 1.0 if side == 'ours' else 0.4}
         if single:
-            points = [(bar_place(w, side, variant, i), milliseconds_of(w, side, variant)) for i, w in enumerate(single)]
+            points = [
+                (bar_place(w, side, variant, i), milliseconds_of(w, side, variant))
+                for i, w in enumerate(single)
+            ]
             points = [(x, y) for x, y in points if y]
             if points:
-                handles[name] = axes['time'].bar(*zip(*points, strict=True), BAR, **style)
-        for panel, along, value in (('memory', 'steps', peak_of), ('growth', 'units', milliseconds_of)):
-            points = [(w['sizes'].get(along, w['steps']), value(w, side, variant)) for w in series[panel]]
+                handles[name] = axes['time'].bar(
+                    *zip(*points, strict=True), BAR, **style
+                )
+        for panel, along, value in (
+            ('memory', 'steps', peak_of),
+            ('growth', 'units', milliseconds_of),
+        ):
+            points = [
+                (w['sizes'].get(along, w['steps']), value(w, side, variant))
+                for w in series[panel]
+            ]
             points = [(x, y) for x, y in points if y]
             if points:
                 line = '-' if side == 'ours' else '--'
-                handles[name] = axes[panel].plot(*zip(*points, strict=True), marker='o', linestyle=line, **style)[0]
+                handles[name] = axes[panel].plot(
+                    *zip(*points, strict=True), marker='o', linestyle=line, **style
+                )[0]
     if single:
-        axes['time'].set(yscale='log', ylabel='ms a sequence', title='time of a sequence')
-        axes['time'].set_xticks(range(len(single)), [textwrap.fill(w['title'], 16) for w in single], fontsize=7)
+        axes['time'].set(
+            yscale='log', ylabel='ms a sequence', title='time of a sequence'
+        )
+        axes['time'].set_xticks(
+            range(len(single)),
+            [textwrap.fill(w['title'], 16) for w in single],
+            fontsize=7,
+        )
     if any(series.values()):
-        axes['memory'].set(xscale='log', yscale='log', xlabel='steps', ylabel='MiB', title='peak memory, inputs aside')
-        axes['growth'].set(xscale='log', yscale='log', xlabel='units', ylabel='ms a sequence', title='growth')
-    figure.legend(handles.values(), handles, loc='outside lower center', ncols=5, fontsize=8)
+        axes['memory'].set(
+            xscale='log',
+            yscale='log',
+            xlabel='steps',
+            ylabel='MiB',
+            title='peak memory, inputs aside',
+        )
+        axes['growth'].set(
+            xscale='log',
+            yscale='log',
+            xlabel='units',
+            ylabel='ms a sequence',
+            title='growth',
+        )
+    figure.legend(
+        handles.values(), handles, loc='outside lower center', ncols=5, fontsize=8
+    )
     figure.savefig(file, metadata={'Date': None})
 
 

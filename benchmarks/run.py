@@ -46,7 +46,10 @@ def peer_python() -> str:
     if not ready.exists() or ready.read_text() != wanted:
         print(f'installing {PUBLISHED} into {PEER.name}', flush=True)
         subprocess.run([sys.executable, '-m', 'venv', '--clear', str(PEER)], check=True)
-        subprocess.run([str(python), '-m', 'pip', 'install', '--quiet', *wanted.split()], check=True)
+        subprocess.run(
+            [str(python), '-m', 'pip', 'install', '--quiet', *wanted.split()],
+            check=True,
+        )
         ready.write_text(wanted)
     return str(python)
 
@@ -55,9 +58,16 @@ class Side:
     """A worker process; called with a command, it gives the answer."""
 
     def __init__(self, name: str, python: str):
-        threads = dict.fromkeys(('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'NUMBA_NUM_THREADS'), '1')
-        flags = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false'}
-        one_heap = {'MALLOC_ARENA_MAX': '1'}  # the only one that gives memory back when asked, see Run.peak
+        threads = dict.fromkeys(
+            ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'NUMBA_NUM_THREADS'), '1'
+        )
+        flags = {
+            'JAX_PLATFORMS': 'cpu',
+            'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false',
+        }
+        one_heap = {
+            'MALLOC_ARENA_MAX': '1'
+        }  # the only one that gives memory back when asked, see Run.peak
         environment = {**os.environ, **threads, **flags, **one_heap}
         if name == 'peer':
             environment.pop('PYTHONPATH', None)
@@ -79,7 +89,11 @@ class Side:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ''
-        return json.loads(line) if line else {'error': f'the process ended while asked to {do}'}
+        return (
+            json.loads(line)
+            if line
+            else {'error': f'the process ended while asked to {do}'}
+        )
 
     def close(self) -> None:
         """End the process."""
@@ -89,13 +103,17 @@ class Side:
         self._process.wait()
 
 
-def measure(index: int, workload: Workload, sides: dict[str, Side], rounds: int, quick: bool) -> dict:
+def measure(
+    index: int, workload: Workload, sides: dict[str, Side], rounds: int, quick: bool
+) -> dict:
     """Everything about one workload."""
     started = time.perf_counter()
     print(f'[{workload.key}] {workload.title}: set up', end='', flush=True)
     for side in sides.values():
         if error := side('open', index=index, quick=quick).get('error'):
-            sys.exit(f'\n{side.name}: {error}\nworker.py {side.name} 0, run by hand in its environment, tells why')
+            sys.exit(
+                f'\n{side.name}: {error}\nworker.py {side.name} 0, run by hand in its environment, tells why'
+            )
     plan = [('ours', v) for v in (*BASELINES, *workload.variants)]
     if 'peer' in sides:
         plan += [('peer', v) for v in workload.peer]
@@ -118,7 +136,9 @@ def measure(index: int, workload: Workload, sides: dict[str, Side], rounds: int,
                 if 'error' in answer:
                     run['error'] = answer['error']
                 else:
-                    run['seconds'].append(answer['seconds'] * workload.steps / run['steps'])
+                    run['seconds'].append(
+                        answer['seconds'] * workload.steps / run['steps']
+                    )
     gradients = agreement(workload, sides, runs) if 'peer' in sides else {}
     print(f'; {time.perf_counter() - started:.0f} s', flush=True)
     return {
@@ -132,36 +152,58 @@ def measure(index: int, workload: Workload, sides: dict[str, Side], rounds: int,
     }
 
 
-def agreement(workload: Workload, sides: dict[str, Side], runs: dict) -> dict[str, dict]:
+def agreement(
+    workload: Workload, sides: dict[str, Side], runs: dict
+) -> dict[str, dict]:
     """Our gradients beside the published package's, by variant and parameter, over the same number of steps."""
     found: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         for variant in workload.variants:
             other = counterpart(variant)
-            if variant == 'online' or 'seconds' not in runs['peer'].get(other, {}) or 'error' in runs['peer'][other]:
+            if (
+                variant == 'online'
+                or 'seconds' not in runs['peer'].get(other, {})
+                or 'error' in runs['peer'][other]
+            ):
                 continue
-            files = {name: str(Path(folder) / f'{name}-{variant}.npz') for name in sides}
+            files = {
+                name: str(Path(folder) / f'{name}-{variant}.npz') for name in sides
+            }
             steps = runs['peer'][other]['steps']
             if runs['ours'][variant]['steps'] != steps:
                 sides['ours']('setup', variant=variant, steps=steps)
             answers = [sides['ours']('gradients', variant=variant, file=files['ours'])]
-            answers.append(sides['peer']('gradients', variant=other, file=files['peer']))
+            answers.append(
+                sides['peer']('gradients', variant=other, file=files['peer'])
+            )
             if any('error' in answer for answer in answers):
                 continue
             with np.load(files['ours']) as mine, np.load(files['peer']) as theirs:
-                found[variant] = {name: compare(workload, variant, name, mine[name], theirs[name]) for name in mine}
+                found[variant] = {
+                    name: compare(workload, variant, name, mine[name], theirs[name])
+                    for name in mine
+                }
     return found
 
 
-def compare(workload: Workload, variant: str, name: str, mine: np.ndarray, theirs: np.ndarray) -> dict:
+def compare(
+    workload: Workload, variant: str, name: str, mine: np.ndarray, theirs: np.ndarray
+) -> dict:
     """Relative difference and ratio of norms of a gradient; the reason if the published package is known wrong."""
     known = dict(workload.differs)
     if variant == 'pp_prop':
         known['*.bias'] = 'biases shrink'
     size = max(float(np.linalg.norm(mine)), 1e-30)
     error = float(np.linalg.norm(mine - theirs)) / size
-    row = {'error': error, 'ratio': float(np.linalg.norm(theirs)) / size, 'agree': error < AGREEMENT}
-    reason = next((text for pattern, text in known.items() if fnmatch.fnmatch(name, pattern)), None)
+    row = {
+        'error': error,
+        'ratio': float(np.linalg.norm(theirs)) / size,
+        'agree': error < AGREEMENT,
+    }
+    reason = next(
+        (text for pattern, text in known.items() if fnmatch.fnmatch(name, pattern)),
+        None,
+    )
     return row if row['agree'] or reason is None else {**row, 'reason': reason}
 
 
@@ -172,8 +214,14 @@ def counterpart(variant: str) -> str:
 
 def environment() -> dict:
     """Where the numbers come from."""
-    lines = Path('/proc/cpuinfo').read_text().splitlines() if Path('/proc/cpuinfo').exists() else []
-    names = [line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')]
+    lines = (
+        Path('/proc/cpuinfo').read_text().splitlines()
+        if Path('/proc/cpuinfo').exists()
+        else []
+    )
+    names = [
+        line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')
+    ]
     return {
         'processor': names[0] if names else platform.processor(),
         'cores': 1,
@@ -186,35 +234,62 @@ def environment() -> dict:
 def earlier(file: Path) -> dict[str, dict]:
     """Workloads measured before, by title; none if anything about the environment has changed."""
     content = json.loads(file.read_text()) if file.exists() else {'environment': None}
-    return {w['title']: w for w in content['workloads']} if content['environment'] == environment() else {}
+    return (
+        {w['title']: w for w in content['workloads']}
+        if content['environment'] == environment()
+        else {}
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--only', default='', help='numbers of workloads, such as 1,2; results of the others are kept')
+    parser.add_argument(
+        '--only',
+        default='',
+        help='numbers of workloads, such as 1,2; results of the others are kept',
+    )
     parser.add_argument('--rounds', type=int, default=5, help='calls of each variant')
-    parser.add_argument('--quick', action='store_true', help='tiny sizes, to see that the benchmark works')
-    parser.add_argument('--no-peer', action='store_true', help='without the published package')
-    parser.add_argument('--out', type=Path, default=HERE, help='folder of results.json and results.svg')
+    parser.add_argument(
+        '--quick',
+        action='store_true',
+        help='tiny sizes, to see that the benchmark works',
+    )
+    parser.add_argument(
+        '--no-peer', action='store_true', help='without the published package'
+    )
+    parser.add_argument(
+        '--out', type=Path, default=HERE, help='folder of results.json and results.svg'
+    )
     options = parser.parse_args()
     chosen = set(filter(None, options.only.split(',')))
-    pythons = {'ours': sys.executable} | ({} if options.no_peer else {'peer': peer_python()})
+    pythons = {'ours': sys.executable} | (
+        {} if options.no_peer else {'peer': peer_python()}
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     every = workloads(options.quick)
     if chosen - {w.key for w in every}:
         parser.error(f'no workload has the number {options.only!r}')
-    known = earlier(options.out / 'results.json') if chosen and not options.quick else {}
+    known = (
+        earlier(options.out / 'results.json') if chosen and not options.quick else {}
+    )
     for index, workload in enumerate(every):
         if chosen and workload.key not in chosen:
             continue
         sides = {name: Side(name, python) for name, python in pythons.items()}
-        known[workload.title] = measure(index, workload, sides, options.rounds, options.quick)
+        known[workload.title] = measure(
+            index, workload, sides, options.rounds, options.quick
+        )
         for side in sides.values():
             side.close()
         measured = [known[w.title] for w in every if w.title in known]
         rows = report.rows(measured)
         checks = report.checks(measured, rows)
-        content = {'environment': environment(), 'workloads': measured, 'rows': rows, 'checks': checks}
+        content = {
+            'environment': environment(),
+            'workloads': measured,
+            'rows': rows,
+            'checks': checks,
+        }
         (options.out / 'results.json').write_text(json.dumps(content, indent=1) + '\n')
     judged = not options.quick
     text = f'{report.table(rows, judged)}\n{report.summary(measured, checks, judged)}'

@@ -31,13 +31,24 @@ import numpy as np  # noqa: E402
 
 import braintrace  # noqa: E402
 
-RULES = {'d_rtrl_fresh': 'd_rtrl', 'd_rtrl_carried': 'd_rtrl', 'online': 'd_rtrl', 'pp_prop': 'pp_prop'}
+RULES = {
+    'd_rtrl_fresh': 'd_rtrl',
+    'd_rtrl_carried': 'd_rtrl',
+    'online': 'd_rtrl',
+    'pp_prop': 'pp_prop',
+}
 
 
 class Run:
     """One variant of a workload: model, learner and compiled function. ``first`` is the time to make and call it."""
 
-    def __init__(self, side: str, workload: models.Workload, variant: str, data: tuple[jax.Array, jax.Array]):
+    def __init__(
+        self,
+        side: str,
+        workload: models.Workload,
+        variant: str,
+        data: tuple[jax.Array, jax.Array],
+    ):
         self.side, self.data = side, data
         gc.collect()
         before, start = live_bytes(), time.perf_counter()
@@ -47,21 +58,31 @@ class Run:
         if variant in RULES:
             options = {'decay_or_rank': 0.9} if variant == 'pp_prop' else {}
             self.learner = braintrace.compile(
-                self.model, RULES[variant], data[0][0], batch_size=workload.batch, **options
+                self.model,
+                RULES[variant],
+                data[0][0],
+                batch_size=workload.batch,
+                **options,
             )
         else:
             brainstate.nn.init_all_states(self.model, batch_size=workload.batch)
         self._start = [(state, state.value) for state in self._states()]
-        self._function = getattr(self, f'_{variant}' if hasattr(self, f'_{variant}') else '_gradient')(side, variant)
+        self._function = getattr(
+            self, f'_{variant}' if hasattr(self, f'_{variant}') else '_gradient'
+        )(side, variant)
         self.result = jax.block_until_ready(self._function(*data))
         self.first = time.perf_counter() - start
         self()  # a second call may compile once more, for states that a call has written
         self.restart()
         gc.collect()
-        self.held = live_bytes() - before - sum(x.nbytes for x in jax.tree.leaves(self.result))
+        self.held = (
+            live_bytes() - before - sum(x.nbytes for x in jax.tree.leaves(self.result))
+        )
 
     def _states(self) -> list[brainstate.State]:
-        whole = self.model if self.side == 'ours' or self.learner is None else self.learner
+        whole = (
+            self.model if self.side == 'ours' or self.learner is None else self.learner
+        )
         return list(whole.states().values())
 
     def restart(self) -> None:
@@ -104,7 +125,9 @@ class Run:
 
     def _forward(self, *_: str) -> Callable:
         step = lambda x, y: models.loss(self.model(x), y)
-        return brainstate.transform.jit(lambda xs, ys: brainstate.transform.for_loop(step, xs, ys).mean())
+        return brainstate.transform.jit(
+            lambda xs, ys: brainstate.transform.for_loop(step, xs, ys).mean()
+        )
 
     def _bptt(self, *_: str) -> Callable:
         step = lambda x, y: models.loss(self.model(x), y)
@@ -119,10 +142,16 @@ class Run:
     def _gradient(self, side: str, variant: str) -> Callable:
         learner = self.learner
         step = lambda x, y: models.loss(learner(x), y)
-        if side == 'ours':  # compiled once for each shape by itself; the published package compiles on every call
+        if (
+            side == 'ours'
+        ):  # compiled once for each shape by itself; the published package compiles on every call
             fresh = variant == 'd_rtrl_fresh'
-            return lambda xs, ys: dict(learner.etrace_grad(xs, ys, step_fn=step, fresh=fresh))
-        return brainstate.transform.jit(lambda xs, ys: dict(learner.etrace_grad(xs, ys, step_fn=step)))
+            return lambda xs, ys: dict(
+                learner.etrace_grad(xs, ys, step_fn=step, fresh=fresh)
+            )
+        return brainstate.transform.jit(
+            lambda xs, ys: dict(learner.etrace_grad(xs, ys, step_fn=step))
+        )
 
     def _online(self, side: str, variant: str) -> Callable:
         learner, weights = self.learner, self._weights
@@ -130,14 +159,20 @@ class Run:
         optimizer.register_trainable_weights(weights)
         step = lambda x, y: models.loss(learner(x), y)
         if side == 'ours':
-            return lambda xs, ys: learner.etrace_online(xs, ys, step_fn=step, optimizer=optimizer)
+            return lambda xs, ys: learner.etrace_online(
+                xs, ys, step_fn=step, optimizer=optimizer
+            )
 
         def one(x: jax.Array, y: jax.Array) -> jax.Array:
-            gradients, value = brainstate.transform.grad(lambda: step(x, y), weights, return_value=True)()
+            gradients, value = brainstate.transform.grad(
+                lambda: step(x, y), weights, return_value=True
+            )()
             optimizer.update(gradients)
             return value
 
-        return brainstate.transform.jit(lambda xs, ys: brainstate.transform.for_loop(one, xs, ys))
+        return brainstate.transform.jit(
+            lambda xs, ys: brainstate.transform.for_loop(one, xs, ys)
+        )
 
 
 class Worker:
@@ -194,7 +229,11 @@ def live_bytes() -> int:
 
 def status(field: str) -> int:
     """A size of this process, in bytes."""
-    line = next(line for line in Path('/proc/self/status').read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path('/proc/self/status').read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) * 1024
 
 

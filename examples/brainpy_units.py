@@ -21,7 +21,10 @@ class Net(brainstate.nn.Module):
     def __init__(self, inputs: int, units: int, outputs: int):
         super().__init__()
         spike = braintools.surrogate.ReluGrad(alpha=0.3)
-        normal, zero = braintools.init.KaimingNormal(20.0, unit=u.mA), braintools.init.Constant(0.0 * u.mA)
+        normal, zero = (
+            braintools.init.KaimingNormal(20.0, unit=u.mA),
+            braintools.init.Constant(0.0 * u.mA),
+        )
         self.neurons = bp.LIF(units, tau=20.0 * u.ms, V_th=1.0 * u.mV, spk_fun=spike)
         self.projection = bp.AlignPostProj(
             comm=brainstate.nn.Linear(inputs, units, w_init=normal, b_init=None),
@@ -36,18 +39,26 @@ class Net(brainstate.nn.Module):
         return self.readout(self.neurons())
 
 
-def main(updates: int = 200, units: int = 64, batch: int = 32, steps: int = 60) -> tuple[float, float]:
+def main(
+    updates: int = 200, units: int = 64, batch: int = 32, steps: int = 60
+) -> tuple[float, float]:
     """Accuracy before and after."""
     brainstate.random.seed(0)
     task = braintrace.tasks.Randman(classes=5, units=20, steps=steps)
     with brainstate.environ.context(dt=1.0 * u.ms):
         net = Net(task.inputs, units, task.outputs)
-        learner = braintrace.compile(net, 'd_rtrl', jnp.zeros((batch, task.inputs)), batch_size=batch)
+        learner = braintrace.compile(
+            net, 'd_rtrl', jnp.zeros((batch, task.inputs)), batch_size=batch
+        )
         learner.report.show()
         supervised = braintrace.Supervised(learner, task, batch)
-        history = braintrace.fit(learner, **supervised.parts(), optimizer=optax.adam(1e-2), updates=updates)
+        history = braintrace.fit(
+            learner, **supervised.parts(), optimizer=optax.adam(1e-2), updates=updates
+        )
     before, after = history['accuracy'][:5].mean(), history['accuracy'][-5:].mean()
-    print(f'{task.classes} classes of spike times: accuracy {before:.2f} before, {after:.2f} after')
+    print(
+        f'{task.classes} classes of spike times: accuracy {before:.2f} before, {after:.2f} after'
+    )
     return before, after
 
 

@@ -20,12 +20,18 @@ class Net(brainstate.nn.Module):
 
     def __init__(self, side: int, channels: int, classes: int):
         super().__init__()
-        self.conv = brainstate.nn.Conv2d((side, side, 1), channels, kernel_size=5, padding='SAME')
+        self.conv = brainstate.nn.Conv2d(
+            (side, side, 1), channels, kernel_size=5, padding='SAME'
+        )
         self.readout = brainstate.nn.Linear(channels, classes)
 
     def init_state(self, batch_size=None, **kwargs):
         for name in ('V', 'rate'):
-            setattr(self, name, brainstate.HiddenState(jnp.zeros((batch_size, *self.conv.out_size))))
+            setattr(
+                self,
+                name,
+                brainstate.HiddenState(jnp.zeros((batch_size, *self.conv.out_size))),
+            )
 
     def update(self, picture):
         spikes = fire(self.V.value - 0.5)
@@ -34,28 +40,44 @@ class Net(brainstate.nn.Module):
         return self.readout(self.rate.value.mean((1, 2)) * 20)
 
 
-def bars(rng: np.random.Generator, batch: int, side: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def bars(
+    rng: np.random.Generator, batch: int, side: int, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Pictures (time, batch, side, side, 1) of bars that go right, left, down or up, and which."""
     way, start = rng.integers(0, 4, batch), rng.integers(0, side, batch)
     place = (start + np.outer(np.arange(steps), np.where(way % 2, -1, 1))) % side
-    columns = np.broadcast_to(np.eye(side)[place][:, :, None], (steps, batch, side, side))
+    columns = np.broadcast_to(
+        np.eye(side)[place][:, :, None], (steps, batch, side, side)
+    )
     pictures = np.where((way < 2)[:, None, None], columns, columns.swapaxes(2, 3))
     noisy = pictures + rng.normal(0, 0.2, pictures.shape)
     return noisy[..., None].astype('float32'), np.broadcast_to(way, (steps, batch))
 
 
-def main(updates: int = 150, side: int = 10, channels: int = 12, steps: int = 16, batch: int = 32) -> tuple:
+def main(
+    updates: int = 150,
+    side: int = 10,
+    channels: int = 12,
+    steps: int = 16,
+    batch: int = 32,
+) -> tuple:
     """Accuracy before and after."""
     brainstate.random.seed(0)
     net = Net(side, channels, 4)
-    learner = braintrace.compile(net, 'd_rtrl', jnp.zeros((batch, side, side, 1)), batch_size=batch)
+    learner = braintrace.compile(
+        net, 'd_rtrl', jnp.zeros((batch, side, side, 1)), batch_size=batch
+    )
     learner.report.show()
 
     def step(x, way):
         logits = learner(x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, way).mean(), logits
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, way
+        ).mean(), logits
 
-    metrics = lambda logits, xs, way: {'accuracy': (logits[-1].argmax(-1) == way[-1]).mean()}
+    metrics = lambda logits, xs, way: {
+        'accuracy': (logits[-1].argmax(-1) == way[-1]).mean()
+    }
     batches = lambda i: bars(np.random.default_rng(i), batch, side, steps)
     parts = {'step_fn': step, 'metrics': metrics, 'optimizer': optax.adam(1e-2)}
     history = braintrace.fit(learner, batches, **parts, updates=updates)

@@ -35,7 +35,9 @@ def main(updates=300):
     optimizer = optax.adam(3e-3)
     memory = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     start = jnp.zeros(UNITS)
-    learner = braintrace.compile(model, 'd_rtrl', jnp.ones(1), state=start, vmap=True, batch_size=BATCH)
+    learner = braintrace.compile(
+        model, 'd_rtrl', jnp.ones(1), state=start, vmap=True, batch_size=BATCH
+    )
     learner.report.show()
 
     loss_of = lambda x, y: jnp.mean((learner(x) - y) ** 2)
@@ -43,8 +45,12 @@ def main(updates=300):
     for i in range(updates):
         xs = jax.random.normal(jax.random.key(i), (STEPS, BATCH, 1))
         ys = jnp.roll(xs, DELAY, axis=0).at[:DELAY].set(0)
-        grads, loss = learner.etrace_grad(xs, ys, step_fn=loss_of, fresh=True, return_value=True)
-        changes, memory = optimizer.update(grads, memory, eqx.filter(model, eqx.is_inexact_array))
+        grads, loss = learner.etrace_grad(
+            xs, ys, step_fn=loss_of, fresh=True, return_value=True
+        )
+        changes, memory = optimizer.update(
+            grads, memory, eqx.filter(model, eqx.is_inexact_array)
+        )
         learner.params = model = eqx.apply_updates(model, changes)
         losses.append(float(loss.mean()))
         if i % 50 == 0 or i == updates - 1:

@@ -18,14 +18,24 @@ import braintrace
 from braintrace import plots
 
 
-def main(updates: int = 150, units: int = 60, batch: int = 32, out: str | None = None, **timing: int) -> tuple:
+def main(
+    updates: int = 150,
+    units: int = 60,
+    batch: int = 32,
+    out: str | None = None,
+    **timing: int,
+) -> tuple:
     """Accuracy before and after."""
     timing = timing or {'cues': 5, 'cue': 20, 'every': 30, 'delay': 150, 'recall': 30}
     task = braintrace.tasks.EvidenceAccumulation(rate=0.2, **timing)
     net = braintrace.networks.ALIF(task.inputs, task.outputs, units, tau_a=400.0)
-    learner = braintrace.compile(net, 'd_rtrl', jnp.zeros((batch, task.inputs)), batch_size=batch)
+    learner = braintrace.compile(
+        net, 'd_rtrl', jnp.zeros((batch, task.inputs)), batch_size=batch
+    )
     learner.report.show()
-    supervised = braintrace.Supervised(learner, task, batch, penalty=lambda: net.rate.penalty(0.02))
+    supervised = braintrace.Supervised(
+        learner, task, batch, penalty=lambda: net.rate.penalty(0.02)
+    )
     history = braintrace.fit(
         learner,
         **supervised.parts(),
@@ -33,11 +43,15 @@ def main(updates: int = 150, units: int = 60, batch: int = 32, out: str | None =
         updates=updates,
     )
     before, after = history['accuracy'][:5].mean(), history['accuracy'][-5:].mean()
-    print(f'{task.steps} steps, {task.cues} cues: accuracy {before:.2f} before, {after:.2f} after')
+    print(
+        f'{task.steps} steps, {task.cues} cues: accuracy {before:.2f} before, {after:.2f} after'
+    )
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
         plots.learning_curves({'d_rtrl': [history]}, Path(out) / 'learning.png')
-        plots.activity(learner, supervised.batches(updates), task.kind, Path(out) / 'activity.png')
+        plots.activity(
+            learner, supervised.batches(updates), task.kind, Path(out) / 'activity.png'
+        )
     return before, after
 
 

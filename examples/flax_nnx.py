@@ -38,7 +38,9 @@ def main(updates=300):
     for i in range(updates):
         xs = jax.random.normal(jax.random.key(i), (STEPS, BATCH, 1))
         ys = jnp.roll(xs, DELAY, axis=0).at[:DELAY].set(0)
-        grads, loss = learner.etrace_grad(xs, ys, step_fn=loss_of, fresh=True, return_value=True)
+        grads, loss = learner.etrace_grad(
+            xs, ys, step_fn=loss_of, fresh=True, return_value=True
+        )
         optimizer.update(model, grads)
         losses.append(float(loss.mean()))
         if i % 50 == 0 or i == updates - 1:

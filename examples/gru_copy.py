@@ -25,13 +25,17 @@ class Net(brainstate.nn.Module):
         return self.readout(self.cell(x))
 
 
-def main(updates: int = 1500, units: int = 64, batch: int = 64, lag: int = 5) -> tuple[float, float]:
+def main(
+    updates: int = 1500, units: int = 64, batch: int = 64, lag: int = 5
+) -> tuple[float, float]:
     """Accuracy before and after."""
     brainstate.random.seed(0)
     task = braintrace.tasks.Copying(length=3, symbols=4, lag=lag)
     rng = np.random.default_rng(0)
     net = Net(task.inputs, units, task.outputs)
-    learner = braintrace.compile(net, 'd_rtrl', jnp.zeros((batch, task.inputs)), batch_size=batch)
+    learner = braintrace.compile(
+        net, 'd_rtrl', jnp.zeros((batch, task.inputs)), batch_size=batch
+    )
     learner.report.show()
     optimizer = optax.adam(3e-3)
 
@@ -44,13 +48,19 @@ def main(updates: int = 1500, units: int = 64, batch: int = 64, lag: int = 5) ->
     accuracy = []
     for i in range(updates):
         xs, ys, _ = task.batch(rng, batch)
-        gradients, right = learner.etrace_grad(xs, ys, step_fn=step, mask=recall, has_aux=True, fresh=True)
+        gradients, right = learner.etrace_grad(
+            xs, ys, step_fn=step, mask=recall, has_aux=True, fresh=True
+        )
         learner.apply(gradients, optimizer)
         accuracy.append(float(jnp.average(right, weights=recall)))
         if (i + 1) % max(1, updates // 10) == 0:
-            print(f'update {i + 1:5}  accuracy {np.mean(accuracy[-50:]):.3f}', flush=True)
+            print(
+                f'update {i + 1:5}  accuracy {np.mean(accuracy[-50:]):.3f}', flush=True
+            )
     before, after = float(np.mean(accuracy[:10])), float(np.mean(accuracy[-10:]))
-    print(f'{task.length} of {task.symbols} symbols after {lag} steps: accuracy {before:.2f} before, {after:.2f} after')
+    print(
+        f'{task.length} of {task.symbols} symbols after {lag} steps: accuracy {before:.2f} before, {after:.2f} after'
+    )
     return before, after
 
 

@@ -27,7 +27,9 @@ class Controller(brainstate.nn.Module):
         return self.readout(self.cell(x))
 
 
-def main(steps: int = 10000, units: int = 32, dt: float = 0.02, lr: float = 1e-3) -> np.ndarray:
+def main(
+    steps: int = 10000, units: int = 32, dt: float = 0.02, lr: float = 1e-3
+) -> np.ndarray:
     """Mean distances to the target, before and after the change of mass: without learning, and learned."""
     brainstate.random.seed(0)
     net = Controller(5, units)
@@ -38,9 +40,14 @@ def main(steps: int = 10000, units: int = 32, dt: float = 0.02, lr: float = 1e-3
     def act_and_learn(x, correction):
         def loss():
             (torque,) = learner(x)
-            return -correction * torque, torque  # its derivative: what the spring and damper had to add
+            return (
+                -correction * torque,
+                torque,
+            )  # its derivative: what the spring and damper had to add
 
-        gradients, torque = brainstate.transform.grad(loss, net.states(brainstate.ParamState), has_aux=True)()
+        gradients, torque = brainstate.transform.grad(
+            loss, net.states(brainstate.ParamState), has_aux=True
+        )()
         learner.apply(gradients, optimizer)
         return torque
 
@@ -48,19 +55,30 @@ def main(steps: int = 10000, units: int = 32, dt: float = 0.02, lr: float = 1e-3
         angle, speed, errors = 0.0, 0.0, []
         for i in range(steps):
             mass, t = 1.0 if i < steps // 2 else 2.0, i * dt
-            target, its_speed = np.sin(t) + 0.5 * np.sin(2.3 * t), np.cos(t) + 1.15 * np.cos(2.3 * t)
+            target, its_speed = (
+                np.sin(t) + 0.5 * np.sin(2.3 * t),
+                np.cos(t) + 1.15 * np.cos(2.3 * t),
+            )
             correction = 6.0 * (target - angle) + 2.0 * (its_speed - speed)
             x = np.array([target, its_speed, angle, speed, 1.0], 'float32')
-            torque = correction + (float(act_and_learn(x, correction)) if learn else 0.0)
+            torque = correction + (
+                float(act_and_learn(x, correction)) if learn else 0.0
+            )
             speed += dt * (torque / mass - 9.81 * np.sin(angle) - 0.5 * speed)
             angle += dt * speed
             errors.append(abs(target - angle))
-        ends = np.array(errors).reshape(2, -1)[:, -steps // 10 :]  # the end of each half
+        ends = np.array(errors).reshape(2, -1)[
+            :, -steps // 10 :
+        ]  # the end of each half
         return ends.mean(1)
 
     found = np.array([run(learn=False), run(learn=True)])
-    print(f'mean distance to the target without learning: {found[0, 0]:.3f}, mass doubled: {found[0, 1]:.3f}')
-    print(f'                            learned online: {found[1, 0]:.3f}, mass doubled: {found[1, 1]:.3f}')
+    print(
+        f'mean distance to the target without learning: {found[0, 0]:.3f}, mass doubled: {found[0, 1]:.3f}'
+    )
+    print(
+        f'                            learned online: {found[1, 0]:.3f}, mass doubled: {found[1, 1]:.3f}'
+    )
     return found
 
 

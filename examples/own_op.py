@@ -52,24 +52,36 @@ class Net(brainstate.nn.Module):
         return self.readout(self.h.value)
 
 
-def main(updates: int = 300, units: int = 48, steps: int = 50, batch: int = 16) -> tuple[float, float]:
+def main(
+    updates: int = 300, units: int = 48, steps: int = 50, batch: int = 16
+) -> tuple[float, float]:
     """Squared error before and after."""
     brainstate.random.seed(0)
-    unknown = braintrace.compile(Net(units), 'd_rtrl', jnp.zeros((batch, 1)), batch_size=batch)
+    unknown = braintrace.compile(
+        Net(units), 'd_rtrl', jnp.zeros((batch, 1)), batch_size=batch
+    )
     unknown.report.show()
     braintrace.register_primitive(shrink_p, 'elementwise')
-    learner = braintrace.compile(Net(units), 'd_rtrl', jnp.zeros((batch, 1)), batch_size=batch)
+    learner = braintrace.compile(
+        Net(units), 'd_rtrl', jnp.zeros((batch, 1)), batch_size=batch
+    )
     learner.report.show()
 
     def batches(i):
         xs = np.random.default_rng(i).normal(size=(steps, batch, 1)).astype('float32')
         sums = np.cumsum(xs, 0)
-        return xs, sums - np.concatenate([np.zeros_like(xs[:5]), sums[:-5]])  # of the last five steps
+        return xs, sums - np.concatenate(
+            [np.zeros_like(xs[:5]), sums[:-5]]
+        )  # of the last five steps
 
     step = lambda x, y: jnp.mean((learner(x) - y) ** 2)
-    history = braintrace.fit(learner, batches, step_fn=step, optimizer=optax.adam(5e-3), updates=updates)
+    history = braintrace.fit(
+        learner, batches, step_fn=step, optimizer=optax.adam(5e-3), updates=updates
+    )
     before, after = history['loss'][0], history['loss'][-5:].mean()
-    print(f'sum of the last five inputs: squared error {before:.3f} before, {after:.3f} after')
+    print(
+        f'sum of the last five inputs: squared error {before:.3f} before, {after:.3f} after'
+    )
     return before, after
 
 

@@ -45,16 +45,28 @@ class Net(brainstate.nn.Module):
         return self.readout(jnp.tanh(self.h.value))
 
 
-def main(updates: int = 200, units: int = 48, steps: int = 150, others: tuple = OTHERS, picture: str | None = None):
+def main(
+    updates: int = 200,
+    units: int = 48,
+    steps: int = 150,
+    others: tuple = OTHERS,
+    picture: str | None = None,
+):
     """Squared error over variance, before and after."""
     brainstate.random.seed(0)
     task = braintrace.tasks.Series('mackey_glass', steps=steps)
-    learner = braintrace.compile(Net(1, units, 1), RULE, jnp.zeros((4, 1)), batch_size=4)
+    learner = braintrace.compile(
+        Net(1, units, 1), RULE, jnp.zeros((4, 1)), batch_size=4
+    )
     step = lambda x, y: jnp.mean((learner(x) - y) ** 2)
     batches = lambda i: task.batch(np.random.default_rng(i), 4)[:2]
-    history = braintrace.fit(learner, batches, step_fn=step, optimizer=optax.adam(5e-3), updates=updates)
+    history = braintrace.fit(
+        learner, batches, step_fn=step, optimizer=optax.adam(5e-3), updates=updates
+    )
     before, after = history['loss'][0], history['loss'][-5:].mean()
-    print(f'next value of a chaotic series: error {before:.3f} before, {after:.3f} after')
+    print(
+        f'next value of a chaotic series: error {before:.3f} before, {after:.3f} after'
+    )
     found = learner.gradient_check(*batches(0), step_fn=step, rules=[RULE, *others])
     print(f'\n{found}')
     if picture is not None:

@@ -87,12 +87,19 @@ EXPERIMENTS = {
         5e-3,
         'accuracy',
         0.93,
-        options={'pp_prop': {'decay_or_rank': 0.999}, 'eprop': {'feedback': 'random', 'kappa_filter_decay': 0.951}},
+        options={
+            'pp_prop': {'decay_or_rank': 0.999},
+            'eprop': {'feedback': 'random', 'kappa_filter_decay': 0.951},
+        },
         rate_target=0.01,
         falling=True,
         shape={'gain': 0.5},
         own={
-            'pp_prop': {'network': 'gif', 'shape': {'units': 100, 'after': 0.03}, 'updates': 200},
+            'pp_prop': {
+                'network': 'gif',
+                'shape': {'units': 100, 'after': 0.03},
+                'updates': 200,
+            },
             'bptt': {'shape': {'gain': 0.1}, 'fixed': ('recur',), 'updates': 100},
         },
     ),
@@ -108,7 +115,11 @@ EXPERIMENTS = {
         rate_target=0.02,
         falling=True,
         shape={'after': -0.3, 'gain': 0.02},
-        own={'eprop': {'updates': 400}, 'pp_prop': {'fixed': ('recur',)}, 'bptt': {'fixed': ('recur',)}},
+        own={
+            'eprop': {'updates': 400},
+            'pp_prop': {'fixed': ('recur',)},
+            'bptt': {'fixed': ('recur',)},
+        },
     ),
     'copying': Experiment(
         tasks.Copying(),
@@ -142,20 +153,41 @@ EXPERIMENTS = {
 }
 
 
-def train(experiment: Experiment, rule: str, seed: int, report: Callable[[str], None]) -> dict:
+def train(
+    experiment: Experiment, rule: str, seed: int, report: Callable[[str], None]
+) -> dict:
     """One network under one rule; its final measure and its course."""
     brainstate.random.seed(seed)
     task = experiment.task
-    net = networks.network(experiment.network, task.inputs, task.outputs, seed=seed, **experiment.shape)
+    net = networks.network(
+        experiment.network, task.inputs, task.outputs, seed=seed, **experiment.shape
+    )
     example = jnp.zeros((experiment.batch, task.inputs))
-    learner = braintrace.compile(net, rule, example, batch_size=experiment.batch, **experiment.options.get(rule, {}))
-    penalty = None if experiment.rate_target is None else lambda: net.rate.penalty(experiment.rate_target)
-    supervised = braintrace.Supervised(learner, task, experiment.batch, seed=seed, penalty=penalty)
+    learner = braintrace.compile(
+        net,
+        rule,
+        example,
+        batch_size=experiment.batch,
+        **experiment.options.get(rule, {}),
+    )
+    penalty = (
+        None
+        if experiment.rate_target is None
+        else lambda: net.rate.penalty(experiment.rate_target)
+    )
+    supervised = braintrace.Supervised(
+        learner, task, experiment.batch, seed=seed, penalty=penalty
+    )
     rate = experiment.rate
     if experiment.falling:
         rate = optax.cosine_decay_schedule(rate, experiment.updates, alpha=0.05)
-    still = optax.masked(optax.set_to_zero(), lambda tree: {path: path[0] in experiment.fixed for path in tree})
-    clipped = optax.chain(still, optax.clip_by_global_norm(experiment.clip), optax.adam(rate))
+    still = optax.masked(
+        optax.set_to_zero(),
+        lambda tree: {path: path[0] in experiment.fixed for path in tree},
+    )
+    clipped = optax.chain(
+        still, optax.clip_by_global_norm(experiment.clip), optax.adam(rate)
+    )
     clipped = optax.apply_if_finite(clipped, max_consecutive_errors=50)
     start = time.perf_counter()
     if experiment.online:
@@ -171,19 +203,34 @@ def train(experiment: Experiment, rule: str, seed: int, report: Callable[[str], 
         final = float(losses[-len(losses) // 5 :].mean())
         report(f'error {final:.4f}')
         course = [float(v) for v in losses.reshape(30, -1).mean(1)]
-        return {'final': final, 'course': course, 'seconds': time.perf_counter() - start}
+        return {
+            'final': final,
+            'course': course,
+            'seconds': time.perf_counter() - start,
+        }
 
     course: list[float] = []
 
     def tell(record: dict) -> None:
         course.append(record[experiment.measure])
         if record['update'] % 20 == 0:
-            report(f'{record["update"]} of {experiment.updates}: {experiment.measure} {np.mean(course[-20:]):.4f}')
+            report(
+                f'{record["update"]} of {experiment.updates}: {experiment.measure} {np.mean(course[-20:]):.4f}'
+            )
 
     braintrace.fit(
-        learner, **supervised.parts(), optimizer=clipped, updates=experiment.updates, callbacks=[tell], show=False
+        learner,
+        **supervised.parts(),
+        optimizer=clipped,
+        updates=experiment.updates,
+        callbacks=[tell],
+        show=False,
     )
-    return {'final': float(np.mean(course[-20:])), 'course': course, 'seconds': time.perf_counter() - start}
+    return {
+        'final': float(np.mean(course[-20:])),
+        'course': course,
+        'seconds': time.perf_counter() - start,
+    }
 
 
 def run(name: str, rules: tuple, seeds: range, updates: int | None) -> None:
@@ -195,10 +242,17 @@ def run(name: str, rules: tuple, seeds: range, updates: int | None) -> None:
         given = {'updates': updates} if updates else {}
         own = replace(experiment, **experiment.own.get(rule, {}) | given)
         rate = 'cosine' if own.falling else 'constant'
-        how = {'network': own.network, 'shape': own.shape, 'fixed': own.fixed, 'rate': rate}
+        how = {
+            'network': own.network,
+            'shape': own.shape,
+            'fixed': own.fixed,
+            'rate': rate,
+        }
         runs = kept().get(rule, [])[: seeds.start]
         for seed in seeds:
-            tell = lambda text, rule=rule, seed=seed: print(f'{name:12} {rule:8} seed {seed}  {text}', flush=True)
+            tell = lambda text, rule=rule, seed=seed: print(
+                f'{name:12} {rule:8} seed {seed}  {text}', flush=True
+            )
             runs.append({**train(own, rule, seed, tell), **how})
         content = {
             'measure': experiment.measure,
@@ -232,7 +286,13 @@ def table() -> str:
             spread = f'[{min(finals):.4f}, {max(finals):.4f}]'
             network = runs[0].get('network', experiment.network)
             fixed = [f'{name} fixed' for name in runs[0].get('fixed', ())]
-            shape = ' '.join([network, *(f'{k} {v}' for k, v in runs[0].get('shape', {}).items()), *fixed])
+            shape = ' '.join(
+                [
+                    network,
+                    *(f'{k} {v}' for k, v in runs[0].get('shape', {}).items()),
+                    *fixed,
+                ]
+            )
             updates = len(runs[0]['course'])
             if experiment.online:
                 updates = experiment.task.steps // (25 if rule == 'bptt' else 1)
@@ -243,17 +303,28 @@ def table() -> str:
                 f'| {wanted} | {good} of {len(finals)} | {seconds:.0f} |'
             )
     references = [
-        f'- {name}: {e.task.reference}' for name, e in EXPERIMENTS.items() if (HERE / f'{name}.json').exists()
+        f'- {name}: {e.task.reference}'
+        for name, e in EXPERIMENTS.items()
+        if (HERE / f'{name}.json').exists()
     ]
     return '\n'.join([*lines, '', BEHIND, 'References:', '', *references]) + '\n'
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('tasks', nargs='*', choices=[*EXPERIMENTS, []], help='all by default')
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        'tasks', nargs='*', choices=[*EXPERIMENTS, []], help='all by default'
+    )
     parser.add_argument('--rules', type=lambda text: tuple(text.split(',')), default=())
     parser.add_argument('--seeds', type=int, default=3)
-    parser.add_argument('--first', type=int, default=0, help='the first seed; results of those before it stay')
+    parser.add_argument(
+        '--first',
+        type=int,
+        default=0,
+        help='the first seed; results of those before it stay',
+    )
     parser.add_argument('--updates', type=int)
     options = parser.parse_args()
     for name in options.tasks or EXPERIMENTS:

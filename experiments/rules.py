@@ -36,9 +36,15 @@ MODELS = {
 def cosines() -> dict[str, dict[str, list[float]]]:
     """Cosines of whole gradients by rule and model, over seeds."""
     found: dict[str, dict[str, list[float]]] = {}
-    names = [n for n in PRESETS if n not in ('es_d_rtrl', 'ostlrecurrent', 'bptt', 'threefactor')]
+    names = [
+        n
+        for n in PRESETS
+        if n not in ('es_d_rtrl', 'ostlrecurrent', 'bptt', 'threefactor')
+    ]
     for title, make in MODELS.items():
-        learner = braintrace.compile(make(), 'd_rtrl', jnp.ones((BATCH, INPUTS)), batch_size=BATCH)
+        learner = braintrace.compile(
+            make(), 'd_rtrl', jnp.ones((BATCH, INPUTS)), batch_size=BATCH
+        )
         step = lambda x, y, learner=learner: models.loss(learner(x), y)
         for seed in range(SEEDS):
             rng = np.random.default_rng(seed)
@@ -46,9 +52,15 @@ def cosines() -> dict[str, dict[str, list[float]]]:
             for path, state in make().states(brainstate.ParamState).items():
                 learner.param_states[path].value = state.value
             xs = jnp.asarray(rng.normal(size=(STEPS, BATCH, INPUTS)) + 0.5, jnp.float32)
-            ys = jnp.asarray(rng.normal(size=(STEPS, BATCH, models.OUTPUTS)), jnp.float32)
-            for check in learner.gradient_check(xs, ys, step_fn=step, rules=names).checks:
-                found.setdefault(check.rule, {}).setdefault(title, []).append(check.cosine)
+            ys = jnp.asarray(
+                rng.normal(size=(STEPS, BATCH, models.OUTPUTS)), jnp.float32
+            )
+            for check in learner.gradient_check(
+                xs, ys, step_fn=step, rules=names
+            ).checks:
+                found.setdefault(check.rule, {}).setdefault(title, []).append(
+                    check.cosine
+                )
         print(title, flush=True)
     return found
 
@@ -78,10 +90,16 @@ def growth() -> dict[str, tuple[int, float, float, float]]:
             continue
         rule = preset.default
         units = 24 if '³' in rule.cost[1] else 512
-        runs = [timed(name, *size) for size in ((units, STEPS), (2 * units, STEPS), (units, 2 * STEPS))]
+        runs = [
+            timed(name, *size)
+            for size in ((units, STEPS), (2 * units, STEPS), (units, 2 * STEPS))
+        ]
         rounds = [[run() for run in runs] for _ in range(7)]
         wide, long = (statistics.median(r[i] / r[0] for r in rounds) for i in (1, 2))
-        grown = [stated(rule.cost[1], B=BATCH, I=INPUTS + h, H=h, T=STEPS) for h in (units, 2 * units)]
+        grown = [
+            stated(rule.cost[1], B=BATCH, I=INPUTS + h, H=h, T=STEPS)
+            for h in (units, 2 * units)
+        ]
         found[rule.name] = units, grown[1] / grown[0], wide, long
         print(rule.name, *found[rule.name], flush=True)
     return found
@@ -89,7 +107,9 @@ def growth() -> dict[str, tuple[int, float, float, float]]:
 
 def stated(formula: str, **sizes: int) -> float:
     """The value of a cost such as ``T·B·H³·I``."""
-    return eval(formula.replace('·', '*').replace('³', '**3').replace('²', '**2'), sizes)
+    return eval(
+        formula.replace('·', '*').replace('³', '**3').replace('²', '**2'), sizes
+    )
 
 
 TRACES: dict[type, str] = {
@@ -118,7 +138,10 @@ def described(rule: Rule) -> str:
     return f'| `{label}` | {trace} | {memory} | {time} | {rule.exact_when} | {needs} | {rule.use} |'
 
 
-def page(found: dict[str, dict[str, list[float]]], grown: dict[str, tuple[int, float, float, float]]) -> str:
+def page(
+    found: dict[str, dict[str, list[float]]],
+    grown: dict[str, tuple[int, float, float, float]],
+) -> str:
     """The page, in Markdown."""
     lines = [
         '# Choose a rule',
@@ -137,7 +160,11 @@ def page(found: dict[str, dict[str, list[float]]], grown: dict[str, tuple[int, f
         '| rule | trace | memory | time | exact when | needs | use it for |',
         '| --- | --- | --- | --- | --- | --- | --- |',
     ]
-    lines += [described(preset.default) for name, preset in PRESETS.items() if name == preset.name]
+    lines += [
+        described(preset.default)
+        for name, preset in PRESETS.items()
+        if name == preset.name
+    ]
     lines += [
         '',
         '## How near to BPTT',
@@ -150,7 +177,10 @@ def page(found: dict[str, dict[str, list[float]]], grown: dict[str, tuple[int, f
         f'| --- | {" | ".join("---" for _ in MODELS)} |',
     ]
     text = lambda v: f'{np.mean(v):.2f} [{min(v):.2f}, {max(v):.2f}]'
-    lines += [f'| {rule} | {" | ".join(text(row[title]) for title in MODELS)} |' for rule, row in found.items()]
+    lines += [
+        f'| {rule} | {" | ".join(text(row[title]) for title in MODELS)} |'
+        for rule, row in found.items()
+    ]
     lines += [
         '',
         '## What it costs, measured',
@@ -162,7 +192,10 @@ def page(found: dict[str, dict[str, list[float]]], grown: dict[str, tuple[int, f
         '',
         '| rule | units | stated | found | steps |',
         '| --- | --- | --- | --- | --- |',
-        *(f'| {name} | {h} to {2 * h} | {a:.1f} | {b:.1f} | {c:.1f} |' for name, (h, a, b, c) in grown.items()),
+        *(
+            f'| {name} | {h} to {2 * h} | {a:.1f} | {b:.1f} | {c:.1f} |'
+            for name, (h, a, b, c) in grown.items()
+        ),
         '',
         '## Parts',
         '',

@@ -54,12 +54,22 @@ def row(case: zoo.Case) -> str:
     """A model's line of the table."""
     with jax.enable_x64(True) if case.x64 else contextlib.nullcontext():
         model, inputs = case.build()
-        report = braintrace.compile_etrace_graph(model, *inputs, include_hidden_perturb=False).report
-    groups = ['{' + ', '.join('.'.join(map(str, p)) for p in g.hidden_paths) + '}' for g in report.hidden_groups]
+        report = braintrace.compile_etrace_graph(
+            model, *inputs, include_hidden_perturb=False
+        ).report
+    groups = [
+        '{' + ', '.join('.'.join(map(str, p)) for p in g.hidden_paths) + '}'
+        for g in report.hidden_groups
+    ]
     counts = Counter(r.context['credit'] for r in report.credits)
     judged = [(r.context['credit'], r.context['reason']) for r in report.credits]
     unfelt = [pair for pair in judged if pair[1].startswith(UNFELT)]
-    worst, reason = next(pair for c in (*ORDER[1:], 'none') for pair in [*unfelt, *judged] if unfelt or pair[0] == c)
+    worst, reason = next(
+        pair
+        for c in (*ORDER[1:], 'none')
+        for pair in [*unfelt, *judged]
+        if unfelt or pair[0] == c
+    )
     verdict = worst if worst == 'exact' else f'{worst}: {bare(reason)}'
     lost = [
         bare(r.message)
@@ -75,8 +85,15 @@ def refused(name: str) -> str:
     model, inputs = zoo.REFUSED[name]()
     try:
         braintrace.D_RTRL(model).compile_graph(*inputs)
-    except (ValueError, TypeError, NotImplementedError, braintrace.CompilationError) as error:
-        what, why, instead = re.split(r'\n\s*(?:why|what)[^:]*: ', str(error), maxsplit=2)
+    except (
+        ValueError,
+        TypeError,
+        NotImplementedError,
+        braintrace.CompilationError,
+    ) as error:
+        what, why, instead = re.split(
+            r'\n\s*(?:why|what)[^:]*: ', str(error), maxsplit=2
+        )
         short = lambda text: bare(' '.join(text.split()))[:300]
         return f'| {name.replace("_", " ")} | refused: {short(what)}. {short(why)} | {short(instead)} |'
     raise AssertionError(f'{name} was not refused')
@@ -91,11 +108,20 @@ def page() -> str:
             '| model | hidden groups | parameters | verdict |',
             '| --- | --- | --- | --- |',
         ]
-        parts += [*(row(case) for case in zoo.CASES.values() if case.family == family), '']
-    parts += [f'## {title("refused")}\n', '| model | verdict | what to write instead |', '| --- | --- | --- |']
+        parts += [
+            *(row(case) for case in zoo.CASES.values() if case.family == family),
+            '',
+        ]
+    parts += [
+        f'## {title("refused")}\n',
+        '| model | verdict | what to write instead |',
+        '| --- | --- | --- |',
+    ]
     return '\n'.join([*parts, *map(refused, zoo.REFUSED)]) + '\n'
 
 
 if __name__ == '__main__':
     PAGE.write_text(page())
-    print(f'{PAGE.relative_to(ROOT)}: {len(zoo.CASES)} models, {len(zoo.REFUSED)} refused')
+    print(
+        f'{PAGE.relative_to(ROOT)}: {len(zoo.CASES)} models, {len(zoo.REFUSED)} refused'
+    )

@@ -28,15 +28,35 @@ MISSING = """No Chromium was found, and so no page was opened.
 
 def find_browser() -> str | None:
     """The program of a Chromium, if there is one."""
-    names = (os.environ.get('CHROME', ''), 'chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable')
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    names = (
+        os.environ.get('CHROME', ''),
+        'chromium',
+        'chromium-browser',
+        'google-chrome',
+        'google-chrome-stable',
+    )
+    return next(
+        (found for name in names if name and (found := shutil.which(name))), None
+    )
 
 
 def run(browser: str, *options: str) -> str:
     """What Chromium prints."""
     with tempfile.TemporaryDirectory() as profile:
-        given = ['--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars', f'--user-data-dir={profile}']
-        done = subprocess.run([browser, *given, *options], capture_output=True, text=True, timeout=120, check=True)
+        given = [
+            '--headless',
+            '--no-sandbox',
+            '--disable-gpu',
+            '--hide-scrollbars',
+            f'--user-data-dir={profile}',
+        ]
+        done = subprocess.run(
+            [browser, *given, *options],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
     return done.stdout
 
 
@@ -46,22 +66,32 @@ def look(browser: str, text: str, file: Path, width: int, dark: bool) -> list[st
     errors = 'window.pageErrors = []; addEventListener("error", (e) => pageErrors.push(e.message));'
     text = text.replace('<head>', f'<head><script>{errors}</script>', 1)
     script = (ROOT / 'scripts' / 'browser.js').read_text(encoding='utf-8')
-    inner = html.escape(text.replace('</body>', f'<script>{expected}{script}</script></body>'))
+    inner = html.escape(
+        text.replace('</body>', f'<script>{expected}{script}</script></body>')
+    )
     frame = f'<iframe srcdoc="{inner}" style="border:0;width:{width}px;height:900px"></iframe>'
     style = '<style>:root { color-scheme: light dark; } body { margin: 0; }</style>'
-    file.write_text(f'<!doctype html><meta charset="utf-8">{style}{frame}', encoding='utf-8')
+    file.write_text(
+        f'<!doctype html><meta charset="utf-8">{style}{frame}', encoding='utf-8'
+    )
     scheme = f'--blink-settings=preferredColorScheme={0 if dark else 1}'
     dom = run(browser, '--dump-dom', '--window-size=1500,900', scheme, file.as_uri())
     found = re.search(r'<pre id="findings">(.*?)</pre>', dom, re.DOTALL)
     if found is None:
         return ['the checks did not run to their end']
     findings = json.loads(html.unescape(found.group(1)))
-    return findings['bad'] + ['nothing was drawn'] * (not findings['boxes']) + ['no rows'] * (not findings['rows'])
+    return (
+        findings['bad']
+        + ['nothing was drawn'] * (not findings['boxes'])
+        + ['no rows'] * (not findings['rows'])
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--picture', type=Path, help='also write a picture of a page, for the docs')
+    parser.add_argument(
+        '--picture', type=Path, help='also write a picture of a page, for the docs'
+    )
     arguments = parser.parse_args()
     browser = find_browser()
     if browser is None:
@@ -72,14 +102,25 @@ def main() -> int:
         for name, text in pages.pages():
             for size, width in SIZES.items():
                 for dark in (False, True):
-                    bad = look(browser, text, Path(folder) / f'{name}.html', width, dark)
+                    bad = look(
+                        browser, text, Path(folder) / f'{name}.html', width, dark
+                    )
                     failed += bool(bad)
-                    print(f'{name:12} {size:7} {"dark" if dark else "light":6} {"fine" if not bad else "WRONG"}')
-                    print(''.join(f'    {line}\n' for line in dict.fromkeys(bad)), end='')
+                    print(
+                        f'{name:12} {size:7} {"dark" if dark else "light":6} {"fine" if not bad else "WRONG"}'
+                    )
+                    print(
+                        ''.join(f'    {line}\n' for line in dict.fromkeys(bad)), end=''
+                    )
         if arguments.picture:
             file = Path(folder) / 'picture.html'
             file.write_text(pages.example(), encoding='utf-8')
-            run(browser, f'--screenshot={arguments.picture.resolve()}', '--window-size=1320,1260', file.as_uri())
+            run(
+                browser,
+                f'--screenshot={arguments.picture.resolve()}',
+                '--window-size=1320,1260',
+                file.as_uri(),
+            )
     return min(failed, 1)
 
 

@@ -42,13 +42,21 @@ def run(markdown: str, page: str) -> tuple[str, dict[str, bytes]]:
 
 def on_files(files: Any, config: Any) -> None:
     """The picture of the benchmark is a page's, too."""
-    files.append(File.generated(config, 'results.svg', abs_src_path=str(ROOT / 'benchmarks' / 'results.svg')))
+    files.append(
+        File.generated(
+            config, 'results.svg', abs_src_path=str(ROOT / 'benchmarks' / 'results.svg')
+        )
+    )
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """The table of the benchmark is that of the README; marked pages are run."""
     if MEASURED in markdown:
-        (table,) = re.findall(r'results.json -->\n(.*?)\n<!-- end', (ROOT / 'README.md').read_text(), re.DOTALL)
+        (table,) = re.findall(
+            r'results.json -->\n(.*?)\n<!-- end',
+            (ROOT / 'README.md').read_text(),
+            re.DOTALL,
+        )
         markdown = markdown.replace(MEASURED, table)
     if not page.meta.get('execute'):
         return markdown
@@ -66,4 +74,9 @@ class Docstrings(griffe.Extension):
         """Called for everything that has a docstring."""
         if obj.docstring is not None:
             text = re.sub(r':\w+:`~?([^`]*)`', r'`\1`', obj.docstring.value)
-            obj.docstring.value = re.sub(r'(^|\n)(>>> .*?)(?=\n\n|$)', r'\1```pycon\n\2\n```', text, flags=re.DOTALL)
+            obj.docstring.value = re.sub(
+                r'(^|\n)(>>> .*?)(?=\n\n|$)',
+                r'\1```pycon\n\2\n```',
+                text,
+                flags=re.DOTALL,
+            )

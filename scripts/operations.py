@@ -40,11 +40,26 @@ OPAQUE = {
 
 CLOCK = {'dt': 0.1 * u.ms, 't': 1.0 * u.ms, 'i': 10}
 IMAGES = [(8, 4), (4, 4, 4), (4, 4, 4, 4)]
-LAYERS = [(), (4,), (4, 4), *((n,) for n in IMAGES), *((n, 4, 3) for n in IMAGES), (2,), ((4,), 4), (2, (8, 4))]
+LAYERS = [
+    (),
+    (4,),
+    (4, 4),
+    *((n,) for n in IMAGES),
+    *((n, 4, 3) for n in IMAGES),
+    (2,),
+    ((4,), 4),
+    (2, (8, 4)),
+]
 ARRAYS = [(2, 4), (4,), (8, 4), (2, 8, 4), (2, 4, 4, 4), (2, 4, 4, 4, 4)]
 PACKAGES = {
-    brainstate.nn: (LAYERS, [[jnp.full(shape, 0.3)] * n for n in (1, 2) for shape in ARRAYS] + [[]]),
-    brainpy.state: ([(4,), (), (4, 4)], [[], [jnp.full(4, 0.3) * u.mA], [jnp.full(4, 0.3)], [jnp.full(4, 0.3) * u.pA]]),
+    brainstate.nn: (
+        LAYERS,
+        [[jnp.full(shape, 0.3)] * n for n in (1, 2) for shape in ARRAYS] + [[]],
+    ),
+    brainpy.state: (
+        [(4,), (), (4, 4)],
+        [[], [jnp.full(4, 0.3) * u.mA], [jnp.full(4, 0.3)], [jnp.full(4, 0.3) * u.pA]],
+    ),
 }
 """Arguments with which to try to build the modules of a package, and inputs with which to try to call them."""
 
@@ -54,16 +69,22 @@ nn = brainstate.nn
 BUILDERS: dict[str, Callable] = {
     'Dropout': lambda: nn.Dropout(0.5),
     'AlphaDropout': lambda: nn.AlphaDropout(0.5),
-    'Embedding': lambda: nn.Sequential(Step(lambda x: jnp.int32(x)), nn.Embedding(3, 4)),
+    'Embedding': lambda: nn.Sequential(
+        Step(lambda x: jnp.int32(x)), nn.Embedding(3, 4)
+    ),
     'GroupNorm': lambda: nn.GroupNorm((4,), 2),
     'LoRA': lambda: nn.LoRA(4, 2, 4),
     'FixedNumConn': lambda: nn.FixedNumConn(4, 4, 2, 0.1),
     'EventFixedNumConn': lambda: nn.EventFixedNumConn(4, 4, 2, 0.1),
     'EventFixedProb': lambda: nn.EventFixedProb(4, 4, 0.5, 0.1),
     'SparseLinear': lambda: nn.SparseLinear(SPARSE),
-    'exp_euler_step': lambda: Step(lambda x: nn.exp_euler_step(lambda v: -v / (10.0 * u.ms), x)),
+    'exp_euler_step': lambda: Step(
+        lambda x: nn.exp_euler_step(lambda v: -v / (10.0 * u.ms), x)
+    ),
     'brainevent.CSR': lambda: Step(lambda x: x @ SPARSE),
-    'brainevent.BinaryArray': lambda: Step(lambda x: brainevent.BinaryArray((x > 0.2) * 1.0) @ SPARSE),
+    'brainevent.BinaryArray': lambda: Step(
+        lambda x: brainevent.BinaryArray((x > 0.2) * 1.0) @ SPARSE
+    ),
 }
 """Modules that need arguments of their own."""
 
@@ -82,7 +103,11 @@ class Step(nn.Module):
 def modules(package) -> dict[str, type]:
     """The modules that a package exports."""
     found = {n: getattr(package, n) for n in dir(package) if n[0] != '_'}
-    return {n: c for n, c in found.items() if inspect.isclass(c) and issubclass(c, brainstate.nn.Module)}
+    return {
+        n: c
+        for n, c in found.items()
+        if inspect.isclass(c) and issubclass(c, brainstate.nn.Module)
+    }
 
 
 def traced_module(cls: type, builds: list, calls: list):
@@ -94,7 +119,9 @@ def traced_module(cls: type, builds: list, calls: list):
             continue
         for inputs in calls:
             try:
-                return brainstate.transform.make_jaxpr(lambda *xs, model=model: model(*xs))(*inputs)[0]
+                return brainstate.transform.make_jaxpr(
+                    lambda *xs, model=model: model(*xs)
+                )(*inputs)[0]
             except Exception:
                 continue
     return None
@@ -102,10 +129,20 @@ def traced_module(cls: type, builds: list, calls: list):
 
 def traced_function(function: Callable):
     """The program of a function of one array or two; None where none fits."""
-    for arguments in ([(2, 4)], [(2, 4), (2, 4)], [(4,)], [(4, 4)], [(4, 4), (4,)], [(4, 4), (4, 4)]):
+    for arguments in (
+        [(2, 4)],
+        [(2, 4), (2, 4)],
+        [(4,)],
+        [(4, 4)],
+        [(4, 4), (4,)],
+        [(4, 4), (4, 4)],
+    ):
         try:
             return jax.make_jaxpr(function)(
-                *(jnp.full(shape, 0.3) + jnp.arange(shape[-1]) * 0.1 for shape in arguments)
+                *(
+                    jnp.full(shape, 0.3) + jnp.arange(shape[-1]) * 0.1
+                    for shape in arguments
+                )
             )
         except Exception:
             continue
@@ -247,10 +284,17 @@ def walk_functions() -> Iterator[tuple[str, object]]:
     for package in (jax.nn, braintools.surrogate, brainstate.nn):
         for name in dir(package):
             function = getattr(package, name, None)
-            if name[0] != '_' and inspect.isfunction(inspect.unwrap(function)) if callable(function) else False:
+            if (
+                name[0] != '_' and inspect.isfunction(inspect.unwrap(function))
+                if callable(function)
+                else False
+            ):
                 yield f'{package.__name__}.{name}', traced_function(function)
     for name, function in COMMON.items():
-        yield name, jax.make_jaxpr(function)(jnp.full((2, 4), 0.3) + jnp.arange(4) * 0.1)
+        yield (
+            name,
+            jax.make_jaxpr(function)(jnp.full((2, 4), 0.3) + jnp.arange(4) * 0.1),
+        )
 
 
 # ---------------------------------------------------------------- what is said of each
@@ -273,7 +317,9 @@ def treatment(eqn) -> str:
         return f'entered ({kind})'
     if name in REGISTRY:
         return REGISTRY[name].family
-    if not any(map(is_differentiable, eqn.invars)) or not any(map(is_differentiable, eqn.outvars)):
+    if not any(map(is_differentiable, eqn.invars)) or not any(
+        map(is_differentiable, eqn.outvars)
+    ):
         return 'no derivative'
     return 'gap'
 
@@ -297,14 +343,23 @@ class Coverage:
     @property
     def gaps(self) -> dict[str, list[str]]:
         """Primitives on differentiable paths that the compiler does not know, and who uses them."""
-        return {primitive: users for (how, primitive), users in self.users.items() if how == 'gap'}
+        return {
+            primitive: users
+            for (how, primitive), users in self.users.items()
+            if how == 'gap'
+        }
 
     def __str__(self) -> str:
-        lines = [f'{len(self.walked)} operations, {len({p for _, p in self.users})} primitives']
+        lines = [
+            f'{len(self.walked)} operations, {len({p for _, p in self.users})} primitives'
+        ]
         for how in sorted({h for h, _ in self.users}):
             names = sorted(p for h, p in self.users if h == how)
             lines += [f'\n{how} ({len(names)})', '  ' + ' '.join(names)]
-        lines += [f'\nno example arguments fit ({len(self.skipped)})', '  ' + ' '.join(self.skipped)]
+        lines += [
+            f'\nno example arguments fit ({len(self.skipped)})',
+            '  ' + ' '.join(self.skipped),
+        ]
         return '\n'.join(lines)
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / 'docs' / 'pictures'
-TEAL, RED, GREY, BLUE, SAND, WHITE = '#00796b', '#c62828', '#607d8b', '#e3f2fd', '#fff3e0', '#ffffff'
+TEAL, RED, GREY, BLUE, SAND, WHITE = (
+    '#00796b',
+    '#c62828',
+    '#607d8b',
+    '#e3f2fd',
+    '#fff3e0',
+    '#ffffff',
+)
 
 
 class Drawing:
@@ -14,16 +21,45 @@ class Drawing:
     def __init__(self, width: int, height: int):
         self.size, self.parts = (width, height), []
 
-    def box(self, x: float, y: float, w: float, h: float, text: str = '', fill: str = BLUE, line: str = GREY) -> None:
-        self.parts.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="6" fill="{fill}" stroke="{line}"/>')
+    def box(
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        text: str = '',
+        fill: str = BLUE,
+        line: str = GREY,
+    ) -> None:
+        self.parts.append(
+            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="6" fill="{fill}" stroke="{line}"/>'
+        )
         if text:
             self.text(x + w / 2, y + h / 2 + 5, text)
 
-    def text(self, x: float, y: float, text: str, fill: str = '#263238', size: int = 14, at: str = 'middle') -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        fill: str = '#263238',
+        size: int = 14,
+        at: str = 'middle',
+    ) -> None:
         shown = text.replace('&', '&amp;').replace('<', '&lt;')
-        self.parts.append(f'<text x="{x}" y="{y}" fill="{fill}" font-size="{size}" text-anchor="{at}">{shown}</text>')
+        self.parts.append(
+            f'<text x="{x}" y="{y}" fill="{fill}" font-size="{size}" text-anchor="{at}">{shown}</text>'
+        )
 
-    def arrow(self, x1: float, y1: float, x2: float, y2: float, color: str = GREY, cut: bool = False) -> None:
+    def arrow(
+        self,
+        x1: float,
+        y1: float,
+        x2: float,
+        y2: float,
+        color: str = GREY,
+        cut: bool = False,
+    ) -> None:
         dash = ' stroke-dasharray="5 4"' if cut else ''
         self.parts.append(
             f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{color}" stroke-width="2"{dash} '
@@ -51,7 +87,12 @@ class Drawing:
 def step() -> None:
     """One step as a graph: roles of what goes in and comes out."""
     d = Drawing(760, 300)
-    for y, text in [(30, 'hidden states h(t-1)'), (100, 'parameters θ'), (170, 'inputs x(t)'), (240, 'other states')]:
+    for y, text in [
+        (30, 'hidden states h(t-1)'),
+        (100, 'parameters θ'),
+        (170, 'inputs x(t)'),
+        (240, 'other states'),
+    ]:
         d.box(20, y, 170, 40, text, SAND if 'param' in text else BLUE)
         d.arrow(190, y + 20, 290, 150)
     d.box(290, 60, 180, 180, '', '#f5f5f5')
@@ -62,7 +103,12 @@ def step() -> None:
         (176, 'x @ w, tanh, +, …'),
     ]:
         d.text(380, y, text)
-    for y, text in [(30, 'hidden states h(t)'), (100, 'outputs'), (170, 'loss ℓ(t)'), (240, 'other states')]:
+    for y, text in [
+        (30, 'hidden states h(t)'),
+        (100, 'outputs'),
+        (170, 'loss ℓ(t)'),
+        (240, 'other states'),
+    ]:
         d.box(570, y, 170, 40, text)
         d.arrow(470, 150, 570, y + 20)
     d.write('step')
@@ -108,8 +154,18 @@ def time() -> None:
                     d.arrow(x + 70, y + 72, x + 130, y + 72, TEAL)
             if row == 1:
                 d.box(x, y + 54, 70, 36, f'ε({i + 1})', '#e0f2f1', TEAL)
-    d.text(400, 30, 'forward through all steps, all states kept; then back: memory grows with time', RED)
-    d.text(400, 190, 'a trace ε beside every step says how each weight moved h: nothing to go back to', TEAL)
+    d.text(
+        400,
+        30,
+        'forward through all steps, all states kept; then back: memory grows with time',
+        RED,
+    )
+    d.text(
+        400,
+        190,
+        'a trace ε beside every step says how each weight moved h: nothing to go back to',
+        TEAL,
+    )
     d.write('time')
 
 
@@ -117,10 +173,30 @@ def credit() -> None:
     """Four parameters and their classes."""
     d = Drawing(760, 300)
     rows = [
-        ('exact', 'input weights of units that do not feed each other', 'all paths kept', TEAL),
-        ('local', 'recurrent weights', 'own unit kept, detours over other units cut', TEAL),
-        ('instantaneous', 'a weight whose every result reaches all units', 'this step only', GREY),
-        ('none', 'a weight behind a comparison or a stop_gradient', 'no derivative at all', RED),
+        (
+            'exact',
+            'input weights of units that do not feed each other',
+            'all paths kept',
+            TEAL,
+        ),
+        (
+            'local',
+            'recurrent weights',
+            'own unit kept, detours over other units cut',
+            TEAL,
+        ),
+        (
+            'instantaneous',
+            'a weight whose every result reaches all units',
+            'this step only',
+            GREY,
+        ),
+        (
+            'none',
+            'a weight behind a comparison or a stop_gradient',
+            'no derivative at all',
+            RED,
+        ),
     ]
     for i, (name, which, what, color) in enumerate(rows):
         y = 20 + 70 * i
@@ -143,15 +219,24 @@ def memory(steps: tuple[int, ...] = (50, 100, 200, 400, 800)) -> None:
     ax = figure.subplots()
     lines: dict[str, list[float]] = {}
     for rule in ('d_rtrl', 'pp_prop'):
-        learner = braintrace.compile(brainstate.nn.GRUCell(16, 64), rule, jnp.zeros((8, 16)), batch_size=8)
+        learner = braintrace.compile(
+            brainstate.nn.GRUCell(16, 64), rule, jnp.zeros((8, 16)), batch_size=8
+        )
         for t in steps:
             plan = learner.memory_plan(t)
             if rule == 'd_rtrl':
                 lines.setdefault('BPTT', []).append(plan.bptt / 2**20)
-            lines.setdefault(f'{rule}, traces carried', []).append(plan.one_pass / 2**20)
+            lines.setdefault(f'{rule}, traces carried', []).append(
+                plan.one_pass / 2**20
+            )
     for name, values in lines.items():
         ax.plot(steps, values, 'o-', label=name)
-    ax.set(xlabel='steps', ylabel='MiB, as compiled', title='GRU, 64 units, 16 inputs, batch 8', ylim=0)
+    ax.set(
+        xlabel='steps',
+        ylabel='MiB, as compiled',
+        title='GRU, 64 units, 16 inputs, batch 8',
+        ylim=0,
+    )
     ax.grid(alpha=0.3)
     ax.legend()
     figure.savefig(FOLDER / 'memory.svg', metadata={'Date': None})

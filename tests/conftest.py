@@ -6,7 +6,9 @@ import jax
 import pytest
 
 jax.config.update('jax_disable_most_optimizations', True)
-jax.config.update('jax_compilation_cache_dir', str(Path(__file__).parent.parent / '.cache' / 'xla'))
+jax.config.update(
+    'jax_compilation_cache_dir', str(Path(__file__).parent.parent / '.cache' / 'xla')
+)
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 

@@ -11,7 +11,15 @@ import jax
 import numpy as np
 from scipy import special
 
-from braintrace.compat import consts_of, is_var, open_jaxpr, read_branches, read_scan, structure, sub_programs
+from braintrace.compat import (
+    consts_of,
+    is_var,
+    open_jaxpr,
+    read_branches,
+    read_scan,
+    structure,
+    sub_programs,
+)
 
 RULES: dict[str, Callable] = {}
 
@@ -23,7 +31,9 @@ def traced(function, *args):
 
     def call(*args):
         with np.errstate(all='ignore'):
-            return jax.tree.unflatten(tree, run(closed, [np.asarray(x) for x in jax.tree.leaves(args)]))
+            return jax.tree.unflatten(
+                tree, run(closed, [np.asarray(x) for x in jax.tree.leaves(args)])
+            )
 
     return call
 
@@ -35,7 +45,9 @@ def run(closed, args):
     env.update(zip(jaxpr.invars, args, strict=True))
     read = lambda v: env[v] if is_var(v) else np.asarray(v.val, v.aval.dtype)
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, results(eqn, [read(v) for v in eqn.invars]), strict=True))
+        env.update(
+            zip(eqn.outvars, results(eqn, [read(v) for v in eqn.invars]), strict=True)
+        )
     return [read(v) for v in jaxpr.outvars]
 
 
@@ -46,16 +58,22 @@ def results(eqn, operands):
         return run(sub.jaxpr, operands)
     if kind == 'cond':
         branches = read_branches(eqn)
-        return run(branches[int(np.clip(operands[0], 0, len(branches) - 1))], operands[1:])
+        return run(
+            branches[int(np.clip(operands[0], 0, len(branches) - 1))], operands[1:]
+        )
     if kind == 'scan':
         return scan(eqn, operands)
     rule = RULES.get(eqn.primitive.name)
     if rule is not None:
         found = rule(eqn.params, *operands)
         found = found if isinstance(found, list) else [found]
-        return [np.asarray(x, v.aval.dtype) for x, v in zip(found, eqn.outvars, strict=True)]
+        return [
+            np.asarray(x, v.aval.dtype) for x, v in zip(found, eqn.outvars, strict=True)
+        ]
     found = eqn.primitive.bind(*operands, **eqn.params)
-    return [np.asarray(x) for x in (found if eqn.primitive.multiple_results else [found])]
+    return [
+        np.asarray(x) for x in (found if eqn.primitive.multiple_results else [found])
+    ]
 
 
 def scan(eqn, operands):
@@ -67,9 +85,14 @@ def scan(eqn, operands):
         out = run(parts.body, [*operands[:a], *carry, *(x[t] for x in operands[b:])])
         carry = out[: parts.num_carry]
         ys.append(out[parts.num_carry :])
-    stacked = [np.stack(y) for y in zip(*(ys[::-1] if eqn.params['reverse'] else ys), strict=True)]
+    stacked = [
+        np.stack(y)
+        for y in zip(*(ys[::-1] if eqn.params['reverse'] else ys), strict=True)
+    ]
     if not ys:
-        stacked = [np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[parts.num_carry :]]
+        stacked = [
+            np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[parts.num_carry :]
+        ]
     return [*carry, *stacked]
 
 
@@ -103,7 +126,9 @@ RULES['integer_pow'] = lambda p, x: x ** p['y'] if p['y'] >= 0 else 1 / x ** -p[
 
 # ---------------------------------------------------------------- movement
 
-RULES['reshape'] = lambda p, x: x.transpose(p['dimensions'] or range(x.ndim)).reshape(p['new_sizes'])
+RULES['reshape'] = lambda p, x: x.transpose(p['dimensions'] or range(x.ndim)).reshape(
+    p['new_sizes']
+)
 RULES['squeeze'] = lambda p, x: np.squeeze(x, tuple(p['dimensions']))
 RULES['expand_dims'] = lambda p, x: np.expand_dims(x, tuple(p['dimensions']))
 RULES['transpose'] = lambda p, x: np.transpose(x, p['permutation'])
@@ -116,8 +141,13 @@ RULES['stack'] = lambda p, *x: np.stack(x, p['axis'])
 
 @functools.partial(RULES.__setitem__, 'iota')
 def iota(p):
-    shape = [p['shape'][d] if d == p['dimension'] else 1 for d in range(len(p['shape']))]
-    return np.broadcast_to(np.arange(p['shape'][p['dimension']], dtype=p['dtype']).reshape(shape), p['shape'])
+    shape = [
+        p['shape'][d] if d == p['dimension'] else 1 for d in range(len(p['shape']))
+    ]
+    return np.broadcast_to(
+        np.arange(p['shape'][p['dimension']], dtype=p['dtype']).reshape(shape),
+        p['shape'],
+    )
 
 
 @functools.partial(RULES.__setitem__, 'broadcast_in_dim')
@@ -135,7 +165,10 @@ def slice_(p, x):
 
 
 def _box(x, sizes, starts):
-    at = [int(np.clip(s, 0, n - m)) for s, n, m in zip(starts, x.shape, sizes, strict=True)]
+    at = [
+        int(np.clip(s, 0, n - m))
+        for s, n, m in zip(starts, x.shape, sizes, strict=True)
+    ]
     return tuple(slice(a, a + m) for a, m in zip(at, sizes, strict=True))
 
 
@@ -153,10 +186,17 @@ def dynamic_update_slice(p, x, update, *starts):
 def pad(p, x, value):
     if any(low < 0 or high < 0 for low, high, _ in p['padding_config']):
         return np.asarray(jax.lax.pad(x, value, p['padding_config']))
-    sizes = [(n, low, high, inner) for n, (low, high, inner) in zip(x.shape, p['padding_config'], strict=True)]
+    sizes = [
+        (n, low, high, inner)
+        for n, (low, high, inner) in zip(x.shape, p['padding_config'], strict=True)
+    ]
     wide = lambda n, inner: n + max(n - 1, 0) * inner
-    out = np.full([low + high + wide(n, inner) for n, low, high, inner in sizes], value, x.dtype)
-    out[tuple(slice(low, low + wide(n, inner), inner + 1) for n, low, _, inner in sizes)] = x
+    out = np.full(
+        [low + high + wide(n, inner) for n, low, high, inner in sizes], value, x.dtype
+    )
+    out[
+        tuple(slice(low, low + wide(n, inner), inner + 1) for n, low, _, inner in sizes)
+    ] = x
     return out
 
 
@@ -166,7 +206,9 @@ for name, function in {
     'reduce_sum': np.sum, 'reduce_max': np.max, 'reduce_min': np.min, 'reduce_prod': np.prod, 'reduce_and': np.all,
     'reduce_or': np.any,
 }.items():  # fmt: skip
-    RULES[name] = functools.partial(lambda f, p, x: f(x, tuple(p['axes'])).astype(x.dtype), function)
+    RULES[name] = functools.partial(
+        lambda f, p, x: f(x, tuple(p['axes'])).astype(x.dtype), function
+    )
 
 
 def _cumulative(function, p, x):
@@ -175,7 +217,11 @@ def _cumulative(function, p, x):
     return function(x, p['axis'])
 
 
-for name, function in {'cumsum': np.cumsum, 'cumprod': np.cumprod, 'cummax': np.maximum.accumulate}.items():
+for name, function in {
+    'cumsum': np.cumsum,
+    'cumprod': np.cumprod,
+    'cummax': np.maximum.accumulate,
+}.items():
     RULES[name] = functools.partial(_cumulative, function)
 
 
@@ -186,6 +232,12 @@ def dot_general(p, a, b):
     free_b = [d for d in range(b.ndim) if d not in contract_b and d not in batch_b]
     batch = [a.shape[d] for d in batch_a]
     size = lambda x, dims: functools.reduce(operator.mul, (x.shape[d] for d in dims), 1)
-    left = a.transpose([*batch_a, *free_a, *contract_a]).reshape(*batch, size(a, free_a), size(a, contract_a))
-    right = b.transpose([*batch_b, *contract_b, *free_b]).reshape(*batch, size(b, contract_b), size(b, free_b))
-    return (left @ right).reshape([*batch, *(a.shape[d] for d in free_a), *(b.shape[d] for d in free_b)])
+    left = a.transpose([*batch_a, *free_a, *contract_a]).reshape(
+        *batch, size(a, free_a), size(a, contract_a)
+    )
+    right = b.transpose([*batch_b, *contract_b, *free_b]).reshape(
+        *batch, size(b, contract_b), size(b, free_b)
+    )
+    return (left @ right).reshape(
+        [*batch, *(a.shape[d] for d in free_a), *(b.shape[d] for d in free_b)]
+    )

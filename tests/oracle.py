@@ -15,7 +15,13 @@ from braintrace.compat import evaluate, evaluate_equation, is_var, make_jaxpr
 from braintrace.compiled_step import Values
 from braintrace.lowering import lower
 from braintrace.program import Cuts, with_cuts
-from braintrace.solver import BlockSolver, JacobianRecursion, PerParameter, ScalarLeak, Traces
+from braintrace.solver import (
+    BlockSolver,
+    JacobianRecursion,
+    PerParameter,
+    ScalarLeak,
+    Traces,
+)
 
 
 def local_step(program, members, positions):
@@ -29,7 +35,9 @@ def local_step(program, members, positions):
             if is_var(v) and v in held:
                 cuts.add(i, k, np.ones(v.aval.shape, bool))
     jaxpr = program.closed.jaxpr
-    cut = make_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, with_cuts(jaxpr.eqns, cuts))
+    cut = make_jaxpr(
+        jaxpr.constvars, jaxpr.invars, jaxpr.outvars, with_cuts(jaxpr.eqns, cuts)
+    )
     return lambda inputs: evaluate(cut, program.closed.consts, *inputs)
 
 
@@ -38,7 +46,9 @@ def total_of(outputs):
     total = 0.0
     for x in jax.tree.leaves(outputs):
         if jnp.issubdtype(x.dtype, jnp.inexact):
-            total = total + jnp.sum(jnp.sin(1.0 + jnp.arange(x.size).reshape(x.shape)) * (x * x.conj()).real)
+            total = total + jnp.sum(
+                jnp.sin(1.0 + jnp.arange(x.size).reshape(x.shape)) * (x * x.conj()).real
+            )
     return total
 
 
@@ -63,34 +73,47 @@ class Problem:
         self.compiled = lower(self.analysed, program.outputs[:1])
         env = Values(zip(self.program.closed.jaxpr.invars, values, strict=True))
         self.parameters = env.pick(p.invar for p in self.program.parameters)
-        self.states = env.pick(v for v in env if v not in self.parameters and v not in self.program.inputs)
+        self.states = env.pick(
+            v for v in env if v not in self.parameters and v not in self.program.inputs
+        )
         self.inputs = Values(zip(self.program.inputs, sequences, strict=True))
         self.weights = weights
 
     def solver(self):
         """The solver of the compiled step under the same rule."""
         kind = JacobianRecursion() if self.leak is None else ScalarLeak(self.leak)
-        return BlockSolver(self.compiled, Traces(self.compiled, PerParameter(), kind, self.kappa))
+        return BlockSolver(
+            self.compiled, Traces(self.compiled, PerParameter(), kind, self.kappa)
+        )
 
     def flat(self, parameters, states, inputs):
-        return [(parameters | states | inputs)[v] for v in self.program.closed.jaxpr.invars]
+        return [
+            (parameters | states | inputs)[v] for v in self.program.closed.jaxpr.invars
+        ]
 
     def run(self, parameters, states, inputs):
         jaxpr = self.program.closed.jaxpr
-        results = evaluate(jaxpr, self.program.closed.consts, *self.flat(parameters, states, inputs))
-        return results, Values((v, x) for v, x in zip(jaxpr.outvars, results, strict=True) if is_var(v))
+        results = evaluate(
+            jaxpr, self.program.closed.consts, *self.flat(parameters, states, inputs)
+        )
+        return results, Values(
+            (v, x) for v, x in zip(jaxpr.outvars, results, strict=True) if is_var(v)
+        )
 
     def influence(self, compiled=lambda function, *examples: jax.jit(function)):
         """Gradients of the weighted losses by the dense recursion."""
         steps = self.gradients(compiled)
-        return jax.tree.map(lambda *g: sum(w * x for w, x in zip(self.weights, g, strict=True)), *steps)
+        return jax.tree.map(
+            lambda *g: sum(w * x for w, x in zip(self.weights, g, strict=True)), *steps
+        )
 
     def gradients(self, compiled):
         """Gradients of every step's loss."""
         states = self.states
         zero = lambda g, x: np.zeros((*g.varshape, g.num_state, *x.shape), x.dtype)
         traces = [
-            Values((v, (zero(g, x), zero(g, x))) for v, x in self.parameters.items()) for g in self.analysed.groups
+            Values((v, (zero(g, x), zero(g, x))) for v, x in self.parameters.items())
+            for g in self.analysed.groups
         ]
         at = lambda t: Values((v, x[t]) for v, x in self.inputs.items())
         step, found = compiled(self.step, states, traces, at(0)), []
@@ -117,26 +140,45 @@ class Problem:
         later = []
         for g, group in enumerate(groups):
             old = self.old(group, states)
-            local = local_step(self.program, self.analysed.members[g], self.analysed.positions[g])
+            local = local_step(
+                self.program, self.analysed.members[g], self.analysed.positions[g]
+            )
 
             def advance(p, h, group=group, local=local):
-                moved = states | dict(zip(group.hidden_invars, group.split_hidden(h), strict=True))
+                moved = states | dict(
+                    zip(group.hidden_invars, group.split_hidden(h), strict=True)
+                )
                 results = local(self.flat(p, moved, inputs))
-                outs = dict(zip(map(id, self.program.closed.jaxpr.outvars), results, strict=True))
+                outs = dict(
+                    zip(
+                        map(id, self.program.closed.jaxpr.outvars), results, strict=True
+                    )
+                )
                 return group.concat_hidden([outs[id(v)] for v in group.hidden_outvars])
 
             inside, across = jax.jacrev(advance, (0, 1))(parameters, old)
             dot = lambda a, b, n=old.ndim: jnp.tensordot(a, b, n)
             read = self.direct_read(group, old, states, inputs, new)
-            moved, gradient = self.moved(traces[g], across, inside, dot), Values(gradient)
+            moved, gradient = (
+                self.moved(traces[g], across, inside, dot),
+                Values(gradient),
+            )
             for v, (_, told) in moved.items():
-                gradient[v] += dot(signals[g], told - inside[v]) + dot(read, traces[g][v][1])
+                gradient[v] += dot(signals[g], told - inside[v]) + dot(
+                    read, traces[g][v][1]
+                )
             later.append(moved)
         moved = Values((h.invar, new[h.outvar]) for h in self.program.hidden)
         for other in self.program.others:
             if other.outvar is not None:
-                literal = jnp.full(other.invar.aval.shape, getattr(other.outvar, 'val', 0), other.invar.aval.dtype)
-                moved[other.invar] = new.get(other.outvar, literal) if is_var(other.outvar) else literal
+                literal = jnp.full(
+                    other.invar.aval.shape,
+                    getattr(other.outvar, 'val', 0),
+                    other.invar.aval.dtype,
+                )
+                moved[other.invar] = (
+                    new.get(other.outvar, literal) if is_var(other.outvar) else literal
+                )
         return gradient, states | moved, later
 
     def interpret(self, flat, held={}, added={}):
@@ -149,7 +191,9 @@ class Problem:
         env.update(zip(jaxpr.invars, flat, strict=True))
         made = {}
         for eqn in jaxpr.eqns:
-            results = evaluate_equation(eqn, [env[v] if is_var(v) else v.val for v in eqn.invars])
+            results = evaluate_equation(
+                eqn, [env[v] if is_var(v) else v.val for v in eqn.invars]
+            )
             for v, x in zip(eqn.outvars, results, strict=True):
                 made[v] = x
                 env[v] = held.get(v, x + added[v] if v in added else x)
@@ -167,9 +211,14 @@ class Problem:
             for group, part in zip(groups, parts, strict=True)
             for v, x in zip(group.hidden_outvars, group.split_hidden(part), strict=True)
         }
-        values = [group.concat_hidden([new[v] for v in group.hidden_outvars]) for group in groups]
+        values = [
+            group.concat_hidden([new[v] for v in group.hidden_outvars])
+            for group in groups
+        ]
         zeros = [jnp.zeros_like(x) for x in values]
-        total = jax.grad(lambda added: self.interpret(flat, added=spread(added))[0])(zeros)
+        total = jax.grad(lambda added: self.interpret(flat, added=spread(added))[0])(
+            zeros
+        )
         found = []
         for g, (group, value) in enumerate(zip(groups, values, strict=True)):
 
@@ -186,8 +235,13 @@ class Problem:
         """The next traces, and what signals read of them."""
         found = Values()
         for v, (trace, told) in traces.items():
-            trace = (dot(across, trace) if self.leak is None else self.leak * trace) + inside[v]
-            found[v] = (trace, trace if self.kappa is None else self.kappa * told + trace)
+            trace = (
+                dot(across, trace) if self.leak is None else self.leak * trace
+            ) + inside[v]
+            found[v] = (
+                trace,
+                trace if self.kappa is None else self.kappa * told + trace,
+            )
         return found
 
     def direct_read(self, group, old, states, inputs, new):
@@ -195,7 +249,11 @@ class Problem:
         held = {h.outvar: new[h.outvar] for h in self.program.hidden}
 
         def loss(h):
-            moved = states | dict(zip(group.hidden_invars, group.split_hidden(h), strict=True))
-            return self.interpret(self.flat(self.parameters, moved, inputs), held=held)[0]
+            moved = states | dict(
+                zip(group.hidden_invars, group.split_hidden(h), strict=True)
+            )
+            return self.interpret(self.flat(self.parameters, moved, inputs), held=held)[
+                0
+            ]
 
         return jax.grad(loss)(old)

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import braintrace as bt
 
 B = 2
-ZERO = brainstate.nn.init.ZeroInit()  # random draws take longer to compile than everything else here
+ZERO = (
+    brainstate.nn.init.ZeroInit()
+)  # random draws take longer to compile than everything else here
 SCRIPT, BOLD = '<script>alert(1)</script>', 'h"&\'<b>'
 LONG = 'an_attribute_whose_name_goes_on_and_on_until_no_box_could_hold_it'
 
@@ -100,10 +102,16 @@ class Strange(brainstate.nn.Module):
     def update(self, x):
         h, v = getattr(self, BOLD), self.v
         self.other.value = 0.9 * self.other.value + v.value
-        y = x @ getattr(self, SCRIPT).value + jnp.roll(h.value, 1, -1)  # <b> & "a comment"
+        y = x @ getattr(self, SCRIPT).value + jnp.roll(
+            h.value, 1, -1
+        )  # <b> & "a comment"
         for layer in getattr(self, LONG):
             y = jnp.tanh(layer(y))
-        h.value = 0.9 * h.value + (y - y.mean(-1, keepdims=True)) + self.other.value @ self.重み.value
+        h.value = (
+            0.9 * h.value
+            + (y - y.mean(-1, keepdims=True))
+            + self.other.value @ self.重み.value
+        )
         v.value = 0.5 * v.value + h.value @ self.重み.value
         return h.value, v.value, jax.lax.stop_gradient(h.value)
 
@@ -124,7 +132,12 @@ class Loop(brainstate.nn.Module):
 
     def update(self, x):
         drive = x @ self.low.value['a'] @ self.low.value['b']
-        self.h.value = jax.lax.fori_loop(0, 3, lambda _, h: 0.9 * h + drive + jnp.tanh(h) @ self.r.value, self.h.value)
+        self.h.value = jax.lax.fori_loop(
+            0,
+            3,
+            lambda _, h: 0.9 * h + drive + jnp.tanh(h) @ self.r.value,
+            self.h.value,
+        )
         return self.h.value
 
 
@@ -138,19 +151,35 @@ def graph(model, x):
 
 
 def function(params, state, x):
-    return {'h': 0.9 * state['h'] + jnp.tanh(x @ params['w'] + params['b']), 'n': state['n'] + 1}, state['h'].sum()
+    return {
+        'h': 0.9 * state['h'] + jnp.tanh(x @ params['w'] + params['b']),
+        'n': state['n'] + 1,
+    }, state['h'].sum()
 
 
 def plain():
-    arguments = {'w': jnp.ones((3, 4)), 'b': jnp.ones(4)}, {'h': jnp.zeros(4), 'n': 0}, jnp.ones(3)
+    arguments = (
+        {'w': jnp.ones((3, 4)), 'b': jnp.ones(4)},
+        {'h': jnp.zeros(4), 'n': 0},
+        jnp.ones(3),
+    )
     return bt.compile_etrace_graph(function, *arguments)
 
 
 X = jnp.ones((B, 3))
 MADE = {
     'gru': lambda: learner(Net(brainstate.nn.GRUCell(3, 4, w_init=ZERO)), X).report,
-    'lstm': lambda: learner(Net(brainstate.nn.LSTMCell(3, 4, w_init=ZERO)), X, 'pp_prop', decay_or_rank=0.9).report,
-    'rtrl': lambda: learner(Net(brainstate.nn.ValinaRNNCell(3, 4, w_init=ZERO)), X, 'rtrl').report,
+    'lstm': lambda: (
+        learner(
+            Net(brainstate.nn.LSTMCell(3, 4, w_init=ZERO)),
+            X,
+            'pp_prop',
+            decay_or_rank=0.9,
+        ).report
+    ),
+    'rtrl': lambda: (
+        learner(Net(brainstate.nn.ValinaRNNCell(3, 4, w_init=ZERO)), X, 'rtrl').report
+    ),
     'stack': lambda: graph(Stack(3), X).report,
     'deep': lambda: graph(Stack(10), X).report,
     'skips': lambda: graph(Stack(6, skips=True, feedback=True), X).report,

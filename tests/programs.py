@@ -66,7 +66,9 @@ def like(x, y):
 
 def matmul(a, b):
     """A product that is summed in double precision, whatever its operands are."""
-    return jnp.matmul(a, b, preferred_element_type=jnp.promote_types(jnp.result_type(a, b), 'float64'))
+    return jnp.matmul(
+        a, b, preferred_element_type=jnp.promote_types(jnp.result_type(a, b), 'float64')
+    )
 
 
 def conv(x, kernel):
@@ -120,17 +122,30 @@ class Program:
     dtypes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        typed = lambda name, shape: f'{name}: {shape} {self.dtypes.get(name, "")}'.strip()
+        typed = lambda name, shape: (
+            f'{name}: {shape} {self.dtypes.get(name, "")}'.strip()
+        )
 
         def shapes(role, found):
             return [f'# {role} {typed(name, shape)}' for name, shape in found.items()]
 
-        kinds = [f'# {kind} state {typed(name, self.states[name])}' for name, kind in self.kinds.items()]
+        kinds = [
+            f'# {kind} state {typed(name, self.states[name])}'
+            for name, kind in self.kinds.items()
+        ]
         new = ', '.join(f'{name!r}: {text}' for name, text in self.written.items())
         body = [
-            f'    {line}' for line in [*self.lines, f'return {{{new}}}, ({"".join(o + ", " for o in self.outputs)})']
+            f'    {line}'
+            for line in [
+                *self.lines,
+                f'return {{{new}}}, ({"".join(o + ", " for o in self.outputs)})',
+            ]
         ]
-        heads = [*shapes('parameter', self.parameters), *kinds, *shapes('input', self.inputs)]
+        heads = [
+            *shapes('parameter', self.parameters),
+            *kinds,
+            *shapes('input', self.inputs),
+        ]
         return '\n'.join([*heads, 'def step(p, s, x):', *body])
 
     @property
@@ -167,12 +182,25 @@ class Writer:
             return 'float64'
         p = self.program
         spec = lambda found: {
-            name: jax.ShapeDtypeStruct(shape, 'int32' if name == 'k' else p.dtypes.get(name, 'float64'))
+            name: jax.ShapeDtypeStruct(
+                shape, 'int32' if name == 'k' else p.dtypes.get(name, 'float64')
+            )
             for name, shape in found.items()
         }
-        values = {v.text: jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.values if v.text.isidentifier()}
-        env = {'p': spec(p.parameters), 's': spec(p.states), 'x': spec(p.inputs), **values}
-        return str(jax.eval_shape(lambda env: jnp.asarray(eval(text, NAMES | env)), env).dtype)
+        values = {
+            v.text: jax.ShapeDtypeStruct(v.shape, v.dtype)
+            for v in self.values
+            if v.text.isidentifier()
+        }
+        env = {
+            'p': spec(p.parameters),
+            's': spec(p.states),
+            'x': spec(p.inputs),
+            **values,
+        }
+        return str(
+            jax.eval_shape(lambda env: jnp.asarray(eval(text, NAMES | env)), env).dtype
+        )
 
     def real(self, v: Value) -> Value:
         """A real value: of a complex one its real or imaginary part, size or angle."""
@@ -208,7 +236,9 @@ class Writer:
         return self.pick([2, 3, 3, 2, 1, 4])
 
     def shape(self) -> Shape:
-        return self.pick([(3,), (2, 3), (2,), (3, 3), (2, 2), (2, 3, 2), (), (2, 1), (1, 3)])
+        return self.pick(
+            [(3,), (2, 3), (2,), (3, 3), (2, 2), (2, 3, 2), (), (2, 1), (1, 3)]
+        )
 
     # ------------------------------------------------------------ weights
 
@@ -216,7 +246,9 @@ class Writer:
         """A weight of a shape, real where that is needed."""
         text = self.any_parameter(*shape)
         if self.real_only and self.dtype_of(text).startswith('complex'):
-            return self.pick(['jnp.real({})', 'jnp.imag({})', 'jnp.abs({})']).format(text)
+            return self.pick(['jnp.real({})', 'jnp.imag({})', 'jnp.abs({})']).format(
+                text
+            )
         return text
 
     def any_parameter(self, *shape: int) -> str:
@@ -225,7 +257,11 @@ class Writer:
         found = self.program.parameters
         if way == 'old' and (same := [n for n, s in found.items() if s == shape]):
             return f"p['{self.pick(same)}']"
-        if way == 'turned' and len(shape) == 2 and (same := [n for n, s in found.items() if s == shape[::-1]]):
+        if (
+            way == 'turned'
+            and len(shape) == 2
+            and (same := [n for n, s in found.items() if s == shape[::-1]])
+        ):
             return f"p['{self.pick(same)}'].T"
         if way == 'transformed':
             return self.transformed(shape)
@@ -235,11 +271,26 @@ class Writer:
         return f"p['{name}']"
 
     def transformed(self, shape: Shape) -> str:
-        ways = ['jnp.abs(W)', 'nn.softplus(W)', '(0.5 * W + 0.1)', 'lax.stop_gradient(W)']
+        ways = [
+            'jnp.abs(W)',
+            'nn.softplus(W)',
+            '(0.5 * W + 0.1)',
+            'lax.stop_gradient(W)',
+        ]
         if self.types is not REAL:
-            ways += ['jnp.conj(W)', '(W * (0.5 + 0.5j))', 'lax.complex(jnp.real(W), jnp.abs(W))', 'jnp.imag(1j * W)']
+            ways += [
+                'jnp.conj(W)',
+                '(W * (0.5 + 0.5j))',
+                'lax.complex(jnp.real(W), jnp.abs(W))',
+                'jnp.imag(1j * W)',
+            ]
         if shape:
-            ways += ['(W / jnp.linalg.norm(W))', f'(W * (np.arange({shape[-1]}) % 2))', 'jnp.flip(W, 0)', '(W + W[])']
+            ways += [
+                '(W / jnp.linalg.norm(W))',
+                f'(W * (np.arange({shape[-1]}) % 2))',
+                'jnp.flip(W, 0)',
+                '(W + W[])',
+            ]
             ways += [f'W{[shape[0] + 1, *shape[1:]]}[1:]', '(W - jnp.mean(W))']
         if len(shape) == 2:
             ways += [f'(W[{shape[0]}, 1] @ W[1, {shape[1]}])', 'nn.softmax(W)']
@@ -251,8 +302,16 @@ class Writer:
 
     def filled(self, text: str, shape: Shape = ()) -> str:
         """Text with parameters in place: one for each ``U[2, 3]``, and one for all ``W``, of the given shape."""
-        text = re.sub(r'U\[([\d, ]*)\]', lambda m: self.parameter(*map(int, re.findall(r'\d+', m[1]))), text)
-        return re.sub(r'\bW\b', self.parameter(*shape), text) if re.search(r'\bW\b', text) else text
+        text = re.sub(
+            r'U\[([\d, ]*)\]',
+            lambda m: self.parameter(*map(int, re.findall(r'\d+', m[1]))),
+            text,
+        )
+        return (
+            re.sub(r'\bW\b', self.parameter(*shape), text)
+            if re.search(r'\bW\b', text)
+            else text
+        )
 
     # ------------------------------------------------------------ statements
 
@@ -293,24 +352,52 @@ class Writer:
         a, b = names[0], names[-1]
         if self.types is not REAL:
             return self.filled(f'like({self.pick(self.inner_ways(a, b, shape))}, {a})')
-        ways = [f'jnp.tanh({a} + {b})', f'0.5 * {a} * {b}', f'{a} - 0.3 * jnp.sin({b})', f'0.7 * {a}', f'{b} + 0 * {a}']
+        ways = [
+            f'jnp.tanh({a} + {b})',
+            f'0.5 * {a} * {b}',
+            f'{a} - 0.3 * jnp.sin({b})',
+            f'0.7 * {a}',
+            f'{b} + 0 * {a}',
+        ]
         ways += [f'{a} * U[] + {b}']
         if shape:
             n = shape[-1]
-            ways += [f'jnp.tanh({a} @ U[{n}, {n}] + {b})', f'jnp.roll({a}, 1, -1) + {b}', f'nn.softmax({a}) + {b}']
-            ways += [f'{a} * nn.sigmoid(U[{n}]) + {b}', f'jnp.cumsum({a}, -1) * 0.5 + {b}']
+            ways += [
+                f'jnp.tanh({a} @ U[{n}, {n}] + {b})',
+                f'jnp.roll({a}, 1, -1) + {b}',
+                f'nn.softmax({a}) + {b}',
+            ]
+            ways += [
+                f'{a} * nn.sigmoid(U[{n}]) + {b}',
+                f'jnp.cumsum({a}, -1) * 0.5 + {b}',
+            ]
             ways += [f'jnp.where({b} > 0, {a}, 0.3 * {b})']
         return self.filled(self.pick(ways))
 
     @staticmethod
     def inner_ways(a: str, b: str, shape: Shape) -> list[str]:
         """The same for values that may be complex."""
-        ways = [f'squash({a} + {b})', f'0.5 * {a} * {b}', f'{a} - 0.3 * squash({b})', f'0.7 * {a}', f'{b} + 0 * {a}']
-        ways += [f'{a} * U[] + {b}', f'jnp.conj({a}) * 0.5 + {b}', f'1j * {a} + {b}', f'jnp.abs({a}) * {b}']
+        ways = [
+            f'squash({a} + {b})',
+            f'0.5 * {a} * {b}',
+            f'{a} - 0.3 * squash({b})',
+            f'0.7 * {a}',
+            f'{b} + 0 * {a}',
+        ]
+        ways += [
+            f'{a} * U[] + {b}',
+            f'jnp.conj({a}) * 0.5 + {b}',
+            f'1j * {a} + {b}',
+            f'jnp.abs({a}) * {b}',
+        ]
         if shape:
             n = shape[-1]
             ways += [f'squash({a} @ U[{n}, {n}] + {b})', f'jnp.roll({a}, 1, -1) + {b}']
-            ways += [f'nn.softmax(jnp.real({a})) + {b}', f'{a} * U[{n}] + {b}', f'jnp.cumsum({a}, -1) * 0.5 + {b}']
+            ways += [
+                f'nn.softmax(jnp.real({a})) + {b}',
+                f'{a} * U[{n}] + {b}',
+                f'jnp.cumsum({a}, -1) * 0.5 + {b}',
+            ]
             ways += [f'jnp.where(jnp.real({b}) > 0, {a}, 0.3 * {b})']
         return ways
 
@@ -338,15 +425,22 @@ class Writer:
         for i in range(self.pick([1, 2, 1, 2, 3])):
             name = f'h{i}'
             previous = list(program.states.values())
-            shape = self.pick(previous) if previous and not self.chance(3) else self.shape()
+            shape = (
+                self.pick(previous) if previous and not self.chance(3) else self.shape()
+            )
             kind = self.pick(['hidden'] * 6 + ['group', 'other'])
-            program.states[name], program.kinds[name] = shape, 'hidden' if kind == 'group' and not shape else kind
+            program.states[name], program.kinds[name] = (
+                shape,
+                'hidden' if kind == 'group' and not shape else kind,
+            )
             self.typed(name)
         program.inputs['x'] = self.pick([(2,), (3,), (2, 3), ()])
         self.values.append(Value("x['x']", program.inputs['x'], self.typed('x')))
         for name, shape in program.states.items():
             if not self.chance(5):
-                self.values.append(Value(f"s['{name}']", shape, program.dtypes.get(name, 'float64')))
+                self.values.append(
+                    Value(f"s['{name}']", shape, program.dtypes.get(name, 'float64'))
+                )
         waiting = list(program.states)
         for _ in range(self.pick([2, 3, 4, 5, 6, 8, 1])):
             self.statement()
@@ -367,7 +461,9 @@ class Writer:
 
 def _fits(small: Shape, large: Shape) -> bool:
     """True if an array of the small shape broadcasts to the large one."""
-    return len(small) <= len(large) and all(a in (1, b) for a, b in zip(small[::-1], large[::-1], strict=False))
+    return len(small) <= len(large) and all(
+        a in (1, b) for a, b in zip(small[::-1], large[::-1], strict=False)
+    )
 
 
 STATEMENTS: list[Callable[[Writer], tuple[str, Shape] | None]] = []
@@ -393,29 +489,94 @@ def statement(times: int = 1, rank: int = 0, real: bool = False):
 
 @statement(5)
 def elementwise(w, v):
-    ways = ['jnp.tanh({})', 'nn.sigmoid({})', 'jnp.sin({})', 'nn.softplus({})', 'nn.relu({})', '0.3 * {} ** 2']
-    ways += ['jnp.abs({})', 'jnp.exp(-{} ** 2)', 'lax.erf({})', 'nn.gelu({})', 'jnp.sqrt(1 + {} ** 2)', '(-{})']
-    ways += ['jnp.clip({}, -0.5, 0.5)', 'jnp.log1p(jnp.abs({}))', 'jnp.floor({})', '({} + 0.1j).real', '({} * 1j).imag']
-    ways += ['jnp.arctan2({0}, 1 + {0} ** 2)', '({0} > 0) * 0.5', '{}.astype(np.float32).astype(np.float64)']
+    ways = [
+        'jnp.tanh({})',
+        'nn.sigmoid({})',
+        'jnp.sin({})',
+        'nn.softplus({})',
+        'nn.relu({})',
+        '0.3 * {} ** 2',
+    ]
+    ways += [
+        'jnp.abs({})',
+        'jnp.exp(-{} ** 2)',
+        'lax.erf({})',
+        'nn.gelu({})',
+        'jnp.sqrt(1 + {} ** 2)',
+        '(-{})',
+    ]
+    ways += [
+        'jnp.clip({}, -0.5, 0.5)',
+        'jnp.log1p(jnp.abs({}))',
+        'jnp.floor({})',
+        '({} + 0.1j).real',
+        '({} * 1j).imag',
+    ]
+    ways += [
+        'jnp.arctan2({0}, 1 + {0} ** 2)',
+        '({0} > 0) * 0.5',
+        '{}.astype(np.float32).astype(np.float64)',
+    ]
     if v.is_complex:
-        ways = ['jnp.real({})', 'jnp.imag({})', 'jnp.conj({})', 'jnp.abs({})', 'jnp.angle(2 + {})', 'squash({})']
-        ways += ['1j * {}', '0.3 * {} ** 2', 'jnp.exp(-0.5 * {})', 'jnp.sin({})', 'jnp.sqrt(2 + {})', '(-{})']
-        ways += ['jnp.log(2 + {})', '1 / (2 + {})', '{0} * {0}.conj()', 'lax.complex({0}.imag, jnp.tanh({0}.real))']
+        ways = [
+            'jnp.real({})',
+            'jnp.imag({})',
+            'jnp.conj({})',
+            'jnp.abs({})',
+            'jnp.angle(2 + {})',
+            'squash({})',
+        ]
+        ways += [
+            '1j * {}',
+            '0.3 * {} ** 2',
+            'jnp.exp(-0.5 * {})',
+            'jnp.sin({})',
+            'jnp.sqrt(2 + {})',
+            '(-{})',
+        ]
+        ways += [
+            'jnp.log(2 + {})',
+            '1 / (2 + {})',
+            '{0} * {0}.conj()',
+            'lax.complex({0}.imag, jnp.tanh({0}.real))',
+        ]
     elif w.types is not REAL:
-        ways += ['1j * {}', 'jnp.exp(1j * {})', '{}.astype(np.complex128)', 'lax.complex({0}, jnp.tanh({0}))']
-        ways += ['{} * (0.6 + 0.8j)', 'jnp.conj({})', 'jnp.real({})', 'jnp.sqrt({} + 0.3j)']
+        ways += [
+            '1j * {}',
+            'jnp.exp(1j * {})',
+            '{}.astype(np.complex128)',
+            'lax.complex({0}, jnp.tanh({0}))',
+        ]
+        ways += [
+            '{} * (0.6 + 0.8j)',
+            'jnp.conj({})',
+            'jnp.real({})',
+            'jnp.sqrt({} + 0.3j)',
+        ]
     return w.pick(ways).format(v.text), v.shape
 
 
 @statement(2, real=True)
 def surrogate(w, v):
-    ways = ['spike({})', 'clamped({})', 'surrogate.sigmoid({})', 'surrogate.relu_grad({})', 'lax.stop_gradient({})']
+    ways = [
+        'spike({})',
+        'clamped({})',
+        'surrogate.sigmoid({})',
+        'surrogate.relu_grad({})',
+        'lax.stop_gradient({})',
+    ]
     return w.pick(ways).format(v.text), v.shape
 
 
 @statement(5)
 def binary(w, v):
-    ways = ['{0} + {1}', '{0} * {1}', '{0} - {1}', 'jnp.maximum({0}, {1})', 'jnp.where({0} > 0, {0}, 0.2 * {1})']
+    ways = [
+        '{0} + {1}',
+        '{0} * {1}',
+        '{0} - {1}',
+        'jnp.maximum({0}, {1})',
+        'jnp.where({0} > 0, {0}, 0.2 * {1})',
+    ]
     ways += [
         'nn.sigmoid({1}) * {0}',
         '{0} / (1 + {1} ** 2)',
@@ -424,10 +585,26 @@ def binary(w, v):
     ]
     u = w.like(v)
     if v.is_complex or u.is_complex:
-        ways = ['{0} + {1}', '{0} * {1}', '{0} - {1}', '{0} * jnp.conj({1})', 'jnp.real({0} * {1})']
-        ways += ['nn.sigmoid(jnp.real({1})) * {0}', '{0} / (1 + jnp.abs({1}) ** 2)', 'jnp.imag({0} * jnp.conj({1}))']
-        ways += ['jnp.where(jnp.imag({1}) > 0.1, {0}, 0.0)', 'jnp.where(jnp.real({0}) > 0, {0}, 0.2 * {1})']
-        ways += ['lax.complex(jnp.real({0}), jnp.imag({0} + {1}))', 'jnp.abs({0} + 1j * {1})']
+        ways = [
+            '{0} + {1}',
+            '{0} * {1}',
+            '{0} - {1}',
+            '{0} * jnp.conj({1})',
+            'jnp.real({0} * {1})',
+        ]
+        ways += [
+            'nn.sigmoid(jnp.real({1})) * {0}',
+            '{0} / (1 + jnp.abs({1}) ** 2)',
+            'jnp.imag({0} * jnp.conj({1}))',
+        ]
+        ways += [
+            'jnp.where(jnp.imag({1}) > 0.1, {0}, 0.0)',
+            'jnp.where(jnp.real({0}) > 0, {0}, 0.2 * {1})',
+        ]
+        ways += [
+            'lax.complex(jnp.real({0}), jnp.imag({0} + {1}))',
+            'jnp.abs({0} + 1j * {1})',
+        ]
     elif w.types is not REAL:
         ways += ['{0} + 1j * {1}', 'jnp.abs({0} + 1j * {1})', '{0} * jnp.exp(1j * {1})']
     return w.pick(ways).format(v.text, u.text), v.shape
@@ -448,10 +625,25 @@ def weighted(w, v):
         'jnp.where({0} > 0, {0}, {1} * {0})',
     ]
     if w.types is not REAL:
-        ways = ['{0} * {1}', '{0} + {1}', 'squash({0} - {1})', 'jnp.where(jnp.real({0}) > 0, {0}, {1} * {0})']
-        ways += ['{0} * jnp.exp(1j * {1})', 'jnp.conj({0}) * {1}', 'jnp.imag({0} * {1})', 'nn.sigmoid({1}) * {0}']
-        ways += ['lax.complex(jnp.real({0}), jnp.imag({0}) + jnp.real({1}))', '{0} / (2 + {1})']
-        ways += ['lax.complex(jnp.broadcast_to(jnp.real({1}), {0}.shape), jnp.real({0}).astype(jnp.real({1}).dtype))']
+        ways = [
+            '{0} * {1}',
+            '{0} + {1}',
+            'squash({0} - {1})',
+            'jnp.where(jnp.real({0}) > 0, {0}, {1} * {0})',
+        ]
+        ways += [
+            '{0} * jnp.exp(1j * {1})',
+            'jnp.conj({0}) * {1}',
+            'jnp.imag({0} * {1})',
+            'nn.sigmoid({1}) * {0}',
+        ]
+        ways += [
+            'lax.complex(jnp.real({0}), jnp.imag({0}) + jnp.real({1}))',
+            '{0} / (2 + {1})',
+        ]
+        ways += [
+            'lax.complex(jnp.broadcast_to(jnp.real({1}), {0}.shape), jnp.real({0}).astype(jnp.real({1}).dtype))'
+        ]
     return w.pick(ways).format(v.text, weight), v.shape
 
 
@@ -496,7 +688,9 @@ def between_values(w, v):
     if u is None:
         return None
     if len(v.shape) == 1 and len(u.shape) == 1:
-        return w.pick([(f'jnp.outer({v.text}, {u.text})', (n, n)), (f'{v.text} @ {u.text}', ())])
+        return w.pick(
+            [(f'jnp.outer({v.text}, {u.text})', (n, n)), (f'{v.text} @ {u.text}', ())]
+        )
     return f'{v.text} @ {u.text}.T', (*v.shape[:-1], *u.shape[:-1])
 
 
@@ -522,7 +716,14 @@ def fast_weights(w, v):
 def reduced(w, v):
     axis = w.axis(v)
     keep = w.chance(2)
-    ways = ['jnp.sum', 'jnp.mean', 'jnp.max', 'nn.logsumexp', 'jnp.linalg.norm', 'jnp.prod']
+    ways = [
+        'jnp.sum',
+        'jnp.mean',
+        'jnp.max',
+        'nn.logsumexp',
+        'jnp.linalg.norm',
+        'jnp.prod',
+    ]
     if v.is_complex:
         ways = ['jnp.sum', 'jnp.mean', 'jnp.linalg.norm', 'jnp.prod']
     text = f'{w.pick(ways)}({v.text}{" + 0.1" if v.size else ""}, axis={axis}, keepdims={keep})'
@@ -533,20 +734,42 @@ def reduced(w, v):
 def normalised(w, v):
     axis = w.axis(v)
     if v.is_complex:
-        ways = ['nn.softmax(jnp.abs({}), axis={})', '({0} - jnp.mean({0}, axis={1}, keepdims=True))']
+        ways = [
+            'nn.softmax(jnp.abs({}), axis={})',
+            '({0} - jnp.mean({0}, axis={1}, keepdims=True))',
+        ]
         ways += ['{0} / (1 + jnp.linalg.norm({0}, axis={1}, keepdims=True))']
         return w.pick(ways).format(v.text, axis), v.shape
-    ways = ['nn.softmax({}, axis={})', 'norm({}, axis={})', '({0} - jnp.mean({0}, axis={1}, keepdims=True))']
+    ways = [
+        'nn.softmax({}, axis={})',
+        'norm({}, axis={})',
+        '({0} - jnp.mean({0}, axis={1}, keepdims=True))',
+    ]
     return w.pick(ways).format(v.text, axis), v.shape
 
 
 @statement(3, rank=1)
 def along(w, v):
     axis = w.axis(v)
-    ways = ['jnp.cumsum({}, {})', 'jnp.sort({}, {})', 'jnp.roll({}, 1, {})', 'jnp.flip({}, {})', 'lax.cummax({}, {})']
-    ways += ['jnp.cumprod({}, {})', 'lax.cumlogsumexp({}, {})', 'jnp.fft.fft({}, axis={}).real']
+    ways = [
+        'jnp.cumsum({}, {})',
+        'jnp.sort({}, {})',
+        'jnp.roll({}, 1, {})',
+        'jnp.flip({}, {})',
+        'lax.cummax({}, {})',
+    ]
+    ways += [
+        'jnp.cumprod({}, {})',
+        'lax.cumlogsumexp({}, {})',
+        'jnp.fft.fft({}, axis={}).real',
+    ]
     if v.is_complex:
-        ways = ['jnp.cumsum({}, {})', 'jnp.roll({}, 1, {})', 'jnp.flip({}, {})', 'jnp.cumprod({}, {})']
+        ways = [
+            'jnp.cumsum({}, {})',
+            'jnp.roll({}, 1, {})',
+            'jnp.flip({}, {})',
+            'jnp.cumprod({}, {})',
+        ]
         ways += ['jnp.fft.fft({}, axis={})', 'jnp.fft.ifft({}, axis={}).imag']
     elif w.types is not REAL:
         ways += ['jnp.fft.fft({}, axis={})']
@@ -559,17 +782,44 @@ def moved(w, v):
     n = v.shape[axis]
     with_n = lambda m: (*v.shape[:axis], m, *v.shape[axis + 1 :])
     order = tuple(range(len(v.shape)))[::-1]
-    ways = [(f'{v.text}.ravel()', (v.size,)), (f'{v.text}.transpose({order})', v.shape[::-1])]
-    ways += [(f'jnp.repeat({v.text}, 2, axis={axis})', with_n(2 * n)), (f'{v.text}[None]', (1, *v.shape))]
-    ways += [(f'jnp.pad({v.text}, {[(1, 0) if a == axis else (0, 0) for a in order[::-1]]})', with_n(n + 1))]
-    ways += [(f'{v.text}[..., None]', (*v.shape, 1)), (f'jnp.broadcast_to({v.text}, {(2, *v.shape)})', (2, *v.shape))]
+    ways = [
+        (f'{v.text}.ravel()', (v.size,)),
+        (f'{v.text}.transpose({order})', v.shape[::-1]),
+    ]
+    ways += [
+        (f'jnp.repeat({v.text}, 2, axis={axis})', with_n(2 * n)),
+        (f'{v.text}[None]', (1, *v.shape)),
+    ]
+    ways += [
+        (
+            f'jnp.pad({v.text}, {[(1, 0) if a == axis else (0, 0) for a in order[::-1]]})',
+            with_n(n + 1),
+        )
+    ]
+    ways += [
+        (f'{v.text}[..., None]', (*v.shape, 1)),
+        (f'jnp.broadcast_to({v.text}, {(2, *v.shape)})', (2, *v.shape)),
+    ]
     ways += [(f'jnp.take({v.text}, np.array([0, {n - 1}, 0]), axis={axis})', with_n(3))]
-    ways += [(f'jnp.split({v.text}, [1], axis={axis})[{1 if n > 1 else 0}]', with_n(max(n - 1, 1)))]
+    ways += [
+        (
+            f'jnp.split({v.text}, [1], axis={axis})[{1 if n > 1 else 0}]',
+            with_n(max(n - 1, 1)),
+        )
+    ]
     if n > 1:
         ways += [(f'lax.slice_in_dim({v.text}, 1, {n}, axis={axis})', with_n(n - 1))]
-        ways += [(f'lax.slice_in_dim({v.text}, 0, {n}, 2, axis={axis})', with_n((n + 1) // 2))]
+        ways += [
+            (
+                f'lax.slice_in_dim({v.text}, 0, {n}, 2, axis={axis})',
+                with_n((n + 1) // 2),
+            )
+        ]
     if v.size % 2 == 0:
-        ways += [(f'{v.text}.reshape(2, -1)', (2, v.size // 2)), (f'{v.text}.reshape(-1, 2)', (v.size // 2, 2))]
+        ways += [
+            (f'{v.text}.reshape(2, -1)', (2, v.size // 2)),
+            (f'{v.text}.reshape(-1, 2)', (v.size // 2, 2)),
+        ]
         ways += [(f"{v.text}.reshape(2, -1, order='F')", (2, v.size // 2))]
     return w.pick(ways)
 
@@ -579,20 +829,39 @@ def joined(w, v):
     axis = w.axis(v)
     same = lambda u: (
         len(u.shape) == len(v.shape)
-        and all(a == b for d, (a, b) in enumerate(zip(u.shape, v.shape, strict=True)) if d != axis)
+        and all(
+            a == b
+            for d, (a, b) in enumerate(zip(u.shape, v.shape, strict=True))
+            if d != axis
+        )
     )
     u = w.value(same) or v
     if u.shape == v.shape and w.chance(3):
-        return f'jnp.stack([{v.text}, {u.text}], axis={axis})', (*v.shape[:axis], 2, *v.shape[axis:])
+        return f'jnp.stack([{v.text}, {u.text}], axis={axis})', (
+            *v.shape[:axis],
+            2,
+            *v.shape[axis:],
+        )
     total = v.shape[axis] + u.shape[axis]
-    return f'jnp.concatenate([{v.text}, {u.text}], axis={axis})', (*v.shape[:axis], total, *v.shape[axis + 1 :])
+    return f'jnp.concatenate([{v.text}, {u.text}], axis={axis})', (
+        *v.shape[:axis],
+        total,
+        *v.shape[axis + 1 :],
+    )
 
 
 @statement(2, rank=1)
 def indexed(w, v):
     """Gathers and scatters, at constant places and at places told by the data."""
     n = v.shape[0]
-    at = w.pick(['0', f"(x['k'] % {n})", f'np.array([{n - 1}, 0])', f"np.array([0, 0]) + x['k'] % {n}"])
+    at = w.pick(
+        [
+            '0',
+            f"(x['k'] % {n})",
+            f'np.array([{n - 1}, 0])',
+            f"np.array([0, 0]) + x['k'] % {n}",
+        ]
+    )
     if "'k'" in at:
         w.program.inputs['k'] = ()
     picked = f'{v.text}[{at}]'
@@ -602,16 +871,35 @@ def indexed(w, v):
     ways = [(picked, row)]
     if u is not None:
         same = u.text if w.types is REAL else f'like({u.text}, {v.text})'
-        ways += [(f'{v.text}.at[{at}].{how}({same})', v.shape) for how in ('set', 'add')]
-    ways += [(f'lax.dynamic_slice_in_dim({v.text}, {_start(w)}, {max(n - 1, 1)})', (max(n - 1, 1), *v.shape[1:]))]
+        ways += [
+            (f'{v.text}.at[{at}].{how}({same})', v.shape) for how in ('set', 'add')
+        ]
+    ways += [
+        (
+            f'lax.dynamic_slice_in_dim({v.text}, {_start(w)}, {max(n - 1, 1)})',
+            (max(n - 1, 1), *v.shape[1:]),
+        )
+    ]
     one = w.value(lambda u: _fits(u.shape, (1, *v.shape[1:])))
     if one is not None:
         row = f'jnp.broadcast_to({one.text}, {(1, *v.shape[1:])})'
         row = row if w.types is REAL else f'like({row}, {v.text})'
-        ways += [(f'lax.dynamic_update_slice_in_dim({v.text}, {row}, {_start(w)}, 0)', v.shape)]
-    ways += [(f'jax.ops.segment_sum({v.text}, np.arange({n}) // 2, {(n + 1) // 2})', ((n + 1) // 2, *v.shape[1:]))]
+        ways += [
+            (
+                f'lax.dynamic_update_slice_in_dim({v.text}, {row}, {_start(w)}, 0)',
+                v.shape,
+            )
+        ]
+    ways += [
+        (
+            f'jax.ops.segment_sum({v.text}, np.arange({n}) // 2, {(n + 1) // 2})',
+            ((n + 1) // 2, *v.shape[1:]),
+        )
+    ]
     key = f'jnp.real({v.text})' if v.is_complex else v.text
-    ways += [(f'jnp.take_along_axis({v.text}, jnp.argsort({key}, axis=0), axis=0)', v.shape)]
+    ways += [
+        (f'jnp.take_along_axis({v.text}, jnp.argsort({key}, axis=0), axis=0)', v.shape)
+    ]
     ways += [(f'lax.top_k({key}, 1)[0]', (*v.shape[:-1], 1))]
     return w.pick(ways)
 
@@ -630,7 +918,11 @@ def convolved(w, v):
     image = f'{v.text}.reshape({(math.prod(front), 1, n)})'
     if w.types is not REAL:
         return f'conv({image}, {kernel})', (math.prod(front), channels, n)
-    return f"lax.conv_general_dilated({image}, {kernel}, (1,), 'SAME')", (math.prod(front), channels, n)
+    return f"lax.conv_general_dilated({image}, {kernel}, (1,), 'SAME')", (
+        math.prod(front),
+        channels,
+        n,
+    )
 
 
 @statement(1, rank=1)
@@ -641,7 +933,10 @@ def pooled(w, v):
     start = start if w.types is REAL else f'np.array({start}, {v.text}.dtype)'
     window = (1,) * (len(v.shape) - 1) + (2,)
     ones = (1,) * len(v.shape)
-    return f"lax.reduce_window({v.text}, {start}, {how}, {window}, {ones}, 'SAME')", v.shape
+    return (
+        f"lax.reduce_window({v.text}, {start}, {how}, {window}, {ones}, 'SAME')",
+        v.shape,
+    )
 
 
 @statement(2)
@@ -651,14 +946,20 @@ def branched(w, v):
     one, two = w.inner('a', 'b', shape=v.shape), w.inner('b', 'a', shape=v.shape)
     c = w.real(c)
     two = two if w.types is REAL else f'like({two}, a)'
-    return f'lax.cond(jnp.sum({c.text}) > 0, lambda a, b: {one}, lambda a, b: {two}, {v.text}, {u})', v.shape
+    return (
+        f'lax.cond(jnp.sum({c.text}) > 0, lambda a, b: {one}, lambda a, b: {two}, {v.text}, {u})',
+        v.shape,
+    )
 
 
 @statement(2)
 def looped(w, v):
     u = w.like(v)
     body = w.inner('a', f'jnp.broadcast_to({u.text}, {v.shape})', shape=v.shape)
-    return f'lax.fori_loop(0, {w.pick([1, 2, 3])}, lambda i, a: {body}, {v.text})', v.shape
+    return (
+        f'lax.fori_loop(0, {w.pick([1, 2, 3])}, lambda i, a: {body}, {v.text})',
+        v.shape,
+    )
 
 
 @statement(2, rank=1)
@@ -670,9 +971,15 @@ def scanned(w, v):
         if first is None or w.chance(3)
         else f'jnp.broadcast_to({first.text}, {tuple(rest)})'
     )
-    body, out = w.inner('a', 'b', shape=tuple(rest)), w.inner('a', 'b', shape=tuple(rest))
+    body, out = (
+        w.inner('a', 'b', shape=tuple(rest)),
+        w.inner('a', 'b', shape=tuple(rest)),
+    )
     which, shape = w.pick([(0, tuple(rest)), (1, v.shape)])
-    return f'lax.scan(lambda a, b: ({body}, {out}), {start}, {v.text}{w.pick(["", ", reverse=True"])})[{which}]', shape
+    return (
+        f'lax.scan(lambda a, b: ({body}, {out}), {start}, {v.text}{w.pick(["", ", reverse=True"])})[{which}]',
+        shape,
+    )
 
 
 @statement(2, rank=1)
@@ -682,7 +989,10 @@ def called(w, v):
     u = w.like(v)
     shape = v.shape[1:] if how == 'jax.vmap' else v.shape
     body = w.inner('a', 'b', shape=shape)
-    return f'{how}(lambda a, b: {body})({v.text}, jnp.broadcast_to({u.text}, {v.shape}))', v.shape
+    return (
+        f'{how}(lambda a, b: {body})({v.text}, jnp.broadcast_to({u.text}, {v.shape}))',
+        v.shape,
+    )
 
 
 # ---------------------------------------------------------------- new states
@@ -761,7 +1071,9 @@ def per_position(w, name, old):
     n = old.shape[-1]
     if w.types is not REAL:
         return f'squash({old.text} @ {w.parameter(n, n)} + {w.fitted(w.value(), old.shape)})'
-    return f'jnp.tanh({old.text} @ {w.parameter(n, n)} + {w.fitted(w.value(), old.shape)})'
+    return (
+        f'jnp.tanh({old.text} @ {w.parameter(n, n)} + {w.fitted(w.value(), old.shape)})'
+    )
 
 
 def draw_program(pick: Pick) -> Program:
@@ -774,12 +1086,16 @@ class PositionWriter(Writer):
 
     def statement(self) -> None:
         kept = {'elementwise', 'surrogate', 'binary', 'weighted'}
-        self.name(self.pick([made for made in STATEMENTS if made.__name__ in kept])(self))
+        self.name(
+            self.pick([made for made in STATEMENTS if made.__name__ in kept])(self)
+        )
 
     def new_state(self, name: str) -> None:
         shape = self.program.states[name]
         old = Value(f"s['{name}']", shape, self.program.dtypes.get(name, 'float64'))
-        text = self.pick([leaky, decaying, turning, gated, replaced, unchanged, delayed])(self, name, old)
+        text = self.pick(
+            [leaky, decaying, turning, gated, replaced, unchanged, delayed]
+        )(self, name, old)
         self.program.written[name] = self.name((self.as_state(text, old), shape)).text
 
     def write(self) -> Program:
@@ -793,7 +1109,9 @@ class PositionWriter(Writer):
         for _ in range(self.pick([1, 2, 3])):
             self.name((f"jnp.tensordot(x['x'], {self.parameter(2, *shape)}, 1)", shape))
         kind = lambda name: program.dtypes.get(name, 'float64')
-        self.values += [Value(f"s['{name}']", shape, kind(name)) for name in program.states]
+        self.values += [
+            Value(f"s['{name}']", shape, kind(name)) for name in program.states
+        ]
         for _ in range(self.pick([2, 3, 4, 5, 1])):
             self.statement()
         for name in program.states:

@@ -14,7 +14,11 @@ LINES = PAGE.read_text().splitlines()
 
 
 def test_the_page_lists_every_model_once():
-    shown = [line.split(' | ')[0].removeprefix('| ') for line in LINES if line.startswith('| ')]
+    shown = [
+        line.split(' | ')[0].removeprefix('| ')
+        for line in LINES
+        if line.startswith('| ')
+    ]
     assert all(shown.count(name.replace('_', ' ')) == 1 for name in [*CASES, *REFUSED])
     assert all(f'## {title(case.family)}' in LINES for case in CASES.values())
 

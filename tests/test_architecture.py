@@ -51,23 +51,46 @@ def test_imports(file):
         if parts[0] == 'braintrace' and len(parts) > 1 and name != '__init__':
             assert layer(parts[1]) <= layer(name), f'{target} is above {name}'
         assert parts[:2] != ['jax', '_src']
-        assert parts[:2] != ['jax', 'extend'] or name == 'compat', f'{target} belongs in compat.py'
+        assert parts[:2] != ['jax', 'extend'] or name == 'compat', (
+            f'{target} belongs in compat.py'
+        )
         if parts[0] == 'brainstate':
-            allowed = file == ROOT / 'frontends' / 'brainstate.py' or layer(name) >= layer('learner')
-            assert allowed, f'{target}: only the front end, the learner and the surface know brainstate'
+            allowed = file == ROOT / 'frontends' / 'brainstate.py' or layer(
+                name
+            ) >= layer('learner')
+            assert allowed, (
+                f'{target}: only the front end, the learner and the surface know brainstate'
+            )
 
 
-@pytest.mark.parametrize('file', sorted((ROOT / 'solver').glob('*.py')), ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    'file', sorted((ROOT / 'solver').glob('*.py')), ids=lambda f: f.name
+)
 def test_the_solver_knows_only_arrays(file):
-    own = {target.split('.')[1] for target in imports(file) if target.startswith('braintrace.')}
+    own = {
+        target.split('.')[1]
+        for target in imports(file)
+        if target.startswith('braintrace.')
+    }
     assert own <= ARRAYS_ONLY
     outside = {target.split('.')[0] for target in imports(file)} - {'braintrace'}
-    assert outside <= {'__future__', 'abc', 'collections', 'dataclasses', 'functools', 'jax', 'numpy', 'typing'}
+    assert outside <= {
+        '__future__',
+        'abc',
+        'collections',
+        'dataclasses',
+        'functools',
+        'jax',
+        'numpy',
+        'typing',
+    }
 
 
 def test_only_operations_decide_by_the_name_of_a_primitive():
     """The rest prints names, in reports and labels of traces; what to do is in an operation's record."""
-    decides = re.compile(r"primitive\.name\s*(==|!=|in\b|not in\b)|primitive\.name\.(startswith|removeprefix)")
+    decides = re.compile(
+        r'primitive\.name\s*(==|!=|in\b|not in\b)|primitive\.name\.(startswith|removeprefix)'
+    )
     for file in FILES:
         room = file.relative_to(ROOT).parts[0]
         if room not in ('operations', 'compat.py'):

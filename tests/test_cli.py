@@ -13,7 +13,16 @@ import braintrace
 from braintrace.checkpoint import Checkpoints
 from braintrace.cli import look, main, parser, runs, settings
 
-SMALL = ['--batch', '4', '--units', '6', '--task-option', 'length=2', '--task-option', 'lag=2']
+SMALL = [
+    '--batch',
+    '4',
+    '--units',
+    '6',
+    '--task-option',
+    'length=2',
+    '--task-option',
+    'lag=2',
+]
 MODEL = """
     import brainstate
     import jax.numpy as jnp
@@ -67,61 +76,151 @@ def run(capsys, *words):
 
 
 def test_training_writes_all_and_goes_on_exactly(here, capsys):
-    code, result, said = run(capsys, 'train', 'copying', '--updates', '3', *SMALL, '--json')
+    code, result, said = run(
+        capsys, 'train', 'copying', '--updates', '3', *SMALL, '--json'
+    )
     assert code == 0
     assert result['updates'] == 3
     assert 'update 3/3' in said
     assert 'gradients: 4 local, 2 equal to BPTT (report.txt)' in said
-    (here / 'out/early/checkpoints').mkdir(parents=True)  # what a training stopped before its first update leaves
-    code, again, _ = run(capsys, 'train', 'copying', '--updates', '1', *SMALL, '--out', 'out/early', '--json')
+    (here / 'out/early/checkpoints').mkdir(
+        parents=True
+    )  # what a training stopped before its first update leaves
+    code, again, _ = run(
+        capsys,
+        'train',
+        'copying',
+        '--updates',
+        '1',
+        *SMALL,
+        '--out',
+        'out/early',
+        '--json',
+    )
     assert (code, again['updates']) == (0, 1)
     out = here / result['out']
-    names = {'config.json', 'metrics.jsonl', 'checkpoints', 'report.txt', 'report.html', 'result.json'}
+    names = {
+        'config.json',
+        'metrics.jsonl',
+        'checkpoints',
+        'report.txt',
+        'report.html',
+        'result.json',
+    }
     names |= {'learning.png', 'activity.png', 'traces.png'}
     assert names <= {p.name for p in out.iterdir()}
-    assert json.loads((out / 'config.json').read_text())['task_options'] == {'length': 2, 'lag': 2}
-    code, resumed, _ = run(capsys, 'train', '--resume', str(out), '--updates', '5', '--json')
+    assert json.loads((out / 'config.json').read_text())['task_options'] == {
+        'length': 2,
+        'lag': 2,
+    }
+    code, resumed, _ = run(
+        capsys, 'train', '--resume', str(out), '--updates', '5', '--json'
+    )
     assert (code, resumed['updates']) == (0, 5)
     code, _, said = run(capsys, 'train', '--resume', str(out), '--json')
     assert (code, 'nothing to train: update 5 is reached' in said) == (0, True)
     run(capsys, 'train', '--resume', str(out), '--updates', '2')
     assert json.loads((out / 'config.json').read_text())['updates'] == 5
-    code, _, said = run(capsys, 'train', '--resume', str(out), '--lr', '0.5', '--seed', '2', '--batch', '4')
+    code, _, said = run(
+        capsys,
+        'train',
+        '--resume',
+        str(out),
+        '--lr',
+        '0.5',
+        '--seed',
+        '2',
+        '--batch',
+        '4',
+    )
     assert (code, '--resume with --lr, --seed\n' in said) == (2, True)
     learner, supervised, optimizer = runs._prepare(settings.read(out))
-    whole = braintrace.fit(learner, **supervised.parts(), optimizer=optimizer, updates=5, show=False)
-    losses = [json.loads(line)['loss'] for line in (out / 'metrics.jsonl').read_text().splitlines()]
+    whole = braintrace.fit(
+        learner, **supervised.parts(), optimizer=optimizer, updates=5, show=False
+    )
+    losses = [
+        json.loads(line)['loss']
+        for line in (out / 'metrics.jsonl').read_text().splitlines()
+    ]
     assert losses == whole['loss'].tolist()
     assert runs._held_out(supervised) == resumed['held_out']
-    code, _, said = run(capsys, 'train', 'copying', '--updates', '5', *SMALL, '--out', str(out))
+    code, _, said = run(
+        capsys, 'train', 'copying', '--updates', '5', *SMALL, '--out', str(out)
+    )
     assert code == 2
     assert 'what to write instead' in said
 
 
 def test_own_model_and_comparison(here, capsys):
-    words = ['--batch', '2', '--task-option', 'length=2', '--task-option', 'lag=1', '--updates', '2']
+    words = [
+        '--batch',
+        '2',
+        '--task-option',
+        'length=2',
+        '--task-option',
+        'lag=1',
+        '--updates',
+        '2',
+    ]
     code, result, _ = run(
-        capsys, 'compare', 'copying', '--model', 'mine.py:Net', '--rules', 'd_rtrl,bptt', *words, '--json'
+        capsys,
+        'compare',
+        'copying',
+        '--model',
+        'mine.py:Net',
+        '--rules',
+        'd_rtrl,bptt',
+        *words,
+        '--json',
     )
     assert code == 0
-    assert {rule: len(v) for rule, v in result['rules'].items()} == {'d_rtrl': 1, 'bptt': 1}
+    assert {rule: len(v) for rule, v in result['rules'].items()} == {
+        'd_rtrl': 1,
+        'bptt': 1,
+    }
     assert (here / result['out'] / 'compare.png').stat().st_size > 1000
 
 
 def test_explaining(here, capsys):
-    arguments = parser().parse_args(['explain', 'brainstate.nn:GRUCell(3, 4)', '--input', '2,3'])
-    code, text, _ = run(capsys, 'explain', 'mine.py:make', '--steps', '5', '--html', 'page.html')
+    arguments = parser().parse_args(
+        ['explain', 'brainstate.nn:GRUCell(3, 4)', '--input', '2,3']
+    )
+    code, text, _ = run(
+        capsys, 'explain', 'mine.py:make', '--steps', '5', '--html', 'page.html'
+    )
     assert code == 0
     assert 'readout.weight.weight' in text
     assert 'memory for 5 steps' in text
     assert '</html>' in (here / 'page.html').read_text()
-    assert np.array_equal(*(look.compiled(arguments, 'd_rtrl')[0].model.Wh.weight.value['weight'] for _ in range(2)))
+    assert np.array_equal(
+        *(
+            look.compiled(arguments, 'd_rtrl')[0].model.Wh.weight.value['weight']
+            for _ in range(2)
+        )
+    )
     code, text, _ = run(capsys, 'explain', 'mine.py:net', '--input', '2,3')
     assert (code, 'cell.h' in text) == (0, True)
-    code, found, _ = run(capsys, 'explain', 'brainstate.nn:GRUCell(3, num_out=4)', '--input', '2,3', '--json')
+    code, found, _ = run(
+        capsys,
+        'explain',
+        'brainstate.nn:GRUCell(3, num_out=4)',
+        '--input',
+        '2,3',
+        '--json',
+    )
     assert found['groups'] == [{'states': ['h'], 'positions': [2, 4]}]
-    assert {p['name']: p['gradient'] for p in found['parameters']}['Wh.weight.weight'] == 'local'
-    words = ['explain', 'brainstate.nn:GRUCell(3, num_out=4)', '--input', '2,3', '--rule', 'pp_prop', '--json']
+    assert {p['name']: p['gradient'] for p in found['parameters']}[
+        'Wh.weight.weight'
+    ] == 'local'
+    words = [
+        'explain',
+        'brainstate.nn:GRUCell(3, num_out=4)',
+        '--input',
+        '2,3',
+        '--rule',
+        'pp_prop',
+        '--json',
+    ]
     code, found, _ = run(capsys, *words)
     assert (code, {p['gradient'] for p in found['parameters']}) == (0, {'approximate'})
     assert found['memory']['bptt'] > 0
@@ -132,11 +231,27 @@ def test_checking_and_timing(here, capsys):
     code, found, _ = run(capsys, 'check', *words, '--plot', 'check.png', '--json')
     assert code == 0
     assert found['RTRL']['cosine'] == pytest.approx(1, abs=1e-5)
-    assert found['D_RTRL']['parameters']['readout.weight.weight']['cosine'] == pytest.approx(1, abs=1e-5)
+    assert found['D_RTRL']['parameters']['readout.weight.weight'][
+        'cosine'
+    ] == pytest.approx(1, abs=1e-5)
     assert (here / 'check.png').exists()
-    code, text, _ = run(capsys, 'bench', 'mine.py:make', '--steps', '5', '--rounds', '2', '--rules', 'd_rtrl')
+    code, text, _ = run(
+        capsys,
+        'bench',
+        'mine.py:make',
+        '--steps',
+        '5',
+        '--rounds',
+        '2',
+        '--rules',
+        'd_rtrl',
+    )
     assert code == 0
-    assert [line.split()[0] for line in text.splitlines()[2:]] == ['forward', 'bptt', 'd_rtrl']
+    assert [line.split()[0] for line in text.splitlines()[2:]] == [
+        'forward',
+        'bptt',
+        'd_rtrl',
+    ]
 
 
 @pytest.mark.parametrize(
@@ -146,12 +261,18 @@ def test_checking_and_timing(here, capsys):
         (['train'], 'train TASK, or train --resume DIR'),
         (['train', '--resume', 'nowhere'], 'no config.json'),
         (['train', 'copying', '--resume', 'nowhere'], 'both copying and --resume'),
-        (['train', 'copying', '--model', 'mine.py:make'], 'numbers of inputs and outputs'),
+        (
+            ['train', 'copying', '--model', 'mine.py:make'],
+            'numbers of inputs and outputs',
+        ),
         (['explain', 'mine.py:needs'], 'needs no more arguments'),
         (['train', 'copying', '--task-option', 'speed=3'], 'options among'),
         (['train', 'copying', '--model', 'nothing'], 'one of'),
         (['train', 'copying', '--rule', 'nothing'], 'd_rtrl'),
-        (['train', 'shd', '--task-option', 'file=nowhere.h5', '--batch', '2'], 'no file of SHD'),
+        (
+            ['train', 'shd', '--task-option', 'file=nowhere.h5', '--batch', '2'],
+            'no file of SHD',
+        ),
         (['explain', 'mine.py'], 'module:name'),
         (['explain', 'mine.py:Net'], '--input 8,3'),
         (['explain', 'mine.py:nothing'], "has no 'nothing'"),
@@ -165,7 +286,10 @@ def test_checking_and_timing(here, capsys):
         (['train', 'copying', '--out', 'mine.py'], 'it is a file'),
         (['train', 'copying', '--rule', 'threefactor', *SMALL], 'modulator'),
         (['train', 'copying', '--model', 'mine.py:small', '--units', '3'], 'units=3'),
-        (['train', 'copying', '--model', 'mine.py:small(extra=2)'], 'as many outputs as it is told'),
+        (
+            ['train', 'copying', '--model', 'mine.py:small(extra=2)'],
+            'as many outputs as it is told',
+        ),
         (['compare', 'copying', '--rules', 'd_rtrl,nothing'], 'no such rule'),
         (['explain', 'mine.py:nil'], 'it gives None'),
         (['explain', 'brainstate.nn:GRUCel(3, 4)'], 'GRUCell'),
@@ -186,7 +310,12 @@ def test_errors_of_the_users_own_code_are_shown_whole(here):
 
 
 def test_help_and_bad_words(capsys):
-    for words, code in [(['--help'], 0), (['--version'], 0), (['nothing'], 2), (['train', 'x', '--batch', '0'], 2)]:
+    for words, code in [
+        (['--help'], 0),
+        (['--version'], 0),
+        (['nothing'], 2),
+        (['train', 'x', '--batch', '0'], 2),
+    ]:
         with pytest.raises(SystemExit) as stopped:
             main(words)
         assert stopped.value.code == code
@@ -198,7 +327,9 @@ def test_help_and_bad_words(capsys):
 
 def test_a_rule_without_traces_in_a_folder_of_its_own(here, capsys):
     (here / 'out' / 'copying').mkdir(parents=True)
-    code, result, _ = run(capsys, 'train', 'copying', '--updates', '1', *SMALL, '--json', '--rule', 'bptt')
+    code, result, _ = run(
+        capsys, 'train', 'copying', '--updates', '1', *SMALL, '--json', '--rule', 'bptt'
+    )
     assert (code, result['out']) == (0, 'out/copying-2')
     assert not (here / 'out' / 'copying-2' / 'traces.png').exists()
 
@@ -207,11 +338,27 @@ class Killed(BaseException):
     """The end of a process, at any place."""
 
 
-def test_a_training_killed_in_its_first_checkpoint_goes_on_and_can_start_anew(here, capsys, monkeypatch):
-    words = ['train', 'copying', '--updates', '2', '--save-every', '1', *SMALL, '--out', 'a']
+def test_a_training_killed_in_its_first_checkpoint_goes_on_and_can_start_anew(
+    here, capsys, monkeypatch
+):
+    words = [
+        'train',
+        'copying',
+        '--updates',
+        '2',
+        '--save-every',
+        '1',
+        *SMALL,
+        '--out',
+        'a',
+    ]
 
     def killed(checkpoints, update, states):
-        unfinished = checkpoints.folder / f'{update}.orbax-checkpoint-tmp' / 'default.orbax-checkpoint-tmp'
+        unfinished = (
+            checkpoints.folder
+            / f'{update}.orbax-checkpoint-tmp'
+            / 'default.orbax-checkpoint-tmp'
+        )
         unfinished.mkdir(parents=True)
         (unfinished / 'manifest.ocdbt').write_text('x')
         raise Killed
@@ -228,7 +375,11 @@ def test_a_training_killed_in_its_first_checkpoint_goes_on_and_can_start_anew(he
     assert (code, anew['updates']) == (0, 2)
     assert 'b holds a training without a complete checkpoint' in said
     assert anew['held_out'] == resumed['held_out']
-    assert {p.name for p in (here / 'a' / 'checkpoints').iterdir()} == {'1', '2', 'config.json'}
+    assert {p.name for p in (here / 'a' / 'checkpoints').iterdir()} == {
+        '1',
+        '2',
+        'config.json',
+    }
 
 
 @pytest.mark.parametrize(
@@ -244,10 +395,16 @@ def test_a_training_killed_in_its_first_checkpoint_goes_on_and_can_start_anew(he
         ('{"task": "copying", "format": "one"}', "its format is 'one'"),
         ('{"task": "copying", "colour": 1}', 'not known: colour'),
         ('{"task": 3}', 'task is 3, not a text'),
-        ('{"task": "copying", "batch": "4"}', "batch is '4', not a whole number of at least 1"),
+        (
+            '{"task": "copying", "batch": "4"}',
+            "batch is '4', not a whole number of at least 1",
+        ),
         ('{"task": "copying", "batch": true}', 'batch is True'),
         ('{"task": "copying", "lr": null}', 'lr is None, not a number'),
-        ('{"task": "copying", "task_options": []}', 'task_options is [], not options by name'),
+        (
+            '{"task": "copying", "task_options": []}',
+            'task_options is [], not options by name',
+        ),
     ],
 )
 def test_settings_that_are_damaged_are_told_in_three_parts(here, capsys, text, told):
@@ -282,7 +439,18 @@ class Terminal(io.StringIO):
 
 
 def test_code_that_a_folder_names_is_run_only_when_trusted(here, capsys, monkeypatch):
-    words = ['train', 'copying', '--model', 'mine.py:small', '--batch', '2', '--updates', '1', '--out', 'a']
+    words = [
+        'train',
+        'copying',
+        '--model',
+        'mine.py:small',
+        '--batch',
+        '2',
+        '--updates',
+        '1',
+        '--out',
+        'a',
+    ]
     more = ['--task-option', 'length=2', '--task-option', 'lag=1']
     code, _, _ = run(capsys, *words, *more)
     assert code == 0
@@ -291,7 +459,11 @@ def test_code_that_a_folder_names_is_run_only_when_trusted(here, capsys, monkeyp
     resume = ['train', '--resume', 'a', '--updates', '2', '--json']
 
     code, _, said = run(capsys, *resume)  # nobody to ask
-    assert (code, 'nobody can be asked' in said, 'why it cannot work' in said) == (2, True, True)
+    assert (code, 'nobody can be asked' in said, 'why it cannot work' in said) == (
+        2,
+        True,
+        True,
+    )
     code, _, said = run(capsys, *resume, '--model', 'mine.py:other')
     assert (code, '--resume with --model\n' in said) == (2, True)
     for answer in ('n\n', '\n', ''):
@@ -314,7 +486,9 @@ def test_code_that_a_folder_names_is_run_only_when_trusted(here, capsys, monkeyp
     monkeypatch.setattr('sys.stdin', io.StringIO('y'))
     with pytest.raises(PermissionError, match='the Python module json'):
         settings.check_trust(module, out, trusted=False)
-    settings.check_trust(replace(config, model='gru'), out, trusted=False)  # a network of this package
+    settings.check_trust(
+        replace(config, model='gru'), out, trusted=False
+    )  # a network of this package
 
 
 def test_a_picture_that_fails_loses_nothing(here, capsys, monkeypatch):
@@ -323,7 +497,9 @@ def test_a_picture_that_fails_loses_nothing(here, capsys, monkeypatch):
 
     monkeypatch.setattr('braintrace.plots.activity', fails)
     monkeypatch.setattr('braintrace.analysis.report.CompilationReport.to_html', fails)
-    code, result, said = run(capsys, 'train', 'copying', '--updates', '1', *SMALL, '--out', 'a', '--json')
+    code, result, said = run(
+        capsys, 'train', 'copying', '--updates', '1', *SMALL, '--out', 'a', '--json'
+    )
     assert code == 0
     assert 'activity.png was not made: RuntimeError: no ink\n' in said
     assert result.pop('failed_pictures') == {'activity.png': 'RuntimeError: no ink'}
@@ -332,12 +508,18 @@ def test_a_picture_that_fails_loses_nothing(here, capsys, monkeypatch):
     monkeypatch.setattr('braintrace.plots.learning_curves', fails)
     words = ['--updates', '1', '--rules', 'bptt', *SMALL, '--out', 'b']
     code, text, said = run(capsys, 'compare', 'copying', *words)
-    assert (code, 'compare.png was not made' in said, 'picture:' in text) == (0, True, False)
+    assert (code, 'compare.png was not made' in said, 'picture:' in text) == (
+        0,
+        True,
+        False,
+    )
     assert (here / 'b' / 'compare.json').exists()
 
 
 def test_names_cannot_control_the_terminal(here, capsys):
-    code, text, said = run(capsys, 'explain', 'mine.py:named', '--html', 'pa\x1bge.html')
+    code, text, said = run(
+        capsys, 'explain', 'mine.py:named', '--html', 'pa\x1bge.html'
+    )
     assert code == 0
     assert '\x1b' not in text + said
     assert 'bad\\x1b[31m\\nname.h   positions (4, 5)' in text

@@ -63,7 +63,9 @@ def lif(m, x):
     """Membrane and adaptation, a counter, a read-out of the old membrane, a parameter nobody reads."""
     spike = jax.nn.sigmoid(m.V.value)
     m.a.value = 0.8 * m.a.value + spike
-    m.V.value = 0.9 * m.V.value + x @ m.w.value + spike @ m.rec.value - m.a.value  # the line that mixes
+    m.V.value = (
+        0.9 * m.V.value + x @ m.w.value + spike @ m.rec.value - m.a.value
+    )  # the line that mixes
     m.count.value = m.count.value + 1
     return spike @ m.out.value
 
@@ -72,8 +74,19 @@ MIXING_LINE = inspect.getsourcelines(lif)[1] + 4
 
 
 def make_lif():
-    parts = {'w': weight(I, H), 'rec': weight(H, H), 'out': weight(H, 2), 'idle': weight(2)}
-    return Step(lif, **parts, V=hidden(B, H), a=hidden(B, H), count=other(jnp.zeros((), jnp.int32)))
+    parts = {
+        'w': weight(I, H),
+        'rec': weight(H, H),
+        'out': weight(H, 2),
+        'idle': weight(2),
+    }
+    return Step(
+        lif,
+        **parts,
+        V=hidden(B, H),
+        a=hidden(B, H),
+        count=other(jnp.zeros((), jnp.int32)),
+    )
 
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((B, I)), jnp.float32)
@@ -84,7 +97,10 @@ MODELS = {'lstm': LSTM, 'stack': Stack, 'lif': make_lif}
 def compiled():
     """Model and graph of each of the three."""
     models = {name: make() for name, make in MODELS.items()}
-    return {name: (model, bt.compile_etrace_graph(model, X)) for name, model in models.items()}
+    return {
+        name: (model, bt.compile_etrace_graph(model, X))
+        for name, model in models.items()
+    }
 
 
 def close(a, b):
@@ -100,7 +116,9 @@ def values(group, graph, x=X):
     env |= dict(zip(info.jaxpr.invars, flat, strict=True))
     results = jax.core.eval_jaxpr(info.jaxpr, info.closed_jaxpr.consts, *flat)
     env |= {v: r for v, r in zip(info.jaxpr.outvars, results, strict=True) if is_var(v)}
-    return [env[v] for v in group.hidden_invars], [env[v] for v in group.transition_jaxpr_constvars]
+    return [env[v] for v in group.hidden_invars], [
+        env[v] for v in group.transition_jaxpr_constvars
+    ]
 
 
 def test_the_small_facts():
@@ -130,8 +148,12 @@ def test_hidden_group_fields(compiled):
     assert set(group.hidden_paths) == {('h',), ('c',)}
     assert group.hidden_states == [model.states()[p] for p in group.hidden_paths]
     info = graph.module_info
-    assert group.hidden_invars == [info.hidden_path_to_invar[p] for p in group.hidden_paths]
-    assert group.hidden_outvars == [info.hidden_path_to_outvar[p] for p in group.hidden_paths]
+    assert group.hidden_invars == [
+        info.hidden_path_to_invar[p] for p in group.hidden_paths
+    ]
+    assert group.hidden_outvars == [
+        info.hidden_path_to_outvar[p] for p in group.hidden_paths
+    ]
     assert list(group.transition_jaxpr.constvars) == group.transition_jaxpr_constvars
     assert (group.varshape, group.num_state) == ((B, H), 2)
     assert group.dict() == group._asdict()
@@ -144,14 +166,23 @@ def test_transition_gives_the_models_new_values_and_its_diagonal(compiled, name)
     _, new, _, _ = graph.module_info.jaxpr_call(X)
     for group in graph.hidden_groups:
         old, inputs = values(group, graph)
-        for path, value in zip(group.hidden_paths, group.transition(old, inputs), strict=True):
+        for path, value in zip(
+            group.hidden_paths, group.transition(old, inputs), strict=True
+        ):
             close(value, new[path])
         states, size = group.num_state, int(np.prod(group.varshape))
-        step = lambda h, g=group, inputs=inputs: g.concat_hidden(g.transition(g.split_hidden(h), inputs))
-        dense = jax.jit(jax.jacrev(step))(group.concat_hidden(old)).reshape(size, states, size, states)
+        step = lambda h, g=group, inputs=inputs: g.concat_hidden(
+            g.transition(g.split_hidden(h), inputs)
+        )
+        dense = jax.jit(jax.jacrev(step))(group.concat_hidden(old)).reshape(
+            size, states, size, states
+        )
         diagonal = jax.jit(group.diagonal_jacobian)(old, inputs)
         assert diagonal.shape == (*group.varshape, states, states)
-        close(diagonal.reshape(size, states, states), dense[np.arange(size), :, np.arange(size)])
+        close(
+            diagonal.reshape(size, states, states),
+            dense[np.arange(size), :, np.arange(size)],
+        )
         off = dense.transpose(0, 2, 1, 3)[~np.eye(size, dtype=bool)]
         assert not off.any()
 
@@ -165,12 +196,16 @@ def test_the_diagonal_of_a_leaky_pair_by_hand(compiled):
     got = group.diagonal_jacobian(old, inputs)
     close(got[..., 1, 0], slope)
     close(got[..., 1, 1], np.full((B, H), 0.8))
-    close(got[..., 0, 0], 0.9 - slope)  # the recurrent matmul is cut, the adaptation is not
+    close(
+        got[..., 0, 0], 0.9 - slope
+    )  # the recurrent matmul is cut, the adaptation is not
     close(got[..., 0, 1], np.full((B, H), -0.8))
 
 
 def kinds_of_state():
-    tree = brainstate.HiddenTreeState({'V': array(B, H) * u.mV, 'a': array(B, H) * u.ms})
+    tree = brainstate.HiddenTreeState(
+        {'V': array(B, H) * u.mV, 'a': array(B, H) * u.ms}
+    )
     wave = brainstate.HiddenState(array(B, H) + 1j * array(B, H))
     return {
         'group': (brainstate.HiddenGroupState(array(B, H, 3)), 3),
@@ -203,20 +238,29 @@ def test_states_of_every_kind_share_positions(kind):
     old, inputs = values(group, graph)
     joined = group.concat_hidden(old)
     assert joined.shape == (B, H, 1 + count)
-    assert not isinstance(group.concat_hidden([s.value for s in group.hidden_states]), u.Quantity)
+    assert not isinstance(
+        group.concat_hidden([s.value for s in group.hidden_states]), u.Quantity
+    )
     for back, value in zip(group.split_hidden(joined), old, strict=True):
         assert back.dtype == value.dtype
         np.testing.assert_array_equal(back, value)
     assert group.diagonal_jacobian(old, inputs).shape == (B, H, 1 + count, 1 + count)
-    np.testing.assert_array_equal(group.concat_hidden(group.split_hidden(joined)), joined)
+    np.testing.assert_array_equal(
+        group.concat_hidden(group.split_hidden(joined)), joined
+    )
 
 
 def test_shapes_that_differ_are_refused(compiled):
     _, graph = compiled['lif']
     (group,) = graph.hidden_groups
     group.check_consistent_varshape()
-    odd = group._replace(hidden_states=[group.hidden_states[0], brainstate.HiddenState(jnp.zeros(7))])
-    with pytest.raises(bt.NotSupportedError, match=r'\(2, 4\).*\(7,\)(.|\n)*why it cannot work(.|\n)*what to write'):
+    odd = group._replace(
+        hidden_states=[group.hidden_states[0], brainstate.HiddenState(jnp.zeros(7))]
+    )
+    with pytest.raises(
+        bt.NotSupportedError,
+        match=r'\(2, 4\).*\(7,\)(.|\n)*why it cannot work(.|\n)*what to write',
+    ):
         odd.check_consistent_varshape()
 
 
@@ -235,23 +279,46 @@ def test_helpers():
 def test_all_ways_to_find_groups_and_sites_agree(compiled, name):
     model, graph = compiled[name]
     info = bt.extract_module_info(model, X)
-    names = lambda found: [(g.index, g.hidden_paths, g.varshape, str(g.transition_jaxpr)) for g in found]
+    names = lambda found: [
+        (g.index, g.hidden_paths, g.varshape, str(g.transition_jaxpr)) for g in found
+    ]
     want = names(graph.hidden_groups)
-    for groups, by_path in (bt.find_hidden_groups_from_module(model, X), bt.find_hidden_groups_from_minfo(info)):
+    for groups, by_path in (
+        bt.find_hidden_groups_from_module(model, X),
+        bt.find_hidden_groups_from_minfo(info),
+    ):
         assert names(groups) == want
         assert by_path == {p: g for g in groups for p in g.hidden_paths}
-    roles = (info.hidden_outvar_to_invar, info.weight_invars, info.invar_to_hidden_path, info.outvar_to_hidden_path)
+    roles = (
+        info.hidden_outvar_to_invar,
+        info.weight_invars,
+        info.invar_to_hidden_path,
+        info.outvar_to_hidden_path,
+    )
     for program in (info.jaxpr, info.closed_jaxpr):
-        groups, _ = bt.find_hidden_groups_from_jaxpr(program, *roles, info.retrieved_model_states)
+        groups, _ = bt.find_hidden_groups_from_jaxpr(
+            program, *roles, info.retrieved_model_states
+        )
         assert names(groups) == want
-    perturbed = bt.add_hidden_perturbation_in_jaxpr(info.closed_jaxpr, *roles, info.retrieved_model_states)
+    perturbed = bt.add_hidden_perturbation_in_jaxpr(
+        info.closed_jaxpr, *roles, info.retrieved_model_states
+    )
     assert perturbed.perturb_hidden_paths == graph.hidden_perturb.perturb_hidden_paths
     assert str(perturbed.perturb_jaxpr) == str(graph.hidden_perturb.perturb_jaxpr)
 
     sites = [repr(s) for s in graph.hidden_param_op_relations]
-    assert sites == [repr(s) for s in bt.find_hidden_param_op_relations_from_module(model, X)]
-    assert sites == [repr(s) for s in bt.find_hidden_param_op_relations_from_minfo(info)]
-    assert sites == [repr(s) for s in bt.find_hidden_param_op_relations_from_minfo(info, graph.hid_path_to_group)]
+    assert sites == [
+        repr(s) for s in bt.find_hidden_param_op_relations_from_module(model, X)
+    ]
+    assert sites == [
+        repr(s) for s in bt.find_hidden_param_op_relations_from_minfo(info)
+    ]
+    assert sites == [
+        repr(s)
+        for s in bt.find_hidden_param_op_relations_from_minfo(
+            info, graph.hid_path_to_group
+        )
+    ]
     assert bt.find_hidden_param_op_relations_from_minfo(info, {}) == ()
 
 
@@ -279,11 +346,19 @@ def test_a_site(compiled):
 
 def test_marked_sites():
     plain, marked = (
-        Step(lambda m, x, op=op: setattr(m.h, 'value', 0.9 * m.h.value + op(m, x)), w=weight(I, H), h=hidden(B, H))
+        Step(
+            lambda m, x, op=op: setattr(m.h, 'value', 0.9 * m.h.value + op(m, x)),
+            w=weight(I, H),
+            h=hidden(B, H),
+        )
         for op in (lambda m, x: x @ m.w.value, lambda m, x: bt.matmul(x, m.w.value))
     )
-    assert [s.marked for s in bt.find_hidden_param_op_relations_from_module(plain, X)] == [False]
-    assert [s.marked for s in bt.find_hidden_param_op_relations_from_module(marked, X)] == [True]
+    assert [
+        s.marked for s in bt.find_hidden_param_op_relations_from_module(plain, X)
+    ] == [False]
+    assert [
+        s.marked for s in bt.find_hidden_param_op_relations_from_module(marked, X)
+    ] == [True]
     gain = Step(
         lambda m, x: setattr(m.h, 'value', bt.element_wise(m.g.value, weight_fn=jnp.tanh) * m.h.value + x @ m.w.value),
         g=weight(H), w=weight(I, H), h=hidden(B, H),
@@ -291,16 +366,25 @@ def test_marked_sites():
     sites = bt.find_hidden_param_op_relations_from_module(gain, X)
     assert {s.path: s.marked for s in sites} == {('g',): True, ('w',): False}
     linear = bt.nn.Linear(I, H)
-    both = Step(lambda m, x: setattr(m.h, 'value', 0.9 * m.h.value + m.l(x)), l=linear, h=hidden(B, H))
+    both = Step(
+        lambda m, x: setattr(m.h, 'value', 0.9 * m.h.value + m.l(x)),
+        l=linear,
+        h=hidden(B, H),
+    )
     sites = bt.find_hidden_param_op_relations_from_module(both, X)
-    assert [(s.parameters[0].name, s.marked) for s in sites] == [('l.weight.weight', True), ('l.weight.bias', True)]
+    assert [(s.parameters[0].name, s.marked) for s in sites] == [
+        ('l.weight.weight', True),
+        ('l.weight.bias', True),
+    ]
 
 
 def test_the_factors_of_a_linear_solve_are_no_site():
     """JAX differentiates the matrix of a solve, not its factorisation, which the solve reads too."""
 
     def implicit_euler(m, x):
-        m.h.value = jnp.linalg.solve(jnp.eye(H) + m.a.value, (m.h.value + x @ m.w.value).T).T
+        m.h.value = jnp.linalg.solve(
+            jnp.eye(H) + m.a.value, (m.h.value + x @ m.w.value).T
+        ).T
 
     model = Step(implicit_euler, a=weight(H, H), w=weight(I, H), h=hidden(B, H))
     (site,) = bt.find_hidden_param_op_relations_from_module(model, X)
@@ -320,22 +404,40 @@ def test_perturbation_of_zero_changes_nothing(compiled, name):
     perturb = graph.hidden_perturb
     zeros = perturb.init_perturb_data()
     flat = graph.module_info.flat_inputs((X,), None, {})
-    plain = jax.core.eval_jaxpr(graph.module_info.jaxpr, graph.module_info.closed_jaxpr.consts, *flat)
+    plain = jax.core.eval_jaxpr(
+        graph.module_info.jaxpr, graph.module_info.closed_jaxpr.consts, *flat
+    )
     for a, b in zip(perturb.eval_jaxpr(flat, zeros), plain, strict=False):
         np.testing.assert_array_equal(a, b)
     close(outputs_of(graph, zeros), graph.module_info.jaxpr_call(X)[0])
-    assert perturb.perturb_hidden_states == tuple(model.states()[p] for p in perturb.perturb_hidden_paths)
-    assert [v.aval.shape for v in perturb.perturb_vars] == [s.value.shape for s in perturb.perturb_hidden_states]
-    assert list(perturb.perturb_jaxpr.jaxpr.invars[-len(zeros) :]) == list(perturb.perturb_vars)
+    assert perturb.perturb_hidden_states == tuple(
+        model.states()[p] for p in perturb.perturb_hidden_paths
+    )
+    assert [v.aval.shape for v in perturb.perturb_vars] == [
+        s.value.shape for s in perturb.perturb_hidden_states
+    ]
+    assert list(perturb.perturb_jaxpr.jaxpr.invars[-len(zeros) :]) == list(
+        perturb.perturb_vars
+    )
     assert perturb.dict()['perturb_vars'] is perturb.perturb_vars
-    assert all('.'.join(map(str, p)) in repr(perturb) for p in perturb.perturb_hidden_paths)
+    assert all(
+        '.'.join(map(str, p)) in repr(perturb) for p in perturb.perturb_hidden_paths
+    )
 
 
 def test_a_wrong_number_of_perturbations(compiled):
     _, graph = compiled['lstm']
-    by_group = lambda data: graph.hidden_perturb.perturb_data_to_hidden_group_data(data, graph.hidden_groups)
-    for call, error in ((lambda data: outputs_of(graph, data), ValueError), (by_group, AssertionError)):
-        with pytest.raises(error, match=r'3 perturbation(.|\n)*2 hidden state(.|\n)*what to write instead'):
+    by_group = lambda data: graph.hidden_perturb.perturb_data_to_hidden_group_data(
+        data, graph.hidden_groups
+    )
+    for call, error in (
+        (lambda data: outputs_of(graph, data), ValueError),
+        (by_group, AssertionError),
+    ):
+        with pytest.raises(
+            error,
+            match=r'3 perturbation(.|\n)*2 hidden state(.|\n)*what to write instead',
+        ):
             call([jnp.zeros((B, H))] * 3)
 
 
@@ -343,13 +445,19 @@ def test_perturbations_by_group(compiled):
     _, graph = compiled['stack']
     data = [array(*v.aval.shape) for v in graph.hidden_perturb.perturb_vars]
     by_path = dict(zip(graph.hidden_perturb.perturb_hidden_paths, data, strict=True))
-    got = graph.hidden_perturb.perturb_data_to_hidden_group_data(data, graph.hidden_groups)
+    got = graph.hidden_perturb.perturb_data_to_hidden_group_data(
+        data, graph.hidden_groups
+    )
     for group, joined in zip(graph.hidden_groups, got, strict=True):
-        np.testing.assert_array_equal(joined, group.concat_hidden([by_path[p] for p in group.hidden_paths]))
+        np.testing.assert_array_equal(
+            joined, group.concat_hidden([by_path[p] for p in group.hidden_paths])
+        )
     unit = Step(lambda m, x: setattr(m.v, 'value', 0.9 * m.v.value + (x @ m.w.value) * u.mV), w=weight(I, H),
                 v=brainstate.HiddenState(array(B, H) * u.mV))  # fmt: skip
     graph = bt.compile_etrace_graph(unit, X)
-    (joined,) = graph.hidden_perturb.perturb_data_to_hidden_group_data([data[0] * u.mV], graph.hidden_groups)
+    (joined,) = graph.hidden_perturb.perturb_data_to_hidden_group_data(
+        [data[0] * u.mV], graph.hidden_groups
+    )
     assert not isinstance(joined, u.Quantity)
 
 
@@ -363,7 +471,9 @@ def lstm_by_hand(model, a):
 def test_signal_of_an_lstm_total_and_joint(compiled):
     model, graph = compiled['lstm']
     a = array(B, H)
-    total = jax.grad(lambda d: jnp.sum(a * outputs_of(graph, d)))(graph.hidden_perturb.init_perturb_data())
+    total = jax.grad(lambda d: jnp.sum(a * outputs_of(graph, d)))(
+        graph.hidden_perturb.init_perturb_data()
+    )
     total = dict(zip(graph.hidden_perturb.perturb_hidden_paths, total, strict=True))
     of_h, of_c = lstm_by_hand(model, a)
     close(total['h',], of_h)
@@ -376,7 +486,9 @@ def test_signal_of_an_lstm_total_and_joint(compiled):
     (group,) = executor.graph.hidden_groups
     joint = dict(zip(group.hidden_paths, group.split_hidden(signal), strict=True))
     close(joint['h',], of_h)
-    close(joint['c',], np.zeros((B, H)))  # c reaches the loss through h only, which the group's own D counts
+    close(
+        joint['c',], np.zeros((B, H))
+    )  # c reaches the loss through h only, which the group's own D counts
 
 
 def test_signal_of_a_stack_total_and_joint(compiled):
@@ -385,12 +497,16 @@ def test_signal_of_a_stack_total_and_joint(compiled):
     _, new, _, _ = graph.module_info.jaxpr_call(X)
     upper = a @ model.out.value.T
     lower = (upper * (1 - new['layers', 1, 'h'] ** 2)) @ model.layers[1].w.value.T
-    total = jax.grad(lambda d: jnp.sum(a * outputs_of(graph, d)))(graph.hidden_perturb.init_perturb_data())
+    total = jax.grad(lambda d: jnp.sum(a * outputs_of(graph, d)))(
+        graph.hidden_perturb.init_perturb_data()
+    )
     total = dict(zip(graph.hidden_perturb.perturb_hidden_paths, total, strict=True))
     executor = bt.ETraceGraphExecutor(model)
     executor.compile_graph(X)
     joint = executor.solve_h2w_h2h_l2h_jacobian(X)[-1](a)
-    for path, want, signal in zip((('layers', 0, 'h'), ('layers', 1, 'h')), (lower, upper), joint, strict=True):
+    for path, want, signal in zip(
+        (('layers', 0, 'h'), ('layers', 1, 'h')), (lower, upper), joint, strict=True
+    ):
         close(total[path], want)
         close(signal[..., 0], want)  # another group reads the new h: that path stays
 
@@ -426,22 +542,34 @@ def set_to_a_constant(m, x):
     return m.a.value * 0.0 + m.b.value
 
 
-@pytest.mark.parametrize('step', [two_at_once, by_control_flow, passed_through, both_the_same, set_to_a_constant])
+@pytest.mark.parametrize(
+    'step',
+    [two_at_once, by_control_flow, passed_through, both_the_same, set_to_a_constant],
+)
 def test_states_written_in_unusual_ways_are_perturbed(step):
     model = Step(step, w=weight(I, H), a=hidden(B, H), b=hidden(B, H))
     graph = bt.compile_etrace_graph(model, X)
     info, perturb = graph.module_info, graph.hidden_perturb
     _, new, _, _ = info.jaxpr_call(X)
     deltas = [array(B, H), array(B, H)]
-    da, db = (dict(zip(perturb.perturb_hidden_paths, deltas, strict=True))[p,] for p in 'ab')
+    da, db = (
+        dict(zip(perturb.perturb_hidden_paths, deltas, strict=True))[p,] for p in 'ab'
+    )
     results = perturb.eval_jaxpr(info.flat_inputs((X,), None, {}), deltas)
-    moved = {v: r for v, r in zip(perturb.perturb_jaxpr.jaxpr.outvars, results, strict=True) if is_var(v)}
+    moved = {
+        v: r
+        for v, r in zip(perturb.perturb_jaxpr.jaxpr.outvars, results, strict=True)
+        if is_var(v)
+    }
     by_path = {p: moved[v] for p, v in info.hidden_path_to_outvar.items()}
     close(by_path['a',], new['a',] + da)
-    close(by_path['b',], new['b',] + db + (da if step is both_the_same else 0))  # there b is a copy of a
+    close(
+        by_path['b',], new['b',] + db + (da if step is both_the_same else 0)
+    )  # there b is a copy of a
     want = {
         'both_the_same': new['a',] + da,
-        'passed_through': (new['a',] + da) * new['b',],  # to read b is to read the old b, which is the same
+        'passed_through': (new['a',] + da)
+        * new['b',],  # to read b is to read the old b, which is the same
         'set_to_a_constant': db,
     }
     out = graph.call_hidden_perturb((X,), deltas)
@@ -458,17 +586,33 @@ def test_module_info(compiled):
     states = dict(model.states())
     assert info.jaxpr is info.closed_jaxpr.jaxpr
     assert info.retrieved_model_states == states
-    assert set(map(id, info.compiled_model_states)) == {id(s) for p, s in states.items() if p != ('idle',)}
+    assert set(map(id, info.compiled_model_states)) == {
+        id(s) for p, s in states.items() if p != ('idle',)
+    }
     assert all(info.state_id_to_path[id(s)] == p for p, s in states.items())
-    assert len(info.state_tree_invars) == len(info.state_tree_outvars) == len(info.compiled_model_states)
+    assert (
+        len(info.state_tree_invars)
+        == len(info.state_tree_outvars)
+        == len(info.compiled_model_states)
+    )
     assert (info.num_var_out, info.num_var_state) == (1, 6)
-    assert set(info.hidden_path_to_invar) == {('V',), ('a',)} == set(info.hidden_path_to_outvar)
+    assert (
+        set(info.hidden_path_to_invar)
+        == {('V',), ('a',)}
+        == set(info.hidden_path_to_outvar)
+    )
     for path, invar in info.hidden_path_to_invar.items():
         outvar = info.hidden_path_to_outvar[path]
-        assert info.invar_to_hidden_path[invar] == info.outvar_to_hidden_path[outvar] == path
+        assert (
+            info.invar_to_hidden_path[invar]
+            == info.outvar_to_hidden_path[outvar]
+            == path
+        )
         assert info.hidden_outvar_to_invar[outvar] is invar
     assert set(info.weight_path_to_invars) == {('w',), ('rec',), ('out',)}
-    assert {info.invar_to_weight_path[v] for v in info.weight_invars} == set(info.weight_path_to_invars)
+    assert {info.invar_to_weight_path[v] for v in info.weight_invars} == set(
+        info.weight_path_to_invars
+    )
     assert callable(info.stateful_model)
     assert info.dict()['num_var_out'] == 1
     assert repr(info).startswith('ModuleInfo(')
@@ -507,7 +651,9 @@ def test_jaxpr_call_and_extra_outputs(compiled):
     assert len(info.jaxpr.outvars) == info.num_var_out + info.num_var_state
     assert list(more.jaxpr_call(X)[-1]) == [inner]
     close(more.jaxpr_call(X)[0], out)
-    with pytest.raises(ValueError, match=r'\(9, 3\)(.|\n)*\(2, 3\)(.|\n)*compile again'):
+    with pytest.raises(
+        ValueError, match=r'\(9, 3\)(.|\n)*\(2, 3\)(.|\n)*compile again'
+    ):
         info.jaxpr_call(jnp.zeros((9, I)))
 
 
@@ -518,17 +664,31 @@ def test_jaxpr_call_and_extra_outputs(compiled):
 def test_graph_outputs_hold_what_the_derivative_programs_read(compiled, name):
     _, graph = compiled[name]
     info = graph.module_info
-    outvars, constants = list(info.jaxpr.outvars), [*info.jaxpr.invars, *info.jaxpr.constvars]
+    outvars, constants = (
+        list(info.jaxpr.outvars),
+        [*info.jaxpr.invars, *info.jaxpr.constvars],
+    )
     plain = info.num_var_out + info.num_var_state
     assert len(set(outvars[plain:])) == len(outvars) - plain
     assert not set(outvars[plain:]) & set(filter(is_var, outvars[:plain]))
-    assert [g.index for g in graph.hidden_groups] == list(range(len(graph.hidden_groups)))
-    assert graph.hid_path_to_group == {p: g for g in graph.hidden_groups for p in g.hidden_paths}
+    assert [g.index for g in graph.hidden_groups] == list(
+        range(len(graph.hidden_groups))
+    )
+    assert graph.hid_path_to_group == {
+        p: g for g in graph.hidden_groups for p in g.hidden_paths
+    }
     sites = graph.hidden_param_op_relations
     wanted = [s.x_var for s in sites]
-    wanted += [v for s in sites for part in s.y_to_hidden_group_jaxprs for v in (*part.invars, *part.constvars)]
+    wanted += [
+        v
+        for s in sites
+        for part in s.y_to_hidden_group_jaxprs
+        for v in (*part.invars, *part.constvars)
+    ]
     wanted += [v for g in graph.hidden_groups for v in g.transition_jaxpr_constvars]
-    assert [v for v in dict.fromkeys(wanted) if v not in outvars[:plain]] == outvars[plain:]
+    assert [v for v in dict.fromkeys(wanted) if v not in outvars[:plain]] == outvars[
+        plain:
+    ]
     assert set(wanted) <= {*outvars, *constants}
 
 
@@ -545,7 +705,9 @@ def test_explain(compiled):
     assert into_v
     assert all(('V',) in r.hidden_paths for r in into_v)
     both = graph.explain(weight_path=('w',), hidden_path=('V',), kind='credit')
-    assert both == tuple(r for r in graph.diagnostics if r in of_w and r in into_v and r in credits)
+    assert both == tuple(
+        r for r in graph.diagnostics if r in of_w and r in into_v and r in credits
+    )
     assert len(both) == 1
     assert graph.explain(weight_path=('nobody',)) == ()
     with pytest.raises(ValueError, match='nonsense'):
@@ -556,10 +718,16 @@ def test_call_hidden_perturb_from_other_states(compiled):
     model, graph = compiled['stack']
     zeros = graph.hidden_perturb.init_perturb_data()
     halves = [0.5 * s.value for s in graph.module_info.compiled_model_states]
-    close(graph.call_hidden_perturb((X,), zeros, halves), graph.module_info.jaxpr_call(X, old_state_vals=halves)[0])
+    close(
+        graph.call_hidden_perturb((X,), zeros, halves),
+        graph.module_info.jaxpr_call(X, old_state_vals=halves)[0],
+    )
     bare = bt.compile_etrace_graph(model, X, include_hidden_perturb=False)
     assert bare.hidden_perturb is None
-    with pytest.raises(AssertionError, match=r'include_hidden_perturb=False(.|\n)*what to write instead'):
+    with pytest.raises(
+        AssertionError,
+        match=r'include_hidden_perturb=False(.|\n)*what to write instead',
+    ):
         bare.call_hidden_perturb((X,), zeros)
     assert graph.dict()['hidden_perturb'] is graph.hidden_perturb
     assert repr(graph).count('HiddenGroup(') == 2
@@ -569,7 +737,10 @@ def test_call_hidden_perturb_from_other_states(compiled):
 
 
 def test_executor_before_compiling():
-    with pytest.raises(TypeError, match=r'ETraceGraphExecutor\(int\)(.|\n)*why it cannot work(.|\n)*what to write'):
+    with pytest.raises(
+        TypeError,
+        match=r'ETraceGraphExecutor\(int\)(.|\n)*why it cannot work(.|\n)*what to write',
+    ):
         bt.ETraceGraphExecutor(3)
     with pytest.raises(ValueError, match=r'before compiling(.|\n)*compile_graph'):
         _ = bt.ETraceGraphExecutor(make_lif()).graph
@@ -595,15 +766,22 @@ def test_executor(compiled, name, capsys):
     want = graph.module_info.jaxpr_call(X)
     jax.tree.map(close, (out, new, others), want[:3])
     assert all(s.value is before[p] for p, s in model.states().items())
-    assert [d.shape for d in h2h] == [(*g.varshape, g.num_state, g.num_state) for g in graph.hidden_groups]
+    assert [d.shape for d in h2h] == [
+        (*g.varshape, g.num_state, g.num_state) for g in graph.hidden_groups
+    ]
     for site, jacobian in zip(graph.hidden_param_op_relations, h2w, strict=True):
         assert list(jacobian.hidden_to_y) == [g.index for g in site.hidden_groups]
         for group in site.hidden_groups:
-            assert jacobian.hidden_to_y[group.index].shape == (*site.y_var.aval.shape, group.num_state)
+            assert jacobian.hidden_to_y[group.index].shape == (
+                *site.y_var.aval.shape,
+                group.num_state,
+            )
         assert jacobian.weight.shape == site.weight_var.aval.shape
     *again, pull = executor.solve_h2w_h2h_l2h_jacobian(X)
     jax.tree.map(close, again, [out, new, others, h2w, h2h])
-    assert [s.shape for s in pull(jnp.ones_like(out))] == [(*g.varshape, g.num_state) for g in graph.hidden_groups]
+    assert [s.shape for s in pull(jnp.ones_like(out))] == [
+        (*g.varshape, g.num_state) for g in graph.hidden_groups
+    ]
 
     jitted = brainstate.transform.jit(lambda x: executor.solve_h2w_h2h_jacobian(x))(X)
     jax.tree.map(close, jitted, (out, new, others, h2w, h2h))
@@ -632,11 +810,24 @@ def test_report(compiled):
     assert set(report.excluded_weights) == {('out',), ('idle',)}
     assert report.dynamic_states == (('count',),)
     assert report.diagnostics == graph.diagnostics
-    assert report.counts == {'local': 2, 'exact': 1, 'none': 1, 'cut': report.counts['cut']}
+    assert report.counts == {
+        'local': 2,
+        'exact': 1,
+        'none': 1,
+        'cut': report.counts['cut'],
+    }
     text = report.to_str()
     for name, credit, reason in (
-        ('w', 'local', f'cut at dot_general ({os.path.relpath(__file__)}:{MIXING_LINE})'),
-        ('rec', 'local', f'cut at dot_general ({os.path.relpath(__file__)}:{MIXING_LINE})'),
+        (
+            'w',
+            'local',
+            f'cut at dot_general ({os.path.relpath(__file__)}:{MIXING_LINE})',
+        ),
+        (
+            'rec',
+            'local',
+            f'cut at dot_general ({os.path.relpath(__file__)}:{MIXING_LINE})',
+        ),
         ('out', 'exact', 'acts on outputs of its own step only'),
         ('idle', 'none', 'the step never reads it'),
     ):
@@ -644,12 +835,20 @@ def test_report(compiled):
         assert credit in line
         assert reason in line
     assert report.dict()['counts'] is report.counts
-    assert repr(report) == f'CompilationReport(1 hidden group(s); 1 exact, 2 local, 1 none, {report.counts["cut"]} cut)'
+    assert (
+        repr(report)
+        == f'CompilationReport(1 hidden group(s); 1 exact, 2 local, 1 none, {report.counts["cut"]} cut)'
+    )
     assert 'V, a' in text
     assert '(2, 4)' in text
     assert 'count' in text
 
-    assert text == str(report) == report.to_str('notice') == report.to_str(bt.DiagnosticLevel.NOTICE)
+    assert (
+        text
+        == str(report)
+        == report.to_str('notice')
+        == report.to_str(bt.DiagnosticLevel.NOTICE)
+    )
     assert 'cut:' in report.to_str('info')
     assert 'Diagnostics' not in report.to_str('warning')
     file = io.StringIO()
@@ -659,7 +858,9 @@ def test_report(compiled):
 
 def test_records(compiled):
     _, graph = compiled['lif']
-    record = bt.CompilationRecord(bt.DiagnosticKind.CUT, bt.DiagnosticLevel.INFO, 'told')
+    record = bt.CompilationRecord(
+        bt.DiagnosticKind.CUT, bt.DiagnosticLevel.INFO, 'told'
+    )
     assert record[3:] == (None, None, (), None)
     assert record.dict()['message'] == 'told'
     assert 'cut: told' in repr(record)
@@ -681,7 +882,9 @@ def test_every_leaf_of_a_parameter_is_listed():
         for keys, _ in jax.tree_util.tree_flatten_with_path(state.value)[0]
     ]
     assert sorted(r.context['name'] for r in report.credits) == sorted(leaves)
-    assert all(r.context['credit'] == 'local' and r.context['reason'] for r in report.credits)
+    assert all(
+        r.context['credit'] == 'local' and r.context['reason'] for r in report.credits
+    )
 
 
 def through_a_current(m, x):
@@ -723,7 +926,9 @@ def stored_readout(m, x):
     ],
 )
 def test_credit_by_way_of_a_state_without_memory(step, shape, credit):
-    graph = bt.compile_etrace_graph(Step(step, w=weight(I, H), V=hidden(B, H), i=hidden(*shape)), X)
+    graph = bt.compile_etrace_graph(
+        Step(step, w=weight(I, H), V=hidden(B, H), i=hidden(*shape)), X
+    )
     assert len(graph.hidden_groups) == (1 if shape == (B, H) else 2)
     (record,) = graph.explain(kind='credit')
     assert record.context['credit'] == credit
@@ -745,7 +950,10 @@ def test_lines_point_to_the_caller_of_cached_functions():
         for fn in (step, other):
             graph = bt.compile_etrace_graph(Step(fn, w=weight(I, H), h=hidden(B, H)), X)
             (cut, *_) = graph.explain(kind='cut')
-            lines.append(cut.context['source'] == f'{__file__}:{inspect.getsourcelines(fn)[1] + 1}')
+            lines.append(
+                cut.context['source']
+                == f'{__file__}:{inspect.getsourcelines(fn)[1] + 1}'
+            )
     assert all(lines)
 
 
@@ -758,18 +966,35 @@ def inhibition(m, x):
 
 
 def test_what_no_output_feels_has_no_credit_and_names_the_line():
-    parts = {'w': weight(I, H), 'back': weight(3, H), 'to': weight(H, 3), 'e': hidden(B, H), 'i': hidden(B, 3)}
+    parts = {
+        'w': weight(I, H),
+        'back': weight(3, H),
+        'to': weight(H, 3),
+        'e': hidden(B, H),
+        'i': hidden(B, 3),
+    }
     graph = bt.compile_etrace_graph(Step(inhibition, **parts), X)
     credits = {r.context['name']: r.context for r in graph.explain(kind='credit')}
-    assert {name: c['credit'] for name, c in credits.items()} == {'w': 'local', 'back': 'local', 'to': 'none'}
+    assert {name: c['credit'] for name, c in credits.items()} == {
+        'w': 'local',
+        'back': 'local',
+        'to': 'none',
+    }
     first = inspect.getsourcelines(inhibition)[1]
     lines = {'e': first + 4, 'i': first + 3}
-    assert credits['to']['reason'].endswith(f'i feeds e, another group ({os.path.relpath(__file__)}:{lines["i"]})')
+    assert credits['to']['reason'].endswith(
+        f'i feeds e, another group ({os.path.relpath(__file__)}:{lines["i"]})'
+    )
     cuts = [r for r in graph.explain(kind='cut') if 'another group' in r.message]
-    assert {r.hidden_paths[0][0]: r.context['source'] for r in cuts} == {k: f'{__file__}:{n}' for k, n in lines.items()}
+    assert {r.hidden_paths[0][0]: r.context['source'] for r in cuts} == {
+        k: f'{__file__}:{n}' for k, n in lines.items()
+    }
 
 
 def test_sources_are_told_from_their_package_or_the_working_folder():
-    assert short_source('/somewhere/site-packages/brainstate/nn/_linear.py:129') == 'brainstate/nn/_linear.py:129'
+    assert (
+        short_source('/somewhere/site-packages/brainstate/nn/_linear.py:129')
+        == 'brainstate/nn/_linear.py:129'
+    )
     assert short_source(f'{os.getcwd()}/mine.py:3') == 'mine.py:3'
     assert short_source('/elsewhere/mine.py:3') == '/elsewhere/mine.py:3'

@@ -25,7 +25,12 @@ ALL = os.environ.get('ZOO') == 'all'
 STEPS = 4
 WHOLE = ('bptt', 'tbptt', 'dni')
 """Rules whose windows see the future: two halves are not the whole."""
-UNSEEN = ('while_loop_inside_a_scan', 'while_loop_on_the_path', 'callback_on_the_path', 'delayed_recurrence')
+UNSEEN = (
+    'while_loop_inside_a_scan',
+    'while_loop_on_the_path',
+    'callback_on_the_path',
+    'delayed_recurrence',
+)
 """Models whose cut paths are closed to reverse mode as well, or take longer than the steps that are run."""
 
 
@@ -33,11 +38,27 @@ PLAIN = ('d_rtrl', 'eprop', 'ostlrecurrent', 'rtrl')
 """Rules whose traces are exact: what they do not call 'none' has a gradient."""
 
 NEAR = {
-    ('cond_of_brainstate', 'w', 'rflo'),  # the branch that is taken leaks by 0.9, the other does not
-    ('learnable_initial_state', 'w', 'rflo'),  # the first step has another Jacobian, and no trace before it
-    ('lif_hard_reset', 'w', 'ottt'),  # units fire at all steps, and a reset leaves no memory, or never
+    (
+        'cond_of_brainstate',
+        'w',
+        'rflo',
+    ),  # the branch that is taken leaks by 0.9, the other does not
+    (
+        'learnable_initial_state',
+        'w',
+        'rflo',
+    ),  # the first step has another Jacobian, and no trace before it
+    (
+        'lif_hard_reset',
+        'w',
+        'ottt',
+    ),  # units fire at all steps, and a reset leaves no memory, or never
     ('lif_hard_reset', 'w', 'pp_prop'),
-    ('same_value_twice', 'w', 'rflo'),  # two states, of which one is a copy of the other
+    (
+        'same_value_twice',
+        'w',
+        'rflo',
+    ),  # two states, of which one is a copy of the other
 }
 """(model, key, rule) where the report cannot know that these inputs make the rule equal to BPTT."""
 
@@ -48,7 +69,9 @@ def loss_of(learner):
 
 def is_random(model):
     """Whether the model keeps random numbers of its own, which no reset takes back."""
-    return any(isinstance(s, brainstate.random.RandomState) for s in model.states().values())
+    return any(
+        isinstance(s, brainstate.random.RandomState) for s in model.states().values()
+    )
 
 
 def is_finite(tree):
@@ -66,10 +89,22 @@ FAILED_ONCE = [
     ('bfloat16_spikes_in_float32_group', 'uoro'),
     ('mixed_bfloat16_and_float32', 'pp_prop'),
     *((name, 'rflo') for name in ('learnable_delay', 'state_passed_through')),
-    *((name, 'rtrl') for name in ('matmul_in_custom_vjp', 'spike_by_custom_vjp', 'embedding_input', 'lru_complex')),
+    *(
+        (name, 'rtrl')
+        for name in (
+            'matmul_in_custom_vjp',
+            'spike_by_custom_vjp',
+            'embedding_input',
+            'lru_complex',
+        )
+    ),
 ]
 """Run every day; RTRL is compared with BPTT number by number."""
-EVERY = [os.environ['RULE']] if os.environ.get('RULE') else [name for name in RULES if name != 'es_d_rtrl']
+EVERY = (
+    [os.environ['RULE']]
+    if os.environ.get('RULE')
+    else [name for name in RULES if name != 'es_d_rtrl']
+)
 
 
 def pairs():
@@ -87,21 +122,32 @@ def test_conformance(name, rule):
         learner.compile_graph(*inputs)
         xs = jax.tree.map(lambda x: sequence(x, STEPS), inputs)
         loss, half = loss_of(learner), STEPS // 2
-        run = lambda xs, **how: learner.etrace_grad(*xs, step_fn=loss, reduction='sum', **how)
+        run = lambda xs, **how: learner.etrace_grad(
+            *xs, step_fn=loss, reduction='sum', **how
+        )
         part = lambda a, b: jax.tree.map(lambda x: x[a:b], xs)
         key = jax.random.key_data(brainstate.random.DEFAULT.value)
         first, second = run(part(0, half)), run(part(half, STEPS))
         draws = np.any(key != jax.random.key_data(brainstate.random.DEFAULT.value))
-        planned = {key: [shape for shape, _ in found] for key, found in _planned(learner, loss).items()}
-        assert planned == {k: [x.shape for x in jax.tree.leaves(t.peek())] for k, t in learner.traces.items()}
-        if not is_finite((first, second)):  # a derivative of the model itself is singular
+        planned = {
+            key: [shape for shape, _ in found]
+            for key, found in _planned(learner, loss).items()
+        }
+        assert planned == {
+            k: [x.shape for x in jax.tree.leaves(t.peek())]
+            for k, t in learner.traces.items()
+        }
+        if not is_finite(
+            (first, second)
+        ):  # a derivative of the model itself is singular
             learner.reset_state()
             assert not is_finite(by_bptt(model, inputs, xs))
             return
         if draws or is_random(model):
             return
         same = lambda a, b: [
-            close_to(x, y, case, scale=3.0) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+            close_to(x, y, case, scale=3.0)
+            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
         ]
         if rule != 'dni' and learner.standing is None:
             learner.reset_state()
@@ -120,7 +166,12 @@ def test_conformance(name, rule):
                 same(mine, true)
             elif given.kind == 'none':
                 assert not np.any(mine != 0)
-            elif np.any(true != 0) and is_finite(true) and name not in UNSEEN and (name, leaf[-1], rule) not in NEAR:
+            elif (
+                np.any(true != 0)
+                and is_finite(true)
+                and name not in UNSEEN
+                and (name, leaf[-1], rule) not in NEAR
+            ):
                 assert np.any(mine != 0) or rule not in PLAIN
                 wide = lambda x: np.asarray(jax.tree.leaves(x)[0], complex)
                 distance = np.linalg.norm(wide(mine) - wide(true))

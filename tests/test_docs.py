@@ -19,7 +19,10 @@ def text_of(page):
 def anchors(page):
     """The anchors of a page's headings, as mkdocs makes them."""
     headings = re.findall(r'^#+ (.*)$', text_of(page), re.MULTILINE)
-    return {re.sub(r'[-\s]+', '-', re.sub(r'[^\w\s-]', '', h).strip().lower()) for h in headings}
+    return {
+        re.sub(r'[-\s]+', '-', re.sub(r'[^\w\s-]', '', h).strip().lower())
+        for h in headings
+    }
 
 
 def test_navigation_has_every_page():

@@ -40,8 +40,12 @@ def test_one_step_is_the_plain_gradient(name):
         first = Values((v, x[0]) for v, x in problem.inputs.items())
 
         def both(parameters):
-            solved = engine.two_pass(parameters, problem.states, problem.inputs, problem.weights, 1)
-            plain = jax.grad(lambda p: problem.run(p, problem.states, first)[0][0])(parameters)
+            solved = engine.two_pass(
+                parameters, problem.states, problem.inputs, problem.weights, 1
+            )
+            plain = jax.grad(lambda p: problem.run(p, problem.states, first)[0][0])(
+                parameters
+            )
             return solved.gradients, plain
 
         mine, plain = jax.jit(both)(problem.parameters)
@@ -52,7 +56,12 @@ def test_one_step_is_the_plain_gradient(name):
 def schemes():
     """Models and what goes on in the place of D and of the trace; by default fewer of both."""
     names = [n for n in CASES if n != 'brainpy_hh_recurrent']
-    ways = {'local': {}, 'leak': {'leak': 0.8}, 'kappa': {'kappa': 0.6}, 'both': {'leak': 0.8, 'kappa': 0.6}}
+    ways = {
+        'local': {},
+        'leak': {'leak': 0.8},
+        'kappa': {'kappa': 0.6},
+        'both': {'leak': 0.8, 'kappa': 0.6},
+    }
     for i, (label, how) in enumerate(ways.items()):
         chosen = names if ALL else names[7 * i :: 140 if how else 50]
         yield from (pytest.param(name, how, id=f'{name}-{label}') for name in chosen)
@@ -68,9 +77,20 @@ def test_the_rule_is_the_dense_recursion(name, how):
 
         def ways(parameters):
             given = (problem.states, problem.inputs, problem.weights)
-            traced = (problem.states, engine.init_traces(), problem.inputs, problem.weights)
+            traced = (
+                problem.states,
+                engine.init_traces(),
+                problem.inputs,
+                problem.weights,
+            )
             two = engine.two_pass(parameters, *given, 3)
-            return [two.gradients, *(engine.one_pass(parameters, *traced, block).gradients for block in (1, 3))]
+            return [
+                two.gradients,
+                *(
+                    engine.one_pass(parameters, *traced, block).gradients
+                    for block in (1, 3)
+                ),
+            ]
 
         for found in jax.jit(ways)(problem.parameters):
             for v in problem.parameters:

@@ -16,13 +16,18 @@ ALL = os.environ.get('ZOO') == 'all'
 B, I, H, T = 2, 3, 4, 4  # noqa: E741
 KEY = jax.random.key(0)
 XS = jax.random.normal(jax.random.key(1), (T, B, I))
-CELLS = {'gru': lambda: eqx.nn.GRUCell(I, H, key=KEY), 'lstm': lambda: eqx.nn.LSTMCell(I, H, key=KEY)}
+CELLS = {
+    'gru': lambda: eqx.nn.GRUCell(I, H, key=KEY),
+    'lstm': lambda: eqx.nn.LSTMCell(I, H, key=KEY),
+}
 
 
 def close(got, want, rtol=1e-4):
     got, want = (eqx.filter(tree, eqx.is_array) for tree in (got, want))
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want
+    )
 
 
 def repeated(state):
@@ -115,11 +120,15 @@ class Spiking(eqx.Module):
 
 def test_stateful_modules():
     model, state = eqx.nn.make_with_state(Spiking)(KEY)
-    learner = bt.compile(model, 'd_rtrl', XS[0, 0], state=state, vmap=True, batch_size=B)
+    learner = bt.compile(
+        model, 'd_rtrl', XS[0, 0], state=state, vmap=True, batch_size=B
+    )
     (group,) = learner.report.hidden_groups
     assert set(group.hidden_paths) == {('neuron', '0'), ('neuron', '1')}
     assert learner.report.dynamic_states == (('steps',),)
-    assert credits_of(learner) == dict.fromkeys(['w', 'out.weight', 'out.bias'], 'exact')
+    assert credits_of(learner) == dict.fromkeys(
+        ['w', 'out.weight', 'out.bias'], 'exact'
+    )
     want = bptt(model, state, XS)
     close(learner.etrace_grad(XS, step_fn=squared(learner)), want)
     assert learner.state.get(model.steps).tolist() == [T] * B
@@ -130,14 +139,20 @@ def test_stateful_modules():
 
 def test_training_as_in_equinox():
     model, state = eqx.nn.make_with_state(Spiking)(KEY)
-    learner = bt.compile(model, 'd_rtrl', XS[0, 0], state=state, vmap=True, batch_size=B)
+    learner = bt.compile(
+        model, 'd_rtrl', XS[0, 0], state=state, vmap=True, batch_size=B
+    )
     optimizer = optax.sgd(0.05)
     memory = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     step, start = squared(learner), model
 
     def train(model, memory, xs, **options):
-        grads, loss = learner.etrace_grad(xs, step_fn=step, fresh=True, return_value=True, **options)
-        updates, memory = optimizer.update(grads, memory, eqx.filter(model, eqx.is_inexact_array))
+        grads, loss = learner.etrace_grad(
+            xs, step_fn=step, fresh=True, return_value=True, **options
+        )
+        updates, memory = optimizer.update(
+            grads, memory, eqx.filter(model, eqx.is_inexact_array)
+        )
         return eqx.apply_updates(model, updates), memory, loss.mean()
 
     losses = []
@@ -147,9 +162,14 @@ def test_training_as_in_equinox():
         losses.append(float(loss))
     assert losses[-1] < 0.5 * losses[0]
     close(learner.params, model)
-    close(jax.vmap(learner.params)(XS[0], repeated(state))[0], jax.vmap(model)(XS[0], repeated(state))[0])
+    close(
+        jax.vmap(learner.params)(XS[0], repeated(state))[0],
+        jax.vmap(model)(XS[0], repeated(state))[0],
+    )
 
-    compiled = eqx.filter_jit(lambda model, memory, xs: train(model, memory, xs, params=model))
+    compiled = eqx.filter_jit(
+        lambda model, memory, xs: train(model, memory, xs, params=model)
+    )
     again, memory = start, optimizer.init(eqx.filter(start, eqx.is_inexact_array))
     for want in losses:
         again, memory, loss = compiled(again, memory, XS)
@@ -177,7 +197,9 @@ class Dropping(eqx.Module):
 
 def test_keys_are_inputs():
     model = Dropping(CELLS['gru'](), eqx.nn.Dropout(0.5))
-    learner = bt.compile(model, 'd_rtrl', XS[0, 0], KEY, state=jnp.zeros(H), vmap=True, batch_size=B)
+    learner = bt.compile(
+        model, 'd_rtrl', XS[0, 0], KEY, state=jnp.zeros(H), vmap=True, batch_size=B
+    )
     keys = jax.random.split(KEY, (T, B))
     outs = learner.etrace_evolve(XS, keys, return_outputs=True)
     h, want = jnp.zeros((B, H)), []
@@ -205,11 +227,15 @@ class Normed(eqx.Module):
 
 def test_statistics_go_on():
     model, state = eqx.nn.make_with_state(Normed)()
-    learner = bt.compile(model, 'd_rtrl', XS[0, 0], state=(jnp.zeros(H), state), vmap=True, batch_size=B)
+    learner = bt.compile(
+        model, 'd_rtrl', XS[0, 0], state=(jnp.zeros(H), state), vmap=True, batch_size=B
+    )
     (group,) = learner.report.hidden_groups
     assert group.hidden_paths == [('state', '0')]
     assert all(path[0] == 'norm' for path in learner.report.dynamic_states)
-    grads = learner.etrace_grad(XS, step_fn=lambda x: jnp.mean((learner(x) - 1) ** 2), fresh=True)
+    grads = learner.etrace_grad(
+        XS, step_fn=lambda x: jnp.mean((learner(x) - 1) ** 2), fresh=True
+    )
     assert float(jnp.abs(grads.norm.weight).max()) > 0
     before = jax.tree.leaves(learner.state[1])
     learner.reset_state()
@@ -218,15 +244,30 @@ def test_statistics_go_on():
 
 
 BAD = {
-    'no state': (lambda: (Reads(CELLS['gru']()), XS[0, 0], {}), r'no state(.|\n)*state=state0'),
+    'no state': (
+        lambda: (Reads(CELLS['gru']()), XS[0, 0], {}),
+        r'no state(.|\n)*state=state0',
+    ),
     'a state among the inputs': (
         lambda: (Reads(CELLS['gru']()), XS[0, 0], jnp.zeros(H), {}),
         r'2 example(.|\n)*state=',
     ),
-    'another state': (lambda: (CELLS['lstm'](), XS[0, 0], {'state': [jnp.zeros(H)] * 2}), r'returns(.|\n)*state'),
-    'another type': (lambda: (CELLS['gru'](), XS[0, 0], {'state': jnp.zeros(H, jnp.float16)}), r'state from float16'),
-    'a batch': (lambda: (CELLS['gru'](), XS[0], {}), r'a step of GRUCell(.|\n)*vmap=True'),
-    'no batch size': (lambda: (CELLS['gru'](), XS[0, 0], {'vmap': True}), 'without a batch size'),
+    'another state': (
+        lambda: (CELLS['lstm'](), XS[0, 0], {'state': [jnp.zeros(H)] * 2}),
+        r'returns(.|\n)*state',
+    ),
+    'another type': (
+        lambda: (CELLS['gru'](), XS[0, 0], {'state': jnp.zeros(H, jnp.float16)}),
+        r'state from float16',
+    ),
+    'a batch': (
+        lambda: (CELLS['gru'](), XS[0], {}),
+        r'a step of GRUCell(.|\n)*vmap=True',
+    ),
+    'no batch size': (
+        lambda: (CELLS['gru'](), XS[0, 0], {'vmap': True}),
+        'without a batch size',
+    ),
 }
 
 

@@ -19,7 +19,9 @@ X = jnp.ones((B, I))
 
 def gru(batch=B):
     model = bt.nn.GRUCell(I, H)
-    brainstate.nn.init_all_states(model, **({} if batch is None else {'batch_size': batch}))
+    brainstate.nn.init_all_states(
+        model, **({} if batch is None else {'batch_size': batch})
+    )
     return model
 
 
@@ -79,7 +81,13 @@ def no_parameter(m, x):
     m.h.value = 0.9 * m.h.value
 
 
-UNTRAINED = {'no parameter': (lambda: small(no_parameter), (X,), 'no parameter / nothing to train / ParamState')}
+UNTRAINED = {
+    'no parameter': (
+        lambda: small(no_parameter),
+        (X,),
+        'no parameter / nothing to train / ParamState',
+    )
+}
 """Models that have a graph, and no learner."""
 BAD = {  # model, arguments, what each of the three parts must say
     'no states': (lambda: bt.nn.GRUCell(I, H), (X,), "GRUCell whose states are not init / 'h' / init_all_states"),
@@ -110,7 +118,11 @@ def test_three_parts_and_nothing_touched(name):
     make, args, patterns = (BAD | UNTRAINED)[name]
     model = make()
     before, key = snapshot(model), brainstate.random.DEFAULT.value
-    compiled = bt.compile_etrace_graph if name in BAD else lambda model, *args: bt.D_RTRL(model).compile_graph(*args)
+    compiled = (
+        bt.compile_etrace_graph
+        if name in BAD
+        else lambda model, *args: bt.D_RTRL(model).compile_graph(*args)
+    )
     with pytest.raises(bt.CompilationError) as caught:
         compiled(model, *args)
     wrote, rest = str(caught.value).split('\n  why it cannot work: ')
@@ -119,17 +131,28 @@ def test_three_parts_and_nothing_touched(name):
         assert re.search(pattern, part), part
     assert brainstate.random.DEFAULT.value is key
     after = model.states()
-    assert all(after[path] is state and state.value is value for path, (state, value) in before.items())
+    assert all(
+        after[path] is state and state.value is value
+        for path, (state, value) in before.items()
+    )
 
 
 @pytest.mark.parametrize('model', [None, 3, 'gru', bt.nn.GRUCell, lambda state: state])
 def test_what_is_no_model(model):
-    with pytest.raises(TypeError, match=r'a model of type(.|\n)*why it cannot work(.|\n)*what to write instead'):
+    with pytest.raises(
+        TypeError,
+        match=r'a model of type(.|\n)*why it cannot work(.|\n)*what to write instead',
+    ):
         bt.compile_etrace_graph(model, X)
     if not isinstance(model, type):
-        with pytest.raises(TypeError, match=r'ETraceGraphExecutor\((.|\n)*why it cannot work(.|\n)*what to write'):
+        with pytest.raises(
+            TypeError,
+            match=r'ETraceGraphExecutor\((.|\n)*why it cannot work(.|\n)*what to write',
+        ):
             bt.ETraceGraphExecutor(model)
-        with pytest.raises(TypeError, match=r'a model of type(.|\n)*brainstate modules only'):
+        with pytest.raises(
+            TypeError, match=r'a model of type(.|\n)*brainstate modules only'
+        ):
             bt.extract_module_info(model, X)
 
 
@@ -141,7 +164,9 @@ def test_a_good_compilation_touches_nothing_either():
     assert snapshot(model) == before
     assert all(state.value is before[path][1] for path, state in model.states().items())
     assert brainstate.random.DEFAULT.value is key
-    assert [path[:2] for path in graph.report.dynamic_states] == [('<outside>', 'RandomState')]
+    assert [path[:2] for path in graph.report.dynamic_states] == [
+        ('<outside>', 'RandomState')
+    ]
 
 
 def test_a_state_outside_the_model_is_left_alone():
@@ -167,7 +192,10 @@ def test_a_state_outside_the_model_is_left_alone():
 def test_recursion():
     inner = gru()
     model = small(lambda m, x: bt.compile_etrace_graph(inner, x))
-    with pytest.raises(NotImplementedError, match=r'while a model is being compiled(.|\n)*why(.|\n)*compile before'):
+    with pytest.raises(
+        NotImplementedError,
+        match=r'while a model is being compiled(.|\n)*why(.|\n)*compile before',
+    ):
         bt.compile_etrace_graph(model, X)
     assert len(bt.compile_etrace_graph(inner, X).hidden_groups) == 1
 
@@ -180,9 +208,14 @@ def test_threads_do_not_disturb_each_other():
     def work(name, model, inputs):
         ready.wait()
         for _ in range(3):
-            found.setdefault(name, []).append(text_of(bt.compile_etrace_graph(model, *inputs)))
+            found.setdefault(name, []).append(
+                text_of(bt.compile_etrace_graph(model, *inputs))
+            )
 
-    threads = [threading.Thread(target=work, args=(name, *CASES[name].build())) for name in names]
+    threads = [
+        threading.Thread(target=work, args=(name, *CASES[name].build()))
+        for name in names
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -203,6 +236,9 @@ def test_a_call_with_other_shapes():
     executor = bt.ETraceGraphExecutor(gru())
     executor.compile_graph(X)
     for call in (executor.solve_h2w_h2h_jacobian, executor.solve_h2w_h2h_l2h_jacobian):
-        with pytest.raises(ValueError, match=r'\(5, 3\)(.|\n)*compiled for(.|\n)*\(2, 3\)(.|\n)*compile again'):
+        with pytest.raises(
+            ValueError,
+            match=r'\(5, 3\)(.|\n)*compiled for(.|\n)*\(2, 3\)(.|\n)*compile again',
+        ):
             call(jnp.ones((5, I)))
     np.testing.assert_array_equal(executor.model.h.value, np.zeros((B, H)))

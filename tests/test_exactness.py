@@ -71,7 +71,9 @@ def model(**options):
 def held(cut):
     """Stops on what mixes: of old states, and of values made inside the step."""
     stop = jax.lax.stop_gradient
-    return (stop if cut >= DEEP else lambda v: v), (stop if cut == LOCAL else lambda v: v)
+    return (stop if cut >= DEEP else lambda v: v), (
+        stop if cut == LOCAL else lambda v: v
+    )
 
 
 def affine(p, x):
@@ -114,14 +116,18 @@ def with_readout(cell):
 def gru_step(p, s, x, cut, at=('cell',)):
     old, now = held(cut)
     h = s[*at, 'h']
-    r, z = jnp.split(sigmoid(affine(p[*at, 'Wrz', 'weight'], join(x, old(h)))), 2, axis=-1)
+    r, z = jnp.split(
+        sigmoid(affine(p[*at, 'Wrz', 'weight'], join(x, old(h)))), 2, axis=-1
+    )
     candidate = jnp.tanh(affine(p[*at, 'Wh', 'weight'], join(x, now(r) * old(h))))
     return {(*at, 'h'): (1 - z) * h + z * candidate}
 
 
 def lstm_step(p, s, x, cut, at=('cell',)):
     old, _ = held(cut)
-    i, g, f, o = jnp.split(affine(p[*at, 'W', 'weight'], join(x, old(s[*at, 'h']))), 4, axis=-1)
+    i, g, f, o = jnp.split(
+        affine(p[*at, 'W', 'weight'], join(x, old(s[*at, 'h']))), 4, axis=-1
+    )
     c = sigmoid(f + 1) * s[*at, 'c'] + sigmoid(i) * jnp.tanh(g)
     return {(*at, 'c'): c, (*at, 'h'): sigmoid(o) * jnp.tanh(c)}
 
@@ -136,7 +142,11 @@ def mgu_step(p, s, x, cut):
 
 def vanilla_step(p, s, x, cut):
     old, _ = held(cut)
-    return {('cell', 'h'): jnp.tanh(affine(p['cell', 'W', 'weight'], join(x, old(s['cell', 'h']))))}
+    return {
+        ('cell', 'h'): jnp.tanh(
+            affine(p['cell', 'W', 'weight'], join(x, old(s['cell', 'h'])))
+        )
+    }
 
 
 def read_out(cell_step):
@@ -164,7 +174,9 @@ def mgu():
 
 @model()
 def vanilla():
-    return with_readout(nn.ValinaRNNCell(I, H, activation='tanh', **plain)), read_out(vanilla_step)
+    return with_readout(nn.ValinaRNNCell(I, H, activation='tanh', **plain)), read_out(
+        vanilla_step
+    )
 
 
 @model()
@@ -173,7 +185,9 @@ def adaptive_lif():
 
     def module(m, x):
         fired = spike(m.V.value - 0.1 - 0.2 * m.a.value)
-        m.V.value = 0.9 * m.V.value + x @ m.w.value + fired @ m.r.value + m.b.value - fired
+        m.V.value = (
+            0.9 * m.V.value + x @ m.w.value + fired @ m.r.value + m.b.value - fired
+        )
         m.a.value = sigmoid(m.beta.value) * m.a.value + fired
         return spike(m.V.value - 0.1 - 0.2 * m.a.value) @ m.out.value
 
@@ -186,7 +200,13 @@ def adaptive_lif():
         return {('V',): V, ('a',): a}, spike(V - 0.1 - 0.2 * a) @ p['out',]
 
     states = {'V': hidden(B, H), 'a': hidden(B, H)}
-    parts = {'w': weight(I, H), 'r': weight(H, H), 'b': weight(H), 'beta': weight(H), 'out': weight(H, O)}
+    parts = {
+        'w': weight(I, H),
+        'r': weight(H, H),
+        'b': weight(H),
+        'beta': weight(H),
+        'out': weight(H, O),
+    }
     return Net(module, **parts, **states), step
 
 
@@ -196,7 +216,9 @@ def exponential_synapse():
 
     def module(m, x):
         fired = spike(m.V.value - 0.1)
-        m.g.value = sigmoid(m.decay.value) * m.g.value + x @ m.w.value + fired @ m.r.value
+        m.g.value = (
+            sigmoid(m.decay.value) * m.g.value + x @ m.w.value + fired @ m.r.value
+        )
         m.V.value = 0.9 * m.V.value + 0.5 * m.g.value - fired
         return spike(m.V.value - 0.1) @ m.out.value
 
@@ -208,7 +230,14 @@ def exponential_synapse():
         return {('g',): g, ('V',): V}, spike(V - 0.1) @ p['out',]
 
     states = {'g': hidden(B, H), 'V': hidden(B, H)}
-    return Net(module, w=weight(I, H), r=weight(H, H), decay=weight(H), out=weight(H, O), **states), step
+    return Net(
+        module,
+        w=weight(I, H),
+        r=weight(H, H),
+        decay=weight(H),
+        out=weight(H, O),
+        **states,
+    ), step
 
 
 @model()
@@ -217,7 +246,11 @@ def conductances():
 
     def module(m, x):
         fired = spike(m.V.value - 0.1)
-        m.ge.value = 0.8 * m.ge.value + (x**2) @ softplus(m.we.value) + fired @ softplus(m.r.value)
+        m.ge.value = (
+            0.8 * m.ge.value
+            + (x**2) @ softplus(m.we.value)
+            + fired @ softplus(m.r.value)
+        )
         m.gi.value = 0.7 * m.gi.value + jnp.abs(x) @ softplus(m.wi.value)
         current = m.ge.value * (3.0 - m.V.value) + m.gi.value * (-1.0 - m.V.value)
         m.V.value = 0.9 * m.V.value + 0.1 * current - fired
@@ -227,22 +260,39 @@ def conductances():
         old, _ = held(cut)
         V = s['V',]
         fired = spike(V - 0.1)
-        ge = 0.8 * s['ge',] + (x**2) @ softplus(p['we',]) + old(fired) @ softplus(p['r',])
+        ge = (
+            0.8 * s['ge',]
+            + (x**2) @ softplus(p['we',])
+            + old(fired) @ softplus(p['r',])
+        )
         gi = 0.7 * s['gi',] + jnp.abs(x) @ softplus(p['wi',])
         V = 0.9 * V + 0.1 * (ge * (3.0 - V) + gi * (-1.0 - V)) - fired
         return {('ge',): ge, ('gi',): gi, ('V',): V}, spike(V - 0.1) @ p['out',]
 
     states = {'ge': hidden(B, H), 'gi': hidden(B, H), 'V': hidden(B, H)}
-    return Net(module, we=weight(I, H), wi=weight(I, H), r=weight(H, H), out=weight(H, O), **states), step
+    return Net(
+        module,
+        we=weight(I, H),
+        wi=weight(I, H),
+        r=weight(H, H),
+        out=weight(H, O),
+        **states,
+    ), step
 
 
 class Leaky(nn.Module):
     def __init__(self, n_in, n_out):
         super().__init__()
-        self.w, self.r, self.h = weight(n_in, n_out), weight(n_out, n_out), hidden(B, n_out)
+        self.w, self.r, self.h = (
+            weight(n_in, n_out),
+            weight(n_out, n_out),
+            hidden(B, n_out),
+        )
 
     def update(self, x):
-        self.h.value = 0.8 * self.h.value + 0.2 * jnp.tanh(x @ self.w.value + self.h.value @ self.r.value)
+        self.h.value = 0.8 * self.h.value + 0.2 * jnp.tanh(
+            x @ self.w.value + self.h.value @ self.r.value
+        )
         return self.h.value
 
 
@@ -256,7 +306,10 @@ def stack():
     def step(p, s, x, cut):
         old, now = held(cut)
         new, h = gru_step(p, s, x, cut, ('layers', 0)), s['layers', 1, 'h']
-        drive = now(new['layers', 0, 'h']) @ p['layers', 1, 'w'] + old(h) @ p['layers', 1, 'r']
+        drive = (
+            now(new['layers', 0, 'h']) @ p['layers', 1, 'w']
+            + old(h) @ p['layers', 1, 'r']
+        )
         new['layers', 1, 'h'] = h = 0.8 * h + 0.2 * jnp.tanh(drive)
         return new, affine(p['out', 'weight'], h)
 
@@ -279,11 +332,18 @@ def recurrent_convolution():
 
         def conv(p, x):
             numbers = ('NWC', 'WIO', 'NWC')
-            y = jax.lax.conv_general_dilated(x, p['weight'], (1,), 'SAME', dimension_numbers=numbers)
+            y = jax.lax.conv_general_dilated(
+                x, p['weight'], (1,), 'SAME', dimension_numbers=numbers
+            )
             return y + p['bias'] if 'bias' in p else y
 
         fired = spike(s['V',] - 0.1)
-        new = 0.9 * s['V',] + conv(p['conv', 'weight'], x) + conv(p['recurrent', 'weight'], old(fired)) - fired
+        new = (
+            0.9 * s['V',]
+            + conv(p['conv', 'weight'], x)
+            + conv(p['recurrent', 'weight'], old(fired))
+            - fired
+        )
         return {('V',): new}, spike(new - 0.1)
 
     parts = {
@@ -306,7 +366,13 @@ def embedded():
         h = 0.8 * s['h',] + jnp.tanh(p['table', 'weight'][i] + old(s['h',]) @ p['r',])
         return {('h',): h}, h @ p['out',]
 
-    return Net(module, table=nn.Embedding(7, H), r=weight(H, H), out=weight(H, O), h=hidden(B, H)), step
+    return Net(
+        module,
+        table=nn.Embedding(7, H),
+        r=weight(H, H),
+        out=weight(H, O),
+        h=hidden(B, H),
+    ), step
 
 
 @model()
@@ -314,7 +380,9 @@ def tied():
     """One matrix for the recurrence and the read-out."""
 
     def module(m, x):
-        m.h.value = 0.8 * m.h.value + 0.2 * jnp.tanh(x @ m.w.value + m.h.value @ m.r.value)
+        m.h.value = 0.8 * m.h.value + 0.2 * jnp.tanh(
+            x @ m.w.value + m.h.value @ m.r.value
+        )
         return m.h.value @ m.r.value
 
     def step(p, s, x, cut):
@@ -340,7 +408,9 @@ def output_from_old_state():
         V = 0.9 * s['V',] + x @ p['w',] + old(fired) @ p['r',] - fired
         return {('V',): V}, fired @ p['out',]
 
-    return Net(module, w=weight(I, H), r=weight(H, H), out=weight(H, O), V=hidden(B, H)), step
+    return Net(
+        module, w=weight(I, H), r=weight(H, H), out=weight(H, O), V=hidden(B, H)
+    ), step
 
 
 @model()
@@ -353,7 +423,9 @@ def feedforward_lif():
         V = 0.9 * s['V',] + x @ p['w',] + p['b',] - spike(s['V',] - 0.1)
         return {('V',): V}, spike(V - 0.1) @ p['out',]
 
-    return Net(module, w=weight(I, H), b=weight(H), out=weight(H, O), V=hidden(B, H)), step
+    return Net(
+        module, w=weight(I, H), b=weight(H), out=weight(H, O), V=hidden(B, H)
+    ), step
 
 
 @model()
@@ -384,7 +456,14 @@ def diagonal_ssm():
         h = jnp.exp(-jnp.exp(p['log_a',])) * s['h',] + x @ p['b',]
         return {('h',): h}, h @ p['c',] + x @ p['d',]
 
-    return Net(module, log_a=weight(H), b=weight(I, H), c=weight(H, O), d=weight(I, O), h=hidden(B, H)), step
+    return Net(
+        module,
+        log_a=weight(H),
+        b=weight(I, H),
+        c=weight(H, O),
+        d=weight(I, O),
+        h=hidden(B, H),
+    ), step
 
 
 def minigru_step(p, s, x, at):
@@ -418,9 +497,13 @@ def minigru_stack():
         _, now = held(cut)
         lower = minigru_step(p, s, x, ('layers', 0))
         upper = minigru_step(p, s, now(lower), ('layers', 1))
-        return {('layers', 0, 'h'): lower, ('layers', 1, 'h'): upper}, affine(p['out', 'weight'], upper)
+        return {('layers', 0, 'h'): lower, ('layers', 1, 'h'): upper}, affine(
+            p['out', 'weight'], upper
+        )
 
-    return in_list(braintrace.nn.MiniGRU(I, H, **plain), braintrace.nn.MiniGRU(H, H, **plain)), step
+    return in_list(
+        braintrace.nn.MiniGRU(I, H, **plain), braintrace.nn.MiniGRU(H, H, **plain)
+    ), step
 
 
 @model()
@@ -428,8 +511,12 @@ def lru_stack():
     def layer(p, s, x, at):
         decay = jnp.exp(-jnp.exp(p[*at, 'nu_log']) + 1j * jnp.exp(p[*at, 'theta_log']))
         into, out = (p[*at, name + '_re'] + 1j * p[*at, name + '_im'] for name in 'BC')
-        state = decay * (s[*at, 're'] + 1j * s[*at, 'im']) + jnp.exp(p[*at, 'gamma_log']) * (x @ into)
-        return {(*at, 're'): state.real, (*at, 'im'): state.imag}, (state @ out).real + x @ p[*at, 'D']
+        state = decay * (s[*at, 're'] + 1j * s[*at, 'im']) + jnp.exp(
+            p[*at, 'gamma_log']
+        ) * (x @ into)
+        return {(*at, 're'): state.real, (*at, 'im'): state.imag}, (
+            state @ out
+        ).real + x @ p[*at, 'D']
 
     def step(p, s, x, cut):
         _, now = held(cut)
@@ -460,7 +547,9 @@ def lif_stack():
         new = {}
         for k in range(2):
             V = s['layers', k, 'V']
-            new['layers', k, 'V'] = V = 0.9 * V + now(x) @ p['layers', k, 'w'] - spike(V - 0.1)
+            new['layers', k, 'V'] = V = (
+                0.9 * V + now(x) @ p['layers', k, 'w'] - spike(V - 0.1)
+            )
             x = spike(V - 0.1)
         return new, affine(p['out', 'weight'], x)
 
@@ -473,7 +562,9 @@ def lif_stack():
 def loss(p, s, out, y, rest=1.0):
     """An error of the output, and a little of every state and of the first and the last weight."""
     size = lambda arrays: sum(jnp.mean(x**2) for x in arrays)
-    return jnp.mean((out - y) ** 2) + rest * (0.2 * size(s.values()) + 0.05 * size(jax.tree.leaves(p)[:: _last(p)]))
+    return jnp.mean((out - y) ** 2) + rest * (
+        0.2 * size(s.values()) + 0.05 * size(jax.tree.leaves(p)[:: _last(p)])
+    )
 
 
 def _last(p):
@@ -495,7 +586,10 @@ def data_of(name):
     draw = np.random.default_rng(7).standard_normal
     (net, _), draws = MODELS[name].both(), lambda *shape: 0.5 * draw(shape)
     p, s = (
-        {path: jax.tree.map(lambda v: draws(*v.shape), state.value) for path, state in net.states(kind).items()}
+        {
+            path: jax.tree.map(lambda v: draws(*v.shape), state.value)
+            for path, state in net.states(kind).items()
+        }
         for kind in (brainstate.ParamState, brainstate.HiddenState)
     )
     xs = MODELS[name].inputs(draws)
@@ -518,7 +612,10 @@ def step_of(learner):
 
     def step_fn(x, y):
         out = learner(x)
-        p, s = ({k: v.value for k, v in states.items()} for states in (learner.param_states, learner.hidden_states))
+        p, s = (
+            {k: v.value for k, v in states.items()}
+            for states in (learner.param_states, learner.hidden_states)
+        )
         return loss(p, s, out, y)
 
     return step_fn
@@ -527,15 +624,21 @@ def step_of(learner):
 def etrace_grad(name, kind, *, fresh=False, reduction='sum', **options):
     """Gradient of the whole sequence from the learner."""
     learner, data = learner_of(name, kind, **options), data_of(name)
-    return learner.etrace_grad(data.xs, data.ys, step_fn=step_of(learner), reduction=reduction, fresh=fresh)
+    return learner.etrace_grad(
+        data.xs, data.ys, step_fn=step_of(learner), reduction=reduction, fresh=fresh
+    )
 
 
 def step_by_step(learner, xs, ys, step_fn=None):
     """Σ_t of the gradients under ``brainstate.transform.grad``, each step a compiled call."""
     weights = learner.model.states(brainstate.ParamState)
     step_fn = step_fn or step_of(learner)
-    one = brainstate.transform.jit(lambda x, y: brainstate.transform.grad(lambda: step_fn(x, y), weights)())
-    return functools.reduce(added, [jax.device_get(dict(one(x, y))) for x, y in zip(xs, ys, strict=True)])
+    one = brainstate.transform.jit(
+        lambda x, y: brainstate.transform.grad(lambda: step_fn(x, y), weights)()
+    )
+    return functools.reduce(
+        added, [jax.device_get(dict(one(x, y))) for x, y in zip(xs, ys, strict=True)]
+    )
 
 
 def added(a, b):
@@ -613,7 +716,10 @@ def bptt(step, p, s, xs, ys, cut=FULL, hold=False):
 @functools.partial(jax.jit, static_argnums=0)
 def hand_cut(step, *data):
     """BPTT of the hand-cut model, its one-step gradients replaced by those of the whole model."""
-    whole, past, now = (bptt(step, *data, *how)[0] for how in [(FULL, True), (LOCAL, False), (LOCAL, True)])
+    whole, past, now = (
+        bptt(step, *data, *how)[0]
+        for how in [(FULL, True), (LOCAL, False), (LOCAL, True)]
+    )
     return jax.tree.map(lambda a, b, c: a + b - c, whole, past, now)
 
 
@@ -636,7 +742,11 @@ def recursion(step, p, s, trace, x, y, weight=1.0, rest=1.0):
     direct = jax.grad(lambda q: value(FULL, q, flat_s))(flat_p)
     signal = jax.grad(lambda h: value(DEEP, flat_p, h))(flat_s)
     now, transition = jax.jacfwd(local, (0, 1))(flat_p, flat_s)
-    return to_p(direct + signal @ trace), step(p, s, x, FULL)[0], transition @ trace + now
+    return (
+        to_p(direct + signal @ trace),
+        step(p, s, x, FULL)[0],
+        transition @ trace + now,
+    )
 
 
 compiled_recursion = jax.jit(recursion, static_argnums=0)
@@ -685,7 +795,10 @@ POSITION_KEEPING = ['feedforward_lif', 'feedforward_alif', 'diagonal_ssm', 'mini
 @pytest.mark.parametrize('name', ['gru', 'lstm'])
 def test_oracle_is_hand_cut_bptt_and_one_step_gradient(name):
     data = data_of(name)
-    assert_equal(hand_cut(MODELS[name].step, data.p, data.s, data.xs, data.ys), local_oracle(name)[0])
+    assert_equal(
+        hand_cut(MODELS[name].step, data.p, data.s, data.xs, data.ys),
+        local_oracle(name)[0],
+    )
 
 
 def ways():
@@ -694,12 +807,19 @@ def ways():
         every = name == 'exponential_synapse'
         for fresh in (True, False) if ALL or every else [i % 2 == 0]:
             for block in (1, 2, 4, 6) if every else [1 + (i + fresh) % 2]:
-                yield pytest.param(name, fresh, block, id=f'{name}-{"two passes" if fresh else "one pass"}-{block}')
+                yield pytest.param(
+                    name,
+                    fresh,
+                    block,
+                    id=f'{name}-{"two passes" if fresh else "one pass"}-{block}',
+                )
 
 
 @pytest.mark.parametrize(('name', 'fresh', 'block'), list(ways()))
 def test_local_rule(name, fresh, block):
-    assert_equal(etrace_grad(name, D_RTRL, fresh=fresh, block=block), local_oracle(name)[0])
+    assert_equal(
+        etrace_grad(name, D_RTRL, fresh=fresh, block=block), local_oracle(name)[0]
+    )
 
 
 @pytest.mark.parametrize('name', RECURRENT[:: 1 if ALL else 3])
@@ -743,7 +863,11 @@ def test_deep_cuts_only_mixing_across_time(name):
 
 def test_deep_gives_the_reset_gate_credit_beyond_one_step():
     reset = lambda gradient: gradient['cell', 'Wrz', 'weight']['weight'][:, :H]
-    one_step, local, deep = bptt_oracle('gru', FULL, True), local_oracle('gru')[0], bptt_oracle('gru', DEEP)
+    one_step, local, deep = (
+        bptt_oracle('gru', FULL, True),
+        local_oracle('gru')[0],
+        bptt_oracle('gru', DEEP),
+    )
     assert_equal(reset(local), reset(one_step))
     assert relative_error(reset(deep), reset(local)) > 1e-3
 
@@ -761,7 +885,9 @@ class Factors:
         """Axes: x (b, i) or a number, transition (b, h, s, r), slope and signal (b, h, s)."""
         a, b = self.decay
         self.x = a * self.x + x
-        carried = np.einsum('bhsr,bhr->bhs', transition, np.broadcast_to(self.f, slope.shape))
+        carried = np.einsum(
+            'bhsr,bhr->bhs', transition, np.broadcast_to(self.f, slope.shape)
+        )
         self.f = b * carried + (1 - b) * slope
         self.steps += 1
         return self.of(signal)
@@ -770,13 +896,19 @@ class Factors:
         if not self.steps:
             return 0.0
         y = np.sum(signal * self.f, axis=-1) / (1 - self.decay[1] ** self.steps)
-        return np.einsum('bi,bh->ih', self.x, y) if np.ndim(self.x) else self.x * y.sum(axis=0)
+        return (
+            np.einsum('bi,bh->ih', self.x, y)
+            if np.ndim(self.x)
+            else self.x * y.sum(axis=0)
+        )
 
 
 def squares(p):
     """Gradient of the loss's share of the first and the last weight."""
     leaves, structure = jax.tree.flatten(p)
-    counted = [0.1 * v / v.size if i % _last(p) == 0 else 0 * v for i, v in enumerate(leaves)]
+    counted = [
+        0.1 * v / v.size if i % _last(p) == 0 else 0 * v for i, v in enumerate(leaves)
+    ]
     return jax.tree.unflatten(structure, counted)
 
 
@@ -784,7 +916,11 @@ class FactoredLIF:
     """The adaptive LIF by hand, with the factors of its four parameters."""
 
     def __init__(self, data, decays):
-        self.p, self.V, self.a = {k[0]: v for k, v in data.p.items()}, data.s['V',], data.s['a',]
+        self.p, self.V, self.a = (
+            {k[0]: v for k, v in data.p.items()},
+            data.s['V',],
+            data.s['a',],
+        )
         self.sites = {name: Factors(*decays) for name in ('w', 'r', 'b', 'beta')}
         self.beta = logistic(self.p['beta'])
 
@@ -794,22 +930,42 @@ class FactoredLIF:
         slope_of = lambda v: 4 * logistic(4 * v) * (1 - logistic(4 * v))
         u = V - 0.1 - 0.2 * a
         fired, d = (u > 0).astype(float), slope_of(u)
-        transition = np.stack([np.stack([0.9 - d, 0.2 * d], -1), np.stack([d, beta - 0.2 * d], -1)], -2)
+        transition = np.stack(
+            [np.stack([0.9 - d, 0.2 * d], -1), np.stack([d, beta - 0.2 * d], -1)], -2
+        )
         old_a = a
-        self.V, self.a = V, a = 0.9 * V + x @ p['w'] + fired @ p['r'] + p['b'] - fired, beta * a + fired
+        self.V, self.a = V, a = (
+            0.9 * V + x @ p['w'] + fired @ p['r'] + p['b'] - fired,
+            beta * a + fired,
+        )
         u = V - 0.1 - 0.2 * a
         fired_now, error = (u > 0).astype(float), 2 * ((u > 0) @ p['out'] - y) / y.size
         from_output = (error @ p['out'].T) * slope_of(u)
-        signal = np.stack([from_output + 0.4 * V / V.size, -0.2 * from_output + 0.4 * a / a.size], -1)
-        on_V, on_a = np.stack([np.ones_like(V), np.zeros_like(V)], -1), np.stack([np.zeros_like(V), old_a], -1)
-        inputs = {'w': (x, on_V), 'r': (fired, on_V), 'b': (1.0, on_V), 'beta': (1.0, on_a)}
-        found = {k: self.sites[k].gradient(x, transition, slope, signal) for k, (x, slope) in inputs.items()}
+        signal = np.stack(
+            [from_output + 0.4 * V / V.size, -0.2 * from_output + 0.4 * a / a.size], -1
+        )
+        on_V, on_a = (
+            np.stack([np.ones_like(V), np.zeros_like(V)], -1),
+            np.stack([np.zeros_like(V), old_a], -1),
+        )
+        inputs = {
+            'w': (x, on_V),
+            'r': (fired, on_V),
+            'b': (1.0, on_V),
+            'beta': (1.0, on_a),
+        }
+        found = {
+            k: self.sites[k].gradient(x, transition, slope, signal)
+            for k, (x, slope) in inputs.items()
+        }
         return self.named({**found, 'out': fired_now.T @ error})
 
     def named(self, found):
         """Gradients by path, that of beta taken through to its parameter."""
         found = {**found, 'beta': found['beta'] * self.beta * (1 - self.beta)}
-        return {(k,): np.broadcast_to(found.get(k, 0.0), self.p[k].shape) for k in self.p}
+        return {
+            (k,): np.broadcast_to(found.get(k, 0.0), self.p[k].shape) for k in self.p
+        }
 
 
 def logistic(v):
@@ -824,10 +980,19 @@ def pp_prop_adaptive_lif(data, decays):
 
 def pp_prop_gru(data, decays):
     """The columns of the reset gate reach the state by mixing only: they keep their one-step gradient."""
-    rz, wh, out = (data.p[path] for path in [('cell', 'Wrz', 'weight'), ('cell', 'Wh', 'weight'), ('out', 'weight')])
+    rz, wh, out = (
+        data.p[path]
+        for path in [
+            ('cell', 'Wrz', 'weight'),
+            ('cell', 'Wh', 'weight'),
+            ('out', 'weight'),
+        ]
+    )
     sites = {name: Factors(*decays) for name in ('z', 'z bias', 'h', 'h bias')}
     h, total = data.s['cell', 'h'], jax.tree.map(np.zeros_like, data.p)
-    add = lambda path, **more: total[path].update({k: total[path][k] + v for k, v in more.items()})
+    add = lambda path, **more: total[path].update(
+        {k: total[path][k] + v for k, v in more.items()}
+    )
     for x, y in zip(data.xs, data.ys, strict=True):
         joined = np.concatenate([x, h], -1)
         r, z = np.split(logistic(joined @ rz['weight'] + rz['bias']), 2, axis=-1)
@@ -841,9 +1006,16 @@ def pp_prop_gru(data, decays):
         moves = ((1 - z)[..., None, None], to_z[..., None], signal[..., None])
         half = [joined.T @ at_r, sites['z'].gradient(joined, *moves)]
         bias = [at_r.sum(axis=0), sites['z bias'].gradient(1.0, *moves)]
-        add(('cell', 'Wrz', 'weight'), weight=np.concatenate(half, -1), bias=np.concatenate(bias))
+        add(
+            ('cell', 'Wrz', 'weight'),
+            weight=np.concatenate(half, -1),
+            bias=np.concatenate(bias),
+        )
         moves = ((1 - z)[..., None, None], to_h[..., None], signal[..., None])
-        first, second = sites['h'].gradient(reset, *moves), sites['h bias'].gradient(1.0, *moves)
+        first, second = (
+            sites['h'].gradient(reset, *moves),
+            sites['h bias'].gradient(1.0, *moves),
+        )
         add(('cell', 'Wh', 'weight'), weight=first, bias=second)
         add(('out', 'weight'), weight=new.T @ error, bias=error.sum(axis=0))
         h = new
@@ -856,8 +1028,13 @@ def test_pp_prop_by_formula():
 
 
 def test_pp_prop_step_by_step():
-    learner, data = learner_of('adaptive_lif', pp_prop, decay_or_rank=(0.7, 0.4)), data_of('adaptive_lif')
-    assert_equal(step_by_step(learner, data.xs, data.ys), pp_prop_adaptive_lif(data, (0.7, 0.4)))
+    learner, data = (
+        learner_of('adaptive_lif', pp_prop, decay_or_rank=(0.7, 0.4)),
+        data_of('adaptive_lif'),
+    )
+    assert_equal(
+        step_by_step(learner, data.xs, data.ys), pp_prop_adaptive_lif(data, (0.7, 0.4))
+    )
 
 
 def test_pp_prop_with_a_rank_and_a_gate_that_mixes():
@@ -868,17 +1045,24 @@ def test_pp_prop_with_a_rank_and_a_gate_that_mixes():
 def test_pp_prop_is_exact_for_one_step():
     learner, data, step_fn = small(pp_prop, decay_or_rank=(0.7, 0.4))
     found = learner.etrace_grad(data.xs[:1], data.ys[:1], step_fn=step_fn)
-    assert_equal(found, bptt(MODELS['tied'].step, data.p, data.s, data.xs[:1], data.ys[:1])[0])
+    assert_equal(
+        found, bptt(MODELS['tied'].step, data.p, data.s, data.xs[:1], data.ys[:1])[0]
+    )
 
 
 def test_pp_prop_is_exact_without_memory_under_constant_inputs():
-    data, learner = data_of('vanilla'), learner_of('vanilla', pp_prop, decay_or_rank=0.6, block=2)
+    data, learner = (
+        data_of('vanilla'),
+        learner_of('vanilla', pp_prop, decay_or_rank=0.6, block=2),
+    )
     xs = np.repeat(data.xs[:1], T, axis=0)
     found = learner.etrace_grad(xs, data.ys, step_fn=step_of(learner), reduction='sum')
     wanted = bptt(MODELS['vanilla'].step, data.p, data.s, xs, data.ys, FULL, True)[0]
     same = lambda gradient: gradient['cell', 'W', 'weight']['weight']
     assert_equal(same(found)[:I], same(wanted)[:I])  # what meets the inputs
-    assert relative_error(same(found)[I:], same(wanted)[I:]) > 1e-3  # states are not constant
+    assert (
+        relative_error(same(found)[I:], same(wanted)[I:]) > 1e-3
+    )  # states are not constant
 
 
 # ---------------------------------------------------------------- windows
@@ -915,7 +1099,11 @@ def one_window(step, p, s, trace, xs, ys):
 
 def window_oracle(name, k):
     data = data_of(name)
-    s, trace, total = data.s, no_trace(data.p, data.s), jax.tree.map(jnp.zeros_like, data.p)
+    s, trace, total = (
+        data.s,
+        no_trace(data.p, data.s),
+        jax.tree.map(jnp.zeros_like, data.p),
+    )
     for t in range(0, T, k):
         window = (data.xs[t : t + k], data.ys[t : t + k])
         gradient, s, trace = one_window(MODELS[name].step, data.p, s, trace, *window)
@@ -954,7 +1142,9 @@ def cut_before_each_step(name):
     return jax.jit(jax.grad(value))(data.p)
 
 
-@pytest.mark.parametrize('name', ['gru', 'adaptive_lif', *(['tied', 'lstm'] if ALL else [])])
+@pytest.mark.parametrize(
+    'name', ['gru', 'adaptive_lif', *(['tied', 'lstm'] if ALL else [])]
+)
 def test_multi_step_calls_are_windows_of_one_step(name):
     data = data_of(name)
     make = lambda: learner_of(name, D_RTRL, vjp_method='multi-step')
@@ -974,7 +1164,9 @@ def test_multi_step_calls_are_windows_of_one_step(name):
     assert_equal(learner.etrace_grad(data.xs, data.ys, **options, fresh=True), wanted)
     learner.reset_state()
     parts = [slice(0, 2), slice(2, T)]
-    halves = [learner.etrace_grad(data.xs[part], data.ys[part], **options) for part in parts]
+    halves = [
+        learner.etrace_grad(data.xs[part], data.ys[part], **options) for part in parts
+    ]
     assert_equal(added(*halves), wanted)
 
     assert relative_error(etrace_grad(name, D_RTRL), wanted) > 1e-3
@@ -996,7 +1188,9 @@ def test_multi_step_factors_are_windows_of_one_step():
 
 def test_multi_step_is_kept_by_training_checks_and_plans():
     learner, data, step_fn = small(vjp_method='multi-step')
-    weights = lambda: {path: state.value for path, state in learner.param_states.items()}
+    weights = lambda: {
+        path: state.value for path, state in learner.param_states.items()
+    }
     before, wanted = weights(), cut_before_each_step('tied')
     check = learner.gradient_check(data.xs, data.ys, step_fn=step_fn, reduction='sum')
     exact = bptt(MODELS['tied'].step, data.p, data.s, data.xs, data.ys)[0]
@@ -1012,14 +1206,20 @@ def test_multi_step_is_kept_by_training_checks_and_plans():
 def test_windows_across_factors():
     """Reverse mode inside, (γ_0·ε_f) ⊗ ε_x / (1 - α^t) across."""
     data, k, decays = data_of('adaptive_lif'), 2, (0.7, 0.4)
-    learner = learner_of('adaptive_lif', pp_prop, decay_or_rank=decays, vjp_method='multi-step')
+    learner = learner_of(
+        'adaptive_lif', pp_prop, decay_or_rank=decays, vjp_method='multi-step'
+    )
     found = step_by_step(learner, *windows_of(data, k), window_step_of(learner))
     model, total = FactoredLIF(data, decays), jax.tree.map(np.zeros_like, data.p)
     for xs, ys in zip(*windows_of(data, k), strict=True):
         states = {('V',): model.V, ('a',): model.a}
-        gradient, gamma = window_credit(MODELS['adaptive_lif'].step, data.p, states, xs, ys)
+        gradient, gamma = window_credit(
+            MODELS['adaptive_lif'].step, data.p, states, xs, ys
+        )
         both = np.stack([gamma['V',], gamma['a',]], -1)
-        across = model.named({name: site.of(both) for name, site in model.sites.items()})
+        across = model.named(
+            {name: site.of(both) for name, site in model.sites.items()}
+        )
         total = added(total, added(jax.device_get(gradient), across))
         for x, y in zip(xs, ys, strict=True):
             model.step(x, y)
@@ -1028,17 +1228,31 @@ def test_windows_across_factors():
 
 def test_single_step_windows_are_the_local_rule():
     (learner, data, _), k = small(), 3
-    s, trace, total = data.s, no_trace(data.p, data.s), jax.tree.map(jnp.zeros_like, data.p)
+    s, trace, total = (
+        data.s,
+        no_trace(data.p, data.s),
+        jax.tree.map(jnp.zeros_like, data.p),
+    )
     for t, xy in enumerate(zip(data.xs, data.ys, strict=True)):
-        rest = k if (t + 1) % k == 0 else 0  # the loss reads states and weights at the window's end
-        gradient, s, trace = compiled_recursion(MODELS['tied'].step, data.p, s, trace, *xy, 1 / k, rest)
+        rest = (
+            k if (t + 1) % k == 0 else 0
+        )  # the loss reads states and weights at the window's end
+        gradient, s, trace = compiled_recursion(
+            MODELS['tied'].step, data.p, s, trace, *xy, 1 / k, rest
+        )
         total = added(total, gradient)
-    assert_equal(step_by_step(learner, *windows_of(data, k), window_step_of(learner)), total)
+    assert_equal(
+        step_by_step(learner, *windows_of(data, k), window_step_of(learner)), total
+    )
 
 
 def test_chunks_are_multi_step_windows():
     learner, data, _ = small()
-    options = {'step_fn': window_step_of(learner), 'chunk_size': 3, 'return_value': True}
+    options = {
+        'step_fn': window_step_of(learner),
+        'chunk_size': 3,
+        'return_value': True,
+    }
     found, values = learner.etrace_grad(data.xs, data.ys, reduction='sum', **options)
     assert_equal(found, window_oracle('tied', 3))
     assert values.shape == (2,)
@@ -1065,7 +1279,10 @@ def test_truncated_bptt():
 
 @pytest.mark.parametrize('kind', [D_RTRL, pp_prop])
 def test_two_halves_are_the_whole(kind):
-    (whole, data, step_fn, *_), half = shared() if kind is D_RTRL else small(kind), T // 2
+    (whole, data, step_fn, *_), half = (
+        shared() if kind is D_RTRL else small(kind),
+        T // 2,
+    )
     expected = whole.etrace_grad(data.xs, data.ys, step_fn=step_fn, reduction='sum')
     parts, _, step_fn = small(kind)
     found = [
@@ -1081,12 +1298,18 @@ def test_traces_are_the_dense_ones():
     learner, data = learner_of('adaptive_lif', D_RTRL), data_of('adaptive_lif')
     learner.etrace_evolve(data.xs)
     trace = local_oracle('adaptive_lif')[2]
-    columns = jax.vmap(ravel_pytree(data.p)[1])(trace.reshape(2, B, H, -1).reshape(2 * B * H, -1))
+    columns = jax.vmap(ravel_pytree(data.p)[1])(
+        trace.reshape(2, B, H, -1).reshape(2 * B * H, -1)
+    )
     units = np.arange(H)
-    dense = np.asarray(columns['w',]).reshape(2, B, H, I, H)[:, :, units, :, units]  # (h, s, b, i)
+    dense = np.asarray(columns['w',]).reshape(2, B, H, I, H)[
+        :, :, units, :, units
+    ]  # (h, s, b, i)
     (mine,) = learner.get_etrace_of(('w',)).values()
     assert_equal(mine, dict(enumerate(dense.transpose(1, 2, 0, 3))))
-    assert_equal(*map(list, (learner.get_etrace_of(learner.param_states['w',]).values(), [mine])))
+    assert_equal(
+        *map(list, (learner.get_etrace_of(learner.param_states['w',]).values(), [mine]))
+    )
 
 
 # ---------------------------------------------------------------- what goes in and what comes out
@@ -1103,7 +1326,9 @@ def by_hand(update, every, mask):
     p, s, trace, memory, values = data.p, data.s, no_trace(data.p, data.s), None, []
     for t in range(0, T, every):
         total = jax.tree.map(jnp.zeros_like, p)
-        for x, y, m in zip(*(v[t : t + every] for v in (data.xs, data.ys, mask)), strict=True):
+        for x, y, m in zip(
+            *(v[t : t + every] for v in (data.xs, data.ys, mask)), strict=True
+        ):
             new, out = step(p, s, x, FULL)
             values.append(loss(p, new, out, y))
             gradient, s, trace = compiled_recursion(step, p, s, trace, x, y, m)
@@ -1124,18 +1349,28 @@ def test_mask_reduction_and_values():
     total, values = weighted_oracle(MASK)
     learner, data, step_fn, _ = shared()
     options = {'step_fn': step_fn, 'mask': MASK, 'return_value': True}
-    gradient, per_step = learner.etrace_grad(data.xs, data.ys, reduction='sum', fresh=True, **options)
+    gradient, per_step = learner.etrace_grad(
+        data.xs, data.ys, reduction='sum', fresh=True, **options
+    )
     assert_equal((gradient, per_step), (total, values))
-    gradient, reduced = learner.etrace_grad(data.xs, data.ys, loss_output='reduced', fresh=True, **options)
-    assert_equal((gradient, reduced), (scaled(total, 1 / 4.5), (MASK * values).sum() / 4.5))
+    gradient, reduced = learner.etrace_grad(
+        data.xs, data.ys, loss_output='reduced', fresh=True, **options
+    )
+    assert_equal(
+        (gradient, reduced), (scaled(total, 1 / 4.5), (MASK * values).sum() / 4.5)
+    )
     learner.reset_state()
-    assert_equal(learner.etrace_grad(data.xs, data.ys, **options)[0], scaled(total, 1 / 4.5))
+    assert_equal(
+        learner.etrace_grad(data.xs, data.ys, **options)[0], scaled(total, 1 / 4.5)
+    )
 
 
 def test_a_mean_over_less_than_one_step_is_a_sum():
     mask = np.array([0, 0, 0.25, 0, 0, 0.5])
     learner, data, step_fn, _ = shared()
-    gradient = learner.etrace_grad(data.xs, data.ys, step_fn=step_fn, mask=mask, fresh=True)
+    gradient = learner.etrace_grad(
+        data.xs, data.ys, step_fn=step_fn, mask=mask, fresh=True
+    )
     assert_equal(gradient, weighted_oracle(mask)[0])
 
 
@@ -1144,17 +1379,35 @@ def test_aux_and_choice_of_weights():
 
     def step_fn(x, y):
         out = learner(x)
-        return jnp.mean((out - y) ** 2), {'out': out, 'h': learner.model.h.value, 'x': x, 'one': 1}
+        return jnp.mean((out - y) ** 2), {
+            'out': out,
+            'h': learner.model.h.value,
+            'x': x,
+            'one': 1,
+        }
 
     options = {'step_fn': step_fn, 'has_aux': True, 'fresh': True}
     gradient, value, aux = learner.etrace_grad(
-        data.xs, data.ys, weights=[('r',)], return_value=True, loss_output='reduced', **options
+        data.xs,
+        data.ys,
+        weights=[('r',)],
+        return_value=True,
+        loss_output='reduced',
+        **options,
     )
     s, outs, states = data.s, [], []
     for x in data.xs:
         s, out = MODELS['tied'].step(data.p, s, x, FULL)
         outs, states = [*outs, out], [*states, s['h',]]
-    assert_equal(aux, {'out': jnp.stack(outs), 'h': jnp.stack(states), 'x': data.xs, 'one': np.ones(T)})
+    assert_equal(
+        aux,
+        {
+            'out': jnp.stack(outs),
+            'h': jnp.stack(states),
+            'x': data.xs,
+            'one': np.ones(T),
+        },
+    )
     assert_equal(value, jnp.mean((jnp.stack(outs) - data.ys) ** 2))
     assert list(gradient) == [('r',)]
     everything, _ = learner.etrace_grad(data.xs, data.ys, **options)
@@ -1168,8 +1421,14 @@ def test_values_of_other_states_come_along():
         m.low.value = 0.5 * m.low.value + m.h.value
         return m.h.value
 
-    states = {'count': brainstate.ShortTermState(jnp.zeros(())), 'low': brainstate.ShortTermState(jnp.zeros((B, H)))}
-    learner, xs = D_RTRL(Net(module, w=weight(I, H), h=hidden(B, H), **states), block=4), data_of('tied').xs
+    states = {
+        'count': brainstate.ShortTermState(jnp.zeros(())),
+        'low': brainstate.ShortTermState(jnp.zeros((B, H))),
+    }
+    learner, xs = (
+        D_RTRL(Net(module, w=weight(I, H), h=hidden(B, H), **states), block=4),
+        data_of('tied').xs,
+    )
     learner.model.w.value = jnp.asarray(data_of('tied').p['w',])
     learner.compile_graph(jnp.asarray(xs[0]))
 
@@ -1194,15 +1453,22 @@ def test_a_penalty_on_weights_alone():
         return jnp.sum(learner.model.w.value**2)
 
     for fresh in (True, False):
-        gradient = learner.etrace_grad(data.xs, data.ys, step_fn=step_fn, mask=MASK, reduction='sum', fresh=fresh)
-        assert_equal(gradient, {('w',): 2 * 4.5 * data.p['w',], ('r',): 0 * data.p['r',]})
+        gradient = learner.etrace_grad(
+            data.xs, data.ys, step_fn=step_fn, mask=MASK, reduction='sum', fresh=fresh
+        )
+        assert_equal(
+            gradient, {('w',): 2 * 4.5 * data.p['w',], ('r',): 0 * data.p['r',]}
+        )
 
 
 def test_sequences_may_be_trees():
     learner, data, step_fn = small()
     tree = {'inputs': [data.xs], 'target': data.ys}
     gradient = learner.etrace_grad(
-        tree, step_fn=lambda at: step_fn(at['inputs'][0], at['target']), fresh=True, reduction='sum'
+        tree,
+        step_fn=lambda at: step_fn(at['inputs'][0], at['target']),
+        fresh=True,
+        reduction='sum',
     )
     assert_equal(gradient, local_oracle('tied')[0])
 
@@ -1224,13 +1490,26 @@ def test_a_masked_step_poisons_nothing(rule):
 
     def risky(x, y, z):
         value, h = step_fn(x, y), learner.model.h.value
-        return value + jnp.log(z) * jnp.sum(h**2) + jnp.sum((h / z) @ learner.model.r.value)
+        return (
+            value
+            + jnp.log(z) * jnp.sum(h**2)
+            + jnp.sum((h / z) @ learner.model.r.value)
+        )
 
     mask, logs = np.array([1.0, 1, 0, 1, 0, 1]), np.array([1.0, 2, -1, 3, 0, 2])
-    call = {'step_fn': risky, 'mask': mask, 'return_value': True, 'loss_output': 'reduced', **call}
+    call = {
+        'step_fn': risky,
+        'mask': mask,
+        'return_value': True,
+        'loss_output': 'reduced',
+        **call,
+    }
     poisoned = learner.etrace_grad(data.xs, data.ys, logs, **call)
     learner.reset_state()
-    assert_equal(poisoned, learner.etrace_grad(data.xs, data.ys, np.where(mask == 0, 1, logs), **call))
+    assert_equal(
+        poisoned,
+        learner.etrace_grad(data.xs, data.ys, np.where(mask == 0, 1, logs), **call),
+    )
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(everything(learner)))
 
 
@@ -1244,7 +1523,9 @@ def test_a_masked_chunk_poisons_nothing():
     mask, logs = np.array([1.0, 0, 1]), np.array([1.0, 2, -1, 3, 3, 2])
     options = {'step_fn': risky, 'mask': mask, 'chunk_size': 2, 'fresh': True}
     poisoned = learner.etrace_grad(data.xs, data.ys, logs, **options)
-    assert_equal(poisoned, learner.etrace_grad(data.xs, data.ys, np.abs(logs), **options))
+    assert_equal(
+        poisoned, learner.etrace_grad(data.xs, data.ys, np.abs(logs), **options)
+    )
 
 
 def test_two_calls_in_a_step_function_are_two_steps():
@@ -1270,7 +1551,9 @@ def test_two_calls_in_a_step_function_are_two_steps():
 
 def refused(kind, *words):
     """An error in three parts that says these words."""
-    pattern = r'(?s)' + '.*'.join([*words, 'why it cannot work', 'what to write instead'])
+    pattern = r'(?s)' + '.*'.join(
+        [*words, 'why it cannot work', 'what to write instead']
+    )
     return pytest.raises(kind, match=pattern)
 
 
@@ -1278,7 +1561,9 @@ def test_bad_calls_are_refused():
     learner, data, step_fn = small()
     xs, ys = data.xs, data.ys
     with refused(CompilationError, 'never calls the learner'):
-        learner.etrace_grad(xs, ys, step_fn=lambda x, y: jnp.mean((learner.model(x) - y) ** 2))
+        learner.etrace_grad(
+            xs, ys, step_fn=lambda x, y: jnp.mean((learner.model(x) - y) ** 2)
+        )
     with refused(CompilationError, 'never calls the learner'):
         learner.etrace_grad(xs, ys, step_fn=lambda x, y: jnp.mean(y**2), chunk_size=2)
     with refused(CompilationError, 'with has_aux=False'):
@@ -1301,7 +1586,9 @@ def test_bad_calls_are_refused():
         learner.etrace_grad(xs, ys, step_fn=step_fn, chunk_size=4)
     for every in (4, 0):
         with refused(ValueError, f'6 steps with update_every={every}'):
-            learner.etrace_online(xs, ys, step_fn=step_fn, optimizer=optax.sgd(0.1), update_every=every)
+            learner.etrace_online(
+                xs, ys, step_fn=step_fn, optimizer=optax.sgd(0.1), update_every=every
+            )
     with refused(CompilationError, 'whose loss is'):
         learner.etrace_grad(xs, ys, step_fn=lambda x, y: learner(x) - y)
     with refused(ValueError, "reduction='total'"):
@@ -1322,9 +1609,15 @@ def test_an_error_while_tracing_changes_nothing():
     windows = lambda x, y: broken(MultiStepData(x), y)
     runs = {
         'grad': lambda: learner.etrace_grad(data.xs, data.ys, step_fn=broken),
-        'fresh': lambda: learner.etrace_grad(data.xs, data.ys, step_fn=broken, fresh=True),
-        'chunks': lambda: learner.etrace_grad(data.xs, data.ys, step_fn=windows, chunk_size=2, fresh=True),
-        'online': lambda: learner.etrace_online(data.xs, data.ys, step_fn=broken, optimizer=optax.sgd(0.1)),
+        'fresh': lambda: learner.etrace_grad(
+            data.xs, data.ys, step_fn=broken, fresh=True
+        ),
+        'chunks': lambda: learner.etrace_grad(
+            data.xs, data.ys, step_fn=windows, chunk_size=2, fresh=True
+        ),
+        'online': lambda: learner.etrace_online(
+            data.xs, data.ys, step_fn=broken, optimizer=optax.sgd(0.1)
+        ),
     }
     for run in runs.values():
         with pytest.raises(Exception, match='in the middle'):
@@ -1339,7 +1632,11 @@ def test_check_finite_names_the_place_and_writes_nothing():
     one, third = np.ones(T), np.where(np.arange(T) == 3, -1, 1.0)
 
     def risky(x, y, z, q):
-        return step_fn(x, y) + jnp.sum(jnp.log(z)) + jnp.sum(jnp.sqrt(jnp.sum(q) * learner.model.w.value**2))
+        return (
+            step_fn(x, y)
+            + jnp.sum(jnp.log(z))
+            + jnp.sum(jnp.sqrt(jnp.sum(q) * learner.model.w.value**2))
+        )
 
     def windows(x, *more):
         return risky(MultiStepData(x), *more)
@@ -1351,7 +1648,9 @@ def test_check_finite_names_the_place_and_writes_nothing():
     with pytest.raises(FloatingPointError, match='loss of window 1'):
         learner.etrace_grad(data.xs, data.ys, third, one, step_fn=windows, chunk_size=2)
     assert_equal(everything(learner), before, 0.0)
-    learner.etrace_grad(data.xs, data.ys, third, one, step_fn=risky, mask=third > 0)  # nobody looks at a masked step
+    learner.etrace_grad(
+        data.xs, data.ys, third, one, step_fn=risky, mask=third > 0
+    )  # nobody looks at a masked step
 
 
 # ---------------------------------------------------------------- compiled once, states followed
@@ -1361,8 +1660,17 @@ def test_nothing_is_traced_twice():
     learner, data, step_fn, traced = counted()
     for mask in (MASK, 1 - MASK):
         for reduction in ('mean', 'sum'):
-            learner.etrace_grad(data.xs, data.ys, step_fn=step_fn, mask=mask, reduction=reduction, fresh=True)
-            learner.etrace_grad(data.xs, data.ys, step_fn=step_fn, mask=mask, reduction=reduction)
+            learner.etrace_grad(
+                data.xs,
+                data.ys,
+                step_fn=step_fn,
+                mask=mask,
+                reduction=reduction,
+                fresh=True,
+            )
+            learner.etrace_grad(
+                data.xs, data.ys, step_fn=step_fn, mask=mask, reduction=reduction
+            )
         learner.reset_state()
     assert len(traced) == 1  # whatever is then asked of it
 
@@ -1372,13 +1680,18 @@ class Restartable(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.w, self.r = (brainstate.ParamState(jnp.asarray(data_of('tied').p[name,])) for name in 'wr')
+        self.w, self.r = (
+            brainstate.ParamState(jnp.asarray(data_of('tied').p[name,]))
+            for name in 'wr'
+        )
 
     def init_state(self, batch_size=None):
         self.h = hidden(*([] if batch_size is None else [batch_size]), H)
 
     def update(self, x):
-        self.h.value = 0.8 * self.h.value + 0.2 * jnp.tanh(x @ self.w.value + self.h.value @ self.r.value)
+        self.h.value = 0.8 * self.h.value + 0.2 * jnp.tanh(
+            x @ self.w.value + self.h.value @ self.r.value
+        )
         return self.h.value @ self.r.value
 
 
@@ -1394,7 +1707,9 @@ def test_states_made_anew_are_followed():
     runs = [
         lambda: learner.etrace_grad(data.xs, data.ys, step_fn=step_fn, reduction='sum'),
         lambda: learner.etrace_grad(data.xs, data.ys, step_fn=window, chunk_size=3),
-        lambda: learner.etrace_online(data.xs, data.ys, step_fn=step_fn, optimizer=still),
+        lambda: learner.etrace_online(
+            data.xs, data.ys, step_fn=step_fn, optimizer=still
+        ),
     ]
     expected, states, _ = from_zero(data.xs, data.ys)
     for run in [*runs, *runs]:
@@ -1409,23 +1724,34 @@ def test_states_made_anew_are_followed():
 @pytest.mark.parametrize('vmap', [False, True])
 def test_another_batch_size(vmap):
     data, net = data_of('tied'), Restartable()
-    learner = braintrace.compile(net, 'd_rtrl', data.xs[0, 0] if vmap else data.xs[0], batch_size=B, vmap=vmap)
+    learner = braintrace.compile(
+        net, 'd_rtrl', data.xs[0, 0] if vmap else data.xs[0], batch_size=B, vmap=vmap
+    )
     step_fn = step_of(learner)
     learner.reset_state(batch_size=3)
     wide = lambda x: np.concatenate([x, -x[:, :1]], axis=1)
     expected, states, _ = from_zero(wide(data.xs), wide(data.ys))
-    assert_equal(learner.etrace_grad(wide(data.xs), wide(data.ys), step_fn=step_fn, reduction='sum'), expected)
+    assert_equal(
+        learner.etrace_grad(
+            wide(data.xs), wide(data.ys), step_fn=step_fn, reduction='sum'
+        ),
+        expected,
+    )
     assert_equal(net.h.value, states['h',])
 
 
 def test_under_jit_and_inside_a_loop():
     learner, data, step_fn = small()
     whole = lambda xs, ys: learner.etrace_grad(xs, ys, step_fn=step_fn, reduction='sum')
-    assert_equal(brainstate.transform.jit(whole)(data.xs, data.ys), local_oracle('tied')[0])
+    assert_equal(
+        brainstate.transform.jit(whole)(data.xs, data.ys), local_oracle('tied')[0]
+    )
     learner.reset_state()
     total = lambda: jnp.sum(brainstate.transform.for_loop(step_fn, data.xs, data.ys))
     weights = learner.model.states(brainstate.ParamState)
-    assert_equal(dict(brainstate.transform.grad(total, weights)()), local_oracle('tied')[0])
+    assert_equal(
+        dict(brainstate.transform.grad(total, weights)()), local_oracle('tied')[0]
+    )
 
 
 def test_a_fresh_sequence_leaves_no_old_trace():
@@ -1436,14 +1762,22 @@ def test_a_fresh_sequence_leaves_no_old_trace():
     assert not any(x.any() for x in jax.tree.leaves(everything(learner)[1]))
 
 
-@pytest.mark.parametrize(('name', 'kind'), [('adaptive_lif', D_RTRL), ('tied', pp_prop), ('tied', BPTT)])
+@pytest.mark.parametrize(
+    ('name', 'kind'), [('adaptive_lif', D_RTRL), ('tied', pp_prop), ('tied', BPTT)]
+)
 def test_evolving_is_stepping(name, kind):
-    one, other, data = learner_of(name, kind, block=4), learner_of(name, kind), data_of(name)
+    one, other, data = (
+        learner_of(name, kind, block=4),
+        learner_of(name, kind),
+        data_of(name),
+    )
     outs = one.etrace_evolve(data.xs[:2], return_outputs=True)
     calls = lambda x, scale: {'out': scale * one(x)}
     scales = np.arange(2.0, T)
     more = one.etrace_evolve(data.xs[2:], scales, step_fn=calls, return_outputs=True)
-    outs = jnp.concatenate([outs, more['out'] / scales.reshape(-1, *[1] * (outs.ndim - 1))])
+    outs = jnp.concatenate(
+        [outs, more['out'] / scales.reshape(-1, *[1] * (outs.ndim - 1))]
+    )
     step = brainstate.transform.jit(other)
     assert_equal(outs, jnp.stack([step(x) for x in data.xs]))
     assert_equal(everything(one), everything(other))
@@ -1461,7 +1795,9 @@ def adam(p, gradient, memory):
     n += 1
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradient)
     square = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, square, gradient)
-    move = lambda w, m, v: w - 0.02 * (m / (1 - 0.9**n)) / (jnp.sqrt(v / (1 - 0.999**n)) + 1e-8)
+    move = lambda w, m, v: (
+        w - 0.02 * (m / (1 - 0.9**n)) / (jnp.sqrt(v / (1 - 0.999**n)) + 1e-8)
+    )
     return jax.tree.map(move, p, mean, square), (n, mean, square)
 
 
@@ -1469,7 +1805,12 @@ ALL, GAPS = np.ones(T), np.array([1.0, 1, 0, 0, 1, 0])
 ONLINE = {
     'optax sgd': (lambda: optax.sgd(0.3), descent, 1, ALL),
     'optax adam, masked': (lambda: optax.adam(0.02), adam, 1, GAPS),
-    'braintools adam, every 2, masked': (lambda: braintools.optim.Adam(lr=0.02), adam, 2, GAPS),
+    'braintools adam, every 2, masked': (
+        lambda: braintools.optim.Adam(lr=0.02),
+        adam,
+        2,
+        GAPS,
+    ),
 }
 
 
@@ -1477,7 +1818,14 @@ ONLINE = {
 def test_online_is_a_loop_by_hand(case):
     make, update, every, mask = ONLINE[case]
     learner, data, step_fn = small()
-    found = learner.etrace_online(data.xs, data.ys, step_fn=step_fn, optimizer=make(), update_every=every, mask=mask)
+    found = learner.etrace_online(
+        data.xs,
+        data.ys,
+        step_fn=step_fn,
+        optimizer=make(),
+        update_every=every,
+        mask=mask,
+    )
     p, _, values = by_hand(update, every, mask)
     assert_equal({k: v.value for k, v in learner.param_states.items()}, p, 1e-9)
     assert_equal(found, values, 1e-9)

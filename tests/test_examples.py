@@ -10,7 +10,15 @@ FOLDER = Path(__file__).parent.parent / 'examples'
 EXAMPLES = sorted(FOLDER.glob('*.py'))
 SMALL = {
     'gru_copy': {'updates': 60, 'units': 24, 'batch': 32, 'lag': 1},
-    'evidence': {'updates': 25, 'units': 20, 'cues': 1, 'cue': 20, 'every': 20, 'delay': 10, 'recall': 10},
+    'evidence': {
+        'updates': 25,
+        'units': 20,
+        'cues': 1,
+        'cue': 20,
+        'every': 20,
+        'delay': 10,
+        'recall': 10,
+    },
     'brainpy_units': {'updates': 40, 'units': 24, 'batch': 16, 'steps': 30},
     'conv_snn': {'updates': 50, 'side': 5, 'channels': 6, 'steps': 8, 'batch': 16},
     'sparse_ei': {'updates': 40, 'units': 200, 'synapses': 5, 'lr': 0.02},

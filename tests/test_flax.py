@@ -26,7 +26,9 @@ CELLS = {
 
 def close(got, want, rtol=1e-4):
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want
+    )
 
 
 @nnx.jit
@@ -55,7 +57,9 @@ def credits_of(learner):
 def test_stock_cells_give_the_gradient_of_bptt(name):
     """By influences carried forward; a cell much like another in one window."""
     cell = CELLS[name]()
-    learner = bt.compile(cell, 'rtrl' if ALL or name in ('gru', 'residual') else 'tbptt', XS[0])
+    learner = bt.compile(
+        cell, 'rtrl' if ALL or name in ('gru', 'residual') else 'tbptt', XS[0]
+    )
     want = bptt(cell, XS, cell.initialize_carry((B, I), nnx.Rngs(0)))
     close(learner.etrace_grad(XS, step_fn=squared(learner)), want)
 
@@ -67,7 +71,9 @@ def test_reports_name_variables_as_flax_does(name):
     states = {'carry.0', 'carry.1'} if 'lstm' in name else {'carry'}
     (group,) = graph.hidden_groups
     assert {'.'.join(p) for p in group.hidden_paths} == states
-    paths = {'.'.join(path) for path, _ in nnx.to_flat_state(nnx.state(cell, nnx.Param))}
+    paths = {
+        '.'.join(path) for path, _ in nnx.to_flat_state(nnx.state(cell, nnx.Param))
+    }
     found = {r.context['name']: r.context['credit'] for r in graph.report.credits}
     assert found == dict.fromkeys(paths, 'local')
     out, new, _ = graph.module_info.jaxpr_call(XS[0])
@@ -82,7 +88,10 @@ def test_d_rtrl_of_a_cell_without_memory_of_its_own_is_one_step():
     cell = CELLS['simple']()
     learner = bt.compile(cell, 'd_rtrl', XS[0])
     assert set(credits_of(learner).values()) == {'instantaneous'}
-    carry, total = jnp.zeros((B, H)), jax.tree.map(jnp.zeros_like, nnx.state(cell, nnx.Param))
+    carry, total = (
+        jnp.zeros((B, H)),
+        jax.tree.map(jnp.zeros_like, nnx.state(cell, nnx.Param)),
+    )
     for x in XS:
         step = bptt(cell, x[None], carry)
         total = jax.tree.map(lambda a, b: a + b / T, total, step)
@@ -110,7 +119,11 @@ class Spiking(nnx.Module):
     def __call__(self, x):
         spike = jax.nn.sigmoid(4 * (self.V[...] - 1))
         self.a[...] = 0.8 * self.a[...] + spike
-        self.V[...] = self.decay[...] * self.V[...] + self.scale[...] * self.dense(x) - 0.3 * self.a[...]
+        self.V[...] = (
+            self.decay[...] * self.V[...]
+            + self.scale[...] * self.dense(x)
+            - 0.3 * self.a[...]
+        )
         self.steps[...] += 1
         return self.out(self.drop(self.V[...]))
 
@@ -124,7 +137,10 @@ def test_states_in_variables():
     names = ['decay', 'dense.bias', 'dense.kernel', 'out.bias', 'out.kernel']
     assert credits_of(learner) == dict.fromkeys(names, 'exact')
     learner.etrace_evolve(XS)  # traces go on from here
-    close(learner.etrace_grad(XS, step_fn=squared(learner)), second_pass(Spiking(nnx.Rngs(0)), XS))
+    close(
+        learner.etrace_grad(XS, step_fn=squared(learner)),
+        second_pass(Spiking(nnx.Rngs(0)), XS),
+    )
     assert int(model.steps[...]) == 2 * T
     learner.reset_state()
     assert int(model.steps[...]) == 0
@@ -166,7 +182,10 @@ def test_carries_handed_around():
     below, above = sorted(learner.report.hidden_groups, key=lambda g: -g.num_state)
     assert set(below.hidden_paths) == {('carry', 'below', '0'), ('carry', 'below', '1')}
     assert above.hidden_paths == [('carry', 'above')]
-    close(learner.etrace_grad(XS, step_fn=squared(learner), fresh=True), bptt(model, XS, carry))
+    close(
+        learner.etrace_grad(XS, step_fn=squared(learner), fresh=True),
+        bptt(model, XS, carry),
+    )
     last = learner.state
     learner.state = carry
     close(learner.state, carry)
@@ -183,12 +202,16 @@ def test_training_as_in_flax():
     optimizer = nnx.Optimizer(model, optax.sgd(0.05), wrt=nnx.Param)
     step, losses, counts = squared(learner), [], []
     for _ in range(15):
-        grads, loss = learner.etrace_grad(XS, step_fn=step, fresh=True, return_value=True)
+        grads, loss = learner.etrace_grad(
+            XS, step_fn=step, fresh=True, return_value=True
+        )
         optimizer.update(model, grads)
         losses.append(float(loss.mean()))
         counts.append(int(model.drop.rngs.count[...]))
     assert losses[-1] < 0.2 * losses[0]
-    assert counts == [T * (i + 1) for i in range(15)]  # random streams go on, fresh or not
+    assert counts == [
+        T * (i + 1) for i in range(15)
+    ]  # random streams go on, fresh or not
     compiled = [p for p in learner._kept.programs.values() if hasattr(p, '_cache_size')]
     assert [p._cache_size() for p in compiled] == [1]  # one for the sequence
 
@@ -220,16 +243,23 @@ def test_modes_are_followed_and_jit_is_refused_or_given_the_model():
     losses = [float(train(model, optimizer, XS)) for _ in range(15)]
     assert losses[-1] < 0.5 * losses[0]
     assert int(model.drop.rngs.count[...]) == 15 * T
-    assert int(model.steps[...]) == 0  # a call with a model of its own leaves the states alone
+    assert (
+        int(model.steps[...]) == 0
+    )  # a call with a model of its own leaves the states alone
 
-    for call in (lambda x: learner(x), lambda x: learner.etrace_grad(x[None], step_fn=step)):
+    for call in (
+        lambda x: learner(x),
+        lambda x: learner.etrace_grad(x[None], step_fn=step),
+    ):
         with pytest.raises(bt.CompilationError, match=r'inside jit(.|\n)*params='):
             jax.jit(call)(XS[0])
     with pytest.raises(ValueError, match=r'fresh=False, chunk_size(.|\n)*no past'):
         learner.etrace_grad(XS, step_fn=step, params=model, chunk_size=2)
 
     model.eval()
-    with pytest.raises(bt.CompilationError, match=r'mode differ(.|\n)*one call outside jit'):
+    with pytest.raises(
+        bt.CompilationError, match=r'mode differ(.|\n)*one call outside jit'
+    ):
         learner.etrace_grad(XS, step_fn=step, params=model, fresh=True)
     want = nnx.clone(model)(XS[0])
     close(learner(XS[0]), want)
@@ -274,16 +304,31 @@ class Branches(Spiking):
 
 BAD = {
     'no state': (lambda: (NoState(), {}), r'no hidden state(.|\n)*state=carry'),
-    'a Param written': (lambda: (Writes(), {}), r'writes Param w(.|\n)*another nnx.Variable'),
-    'a Variable made': (lambda: (Makes(), {}), r'makes or drops Variables(.|\n)*__init__'),
-    'a branch': (lambda: (Branches(nnx.Rngs(0)), {}), r'TracerBoolConversionError(.|\n)*jax.numpy.where'),
+    'a Param written': (
+        lambda: (Writes(), {}),
+        r'writes Param w(.|\n)*another nnx.Variable',
+    ),
+    'a Variable made': (
+        lambda: (Makes(), {}),
+        r'makes or drops Variables(.|\n)*__init__',
+    ),
+    'a branch': (
+        lambda: (Branches(nnx.Rngs(0)), {}),
+        r'TracerBoolConversionError(.|\n)*jax.numpy.where',
+    ),
     'no carry': (lambda: (Handing(nnx.Rngs(0)), {}), r'and no carry(.|\n)*state=carry'),
-    'a carry too many': (lambda: (Spiking(nnx.Rngs(0)), {'state': XS[0]}), r'and a carry(.|\n)*if and only if'),
+    'a carry too many': (
+        lambda: (Spiking(nnx.Rngs(0)), {'state': XS[0]}),
+        r'and a carry(.|\n)*if and only if',
+    ),
     'a carry of another form': (
         lambda: (CELLS['lstm'](), {'state': jnp.zeros((B, H))}),
         'with a carry of(.|\n)*returns',
     ),
-    'a map': (lambda: (CELLS['gru'](), {'vmap': True, 'batch_size': B}), r'vmap=True(.|\n)*batch axis'),
+    'a map': (
+        lambda: (CELLS['gru'](), {'vmap': True, 'batch_size': B}),
+        r'vmap=True(.|\n)*batch axis',
+    ),
 }
 
 
@@ -306,5 +351,7 @@ def test_optimisers_of_flax_stay_outside():
     learner = bt.compile(model, 'd_rtrl', XS[0])
     with pytest.raises(TypeError, match=r'the optax transformation itself'):
         learner.etrace_online(
-            XS, step_fn=squared(learner), optimizer=nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+            XS,
+            step_fn=squared(learner),
+            optimizer=nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param),
         )

@@ -60,8 +60,16 @@ def stack(params, state, x):
 def make(name):
     """A step, its parameters and its state."""
     return {
-        'rnn': (rnn, {'w': array(I, H), 'r': array(H, H), 'b': array(H), 'out': array(H, 2)}, array(B, H)),
-        'lstm': (lstm, (array(I + H, 4 * H), array(4 * H)), Cell(array(B, H), array(B, H))),
+        'rnn': (
+            rnn,
+            {'w': array(I, H), 'r': array(H, H), 'b': array(H), 'out': array(H, 2)},
+            array(B, H),
+        ),
+        'lstm': (
+            lstm,
+            (array(I + H, 4 * H), array(4 * H)),
+            Cell(array(B, H), array(B, H)),
+        ),
         'lif': (
             lif,
             {'in': {'w': array(I, H)}, 'decay': array(H), 'unused': array(2)},
@@ -91,9 +99,13 @@ DRAWN = {  # groups; credit of each parameter; sites into the groups
 def test_as_drawn_by_hand(name):
     groups, credit, sites = DRAWN[name]
     graph = bt.compile_etrace_graph(*make(name), X)
-    assert [set(g.hidden_paths) for g in graph.hidden_groups] == [set(g) for g in groups]
+    assert [set(g.hidden_paths) for g in graph.hidden_groups] == [
+        set(g) for g in groups
+    ]
     assert [g.varshape for g in graph.hidden_groups] == [(B, H)] * len(groups)
-    assert {r.context['name']: r.context['credit'] for r in graph.report.credits} == credit
+    assert {
+        r.context['name']: r.context['credit'] for r in graph.report.credits
+    } == credit
     found = {}
     for site in graph.hidden_param_op_relations:
         for path in site.trainable_paths:
@@ -111,13 +123,18 @@ def test_the_compiled_step_is_the_step(name):
     assert jax.tree.structure((got_out, got_new)) == jax.tree.structure((out, new))
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
     jax.tree.map(same, (got_out, got_new), (out, new))
-    assert set(extra) == set(info.jaxpr.outvars[info.num_var_out + info.state_tree.num_leaves :])
+    assert set(extra) == set(
+        info.jaxpr.outvars[info.num_var_out + info.state_tree.num_leaves :]
+    )
     zeros = graph.hidden_perturb.init_perturb_data()
     jax.tree.map(same, graph.call_hidden_perturb((params, state, X), zeros), out)
     later = graph.call_hidden_perturb((params, state, X), zeros, old_state_vals=new)
     jax.tree.map(same, later, step(params, new, X)[1])
     assert repr(info).startswith('FunctionInfo(')
-    with pytest.raises(ValueError, match=r'\(5, 3\)(.|\n)*compiled for(.|\n)*\(2, 3\)(.|\n)*compile again'):
+    with pytest.raises(
+        ValueError,
+        match=r'\(5, 3\)(.|\n)*compiled for(.|\n)*\(2, 3\)(.|\n)*compile again',
+    ):
         info.jaxpr_call(params, state, array(5, I))
 
 
@@ -134,13 +151,23 @@ def test_group_transition_and_diagonal():
     (group,) = graph.hidden_groups
     info = graph.module_info
     flat = jax.tree.leaves((params, state, [X], {}))
-    env = dict(zip(info.jaxpr.invars, flat, strict=True)) | info.jaxpr_call(params, state, X)[-1]
+    env = (
+        dict(zip(info.jaxpr.invars, flat, strict=True))
+        | info.jaxpr_call(params, state, X)[-1]
+    )
     old = [env[v] for v in group.hidden_invars]
-    got = group.diagonal_jacobian(old, [env[v] for v in group.transition_jaxpr_constvars])
+    got = group.diagonal_jacobian(
+        old, [env[v] for v in group.transition_jaxpr_constvars]
+    )
     slope = jax.nn.sigmoid(state['v'] - 1) * (1 - jax.nn.sigmoid(state['v'] - 1))
     a, v = (group.hidden_paths.index(p) for p in (('rest', '0'), ('v',)))
     decay = jnp.broadcast_to(params['decay'], (B, H))
-    for (i, j), want in {(a, a): decay, (a, v): slope, (v, a): -decay, (v, v): 0.9 - slope}.items():
+    for (i, j), want in {
+        (a, a): decay,
+        (a, v): slope,
+        (v, a): -decay,
+        (v, v): 0.9 - slope,
+    }.items():
         np.testing.assert_allclose(got[..., i, j], want, rtol=1e-5, atol=1e-6)
 
 
@@ -154,9 +181,18 @@ BAD = {
     'one result': (lambda p, s, x: s + x @ p, 'returns .*, not a pair'),
     'three results': (lambda p, s, x: (s, x @ p, 0), 'returns tuple, not a pair'),
     'another structure': (lambda p, s, x: ((s, s), x @ p), 'turns a state'),
-    'another shape': (lambda p, s, x: (jnp.concatenate([s, x @ p]), s), r'\(2, 4\).*\(4, 4\)'),
-    'another type': (lambda p, s, x: ((s + x @ p).astype(jnp.float16), s), 'float32.*float16'),
-    'inputs that do not fit': (lambda p, s, x: (s + x.T @ p, s), 'fails with TypeError'),
+    'another shape': (
+        lambda p, s, x: (jnp.concatenate([s, x @ p]), s),
+        r'\(2, 4\).*\(4, 4\)',
+    ),
+    'another type': (
+        lambda p, s, x: ((s + x @ p).astype(jnp.float16), s),
+        'float32.*float16',
+    ),
+    'inputs that do not fit': (
+        lambda p, s, x: (s + x.T @ p, s),
+        'fails with TypeError',
+    ),
     'too many inputs': (lambda p, s: (s, s), 'positional argument'),
 }
 
@@ -171,7 +207,9 @@ def test_bad_functions(name):
 
 def test_nothing_to_remember_or_to_train():
     with pytest.raises(bt.CompilationError, match='no hidden state'):
-        bt.compile_etrace_graph(lambda p, s, x: (s + 1, x @ p), array(I, H), jnp.zeros((), jnp.int32), X)
+        bt.compile_etrace_graph(
+            lambda p, s, x: (s + 1, x @ p), array(I, H), jnp.zeros((), jnp.int32), X
+        )
     with pytest.raises(bt.CompilationError, match='no parameter'):
         bt.compile(lambda p, s, x: (0.9 * s, s), 'd_rtrl', {}, array(B, H), X)
 
@@ -184,14 +222,21 @@ class Same(brainstate.nn.Module):
 
     def __init__(self, params, h):
         super().__init__()
-        self.w, self.r, self.b, self.out = (brainstate.ParamState(params[k]) for k in ('w', 'r', 'b', 'out'))
+        self.w, self.r, self.b, self.out = (
+            brainstate.ParamState(params[k]) for k in ('w', 'r', 'b', 'out')
+        )
         self.start = h
 
     def init_state(self):
         self.h = brainstate.HiddenState(self.start)
 
     def update(self, x):
-        self.h.value = jnp.tanh(0.5 * self.h.value + x @ self.w.value + self.h.value @ self.r.value + self.b.value)
+        self.h.value = jnp.tanh(
+            0.5 * self.h.value
+            + x @ self.w.value
+            + self.h.value @ self.r.value
+            + self.b.value
+        )
         return self.h.value @ self.out.value
 
 
@@ -205,14 +250,21 @@ def squared(learner):
 
 def close(got, want, rtol=1e-4):
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want
+    )
 
 
 @pytest.mark.parametrize('rule', bt.learner.RULES if ALL else ['d_rtrl', 'pp_prop'])
 def test_every_rule_as_for_a_module(rule):
     step, params, h = make('rnn')
-    mine, module = bt.compile(step, rule, params, h, X), bt.compile(Same(params, h), rule, X)
-    got, want = (learner.etrace_grad(XS, step_fn=squared(learner)) for learner in (mine, module))
+    mine, module = (
+        bt.compile(step, rule, params, h, X),
+        bt.compile(Same(params, h), rule, X),
+    )
+    got, want = (
+        learner.etrace_grad(XS, step_fn=squared(learner)) for learner in (mine, module)
+    )
     close(got, {path[0]: gradient for path, gradient in want.items()})
     assert type(mine).__mro__[2] is type(module)
 
@@ -246,9 +298,13 @@ def test_rtrl_is_bptt(name):
             total += jnp.mean(jax.tree.leaves(out)[-1] ** 2)
         return total / len(XS)
 
-    got = learner.etrace_grad(XS, step_fn=lambda x: jnp.mean(jax.tree.leaves(learner(x))[-1] ** 2))
+    got = learner.etrace_grad(
+        XS, step_fn=lambda x: jnp.mean(jax.tree.leaves(learner(x))[-1] ** 2)
+    )
     close(got, jax.jit(jax.grad(loss))(params))
-    paths = {path for group in learner.report.hidden_groups for path in group.hidden_paths}
+    paths = {
+        path for group in learner.report.hidden_groups for path in group.hidden_paths
+    }
     assert all(path[0] == 'state' for path in paths)
     assert len(learner.report.hidden_groups) == len(DRAWN[name][0])
 
@@ -259,21 +315,28 @@ def test_training_by_hand():
     loss_of = squared(learner)
     losses = []
     for _ in range(10):
-        grads, loss = learner.etrace_grad(XS, step_fn=loss_of, fresh=True, return_value=True)
+        grads, loss = learner.etrace_grad(
+            XS, step_fn=loss_of, fresh=True, return_value=True
+        )
         learner.params = jax.tree.map(lambda p, g: p - 0.5 * g, learner.params, grads)
         losses.append(float(loss.mean()))
     assert losses[-1] < 0.5 * losses[0]
 
     @jax.jit
     def train(params, xs):
-        grads, loss = learner.etrace_grad(xs, step_fn=loss_of, fresh=True, params=params, return_value=True)
+        grads, loss = learner.etrace_grad(
+            xs, step_fn=loss_of, fresh=True, params=params, return_value=True
+        )
         return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), loss.mean()
 
     for want in losses:
         params, loss = train(params, XS)
         np.testing.assert_allclose(loss, want, rtol=1e-3)
     close(learner.params, params, rtol=1e-3)
-    close(learner.etrace_grad(XS, step_fn=loss_of, fresh=True), learner.etrace_grad(XS, step_fn=loss_of, fresh=True))
+    close(
+        learner.etrace_grad(XS, step_fn=loss_of, fresh=True),
+        learner.etrace_grad(XS, step_fn=loss_of, fresh=True),
+    )
     assert learner.gradient_check(XS, step_fn=loss_of)['out'].cosine > 0.999
 
     learner.state = jnp.zeros((B, H))
@@ -311,14 +374,22 @@ def test_keys_in_the_state_go_on():
         key, now = jax.random.split(key)
         return (0.5 * h + x @ w + jax.random.normal(now, h.shape), key), h
 
-    learner = bt.compile(noisy, 'd_rtrl', array(I, H), (jnp.zeros((B, H)), jax.random.key(0)), X)
-    first, second = (learner.etrace_evolve(XS, return_outputs=True) for _ in range(2) if not learner.reset_state())
+    learner = bt.compile(
+        noisy, 'd_rtrl', array(I, H), (jnp.zeros((B, H)), jax.random.key(0)), X
+    )
+    first, second = (
+        learner.etrace_evolve(XS, return_outputs=True)
+        for _ in range(2)
+        if not learner.reset_state()
+    )
     assert float(jnp.abs(first[1] - second[1]).max()) > 0.01
 
 
 def test_bad_models_of_learners():
     step, params, h = make('rnn')
-    with pytest.raises(bt.CompilationError, match=r'parameter n, which is not(.|\n)*in the state'):
+    with pytest.raises(
+        bt.CompilationError, match=r'parameter n, which is not(.|\n)*in the state'
+    ):
         bt.compile(step, 'd_rtrl', {**params, 'n': 3}, h, X)
     with pytest.raises(TypeError, match=r'and state=(.|\n)*params, state and inputs'):
         bt.compile(step, 'd_rtrl', params, h, X, state=h)
@@ -327,4 +398,10 @@ def test_bad_models_of_learners():
     with pytest.raises(ValueError, match=r'state=\.\.\. for a brainstate module'):
         bt.compile(Same(params, h), 'd_rtrl', X, state=h)
     with pytest.raises(bt.CompilationError, match='no hidden state'):
-        bt.compile(lambda p, s, x: (s + 1, x @ p), 'd_rtrl', array(I, H), jnp.zeros((), jnp.int32), X)
+        bt.compile(
+            lambda p, s, x: (s + 1, x @ p),
+            'd_rtrl',
+            array(I, H),
+            jnp.zeros((), jnp.int32),
+            X,
+        )

@@ -152,24 +152,34 @@ VARIANTS = {
     'snap, 3': ('snap', {'n': 3}),
     'parts: no recursion': (ETraceConfig(temporal_recursion='none'), {}),
     'parts: leak and filter': (
-        ETraceConfig(temporal_recursion='scalar_leak', decay=0.9, trace_filter='kappa', kappa=0.5),
+        ETraceConfig(
+            temporal_recursion='scalar_leak', decay=0.9, trace_filter='kappa', kappa=0.5
+        ),
         {},
     ),
 }
-USED = {rule: (rule, WHOLE.get(rule, {})) for rule in RULES if rule != 'es_d_rtrl'} | VARIANTS
+USED = {
+    rule: (rule, WHOLE.get(rule, {})) for rule in RULES if rule != 'es_d_rtrl'
+} | VARIANTS
 
 
 def compiled(model, rule, **options):
     brainstate.random.seed(1)
-    learner = braintrace.compile(MODELS[model](), rule, jnp.zeros((B, I)), batch_size=B, **options)
+    learner = braintrace.compile(
+        MODELS[model](), rule, jnp.zeros((B, I)), batch_size=B, **options
+    )
     for state in learner.param_states.values():  # biases too are not zero
-        state.value = jax.tree.map(lambda x: x + 0.1 * brainstate.random.normal(size=x.shape), state.value)
+        state.value = jax.tree.map(
+            lambda x: x + 0.1 * brainstate.random.normal(size=x.shape), state.value
+        )
     return learner
 
 
 def data():
     rng = np.random.default_rng(2)
-    return jnp.asarray(rng.normal(size=(T, B, I))), jnp.asarray(rng.normal(size=(T, B, O)))
+    return jnp.asarray(rng.normal(size=(T, B, I))), jnp.asarray(
+        rng.normal(size=(T, B, O))
+    )
 
 
 def gradients_by_hand(model, cut=False):
@@ -183,7 +193,9 @@ def gradients_by_hand(model, cut=False):
         return jnp.sum((model(x) - y) ** 2)
 
     loss = lambda: jnp.sum(brainstate.transform.for_loop(step, xs, ys))
-    return brainstate.transform.jit(brainstate.transform.grad(loss, model.states(brainstate.ParamState)))()
+    return brainstate.transform.jit(
+        brainstate.transform.grad(loss, model.states(brainstate.ParamState))
+    )()
 
 
 ORACLES = {}
@@ -204,9 +216,15 @@ def in_two_calls(learner):
     """The rule's gradients, by path; BPTT carries nothing, and takes all steps in one call."""
     xs, ys = data()
     step = lambda x, y: jnp.sum((learner(x) - y) ** 2)
-    parts = [slice(0, T)] if learner.rule.name == 'BPTT' else [slice(0, T // 2), slice(T // 2, T)]
+    parts = (
+        [slice(0, T)]
+        if learner.rule.name == 'BPTT'
+        else [slice(0, T // 2), slice(T // 2, T)]
+    )
     learner.reset_state()
-    found = [learner.etrace_grad(xs[p], ys[p], step_fn=step, reduction='sum') for p in parts]
+    found = [
+        learner.etrace_grad(xs[p], ys[p], step_fn=step, reduction='sum') for p in parts
+    ]
     return jax.tree.map(lambda *g: sum(g), *found)
 
 
@@ -251,8 +269,14 @@ def has_feedback(used):
 
 
 # Random feedback needs a read-out without memory, and refuses the others.
-PAIRS = [(m, u) for m in MODELS for u in USED if m != 'leaky_readout' or not has_feedback(u)]
-DAILY = [(m, u) for m, u in PAIRS if m in ('gru', 'integrator') or u in ('pp_prop', 'ottt', 'rflo', 'snap')]
+PAIRS = [
+    (m, u) for m in MODELS for u in USED if m != 'leaky_readout' or not has_feedback(u)
+]
+DAILY = [
+    (m, u)
+    for m, u in PAIRS
+    if m in ('gru', 'integrator') or u in ('pp_prop', 'ottt', 'rflo', 'snap')
+]
 
 
 @pytest.mark.parametrize(('model', 'used'), PAIRS if ALL else DAILY)
@@ -261,22 +285,40 @@ def test_the_report_is_true(model, used):
     report = proven(model, rule, **options)
     kinds = {given.kind for given in report.gradients.values()}
     if model != 'leaky_readout':
-        read = {name: given.kind for name, given in report.gradients.items() if name.startswith('readout')}
+        read = {
+            name: given.kind
+            for name, given in report.gradients.items()
+            if name.startswith('readout')
+        }
         assert set(read.values()) == {EQUAL}
     if used in ('bptt', 'rtrl'):
         assert kinds == {EQUAL}
-    if used in ('threefactor', 'eprop, κ') or (used in ('uoro', 'tbptt', 'dni') and model != 'memoryless'):
+    if used in ('threefactor', 'eprop, κ') or (
+        used in ('uoro', 'tbptt', 'dni') and model != 'memoryless'
+    ):
         assert 'approximate' in kinds
 
 
 def kinds_of(model, rule, **options):
     """What a rule gives the parameters below the read-out."""
     report = compiled(model, rule, **options).report
-    return {given.kind for name, given in report.gradients.items() if not name.startswith(('readout', 'into'))}
+    return {
+        given.kind
+        for name, given in report.gradients.items()
+        if not name.startswith(('readout', 'into'))
+    }
 
 
 def test_pp_prop_never_promises_bptt_through_time():
-    for model in ('gru', 'lstm', 'independent', 'leaky', 'integrator', 'adaptive_lif', 'stack'):
+    for model in (
+        'gru',
+        'lstm',
+        'independent',
+        'leaky',
+        'integrator',
+        'adaptive_lif',
+        'stack',
+    ):
         assert kinds_of(model, 'pp_prop') == {'approximate'}, model
 
 
@@ -308,7 +350,10 @@ def test_parameters_left_without_a_trace():
 
 def test_traces_of_a_narrow_type():
     report = proven('independent', 'd_rtrl', trace_dtype=jnp.bfloat16)
-    assert report.gradients['cell.own'] == ('approximate', 'the trace is stored in bfloat16')
+    assert report.gradients['cell.own'] == (
+        'approximate',
+        'the trace is stored in bfloat16',
+    )
 
 
 def test_credit_from_layer_to_layer():
@@ -327,10 +372,16 @@ def test_all_that_is_shown_says_the_same(capsys):
     report = learner.report
     kinds = {name: given.kind for name, given in report.gradients.items()}
     assert set(kinds.values()) == {'approximate', EQUAL}
-    rows = dict(re.findall(r'^  (\S+)  +(equal to BPTT|approximate)  ', str(report), re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r'^  (\S+)  +(equal to BPTT|approximate)  ', str(report), re.MULTILINE
+        )
+    )
     assert rows == kinds
     assert 'Parameters, and what pp_prop gives' in str(report)
-    assert repr(report).startswith('CompilationReport(pp_prop; 1 hidden group(s); 4 approximate, 2 equal to BPTT,')
+    assert repr(report).startswith(
+        'CompilationReport(pp_prop; 1 hidden group(s); 4 approximate, 2 equal to BPTT,'
+    )
     assert report.counts['approximate'] == 4
     assert report.etrace_weights == dict.fromkeys(report.etrace_weights, 'approximate')
     learner.show_graph()
@@ -338,9 +389,14 @@ def test_all_that_is_shown_says_the_same(capsys):
     assert '(approximate)' in shown
     assert '(local)' not in shown
     page = report.to_html()
-    cells = re.findall(r'<td data-sort="\d+"><span class="chip [^"]*">([^<]*)</span></td>', page)
+    cells = re.findall(
+        r'<td data-sort="\d+"><span class="chip [^"]*">([^<]*)</span></td>', page
+    )
     assert cells == list(kinds.values())
-    assert 'pp_prop gives 2 a gradient equal to BPTT&#x27;s and 4 an approximation.' in page
+    assert (
+        'pp_prop gives 2 a gradient equal to BPTT&#x27;s and 4 an approximation.'
+        in page
+    )
     assert 'chip exact' not in page
 
     xs, ys = data()
@@ -358,7 +414,9 @@ def test_a_graph_has_classes_and_no_rule():
     learner = compiled('adaptive_lif', 'pp_prop')
     report = learner.graph.report
     assert {given.kind for given in report.gradients.values()} == {'exact'}
-    assert 'Parameters, and what exact local traces would give (credit class)' in str(report)
+    assert 'Parameters, and what exact local traces would give (credit class)' in str(
+        report
+    )
     assert 'chip exact' in report.to_html()
 
 
@@ -372,8 +430,13 @@ def test_rules_without_local_traces_show_no_cuts():
 
 
 def test_what_a_rule_makes_of_facts():
-    silent = ParameterFacts('none', 'nothing reads it', temporal=True, sites=(SiteFacts(),))
-    assert gradient_of(PRESETS['d_rtrl'].default, silent) == ('none', 'nothing reads it')
+    silent = ParameterFacts(
+        'none', 'nothing reads it', temporal=True, sites=(SiteFacts(),)
+    )
+    assert gradient_of(PRESETS['d_rtrl'].default, silent) == (
+        'none',
+        'nothing reads it',
+    )
     assert gradient_of(PRESETS['rtrl'].default, silent).kind == EQUAL
     assert gradient_of(PRESETS['threefactor'].default, silent).kind == 'approximate'
     idle = silent._replace(temporal=False)

@@ -31,22 +31,32 @@ class Net(brainstate.nn.Module):
 
 @pytest.fixture(scope='module')
 def xs():
-    return jnp.asarray(np.random.default_rng(0).normal(size=(T, B, INPUTS)), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(0).normal(size=(T, B, INPUTS)), jnp.float32
+    )
 
 
 @pytest.fixture(scope='module')
 def ys():
-    return jnp.asarray(np.random.default_rng(1).normal(size=(T, B, OUTPUTS)), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(1).normal(size=(T, B, OUTPUTS)), jnp.float32
+    )
 
 
 def compiled(xs, rule='d_rtrl', model=None, **options):
     brainstate.random.seed(0)
-    return braintrace.compile(model or Net(), rule, xs[0], batch_size=B, seed=0, **options)
+    return braintrace.compile(
+        model or Net(), rule, xs[0], batch_size=B, seed=0, **options
+    )
 
 
 def assert_close(a, b, tolerance=1e-6):
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance),
+        a,
+        b,
+    )
 
 
 def weights_of(learner):
@@ -75,7 +85,9 @@ def calls_with(learner, xs, labels, scale):
         'etrace_grad': lambda: learner.etrace_grad(xs, step_fn=step),
         'windows': lambda: learner.etrace_grad(xs, step_fn=window, chunk_size=2),
         'etrace_online': lambda: learner.etrace_online(xs, step_fn=step, optimizer=sgd),
-        'etrace_evolve': lambda: learner.etrace_evolve(xs, step_fn=step, return_outputs=True),
+        'etrace_evolve': lambda: learner.etrace_evolve(
+            xs, step_fn=step, return_outputs=True
+        ),
         'evaluate': lambda: learner.evaluate(xs, step_fn=step),
         'plain': lambda: parameter_gradient(learner, lambda: step(xs[0])),
     }
@@ -105,7 +117,11 @@ def test_a_step_may_close_over_values_of_the_jit_around_it(xs, rule, options, ch
 
     for name in chosen or calls_with(learner, xs, labels, scale):
         eager = outcome(calls_with(learner, xs, labels, scale)[name])
-        call = brainstate.transform.jit(lambda labels, scale, name=name: calls_with(learner, xs, labels, scale)[name]())
+        call = brainstate.transform.jit(
+            lambda labels, scale, name=name: calls_with(learner, xs, labels, scale)[
+                name
+            ]()
+        )
         assert_close(outcome(lambda call=call: call(labels, scale)), eager)
 
 
@@ -125,9 +141,13 @@ class Supervisor:
 
 CALLS = {
     'etrace_grad': lambda s, xs: s.learner.etrace_grad(xs, step_fn=s.step, fresh=True),
-    'windows': lambda s, xs: s.learner.etrace_grad(xs, step_fn=s.window, chunk_size=2, fresh=True),
+    'windows': lambda s, xs: s.learner.etrace_grad(
+        xs, step_fn=s.window, chunk_size=2, fresh=True
+    ),
     'evaluate': lambda s, xs: s.learner.evaluate(xs, step_fn=s.step),
-    'etrace_online': lambda s, xs: s.learner.etrace_online(xs, step_fn=s.step, optimizer=optax.sgd(0.0)),
+    'etrace_online': lambda s, xs: s.learner.etrace_online(
+        xs, step_fn=s.step, optimizer=optax.sgd(0.0)
+    ),
 }
 
 
@@ -143,7 +163,9 @@ def test_what_closes_over_one_trace_is_not_used_in_another(xs, name):
     first, second = jnp.array([1, 3]), jnp.array([0, 2])
     traced(first, xs)
     supervisor.learner.reset_state()
-    short = jax.tree.leaves(traced(second, xs[:2]))  # another shape: the function is traced once more
+    short = jax.tree.leaves(
+        traced(second, xs[:2])
+    )  # another shape: the function is traced once more
     supervisor.learner.reset_state()
     fresh = Supervisor(supervisor.learner)
     fresh.labels = second
@@ -155,11 +177,17 @@ def test_traces_of_a_step_that_is_first_seen_inside_jit_go_on(xs):
     for transform in (lambda f: f, brainstate.transform.jit):
         learner = compiled(xs)
 
-        def twice(x, learner=learner):  # two steps of the model: other traces than those of one
+        def twice(
+            x, learner=learner
+        ):  # two steps of the model: other traces than those of one
             learner(x)
             return jnp.mean(learner(2 * x) ** 2)
 
-        call = transform(lambda xs, learner=learner, twice=twice: learner.etrace_grad(xs, step_fn=twice))
+        call = transform(
+            lambda xs, learner=learner, twice=twice: learner.etrace_grad(
+                xs, step_fn=twice
+            )
+        )
         found.append([call(xs[: T // 2]), call(xs[T // 2 :])])
     assert_close(*found)
 
@@ -195,7 +223,9 @@ def steps_in_jit(learner, optimizer, xs, ys):
 def loop_in_jit(learner, optimizer, xs, ys):
     """Two calls of a jitted loop: the state of the optimiser is first needed inside both."""
     step = train_step_of(learner, optimizer)
-    run = brainstate.transform.jit(lambda xs, ys: brainstate.transform.for_loop(step, xs, ys))
+    run = brainstate.transform.jit(
+        lambda xs, ys: brainstate.transform.for_loop(step, xs, ys)
+    )
     run(xs[: T // 2], ys[: T // 2])
     run(xs[T // 2 :], ys[T // 2 :])
 
@@ -268,7 +298,9 @@ def doubled(learner):
         state.value = jax.tree.map(lambda x: 2 * x, state.value)
 
 
-@pytest.mark.parametrize(('rule', 'options'), [('d_rtrl', {}), ('pp_prop', {}), ('d_rtrl', {'vmap': True})])
+@pytest.mark.parametrize(
+    ('rule', 'options'), [('d_rtrl', {}), ('pp_prop', {}), ('d_rtrl', {'vmap': True})]
+)
 def test_a_deep_copy_is_a_learner_of_its_own(xs, rule, options):
     brainstate.random.seed(0)
     example = xs[0, 0] if options else xs[0]
@@ -301,9 +333,14 @@ def test_a_copy_has_the_gradients_of_its_own_weights(xs):
     brainstate.random.seed(0)
     twice = compiled(xs)
     doubled(twice)
-    assert_close(gradients_of(copied, xs, fresh=True), gradients_of(twice, xs, fresh=True))
+    assert_close(
+        gradients_of(copied, xs, fresh=True), gradients_of(twice, xs, fresh=True)
+    )
     brainstate.random.seed(0)
-    assert_close(gradients_of(learner, xs, fresh=True), gradients_of(compiled(xs), xs, fresh=True))
+    assert_close(
+        gradients_of(learner, xs, fresh=True),
+        gradients_of(compiled(xs), xs, fresh=True),
+    )
 
 
 def test_a_copy_goes_on_with_its_own_optimizer_state(xs, ys):
@@ -311,7 +348,9 @@ def test_a_copy_goes_on_with_its_own_optimizer_state(xs, ys):
     steps_eagerly(learner, optimizer, xs[:2], ys[:2])
     copied = copy.deepcopy(learner)
     steps_eagerly(copied, optimizer, xs[2:], ys[2:])
-    (mine,), (theirs,) = (part.optimizer_states(optimizer).values() for part in (learner, copied))
+    (mine,), (theirs,) = (
+        part.optimizer_states(optimizer).values() for part in (learner, copied)
+    )
     assert int(mine.value[0].count) == 2
     assert int(theirs.value[0].count) == T
     whole = compiled(xs)
@@ -325,13 +364,17 @@ def test_a_learner_may_be_copied_before_it_is_compiled(xs):
     copied = copy.deepcopy(braintrace.D_RTRL(model))
     copied.compile_graph(xs[0])
     doubled(copied)
-    assert_close(copied(xs[0]), copied.model.readout(copied.hidden_states['cell', 'h'].value))
+    assert_close(
+        copied(xs[0]), copied.model.readout(copied.hidden_states['cell', 'h'].value)
+    )
 
 
 # ---------------------------------------------------------------- two learners of one model
 
 WIDE = 4
-SEQUENCES = jnp.asarray(np.random.default_rng(2).normal(size=(T, WIDE, INPUTS)), jnp.float32)
+SEQUENCES = jnp.asarray(
+    np.random.default_rng(2).normal(size=(T, WIDE, INPUTS)), jnp.float32
+)
 
 
 class Leaky(brainstate.nn.Module):
@@ -342,7 +385,9 @@ class Leaky(brainstate.nn.Module):
         self.w = brainstate.ParamState(jnp.ones((INPUTS, H)))
 
     def init_state(self, batch_size=None):
-        self.V = brainstate.HiddenState(jnp.zeros((H,) if batch_size is None else (batch_size, H)))
+        self.V = brainstate.HiddenState(
+            jnp.zeros((H,) if batch_size is None else (batch_size, H))
+        )
 
     def update(self, x):
         self.V.value = 0.9 * self.V.value + x @ self.w.value
@@ -370,14 +415,20 @@ def test_states_of_another_learner_are_refused_until_they_are_reset(kind, batch,
     first = of_batch(model, WIDE)
     wanted = USES[use](first, SEQUENCES)
     second = of_batch(model, batch, 'pp_prop')
-    with pytest.raises(braintrace.CompilationError, match=r'another learner of the same model \(pp_prop\)') as error:
+    with pytest.raises(
+        braintrace.CompilationError,
+        match=r'another learner of the same model \(pp_prop\)',
+    ) as error:
         USES[use](first, SEQUENCES)
     assert is_explained(error.value)
     sizes = f'compiled for batch {WIDE}, with states of batch {batch}'
     assert (sizes in str(error.value)) == (batch is not None)
     first.reset_state(batch_size=WIDE)
     assert_close(USES[use](first, SEQUENCES), wanted)
-    with pytest.raises(braintrace.CompilationError, match=r'another learner of the same model \(D_RTRL\)'):
+    with pytest.raises(
+        braintrace.CompilationError,
+        match=r'another learner of the same model \(D_RTRL\)',
+    ):
         USES[use](second, SEQUENCES[:, 0] if batch is None else SEQUENCES[:, :batch])
 
 
@@ -395,12 +446,20 @@ def test_a_jitted_step_follows_states_that_are_made_anew(vmap):
     brainstate.random.seed(0)
     example = SEQUENCES[0, 0] if vmap else SEQUENCES[0]
     learner = braintrace.compile(Net(), 'd_rtrl', example, batch_size=WIDE, vmap=vmap)
-    jitted = brainstate.transform.jit(lambda x: parameter_gradient(learner, lambda: jnp.mean(learner(x) ** 2)))
+    jitted = brainstate.transform.jit(
+        lambda x: parameter_gradient(learner, lambda: jnp.mean(learner(x) ** 2))
+    )
     along = lambda batch: [dict(jitted(x)) for x in SEQUENCES[:, :batch]]
     wide = along(WIDE)
     for change in (
         lambda: learner.reset_state(batch_size=2),
-        lambda: braintrace.compile(learner.model, 'd_rtrl', example if vmap else example[:2], batch_size=2, vmap=vmap),
+        lambda: braintrace.compile(
+            learner.model,
+            'd_rtrl',
+            example if vmap else example[:2],
+            batch_size=2,
+            vmap=vmap,
+        ),
     ):
         change()
         learner.reset_state(batch_size=2)

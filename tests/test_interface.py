@@ -62,7 +62,13 @@ def states_on_an_axis():
         return m.v.value
 
     currents = brainstate.HiddenGroupState(array(B, H, 3))
-    module = Step(step, w=weight(I, H), v=hidden(B, H), i=currents, steps=other(jnp.zeros((), jnp.int32)))
+    module = Step(
+        step,
+        w=weight(I, H),
+        v=hidden(B, H),
+        i=currents,
+        steps=other(jnp.zeros((), jnp.int32)),
+    )
     return Model(module, (array(B, I),), [[('i',), ('v',)]], (B, H), 4)
 
 
@@ -71,7 +77,9 @@ def control_flow():
 
     def step(m, x):
         drive = x @ m.w.value
-        m.a.value = jax.lax.scan(lambda a, _: (0.5 * a + drive, None), m.a.value, None, length=2)[0]
+        m.a.value = jax.lax.scan(
+            lambda a, _: (0.5 * a + drive, None), m.a.value, None, length=2
+        )[0]
         m.b.value = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, m.b.value + drive)
         return m.a.value * m.b.value
 
@@ -104,7 +112,14 @@ def keyword_arguments():
 
 MAKERS = {
     make.__name__: make
-    for make in (gru, batched_lstm, states_on_an_axis, control_flow, without_parameters, keyword_arguments)
+    for make in (
+        gru,
+        batched_lstm,
+        states_on_an_axis,
+        control_flow,
+        without_parameters,
+        keyword_arguments,
+    )
 }
 
 
@@ -144,16 +159,22 @@ def plain_call(model):
 def environment(model, graph):
     """The value of every variable that the graph's program takes or returns."""
     info = graph.module_info
-    flat = jax.tree.leaves((model.inputs, [s.value for s in info.compiled_model_states]))
+    flat = jax.tree.leaves(
+        (model.inputs, [s.value for s in info.compiled_model_states])
+    )
     results = jax.core.eval_jaxpr(info.jaxpr, info.closed_jaxpr.consts, *flat)
     found = dict(zip(info.jaxpr.constvars, info.closed_jaxpr.consts, strict=True))
     found |= dict(zip(info.jaxpr.invars, flat, strict=True))
-    return found | {v: x for v, x in zip(info.jaxpr.outvars, results, strict=True) if is_var(v)}
+    return found | {
+        v: x for v, x in zip(info.jaxpr.outvars, results, strict=True) if is_var(v)
+    }
 
 
 def read(group, env):
     """Old values of a group and the inputs of its transition."""
-    return [env[v] for v in group.hidden_invars], [env[v] for v in group.transition_jaxpr_constvars]
+    return [env[v] for v in group.hidden_invars], [
+        env[v] for v in group.transition_jaxpr_constvars
+    ]
 
 
 def close(a, b):
@@ -189,12 +210,17 @@ def test_a_hidden_group_is_built_from_the_seven_fields_alone(model, graph):
         by_keyword = bt.HiddenGroup(**{name: getattr(group, name) for name in FIELDS})
         assert by_position == by_keyword == group
         old, inputs = read(group, env)
-        close(by_keyword.diagonal_jacobian(old, inputs), group.diagonal_jacobian(old, inputs))
+        close(
+            by_keyword.diagonal_jacobian(old, inputs),
+            group.diagonal_jacobian(old, inputs),
+        )
 
 
 def test_a_hidden_group_of_states_alone_knows_shapes_and_joins_values(graph):
     for group in graph.hidden_groups:
-        bare = bt.HiddenGroup(0, group.hidden_paths, group.hidden_states, [], [], None, [])
+        bare = bt.HiddenGroup(
+            0, group.hidden_paths, group.hidden_states, [], [], None, []
+        )
         assert (bare.varshape, bare.num_state) == (group.varshape, group.num_state)
         values = [state.value for state in bare.hidden_states]
         joined = bare.concat_hidden(values)
@@ -202,14 +228,18 @@ def test_a_hidden_group_of_states_alone_knows_shapes_and_joins_values(graph):
         jax.tree.map(np.testing.assert_array_equal, bare.split_hidden(joined), values)
 
 
-@pytest.mark.parametrize('name', [name for name in FIELDS if name not in ('index', 'transition_jaxpr')])
+@pytest.mark.parametrize(
+    'name', [name for name in FIELDS if name not in ('index', 'transition_jaxpr')]
+)
 def test_the_fields_of_a_hidden_group_that_hold_several_are_lists(graph, name):
     assert all(type(getattr(group, name)) is list for group in graph.hidden_groups)
 
 
 def test_the_variables_of_the_transition_are_those_of_the_group(graph):
     for group in graph.hidden_groups:
-        assert list(group.transition_jaxpr.constvars) == group.transition_jaxpr_constvars
+        assert (
+            list(group.transition_jaxpr.constvars) == group.transition_jaxpr_constvars
+        )
         assert list(group.transition_jaxpr.invars) == group.hidden_invars
         assert list(group.transition_jaxpr.outvars) == group.hidden_outvars
 
@@ -217,7 +247,9 @@ def test_the_variables_of_the_transition_are_those_of_the_group(graph):
 def test_paths_and_states_of_a_group_belong_together(model, graph):
     assert [group.hidden_paths for group in graph.hidden_groups] == model.groups
     for group in graph.hidden_groups:
-        assert group.hidden_states == [model.module.states()[path] for path in group.hidden_paths]
+        assert group.hidden_states == [
+            model.module.states()[path] for path in group.hidden_paths
+        ]
 
 
 def test_varshape_has_no_trailing_state_axis_and_num_state_counts_all(model, graph):
@@ -227,21 +259,45 @@ def test_varshape_has_no_trailing_state_axis_and_num_state_counts_all(model, gra
 
 
 def test_check_consistent_varshape_is_silent_where_shapes_agree(graph):
-    assert all(group.check_consistent_varshape() is None for group in graph.hidden_groups)
+    assert all(
+        group.check_consistent_varshape() is None for group in graph.hidden_groups
+    )
 
 
 @pytest.mark.parametrize(
     'states',
     [
         [brainstate.HiddenState(jnp.zeros(7)), brainstate.HiddenState(jnp.zeros(5))],
-        [brainstate.HiddenState(jnp.zeros(7)), brainstate.HiddenGroupState(jnp.zeros((5, 2)))],
-        [brainstate.HiddenGroupState(jnp.zeros((7, 2))), brainstate.HiddenGroupState(jnp.zeros((5, 2)))],
-        [brainstate.HiddenState(jnp.zeros(7) * u.mV), brainstate.HiddenState(jnp.zeros(5) * u.ms)],
-        [brainstate.ShortTermState(jnp.zeros(7)), brainstate.ShortTermState(jnp.zeros(5))],
-        [brainstate.ParamState({'w': jnp.zeros(7)}), brainstate.HiddenState(jnp.zeros(5))],
-        [brainstate.ShortTermState(jnp.zeros(7) * u.mV), brainstate.State(jnp.zeros(5))],
-        [brainstate.State((jnp.zeros(7), jnp.zeros(2))), brainstate.State((jnp.zeros(5), jnp.zeros(2)))],
-        [brainstate.HiddenState(jnp.zeros(7))] * 2 + [brainstate.HiddenState(jnp.zeros(5))],
+        [
+            brainstate.HiddenState(jnp.zeros(7)),
+            brainstate.HiddenGroupState(jnp.zeros((5, 2))),
+        ],
+        [
+            brainstate.HiddenGroupState(jnp.zeros((7, 2))),
+            brainstate.HiddenGroupState(jnp.zeros((5, 2))),
+        ],
+        [
+            brainstate.HiddenState(jnp.zeros(7) * u.mV),
+            brainstate.HiddenState(jnp.zeros(5) * u.ms),
+        ],
+        [
+            brainstate.ShortTermState(jnp.zeros(7)),
+            brainstate.ShortTermState(jnp.zeros(5)),
+        ],
+        [
+            brainstate.ParamState({'w': jnp.zeros(7)}),
+            brainstate.HiddenState(jnp.zeros(5)),
+        ],
+        [
+            brainstate.ShortTermState(jnp.zeros(7) * u.mV),
+            brainstate.State(jnp.zeros(5)),
+        ],
+        [
+            brainstate.State((jnp.zeros(7), jnp.zeros(2))),
+            brainstate.State((jnp.zeros(5), jnp.zeros(2))),
+        ],
+        [brainstate.HiddenState(jnp.zeros(7))] * 2
+        + [brainstate.HiddenState(jnp.zeros(5))],
     ],
 )
 def test_check_consistent_varshape_raises_whatever_the_states_are(graph, states):
@@ -252,7 +308,11 @@ def test_check_consistent_varshape_raises_whatever_the_states_are(graph, states)
 
 def test_transition_gives_new_values_from_old(model, graph):
     env, (_, new) = environment(model, graph), plain_call(model)
-    assert parameters_of(bt.HiddenGroup.transition) == ['self', 'hidden_vals', 'input_vals']
+    assert parameters_of(bt.HiddenGroup.transition) == [
+        'self',
+        'hidden_vals',
+        'input_vals',
+    ]
     for group in graph.hidden_groups:
         old, inputs = read(group, env)
         got = group.transition(hidden_vals=old, input_vals=inputs)
@@ -262,12 +322,18 @@ def test_transition_gives_new_values_from_old(model, graph):
 
 def test_diagonal_jacobian_is_that_of_new_by_old_states(model, graph):
     env = environment(model, graph)
-    assert parameters_of(bt.HiddenGroup.diagonal_jacobian) == ['self', 'hidden_vals', 'input_vals']
+    assert parameters_of(bt.HiddenGroup.diagonal_jacobian) == [
+        'self',
+        'hidden_vals',
+        'input_vals',
+    ]
     for group in graph.hidden_groups:
         old, inputs = read(group, env)
         got = group.diagonal_jacobian(hidden_vals=old, input_vals=inputs)
         assert got.shape == (*group.varshape, group.num_state, group.num_state)
-        step = lambda h, g=group, inputs=inputs: g.concat_hidden(g.transition(g.split_hidden(h), inputs))
+        step = lambda h, g=group, inputs=inputs: g.concat_hidden(
+            g.transition(g.split_hidden(h), inputs)
+        )
         dense = jax.jacfwd(step)(group.concat_hidden(old))
         for place in np.ndindex(group.varshape):
             close(got[place], dense[place][(slice(None), *place)])
@@ -279,8 +345,12 @@ def test_concat_hidden_stacks_along_a_new_last_axis(model, graph):
         values = [state.value for state in group.hidden_states]
         joined = group.concat_hidden(splitted_hid_vals=values)
         assert joined.shape == (*group.varshape, group.num_state)
-        has_axis = [isinstance(s, brainstate.HiddenGroupState) for s in group.hidden_states]
-        parts = [x if has else x[..., None] for x, has in zip(values, has_axis, strict=True)]
+        has_axis = [
+            isinstance(s, brainstate.HiddenGroupState) for s in group.hidden_states
+        ]
+        parts = [
+            x if has else x[..., None] for x, has in zip(values, has_axis, strict=True)
+        ]
         np.testing.assert_array_equal(joined, jnp.concatenate(parts, -1))
 
 
@@ -297,9 +367,17 @@ def test_split_hidden_gives_a_list_of_one_array_per_state(graph):
 def test_every_record_has_a_dictionary_and_a_repr_that_names_its_paths(model, graph):
     paths = lambda found: ['.'.join(map(str, path)) for path in found]
     named = [(group, paths(group.hidden_paths)) for group in graph.hidden_groups]
-    named += [(site, paths(site.connected_hidden_paths)) for site in graph.hidden_param_op_relations]
-    named.append((graph.hidden_perturb, paths(graph.hidden_perturb.perturb_hidden_paths)))
-    named += [(record, paths(graph.hid_path_to_group)) for record in (graph, graph.module_info)]
+    named += [
+        (site, paths(site.connected_hidden_paths))
+        for site in graph.hidden_param_op_relations
+    ]
+    named.append(
+        (graph.hidden_perturb, paths(graph.hidden_perturb.perturb_hidden_paths))
+    )
+    named += [
+        (record, paths(graph.hid_path_to_group))
+        for record in (graph, graph.module_info)
+    ]
     for record, names in named:
         assert record.dict() == record._asdict()
         assert list(record.dict()) == list(record._fields)
@@ -314,7 +392,9 @@ def test_every_record_has_a_dictionary_and_a_repr_that_names_its_paths(model, gr
         assert record.message in repr(record)
 
 
-@pytest.mark.parametrize('name', ['HiddenGroup', 'ETraceGraph', 'ETraceGraphExecutor', 'HiddenPerturbation'])
+@pytest.mark.parametrize(
+    'name', ['HiddenGroup', 'ETraceGraph', 'ETraceGraphExecutor', 'HiddenPerturbation']
+)
 def test_the_module_of_the_public_classes_is_braintrace(name):
     kind = getattr(bt, name)
     assert kind.__module__ == 'braintrace'
@@ -342,23 +422,35 @@ def roles(info):
 
 
 WAYS = {
-    'module': lambda model, info: bt.find_hidden_groups_from_module(model.module, *model.args, **model.kwargs),
+    'module': lambda model, info: bt.find_hidden_groups_from_module(
+        model.module, *model.args, **model.kwargs
+    ),
     'minfo': lambda model, info: bt.find_hidden_groups_from_minfo(info),
-    'jaxpr': lambda model, info: bt.find_hidden_groups_from_jaxpr(info.jaxpr, *roles(info).values()),
-    'closed jaxpr': lambda model, info: bt.find_hidden_groups_from_jaxpr(info.closed_jaxpr, *roles(info).values()),
-    'keywords': lambda model, info: bt.find_hidden_groups_from_jaxpr(jaxpr=info.jaxpr, **roles(info)),
+    'jaxpr': lambda model, info: bt.find_hidden_groups_from_jaxpr(
+        info.jaxpr, *roles(info).values()
+    ),
+    'closed jaxpr': lambda model, info: bt.find_hidden_groups_from_jaxpr(
+        info.closed_jaxpr, *roles(info).values()
+    ),
+    'keywords': lambda model, info: bt.find_hidden_groups_from_jaxpr(
+        jaxpr=info.jaxpr, **roles(info)
+    ),
 }
 
 
 @pytest.mark.parametrize('way', WAYS)
-def test_hidden_groups_are_found_with_a_pretty_mapping_from_path_to_group(model, info, graph, way):
+def test_hidden_groups_are_found_with_a_pretty_mapping_from_path_to_group(
+    model, info, graph, way
+):
     groups, by_path = WAYS[way](model, info)
     assert [g.hidden_paths for g in groups] == model.groups
     assert [g.index for g in groups] == list(range(len(groups)))
     assert isinstance(by_path, brainstate.util.PrettyDict)
     assert by_path == {path: group for group in groups for path in group.hidden_paths}
     assert list(by_path) == list(graph.hid_path_to_group)
-    assert [str(g.transition_jaxpr) for g in groups] == [str(g.transition_jaxpr) for g in graph.hidden_groups]
+    assert [str(g.transition_jaxpr) for g in groups] == [
+        str(g.transition_jaxpr) for g in graph.hidden_groups
+    ]
     assert isinstance(graph.hid_path_to_group, brainstate.util.PrettyDict)
     assert all('.'.join(path) in repr(by_path) for path in by_path)
 
@@ -367,12 +459,22 @@ def test_hidden_groups_are_found_with_a_pretty_mapping_from_path_to_group(model,
 def test_groups_of_a_bare_program_have_its_own_variables(model, info, way):
     groups, _ = WAYS[way](model, info)
     for group in groups:
-        assert group.hidden_invars == [info.hidden_path_to_invar[path] for path in group.hidden_paths]
-        assert group.hidden_outvars == [info.hidden_path_to_outvar[path] for path in group.hidden_paths]
+        assert group.hidden_invars == [
+            info.hidden_path_to_invar[path] for path in group.hidden_paths
+        ]
+        assert group.hidden_outvars == [
+            info.hidden_path_to_outvar[path] for path in group.hidden_paths
+        ]
 
 
 def test_the_functions_on_bare_programs_have_these_arguments():
-    more = ['hidden_outvar_to_invar', 'weight_invars', 'invar_to_hidden_path', 'outvar_to_hidden_path', 'path_to_state']
+    more = [
+        'hidden_outvar_to_invar',
+        'weight_invars',
+        'invar_to_hidden_path',
+        'outvar_to_hidden_path',
+        'path_to_state',
+    ]
     assert parameters_of(bt.find_hidden_groups_from_jaxpr) == ['jaxpr', *more]
     assert parameters_of(bt.add_hidden_perturbation_in_jaxpr) == ['closed_jaxpr', *more]
 
@@ -392,7 +494,9 @@ def traced_by_hand():
         'weight_invars': [w],
         'invar_to_hidden_path': {h: ('h',), k: ('k',)},
         'outvar_to_hidden_path': {new_h: ('h',), new_k: ('k',)},
-        'path_to_state': {(name,): brainstate.HiddenState(jnp.zeros(H)) for name in 'hk'},
+        'path_to_state': {
+            (name,): brainstate.HiddenState(jnp.zeros(H)) for name in 'hk'
+        },
     }
 
 
@@ -414,7 +518,9 @@ def test_a_program_that_jax_alone_has_traced(opened):
     close(new_k, plain_k + delta_k)
 
 
-@pytest.mark.parametrize('wrong', ['invar_to_hidden_path', 'hidden_outvar_to_invar', 'path_to_state'])
+@pytest.mark.parametrize(
+    'wrong', ['invar_to_hidden_path', 'hidden_outvar_to_invar', 'path_to_state']
+)
 def test_mappings_that_do_not_fit_a_bare_program_are_refused(wrong):
     closed, given = traced_by_hand()
     (foreign, _) = traced_by_hand()
@@ -438,7 +544,10 @@ def test_the_functions_on_modules_take_the_arguments_of_the_step():
         bt.extract_module_info,
     ):
         assert parameters_of(function) == ['model', 'model_args', 'model_kwargs']
-    for function in (bt.find_hidden_groups_from_minfo, bt.add_hidden_perturbation_from_minfo):
+    for function in (
+        bt.find_hidden_groups_from_minfo,
+        bt.add_hidden_perturbation_from_minfo,
+    ):
         assert parameters_of(function) == ['minfo']
 
 
@@ -476,7 +585,9 @@ def test_jacrev_last_dim_is_the_jacobian_of_the_last_axis():
 @pytest.mark.parametrize('count', [1, 3])
 def test_jacrev_last_dim_asserts_as_many_new_states_as_old(count):
     fn = lambda h: jnp.repeat(h[..., :1], count, -1)
-    with pytest.raises(AssertionError, match=rf'\({H}, 2\)(.|\n)*\({H}, {count}\)' + THREE_PARTS):
+    with pytest.raises(
+        AssertionError, match=rf'\({H}, 2\)(.|\n)*\({H}, {count}\)' + THREE_PARTS
+    ):
         bt.jacrev_last_dim(fn, array(H, 2))
 
 
@@ -489,7 +600,9 @@ PERTURBED = {
         model.module, *model.args, **model.kwargs
     ),
     'minfo': lambda model, info, graph: bt.add_hidden_perturbation_from_minfo(info),
-    'jaxpr': lambda model, info, graph: bt.add_hidden_perturbation_in_jaxpr(info.closed_jaxpr, *roles(info).values()),
+    'jaxpr': lambda model, info, graph: bt.add_hidden_perturbation_in_jaxpr(
+        info.closed_jaxpr, *roles(info).values()
+    ),
     'keywords': lambda model, info, graph: bt.add_hidden_perturbation_in_jaxpr(
         closed_jaxpr=info.closed_jaxpr, **roles(info)
     ),
@@ -500,17 +613,36 @@ PERTURBED = {
 def test_a_perturbation_is_added_to_every_new_hidden_value(model, info, graph, way):
     perturb = PERTURBED[way](model, info, graph)
     assert isinstance(perturb, bt.HiddenPerturbation)
-    fields = ['perturb_vars', 'perturb_hidden_paths', 'perturb_hidden_states', 'perturb_jaxpr']
+    fields = [
+        'perturb_vars',
+        'perturb_hidden_paths',
+        'perturb_hidden_states',
+        'perturb_jaxpr',
+    ]
     assert list(perturb._fields) == parameters_of(bt.HiddenPerturbation) == fields
-    assert len(perturb.perturb_vars) == len(perturb.perturb_hidden_states) == sum(map(len, model.groups))
+    assert (
+        len(perturb.perturb_vars)
+        == len(perturb.perturb_hidden_states)
+        == sum(map(len, model.groups))
+    )
     states = model.module.states()
-    assert list(perturb.perturb_hidden_states) == [states[path] for path in perturb.perturb_hidden_paths]
+    assert list(perturb.perturb_hidden_states) == [
+        states[path] for path in perturb.perturb_hidden_paths
+    ]
 
     _, new = plain_call(model)
     deltas = [array(*v.aval.shape) for v in perturb.perturb_vars]
-    flat = jax.tree.leaves((model.inputs, [s.value for s in info.compiled_model_states]))
+    flat = jax.tree.leaves(
+        (model.inputs, [s.value for s in info.compiled_model_states])
+    )
     results = perturb.eval_jaxpr(inputs=flat, perturb_data=deltas)
-    places = dict(zip(info.jaxpr.outvars[info.num_var_out :], results[info.num_var_out :], strict=True))
+    places = dict(
+        zip(
+            info.jaxpr.outvars[info.num_var_out :],
+            results[info.num_var_out :],
+            strict=True,
+        )
+    )
     moved = dict(zip(perturb.perturb_hidden_paths, deltas, strict=True))
     if set(new) == {('c',), ('h',)}:  # the LSTM's h is read from the new c
         close(places[info.hidden_path_to_outvar['c',]], new['c',] + moved['c',])
@@ -525,7 +657,9 @@ def test_a_perturbation_is_added_to_every_new_hidden_value(model, info, graph, w
 def test_init_perturb_data_is_zero_and_changes_nothing(model, graph):
     perturb = graph.hidden_perturb
     zeros = perturb.init_perturb_data()
-    assert [(z.shape, z.dtype) for z in zeros] == [(v.aval.shape, v.aval.dtype) for v in perturb.perturb_vars]
+    assert [(z.shape, z.dtype) for z in zeros] == [
+        (v.aval.shape, v.aval.dtype) for v in perturb.perturb_vars
+    ]
     assert not any(z.any() for z in zeros)
     out, _ = plain_call(model)
     close(graph.call_hidden_perturb(model.inputs, zeros), out)
@@ -543,7 +677,9 @@ def test_the_gradient_of_a_perturbation_is_that_of_the_new_hidden_value():
 
 def test_perturb_data_to_hidden_group_data_gives_one_array_per_group(graph):
     perturb = graph.hidden_perturb
-    assert parameters_of(bt.HiddenPerturbation.perturb_data_to_hidden_group_data)[1:] == [
+    assert parameters_of(bt.HiddenPerturbation.perturb_data_to_hidden_group_data)[
+        1:
+    ] == [
         'perturb_data',
         'hidden_groups',
     ]
@@ -555,15 +691,24 @@ def test_perturb_data_to_hidden_group_data_gives_one_array_per_group(graph):
         assert len(got) == len(graph.hidden_groups)
         for joined, group in zip(got, graph.hidden_groups, strict=True):
             assert not isinstance(joined, u.Quantity)
-            np.testing.assert_array_equal(joined, group.concat_hidden([by_path[p] for p in group.hidden_paths]))
+            np.testing.assert_array_equal(
+                joined, group.concat_hidden([by_path[p] for p in group.hidden_paths])
+            )
 
 
 @pytest.mark.parametrize('change', [-1, 1])
-def test_perturb_data_of_a_wrong_length_is_an_assertion_error_with_both_numbers(graph, change):
+def test_perturb_data_of_a_wrong_length_is_an_assertion_error_with_both_numbers(
+    graph, change
+):
     perturb = graph.hidden_perturb
-    data = [*perturb.init_perturb_data(), jnp.zeros(H)][: len(perturb.perturb_vars) + change]
+    data = [*perturb.init_perturb_data(), jnp.zeros(H)][
+        : len(perturb.perturb_vars) + change
+    ]
     numbers = rf'{len(data)} perturbation(.|\n)*{len(perturb.perturb_vars)} hidden'
-    with pytest.raises(AssertionError, match=numbers + THREE_PARTS.removeprefix(r'(.|\n)*why it cannot work')):
+    with pytest.raises(
+        AssertionError,
+        match=numbers + THREE_PARTS.removeprefix(r'(.|\n)*why it cannot work'),
+    ):
         perturb.perturb_data_to_hidden_group_data(data, graph.hidden_groups)
 
 
@@ -582,24 +727,45 @@ def test_module_info_has_the_documented_fields_and_they_agree(model, info):
     states = dict(model.module.states())
     assert dict(info.retrieved_model_states) == states
     assert info.jaxpr is info.closed_jaxpr.jaxpr
-    assert all(info.state_id_to_path[id(state)] == path for path, state in states.items())
-    assert len(info.compiled_model_states) == len(info.state_tree_invars) == len(info.state_tree_outvars)
+    assert all(
+        info.state_id_to_path[id(state)] == path for path, state in states.items()
+    )
+    assert (
+        len(info.compiled_model_states)
+        == len(info.state_tree_invars)
+        == len(info.state_tree_outvars)
+    )
     hidden_paths = {path for group in model.groups for path in group}
-    assert hidden_paths == set(info.hidden_path_to_invar) == set(info.hidden_path_to_outvar)
-    assert info.invar_to_hidden_path == {v: path for path, v in info.hidden_path_to_invar.items()}
-    assert info.outvar_to_hidden_path == {v: path for path, v in info.hidden_path_to_outvar.items()}
+    assert (
+        hidden_paths
+        == set(info.hidden_path_to_invar)
+        == set(info.hidden_path_to_outvar)
+    )
+    assert info.invar_to_hidden_path == {
+        v: path for path, v in info.hidden_path_to_invar.items()
+    }
+    assert info.outvar_to_hidden_path == {
+        v: path for path, v in info.hidden_path_to_outvar.items()
+    }
     assert info.hidden_outvar_to_invar == {
-        info.hidden_path_to_outvar[path]: info.hidden_path_to_invar[path] for path in hidden_paths
+        info.hidden_path_to_outvar[path]: info.hidden_path_to_invar[path]
+        for path in hidden_paths
     }
     weights = model.module.states(brainstate.ParamState)
     assert set(info.weight_path_to_invars) == set(weights)
-    leaves = {v: path for path, tree in info.weight_path_to_invars.items() for v in jax.tree.leaves(tree)}
+    leaves = {
+        v: path
+        for path, tree in info.weight_path_to_invars.items()
+        for v in jax.tree.leaves(tree)
+    }
     assert leaves == info.invar_to_weight_path
     assert set(info.weight_invars) == set(leaves)
     assert len(info.jaxpr.outvars) == info.num_var_out + info.num_var_state
 
 
-def test_add_jaxpr_outs_is_a_new_record_whose_jaxpr_also_returns_the_variables(model, info):
+def test_add_jaxpr_outs_is_a_new_record_whose_jaxpr_also_returns_the_variables(
+    model, info
+):
     assert parameters_of(bt.ModuleInfo.add_jaxpr_outs) == ['self', 'jax_vars']
     inner = info.jaxpr.eqns[0].outvars[0]
     before = list(info.jaxpr.outvars)
@@ -624,7 +790,9 @@ def test_jaxpr_call_runs_the_step_from_current_or_given_values(model, info):
     close(got, out)
     jax.tree.map(close, hiddens, new)
     values = [state.value for state in info.compiled_model_states]
-    halves = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.integer) else x / 2, values)
+    halves = jax.tree.map(
+        lambda x: x if jnp.issubdtype(x.dtype, jnp.integer) else x / 2, values
+    )
     moved, *_ = info.jaxpr_call(*model.args, old_state_vals=halves, **model.kwargs)
     for state, half in zip(info.compiled_model_states, halves, strict=True):
         state.value = half
@@ -646,7 +814,9 @@ def test_relations_name_operation_variables_groups_and_parameters(model, info, g
     sites = graph.hidden_param_op_relations
     weights = set(model.module.states(brainstate.ParamState))
     assert bool(sites) == bool(weights)
-    outvars = set(filter(is_var, graph.module_info.jaxpr.outvars)) | set(graph.module_info.jaxpr.invars)
+    outvars = set(filter(is_var, graph.module_info.jaxpr.outvars)) | set(
+        graph.module_info.jaxpr.invars
+    )
     for site in sites:
         assert isinstance(site, bt.HiddenParamOpRelation)
         assert site.x_var is None or site.x_var in outvars
@@ -654,12 +824,18 @@ def test_relations_name_operation_variables_groups_and_parameters(model, info, g
         assert set(site.trainable_paths) <= weights
         assert set(site.connected_hidden_paths) <= set(graph.hid_path_to_group)
         assert all(graph.hidden_groups[g.index] == g for g in site.hidden_groups)
-        for group, program in zip(site.hidden_groups, site.y_to_hidden_group_jaxprs, strict=True):
+        for group, program in zip(
+            site.hidden_groups, site.y_to_hidden_group_jaxprs, strict=True
+        ):
             assert list(program.invars) == [site.y_var]
             assert list(program.outvars) == group.hidden_outvars
     named = [repr(site) for site in sites]
-    from_module = bt.find_hidden_param_op_relations_from_module(model.module, *model.args, **model.kwargs)
-    from_minfo = bt.find_hidden_param_op_relations_from_minfo(minfo=info, hid_path_to_group=graph.hid_path_to_group)
+    from_module = bt.find_hidden_param_op_relations_from_module(
+        model.module, *model.args, **model.kwargs
+    )
+    from_minfo = bt.find_hidden_param_op_relations_from_minfo(
+        minfo=info, hid_path_to_group=graph.hid_path_to_group
+    )
     assert named == [repr(s) for s in from_module] == [repr(s) for s in from_minfo]
 
 
@@ -674,20 +850,35 @@ def test_a_graph_has_these_fields_and_no_diagnostics_by_default(graph):
     assert issubclass(bt.ETraceGraph, tuple)
     assert list(bt.ETraceGraph._fields) == parameters_of(bt.ETraceGraph) == fields
     assert bt.ETraceGraph(*graph[:5]).diagnostics == ()
-    assert bt.ETraceGraph(**{name: getattr(graph, name) for name in fields[:5]}).explain() == ()
+    assert (
+        bt.ETraceGraph(**{name: getattr(graph, name) for name in fields[:5]}).explain()
+        == ()
+    )
 
 
 def test_explain_gives_a_tuple_of_records_in_their_order_and_combines_filters(graph):
     keywords = inspect.signature(bt.ETraceGraph.explain).parameters
     assert list(keywords) == ['self', 'weight_path', 'hidden_path', 'kind']
     only = inspect.Parameter.KEYWORD_ONLY
-    assert all((p.kind, p.default) == (only, None) for name, p in keywords.items() if name != 'self')
+    assert all(
+        (p.kind, p.default) == (only, None)
+        for name, p in keywords.items()
+        if name != 'self'
+    )
     assert type(graph.explain()) is tuple
     assert graph.explain() == tuple(graph.diagnostics)
     filters = {
-        'weight_path': [(path, lambda r, path=path: r.weight_path == path) for path in {('w',), ('nobody',)}],
-        'hidden_path': [(path, lambda r, path=path: path in r.hidden_paths) for path in graph.hid_path_to_group],
-        'kind': [(kind, lambda r, kind=kind: r.kind is kind) for kind in bt.DiagnosticKind],
+        'weight_path': [
+            (path, lambda r, path=path: r.weight_path == path)
+            for path in {('w',), ('nobody',)}
+        ],
+        'hidden_path': [
+            (path, lambda r, path=path: path in r.hidden_paths)
+            for path in graph.hid_path_to_group
+        ],
+        'kind': [
+            (kind, lambda r, kind=kind: r.kind is kind) for kind in bt.DiagnosticKind
+        ],
     }
     for name, choices in filters.items():
         for value, fits in choices:
@@ -697,35 +888,64 @@ def test_explain_gives_a_tuple_of_records_in_their_order_and_combines_filters(gr
     for path, of_path in filters['hidden_path']:
         for kind, of_kind in filters['kind']:
             both = graph.explain(hidden_path=path, kind=kind)
-            assert both == tuple(r for r in graph.diagnostics if of_path(r) and of_kind(r))
+            assert both == tuple(
+                r for r in graph.diagnostics if of_path(r) and of_kind(r)
+            )
 
 
 def test_call_hidden_perturb_starts_from_current_values_unless_given(model, graph):
-    assert parameters_of(bt.ETraceGraph.call_hidden_perturb) == ['self', 'args', 'perturb_data', 'old_state_vals']
-    assert inspect.signature(bt.ETraceGraph.call_hidden_perturb).parameters['old_state_vals'].default is None
+    assert parameters_of(bt.ETraceGraph.call_hidden_perturb) == [
+        'self',
+        'args',
+        'perturb_data',
+        'old_state_vals',
+    ]
+    assert (
+        inspect.signature(bt.ETraceGraph.call_hidden_perturb)
+        .parameters['old_state_vals']
+        .default
+        is None
+    )
     zeros = graph.hidden_perturb.init_perturb_data()
     current = [state.value for state in graph.module_info.compiled_model_states]
     twice = jax.tree.map(lambda x: 2 * x, current)
-    close(graph.call_hidden_perturb(args=model.inputs, perturb_data=zeros), plain_call(model)[0])
+    close(
+        graph.call_hidden_perturb(args=model.inputs, perturb_data=zeros),
+        plain_call(model)[0],
+    )
     got = graph.call_hidden_perturb(model.inputs, zeros, old_state_vals=twice)
-    close(got, graph.module_info.jaxpr_call(*model.args, old_state_vals=twice, **model.kwargs)[0])
+    close(
+        got,
+        graph.module_info.jaxpr_call(*model.args, old_state_vals=twice, **model.kwargs)[
+            0
+        ],
+    )
     close(graph.call_hidden_perturb(model.inputs, zeros, current), plain_call(model)[0])
 
 
 def test_call_hidden_perturb_without_a_perturbation_is_an_assertion_error(model):
-    bare = bt.compile_etrace_graph(model.module, *model.args, include_hidden_perturb=False, **model.kwargs)
+    bare = bt.compile_etrace_graph(
+        model.module, *model.args, include_hidden_perturb=False, **model.kwargs
+    )
     assert bare.hidden_perturb is None
-    with pytest.raises(AssertionError, match=r'include_hidden_perturb=False(.|\n)*what to write instead'):
+    with pytest.raises(
+        AssertionError,
+        match=r'include_hidden_perturb=False(.|\n)*what to write instead',
+    ):
         bare.call_hidden_perturb(model.inputs, [])
 
 
-def test_compile_etrace_graph_takes_the_model_and_the_arguments_of_its_step(model, graph):
+def test_compile_etrace_graph_takes_the_model_and_the_arguments_of_its_step(
+    model, graph
+):
     signature = inspect.signature(bt.compile_etrace_graph).parameters
     assert list(signature)[:3] == ['model', 'model_args', 'include_hidden_perturb']
     assert signature['include_hidden_perturb'].default is True
     assert signature['include_hidden_perturb'].kind is inspect.Parameter.KEYWORD_ONLY
     assert isinstance(graph, bt.ETraceGraph)
-    assert [group.index for group in graph.hidden_groups] == list(range(len(model.groups)))
+    assert [group.index for group in graph.hidden_groups] == list(
+        range(len(model.groups))
+    )
 
 
 def test_the_program_of_a_graph_also_returns_what_derivatives_read(graph):
@@ -734,15 +954,24 @@ def test_the_program_of_a_graph_also_returns_what_derivatives_read(graph):
     states = [v for tree in info.state_tree_outvars for v in jax.tree.leaves(tree)]
     assert outvars[info.num_var_out : plain] == states
     wanted = [site.x_var for site in sites if site.x_var is not None]
-    wanted += [v for s in sites for part in s.y_to_hidden_group_jaxprs for v in (*part.invars, *part.constvars)]
-    wanted += [v for group in graph.hidden_groups for v in group.transition_jaxpr_constvars]
+    wanted += [
+        v
+        for s in sites
+        for part in s.y_to_hidden_group_jaxprs
+        for v in (*part.invars, *part.constvars)
+    ]
+    wanted += [
+        v for group in graph.hidden_groups for v in group.transition_jaxpr_constvars
+    ]
     returned = {v for v in outvars[:plain] if is_var(v)}
     assert outvars[plain:] == [v for v in dict.fromkeys(wanted) if v not in returned]
 
 
 def test_the_same_model_compiled_twice_gives_the_same_order(model, graph):
     again = bt.compile_etrace_graph(model.module, *model.args, **model.kwargs)
-    text = lambda g: f'{g!r}\n{g.module_info.jaxpr}\n{g.hidden_perturb.perturb_jaxpr}\n{list(g.hid_path_to_group)}'
+    text = lambda g: (
+        f'{g!r}\n{g.module_info.jaxpr}\n{g.hidden_perturb.perturb_jaxpr}\n{list(g.hid_path_to_group)}'
+    )
     assert text(again) == text(graph)
 
 
@@ -756,9 +985,13 @@ def test_a_recursive_call_is_not_implemented_and_other_threads_are_free(model):
         thread.join()
         return inner()
 
-    with pytest.raises(NotImplementedError, match='while a model is being compiled' + THREE_PARTS):
+    with pytest.raises(
+        NotImplementedError, match='while a model is being compiled' + THREE_PARTS
+    ):
         bt.compile_etrace_graph(Step(step, h=hidden(H)), array(H))
-    assert len(found[0].hidden_groups) == len(inner().hidden_groups) == len(model.groups)
+    assert (
+        len(found[0].hidden_groups) == len(inner().hidden_groups) == len(model.groups)
+    )
 
 
 def test_the_small_facts():
@@ -804,7 +1037,9 @@ def test_a_step_without_hidden_states_has_no_graph():
 # ---------------------------------------------------------------- ETraceGraphExecutor
 
 
-@pytest.mark.parametrize('model', [None, 3, lambda x: x], ids=['nothing', 'number', 'function'])
+@pytest.mark.parametrize(
+    'model', [None, 3, lambda x: x], ids=['nothing', 'number', 'function']
+)
 def test_the_executor_takes_modules_only(model):
     with pytest.raises(TypeError, match='ETraceGraphExecutor' + THREE_PARTS):
         bt.ETraceGraphExecutor(model)
@@ -821,7 +1056,9 @@ def test_there_is_no_graph_before_compiling(model):
 WRAPPED = {
     'single': bt.SingleStepData,
     'multi': lambda x: bt.MultiStepData(jnp.stack([x, 2 * x, 3 * x])),
-    'abstract': lambda x: bt.MultiStepData(jax.ShapeDtypeStruct((5, *x.shape), x.dtype)),
+    'abstract': lambda x: bt.MultiStepData(
+        jax.ShapeDtypeStruct((5, *x.shape), x.dtype)
+    ),
 }
 
 
@@ -831,7 +1068,10 @@ def test_compile_graph_takes_wrapped_inputs(model, executor, wrap):
     wrapped = bt.ETraceGraphExecutor(model.module)
     wrapped.compile_graph(*args, **kwargs)
     assert str(wrapped.graph.module_info.jaxpr) == str(executor.graph.module_info.jaxpr)
-    close(wrapped.solve_h2w_h2h_jacobian(*model.args, **model.kwargs)[0], plain_call(model)[0])
+    close(
+        wrapped.solve_h2w_h2h_jacobian(*model.args, **model.kwargs)[0],
+        plain_call(model)[0],
+    )
 
 
 @pytest.mark.parametrize('wrap', ['single', 'multi'])
@@ -857,7 +1097,9 @@ def test_states_by_path_are_a_flatted_dict(model, executor):
 
 
 def test_state_id_to_path_maps_the_identity_of_states(model, executor):
-    assert executor.state_id_to_path == {id(state): path for path, state in model.module.states().items()}
+    assert executor.state_id_to_path == {
+        id(state): path for path, state in model.module.states().items()
+    }
 
 
 def test_show_graph_names_groups_other_states_and_parameters(capsys):
@@ -866,7 +1108,12 @@ def test_show_graph_names_groups_other_states_and_parameters(capsys):
         m.count.value = m.count.value + 1
         return m.h.value @ m.out.value
 
-    parts = {'w': weight(I, H), 'out': weight(H, 2), 'h': hidden(B, H), 'count': other(jnp.zeros((), jnp.int32))}
+    parts = {
+        'w': weight(I, H),
+        'out': weight(H, 2),
+        'h': hidden(B, H),
+        'count': other(jnp.zeros((), jnp.int32)),
+    }
     executor = bt.ETraceGraphExecutor(Step(step, **parts))
     executor.compile_graph(array(B, I))
     text = executor.show_graph(verbose=False, return_msg=True)
@@ -882,12 +1129,18 @@ def test_show_graph_names_groups_other_states_and_parameters(capsys):
 
 def test_show_graph_prints_by_default_and_returns_on_demand(model, executor, capsys):
     signature = inspect.signature(bt.ETraceGraphExecutor.show_graph).parameters
-    assert {n: p.default for n, p in signature.items() if n != 'self'} == {'verbose': True, 'return_msg': False}
+    assert {n: p.default for n, p in signature.items() if n != 'self'} == {
+        'verbose': True,
+        'return_msg': False,
+    }
     assert executor.show_graph() is None
     shown = capsys.readouterr().out
     assert executor.show_graph(verbose=False, return_msg=True) == shown.rstrip('\n')
     for number, paths in enumerate(model.groups):
-        assert f'({number}: {", ".join(".".join(map(str, path)) for path in paths)};' in shown
+        assert (
+            f'({number}: {", ".join(".".join(map(str, path)) for path in paths)};'
+            in shown
+        )
     assert all('.'.join(map(str, path)) in shown for path in model.module.states())
 
 
@@ -909,9 +1162,13 @@ def test_with_the_loss_they_are_the_same_five_and_the_residuals(model, executor)
     solved = executor.solve_h2w_h2h_l2h_jacobian(*model.args, **model.kwargs)
     assert type(solved) is tuple
     assert len(solved) == 6
-    jax.tree.map(close, solved[:5], executor.solve_h2w_h2h_jacobian(*model.args, **model.kwargs))
+    jax.tree.map(
+        close, solved[:5], executor.solve_h2w_h2h_jacobian(*model.args, **model.kwargs)
+    )
     signals = solved[5](jnp.ones_like(solved[0]))
-    assert [s.shape for s in signals] == [(*g.varshape, g.num_state) for g in executor.graph.hidden_groups]
+    assert [s.shape for s in signals] == [
+        (*g.varshape, g.num_state) for g in executor.graph.hidden_groups
+    ]
 
 
 # ---------------------------------------------------------------- diagnostics and errors
@@ -922,7 +1179,9 @@ def test_a_compilation_record_has_these_fields_and_defaults():
     assert list(fields) == [
         'kind', 'level', 'message', 'primitive', 'weight_path', 'hidden_paths', 'context',
     ]  # fmt: skip
-    record = bt.CompilationRecord(bt.DiagnosticKind.CUT, bt.DiagnosticLevel.INFO, 'a message')
+    record = bt.CompilationRecord(
+        bt.DiagnosticKind.CUT, bt.DiagnosticLevel.INFO, 'a message'
+    )
     assert record[3:] == (None, None, (), None)
 
 
@@ -955,11 +1214,15 @@ def test_a_compilation_report_has_these_members(model, graph):
     weights = set(model.module.states(brainstate.ParamState))
     assert set(report.etrace_weights) | set(report.excluded_weights) == weights
     assert not set(report.etrace_weights) & set(report.excluded_weights)
-    assert set(report.dynamic_states) == {path for path in model.module.states() if path == ('steps',)}
+    assert set(report.dynamic_states) == {
+        path for path in model.module.states() if path == ('steps',)
+    }
     assert report.diagnostics == graph.diagnostics
     assert sum(report.counts.values()) == len(report.diagnostics)
     for number, level in enumerate(bt.DiagnosticLevel):
-        assert report.to_str(level) == report.to_str(level.name) == report.to_str(number)
+        assert (
+            report.to_str(level) == report.to_str(level.name) == report.to_str(number)
+        )
         file = io.StringIO()
         report.show(level, file=file)
         assert file.getvalue() == report.to_str(level) + '\n'

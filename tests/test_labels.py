@@ -57,34 +57,54 @@ class Case:
 
     @functools.cached_property
     def equation(self):
-        (found,) = [e for e in self.program.jaxpr.eqns if e.primitive.name == self.primitive]
+        (found,) = [
+            e for e in self.program.jaxpr.eqns if e.primitive.name == self.primitive
+        ]
         return found
 
     @functools.cached_property
     def constant(self):
-        return Facts(StepProgram(self.program, tuple(self.program.jaxpr.invars), (), (), (), ())).constant
+        return Facts(
+            StepProgram(self.program, tuple(self.program.jaxpr.invars), (), (), (), ())
+        ).constant
 
     @property
     def results(self):
         return [v for v in self.equation.outvars if is_differentiable(v)]
 
     def samples(self):
-        count = max([SAMPLES, *(len(o) for o in self.operands if isinstance(o, np.ndarray))])
+        count = max(
+            [SAMPLES, *(len(o) for o in self.operands if isinstance(o, np.ndarray))]
+        )
         return [np.stack(s) for s in zip(*map(self.draw, range(count)), strict=True)]
 
     def jacobian(self, *inputs):
         """Of the equation alone, with respect to every operand that is not constant; complex ones in two parts."""
         eqn, jaxpr = self.equation, self.program.jaxpr
         before = jaxpr.eqns[: list(jaxpr.eqns).index(eqn)]
-        values = evaluate(make_jaxpr(jaxpr.constvars, jaxpr.invars, eqn.invars, before), self.program.consts, *inputs)
+        values = evaluate(
+            make_jaxpr(jaxpr.constvars, jaxpr.invars, eqn.invars, before),
+            self.program.consts,
+            *inputs,
+        )
 
         def run(moved):
-            filled = [whole(moved[k]) if k in moved else v for k, v in enumerate(values)]
+            filled = [
+                whole(moved[k]) if k in moved else v for k, v in enumerate(values)
+            ]
             results = eqn.primitive.bind(*filled, **eqn.params)
             results = results if eqn.primitive.multiple_results else [results]
-            return [parts(r) for v, r in zip(eqn.outvars, results, strict=True) if is_differentiable(v)]
+            return [
+                parts(r)
+                for v, r in zip(eqn.outvars, results, strict=True)
+                if is_differentiable(v)
+            ]
 
-        moves = [k for k, v in enumerate(eqn.invars) if is_differentiable(v) and self.constant(v) is None]
+        moves = [
+            k
+            for k, v in enumerate(eqn.invars)
+            if is_differentiable(v) and self.constant(v) is None
+        ]
         return jax.jacrev(run)({k: parts(values[k]) for k in moves})
 
     def pattern(self, dense):
@@ -94,7 +114,11 @@ class Case:
             for part in blocks:
                 for k, columns in part.items():
                     for block in columns:
-                        seen = (np.asarray(block) != 0).reshape(len(block), out.aval.size, -1).any(0)
+                        seen = (
+                            (np.asarray(block) != 0)
+                            .reshape(len(block), out.aval.size, -1)
+                            .any(0)
+                        )
                         rows = reaches.setdefault(k, {})
                         rows[r] = rows.get(r, False) | seen
         return reaches
@@ -106,7 +130,10 @@ def draw(operand, i, k):
     dtype, shape = operand if operand[:1] == ('complex64',) else ('float32', operand)
     random = np.random.default_rng((i, k))
     value = random.uniform(0.1, 0.9, shape)
-    return np.asarray(value + (1j * random.uniform(0.1, 0.9, shape) if dtype == 'complex64' else 0), dtype)
+    return np.asarray(
+        value + (1j * random.uniform(0.1, 0.9, shape) if dtype == 'complex64' else 0),
+        dtype,
+    )
 
 
 def parts(value):
@@ -128,7 +155,9 @@ def patterns(chunk):
     """Patterns of a chunk of cases, in one compiled program."""
     names = list(CASES)[chunk * CHUNK : (chunk + 1) * CHUNK]
     samples = {name: CASES[name].samples() for name in names}
-    dense = jax.jit(lambda s: {name: jax.vmap(CASES[name].jacobian)(*s[name]) for name in names})(samples)
+    dense = jax.jit(
+        lambda s: {name: jax.vmap(CASES[name].jacobian)(*s[name]) for name in names}
+    )(samples)
     return {name: CASES[name].pattern(dense[name]) for name in names}
 
 
@@ -159,13 +188,31 @@ for name in words('add mul max'):
 case('acosh', lambda x: lax.acosh(1 + x), A)
 case('mul', lambda x: x * 2.0, A)
 case('polygamma', lambda x: lax.polygamma(jnp.full(A, 1.0), x), A)
-case('regularized_incomplete_beta', lambda x: lax.betainc(jnp.ones(A), jnp.full(A, 2.0), x), A)
+case(
+    'regularized_incomplete_beta',
+    lambda x: lax.betainc(jnp.ones(A), jnp.full(A, 2.0), x),
+    A,
+)
 case('integer_pow', lambda x: lax.integer_pow(x, 3), A)
 case('clamp', lambda x: lax.clamp(0.3, x, 0.6), A)
 case('clamp', lax.clamp, A, A, A)
-case('select_n', lambda x, y: lax.select(np.array([[True, False, True]] * 2), x, y), A, A)
-case('select_n', lambda which, x, y: lax.select_n(which > 0, x, y), index((2,), [0, 1]), (2,), (2,))
-case('select_n', lambda which, x, y: lax.select_n(which > 0, x, y), index((), [0, 1]), A, A)
+case(
+    'select_n', lambda x, y: lax.select(np.array([[True, False, True]] * 2), x, y), A, A
+)
+case(
+    'select_n',
+    lambda which, x, y: lax.select_n(which > 0, x, y),
+    index((2,), [0, 1]),
+    (2,),
+    (2,),
+)
+case(
+    'select_n',
+    lambda which, x, y: lax.select_n(which > 0, x, y),
+    index((), [0, 1]),
+    A,
+    A,
+)
 case('convert_element_type', lambda x: x.astype(jnp.float16), A)
 case('reduce_precision', lambda x: lax.reduce_precision(x, 5, 7), A)
 case('copy', jnp.copy, A)
@@ -197,15 +244,59 @@ case('split', lambda x: jnp.split(x, [1, 3], axis=1), (2, 4))
 case('concatenate', lambda x, y: jnp.concatenate([x, y, x], 1), A, (2, 1))
 case('stack', lambda x, y: jnp.stack([x, y], 1), A, A)
 case('unstack', lambda x: jnp.unstack(x, axis=1), (2, 3, 2))
-for config in (((1, 2, 0), (0, 0, 0)), ((-1, 1, 0), (2, -1, 0)), ((0, 0, 2), (1, 0, 1)), ((-1, 0, 1), (1, -2, 2))):
-    case('pad', lambda x, v, config=config: lax.pad(x, v, config), A, (), note=str(config))
+for config in (
+    ((1, 2, 0), (0, 0, 0)),
+    ((-1, 1, 0), (2, -1, 0)),
+    ((0, 0, 2), (1, 0, 1)),
+    ((-1, 0, 1), (1, -2, 2)),
+):
+    case(
+        'pad',
+        lambda x, v, config=config: lax.pad(x, v, config),
+        A,
+        (),
+        note=str(config),
+    )
 case('dynamic_slice', lambda x: lax.dynamic_slice(x, (1, 0), (2, 2)), (3, 3))
-case('dynamic_slice', lambda x: lax.dynamic_slice(x, (5, -1), (2, 2)), (3, 3), note='clamped')
-case('dynamic_slice', lambda i, x: lax.dynamic_slice(x, (i, 0), (1, 3)), index((), range(2)), A)
-case('dynamic_slice', lambda i, x: lax.dynamic_slice(x, (i, i), (2, 2)), index((), range(3)), (3, 4), sound=True)
-case('dynamic_update_slice', lambda x, u: lax.dynamic_update_slice(x, u, (1, 0)), (3, 3), (2, 2))
-case('dynamic_update_slice', lambda x, u: lax.dynamic_update_slice(x, u, (9, 0)), (3, 3), (1, 3), note='clamped')
-case('dynamic_update_slice', lambda i, x, u: lax.dynamic_update_slice(x, u, (i, 0)), index((), range(3)), B, (1, 2))
+case(
+    'dynamic_slice',
+    lambda x: lax.dynamic_slice(x, (5, -1), (2, 2)),
+    (3, 3),
+    note='clamped',
+)
+case(
+    'dynamic_slice',
+    lambda i, x: lax.dynamic_slice(x, (i, 0), (1, 3)),
+    index((), range(2)),
+    A,
+)
+case(
+    'dynamic_slice',
+    lambda i, x: lax.dynamic_slice(x, (i, i), (2, 2)),
+    index((), range(3)),
+    (3, 4),
+    sound=True,
+)
+case(
+    'dynamic_update_slice',
+    lambda x, u: lax.dynamic_update_slice(x, u, (1, 0)),
+    (3, 3),
+    (2, 2),
+)
+case(
+    'dynamic_update_slice',
+    lambda x, u: lax.dynamic_update_slice(x, u, (9, 0)),
+    (3, 3),
+    (1, 3),
+    note='clamped',
+)
+case(
+    'dynamic_update_slice',
+    lambda i, x, u: lax.dynamic_update_slice(x, u, (i, 0)),
+    index((), range(3)),
+    B,
+    (1, 2),
+)
 case(
     'dynamic_update_slice', lambda i, x, u: lax.dynamic_update_slice(x, u, (i,)), index((), range(3)), (4,), (2,),
     sound=True, note='window',
@@ -215,16 +306,63 @@ rows = np.array([2, 0, 2])
 case('gather', lambda x: x[rows], B)
 case('gather', lambda x: x[rows, np.array([0, 1, 1])], B)
 case('gather', lambda x: x[:, rows], A)
-case('gather', lambda x: jnp.take(x, np.array([0, 7, -1]), axis=0, mode='fill'), B, note='out of bounds, fill')
-case('gather', lambda x: jnp.take(x, np.array([0, 7]), axis=0, mode='clip'), B, note='out of bounds, clip')
-case('gather', lambda x: jnp.take_along_axis(x, np.array([[2, 0], [1, 1]]), 1), A, note='along axis')
-case('gather', lambda x: jax.vmap(lambda r, i: lax.dynamic_slice(r, (i,), (2,)))(x, np.array([0, 1])), A, note='slices')
+case(
+    'gather',
+    lambda x: jnp.take(x, np.array([0, 7, -1]), axis=0, mode='fill'),
+    B,
+    note='out of bounds, fill',
+)
+case(
+    'gather',
+    lambda x: jnp.take(x, np.array([0, 7]), axis=0, mode='clip'),
+    B,
+    note='out of bounds, clip',
+)
+case(
+    'gather',
+    lambda x: jnp.take_along_axis(x, np.array([[2, 0], [1, 1]]), 1),
+    A,
+    note='along axis',
+)
+case(
+    'gather',
+    lambda x: jax.vmap(lambda r, i: lax.dynamic_slice(r, (i,), (2,)))(
+        x, np.array([0, 1])
+    ),
+    A,
+    note='slices',
+)
 case('gather', lambda i, x: x[i], index((2,), range(3)), B, note='dynamic rows')
 case('gather', lambda i, x: x[:, i], index((2,), range(3)), A, note='dynamic columns')
-case('gather', lambda i, x: x[i, i], index((2,), range(2)), A, note='dynamic points', sound=True)
-case('gather', lambda i, x: jnp.take_along_axis(x, i, 1), index((2, 1), range(3)), A, note='dynamic along axis')
-case('gather', lambda i, x: jnp.take_along_axis(x, i, 0), index((1, 3), range(2)), A, note='dynamic along axis 0')
-case('gather', lambda i, x: jnp.take_along_axis(x, i, 1), index((2, 2, 1), range(2)), (2, 2, 2), note='two batch axes')
+case(
+    'gather',
+    lambda i, x: x[i, i],
+    index((2,), range(2)),
+    A,
+    note='dynamic points',
+    sound=True,
+)
+case(
+    'gather',
+    lambda i, x: jnp.take_along_axis(x, i, 1),
+    index((2, 1), range(3)),
+    A,
+    note='dynamic along axis',
+)
+case(
+    'gather',
+    lambda i, x: jnp.take_along_axis(x, i, 0),
+    index((1, 3), range(2)),
+    A,
+    note='dynamic along axis 0',
+)
+case(
+    'gather',
+    lambda i, x: jnp.take_along_axis(x, i, 1),
+    index((2, 2, 1), range(2)),
+    (2, 2, 2),
+    note='two batch axes',
+)
 case(
     'gather', lambda i, x: jax.vmap(lambda r, i: lax.dynamic_slice(r, (i,), (2,)))(x, i), index((2,), range(2)), A,
     note='dynamic slices', sound=True,
@@ -236,16 +374,50 @@ at = np.array([0, 2])
 case('scatter', lambda x, u: x.at[at].set(u), B, (2, 2))
 case('scatter', lambda x, u: x.at[:, at].set(u), A, (2, 2))
 case('scatter', lambda x, u: x.at[np.array([0, 9])].set(u), B, (2, 2), note='dropped')
-case('scatter', lambda x, u: x.at[np.array([0, 9])].set(u, mode='clip'), B, (2, 2), note='clipped')
-case('scatter', lambda x, u: x.at[np.array([1, 1])].set(u), B, (2, 2), note='twice', sound=True)
-case('scatter', lambda i, x, u: x.at[i].set(u), index((), range(3)), B, (2,), note='dynamic row')
-case('scatter', lambda i, x, u: x.at[:, i].set(u), index((), range(3)), A, (2,), note='dynamic column')
+case(
+    'scatter',
+    lambda x, u: x.at[np.array([0, 9])].set(u, mode='clip'),
+    B,
+    (2, 2),
+    note='clipped',
+)
+case(
+    'scatter',
+    lambda x, u: x.at[np.array([1, 1])].set(u),
+    B,
+    (2, 2),
+    note='twice',
+    sound=True,
+)
+case(
+    'scatter',
+    lambda i, x, u: x.at[i].set(u),
+    index((), range(3)),
+    B,
+    (2,),
+    note='dynamic row',
+)
+case(
+    'scatter',
+    lambda i, x, u: x.at[:, i].set(u),
+    index((), range(3)),
+    A,
+    (2,),
+    note='dynamic column',
+)
 case(
     'scatter', lambda i, x, u: jax.vmap(lambda r, i, u: r.at[i].set(u))(x, i, u), index((2,), range(3)), A, (2,),
     note='batched',
 )  # fmt: skip
 case('scatter-add', lambda x, u: x.at[np.array([1, 1])].add(u), B, (2, 2))
-case('scatter-add', lambda i, x, u: x.at[i].add(u), index((2,), range(3)), B, (2, 2), note='dynamic')
+case(
+    'scatter-add',
+    lambda i, x, u: x.at[i].add(u),
+    index((2,), range(3)),
+    B,
+    (2, 2),
+    note='dynamic',
+)
 case('scatter-add', lambda x, u: x.at[0, 1].add(u), A, (), note='one element')
 case('scatter-mul', lambda x, u: x.at[at].multiply(u, unique_indices=True), B, (2, 2))
 case('scatter-sub', lambda x, u: x.at[at].subtract(u), B, (2, 2))
@@ -267,19 +439,40 @@ case('sort', lambda x, y: lax.sort((x, y), dimension=0, num_keys=1), A, A, sound
 case('top_k', lambda x: lax.top_k(x, 2)[0], A, sound=True)
 case('top_k', lambda x: lax.top_k(x, 2, axis=0)[0], B, sound=True)
 case('top_k', lambda x: lax.top_k(x, 2, axis=0)[0], A, sound=True)
-case('approx_top_k', lambda x: lax.approx_max_k(x, 2, reduction_dimension=0)[0], B, sound=True)
+case(
+    'approx_top_k',
+    lambda x: lax.approx_max_k(x, 2, reduction_dimension=0)[0],
+    B,
+    sound=True,
+)
 case('approx_top_k', lambda x: lax.approx_min_k(x, 2)[0], A, sound=True)
 case('fft', lambda x: jnp.fft.rfft(x), A)
 case('fft', lambda x: jnp.fft.irfft(x, 4), ('complex64', A))
 case('fft', lambda x: jnp.fft.fft2(x), ('complex64', (2, 2, 2)))
-for window, strides, padding in (((1, 2), (1, 2), 'VALID'), ((1, 2), (1, 1), 'SAME'), ((2, 2), (1, 2), 'SAME')):
-    pool = lambda x, parts=(window, strides, padding): lax.reduce_window(x, 0.0, lax.add, *parts)
+for window, strides, padding in (
+    ((1, 2), (1, 2), 'VALID'),
+    ((1, 2), (1, 1), 'SAME'),
+    ((2, 2), (1, 2), 'SAME'),
+):
+    pool = lambda x, parts=(window, strides, padding): lax.reduce_window(
+        x, 0.0, lax.add, *parts
+    )
     case('reduce_window_sum', pool, (2, 4))
-case('reduce_window_max', lambda x: lax.reduce_window(x, -np.inf, lax.max, (1, 2), (1, 1), 'SAME'), (2, 4))
-case('reduce_window_min', lambda x: lax.reduce_window(x, np.inf, lax.min, (1, 2), (1, 2), 'VALID'), (2, 4))
+case(
+    'reduce_window_max',
+    lambda x: lax.reduce_window(x, -np.inf, lax.max, (1, 2), (1, 1), 'SAME'),
+    (2, 4),
+)
+case(
+    'reduce_window_min',
+    lambda x: lax.reduce_window(x, np.inf, lax.min, (1, 2), (1, 2), 'VALID'),
+    (2, 4),
+)
 case(
     'reduce_window_sum',
-    lambda x: lax.reduce_window(x, 0.0, lax.add, (2,), (1,), ((1, 1),), base_dilation=(2,), window_dilation=(3,)),
+    lambda x: lax.reduce_window(
+        x, 0.0, lax.add, (2,), (1,), ((1, 1),), base_dilation=(2,), window_dilation=(3,)
+    ),
     (4,),
     note='dilated',
 )
@@ -292,8 +485,19 @@ for layout, *operands in (
     ('i,j->ij', (2,), (3,)), ('bgi,gio->bgo', (2, 2, 3), (2, 3, 2)),
     ('abij,abij->ab', (2, 1, 2, 2), (2, 1, 2, 2)), ('ij,j->i', A, (3,)), ('ij,ij->', A, A),
 ):  # fmt: skip
-    case('dot_general', lambda x, y, layout=layout: jnp.einsum(layout, x, y), *operands, note=layout)
-case('dot_general', lambda x, y: x @ y, ('complex64', A), ('complex64', B), note='complex')
+    case(
+        'dot_general',
+        lambda x, y, layout=layout: jnp.einsum(layout, x, y),
+        *operands,
+        note=layout,
+    )
+case(
+    'dot_general',
+    lambda x, y: x @ y,
+    ('complex64', A),
+    ('complex64', B),
+    note='complex',
+)
 
 
 def conv(note, image, kernel, strides=(1,), padding='SAME', exact=True, **options):
@@ -314,7 +518,12 @@ conv('depthwise 1x1', (2, 3, 2), (3, 1, 1), feature_group_count=3)
 conv('channels last', (2, 4, 2), (3, 2, 3), dimension_numbers=('NWC', 'WIO', 'NWC'))
 conv('odd layout', (2, 4, 1), (2, 2, 3), dimension_numbers=('CWN', 'IWO', 'WNC'))
 conv('2d', (1, 2, 3, 2), (2, 2, 2, 2), padding='VALID')
-conv('2d, channels last', (1, 3, 2, 2), (1, 2, 2, 1), dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+conv(
+    '2d, channels last',
+    (1, 3, 2, 2),
+    (1, 2, 2, 1),
+    dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+)
 conv('negative padding', (1, 1, 5), (1, 1, 2), padding=[(-1, -1)])
 conv('batch groups', (4, 1, 2), (2, 1, 1), exact=False, batch_group_count=2)
 
@@ -322,7 +531,13 @@ conv('batch groups', (4, 1, 2), (2, 1, 1), exact=False, batch_group_count=2)
 
 case('custom_linear_solve', jnp.linalg.solve, (2, 2), (2, 3), sound=True)
 case('cholesky', lambda x: jnp.linalg.cholesky(x), (2, 2), sound=True)
-case('triangular_solve', lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), (2, 2), (2, 2), sound=True)
+case(
+    'triangular_solve',
+    lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True),
+    (2, 2),
+    (2, 2),
+    sound=True,
+)
 
 
 def label_draws(random, shapes):
@@ -333,7 +548,10 @@ def label_draws(random, shapes):
         yield [np.indices(s)[axis] for s in shapes]
         yield [random.permutation(9)[np.indices(s)[axis]] for s in shapes]
     for only in range(len(shapes)) if len(shapes) > 1 else ():
-        yield [random.choice([0, 1, NONE], s) if i == only else None for i, s in enumerate(shapes)]
+        yield [
+            random.choice([0, 1, NONE], s) if i == only else None
+            for i, s in enumerate(shapes)
+        ]
 
 
 def truth(reaches, labels, shape):
@@ -342,7 +560,10 @@ def truth(reaches, labels, shape):
     for r, label in enumerate(labels):
         for out, element in np.argwhere(reaches[r]) if label is not None else ():
             sets[element] |= {int(label.reshape(-1)[out])} - {NONE}
-    return np.array([NONE if not s else s.pop() if len(s) == 1 else CONFLICT for s in sets], np.int32).reshape(shape)
+    return np.array(
+        [NONE if not s else s.pop() if len(s) == 1 else CONFLICT for s in sets],
+        np.int32,
+    ).reshape(shape)
 
 
 VANISHING = words('round rem')  # derivatives that are zero at the values drawn
@@ -371,7 +592,9 @@ def test_rule(name):
             assert got.shape == shape
             wrong = (got != CONFLICT) & (got != true) & ~((got >= 0) & (true == NONE))
             assert not wrong.any(), f'operand {k}: {got} where the truth is {true}'
-            unseen = case.primitive in VANISHING or (case.primitive == 'conv_general_dilated' and k == 1)  # padding
+            unseen = case.primitive in VANISHING or (
+                case.primitive == 'conv_general_dilated' and k == 1
+            )  # padding
             if not (case.sound or unseen or operation.family == 'mixing'):
                 np.testing.assert_array_equal(got, true, f'operand {k}')
 
@@ -403,9 +626,13 @@ def positions_of(fn, h, *others):
         jaxpr, flow(jaxpr, bits), Credit(1, (1 << len(bits)) - 1), [(jaxpr.outvars[0], numbers)],
         {jaxpr.invars[0]: numbers}, (), h.size, Facts(program).constant,
     )  # fmt: skip
-    cut = make_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, with_cuts(jaxpr.eqns, found.cuts))
+    cut = make_jaxpr(
+        jaxpr.constvars, jaxpr.invars, jaxpr.outvars, with_cuts(jaxpr.eqns, found.cuts)
+    )
     local = lambda h: evaluate(cut, closed.consts, h, *others)[0]
-    moved, jacobian = jax.jit(lambda h: (local(h) - fn(h, *others), jax.jacrev(local)(h)))(h)
+    moved, jacobian = jax.jit(
+        lambda h: (local(h) - fn(h, *others), jax.jacrev(local)(h))
+    )(h)
     assert not moved.any()
     return found, np.asarray(jacobian).reshape(h.size, h.size)
 
@@ -427,7 +654,9 @@ def clipped(x, y):
     return x * y
 
 
-clipped.defvjp(lambda x, y: (x * y, (x, y)), lambda kept, g: (g * kept[1], g * kept[0] * 0.5))
+clipped.defvjp(
+    lambda x, y: (x * y, (x, y)), lambda kept, g: (g * kept[1], g * kept[0] * 0.5)
+)
 
 
 @jax.custom_jvp
@@ -435,7 +664,9 @@ def mixed(x):
     return x + jnp.sum(x)
 
 
-mixed.defjvp(lambda primals, tangents: (mixed(primals[0]), tangents[0] + jnp.sum(tangents[0])))
+mixed.defjvp(
+    lambda primals, tangents: (mixed(primals[0]), tangents[0] + jnp.sum(tangents[0]))
+)
 
 
 @jax.custom_vjp
@@ -462,7 +693,9 @@ def turned(x):
     return 2 * x
 
 
-turned.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0] + jnp.flip(tangents[0])))
+turned.defjvp(
+    lambda primals, tangents: (2 * primals[0], 2 * tangents[0] + jnp.flip(tangents[0]))
+)
 
 SWAP = jnp.array([1, 0, 3, 2])
 
@@ -509,17 +742,34 @@ MIXES = {
     'mean': lambda h: h - h.mean(),
     'custom_jvp': lambda h: mixed(h) + h,
     'custom_vjp whose derivative rolls': lambda h: blurred(h) + h,
-    'custom_jvp whose derivative reaches what its body does not': lambda h: h + turned(jnp.stack([h, h]))[0],
-    'custom_vjp whose derivative sees a norm': lambda h: norm_clipped(h) + h,
-    'cond, one branch': lambda h: h + lax.cond(h.sum() > 0, lambda a: a @ W, lambda a: a * 0.0, h),
-    'scan body': lambda h: lax.scan(lambda c, _: (jnp.sin(c) + c @ W, None), h, None, length=2)[0],
-    'scan constant': lambda h: lax.scan(lambda c, w: (c + h @ W, None), h, jnp.ones((2, 4)))[0],
-    'scan over positions': lambda h: lax.scan(lambda c, x: (c + x, c + x), 0.0, h)[1] + h,
-    'carries that swap': lambda h: (
-        h + lax.scan(lambda c, _: (c[::-1], None), (h, jnp.roll(h, 1)), None, length=3)[0][0]
+    'custom_jvp whose derivative reaches what its body does not': lambda h: (
+        h + turned(jnp.stack([h, h]))[0]
     ),
-    'custom in scan': lambda h: lax.scan(lambda c, _: (mixed(c) + h, None), h, None, length=2)[0],
-    'a carry turned round': lambda h: h + lax.scan(lambda c, _: (c[::-1], None), h, None, length=1)[0],
+    'custom_vjp whose derivative sees a norm': lambda h: norm_clipped(h) + h,
+    'cond, one branch': lambda h: (
+        h + lax.cond(h.sum() > 0, lambda a: a @ W, lambda a: a * 0.0, h)
+    ),
+    'scan body': lambda h: lax.scan(
+        lambda c, _: (jnp.sin(c) + c @ W, None), h, None, length=2
+    )[0],
+    'scan constant': lambda h: lax.scan(
+        lambda c, w: (c + h @ W, None), h, jnp.ones((2, 4))
+    )[0],
+    'scan over positions': lambda h: (
+        lax.scan(lambda c, x: (c + x, c + x), 0.0, h)[1] + h
+    ),
+    'carries that swap': lambda h: (
+        h
+        + lax.scan(lambda c, _: (c[::-1], None), (h, jnp.roll(h, 1)), None, length=3)[
+            0
+        ][0]
+    ),
+    'custom in scan': lambda h: lax.scan(
+        lambda c, _: (mixed(c) + h, None), h, None, length=2
+    )[0],
+    'a carry turned round': lambda h: (
+        h + lax.scan(lambda c, _: (c[::-1], None), h, None, length=1)[0]
+    ),
     'cumsum': lambda h: jnp.cumsum(h) + h,
     'sort': lambda h: jnp.sort(h) + h,
     'dynamic index': lambda h: h + h[jnp.argmax(h)],
@@ -536,12 +786,20 @@ def test_a_program_that_mixes_is_cut_to_its_diagonal(name):
 
 
 LEAVES_NOTHING = {
-    'stacked rounds are the state': lambda h: lax.scan(lambda c, x: (c + x, c + x), 0.0, h)[1],
+    'stacked rounds are the state': lambda h: lax.scan(
+        lambda c, x: (c + x, c + x), 0.0, h
+    )[1],
     'stacked rounds of a branch': lambda h: lax.cond(
-        h.sum() > 0, lambda h: lax.scan(lambda c, x: (c + x, c * x), 0.0, h)[1], lambda h: h[::-1], h
+        h.sum() > 0,
+        lambda h: lax.scan(lambda c, x: (c + x, c * x), 0.0, h)[1],
+        lambda h: h[::-1],
+        h,
     ),
     'stacked rounds of rounds': lambda h: lax.scan(
-        lambda c, _: (c, lax.scan(lambda c, x: (c + x, c + x), 0.0, h)[1]), 0.0, None, length=1
+        lambda c, _: (c, lax.scan(lambda c, x: (c + x, c + x), 0.0, h)[1]),
+        0.0,
+        None,
+        length=1,
     )[1][0],
     'a shift': lambda h: jnp.concatenate([jnp.zeros(1), h[:-1]]),
 }
@@ -560,14 +818,18 @@ def primitive(name, fn):
     p.def_impl(fn)
     p.def_abstract_eval(lambda x, **_: x)
     mlir.register_lowering(p, mlir.lower_fun(fn, multiple_results=False))
-    ad.primitive_jvps[p] = lambda xs, ts: jax.jvp(fn, xs, tuple(ad.instantiate_zeros(t) for t in ts))
+    ad.primitive_jvps[p] = lambda xs, ts: jax.jvp(
+        fn, xs, tuple(ad.instantiate_zeros(t) for t in ts)
+    )
     batching.primitive_batchers[p] = lambda xs, dims: (jax.vmap(fn, dims)(*xs), 0)
     return p
 
 
 bump_p = primitive('test_bump', lambda x: jnp.exp(-x * x))
 swap_p = primitive('test_swap', lambda x: x[::-1] * 2)
-sometimes_p = primitive('test_sometimes', lambda x: x + jnp.where(x > 0.5, 1.0, 0.0) * x[::-1])
+sometimes_p = primitive(
+    'test_sometimes', lambda x: x + jnp.where(x > 0.5, 1.0, 0.0) * x[::-1]
+)
 
 
 @pytest.fixture
@@ -578,7 +840,10 @@ def table():
     REGISTRY.update(before)
 
 
-@pytest.mark.parametrize(('p', 'kind'), [(bump_p, 'elementwise'), (swap_p, 'mixing'), (sometimes_p, 'mixing')])
+@pytest.mark.parametrize(
+    ('p', 'kind'),
+    [(bump_p, 'elementwise'), (swap_p, 'mixing'), (sometimes_p, 'mixing')],
+)
 def test_the_probe_finds_out(p, kind):
     fn = lambda h: p.bind(h) + h
     eqn = jax.make_jaxpr(fn)(H).jaxpr.eqns[0]
@@ -614,5 +879,8 @@ def test_register_primitive(table):
 
     register_primitive(bump_p, mixing_labels, constant_operands=(0,))
     assert not positions_of(lambda h: bump(h) + h, H)[0].found
-    with pytest.raises(ValueError, match=r"'diagonal'(.|\n)*why it cannot work(.|\n)*instead: one of 'elementwise'"):
+    with pytest.raises(
+        ValueError,
+        match=r"'diagonal'(.|\n)*why it cannot work(.|\n)*instead: one of 'elementwise'",
+    ):
         register_primitive(bump_p, 'diagonal')

@@ -36,7 +36,8 @@ class SparseNet(brainstate.nn.Module):
         import brainevent
 
         self.matrix = brainevent.CSR(
-            (jnp.ones(6), np.array([0, 2, 1, 3, 0, 3]), np.array([0, 2, 4, 6])), shape=(INPUTS, H)
+            (jnp.ones(6), np.array([0, 2, 1, 3, 0, 3]), np.array([0, 2, 4, 6])),
+            shape=(INPUTS, H),
         )
         self.w = brainstate.ParamState(jnp.linspace(0.1, 0.6, 6))
 
@@ -44,13 +45,17 @@ class SparseNet(brainstate.nn.Module):
         self.V = brainstate.HiddenState(jnp.zeros((batch_size, H)))
 
     def update(self, x):
-        self.V.value = 0.9 * self.V.value + jnp.tanh(x @ self.matrix.with_data(self.w.value))
+        self.V.value = 0.9 * self.V.value + jnp.tanh(
+            x @ self.matrix.with_data(self.w.value)
+        )
         return self.V.value
 
 
 @pytest.fixture(scope='module')
 def xs():
-    return jnp.asarray(np.random.default_rng(0).normal(size=(T, B, INPUTS)), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(0).normal(size=(T, B, INPUTS)), jnp.float32
+    )
 
 
 def squares(learner):
@@ -58,20 +63,31 @@ def squares(learner):
 
 
 def assert_close(a, b, rtol=1e-5):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6), a, b)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6), a, b
+    )
 
 
 def compiled(xs, rule='d_rtrl', model=None, **options):
-    return braintrace.compile(model or Net(), rule, xs[0], batch_size=B, seed=0, **options)
+    return braintrace.compile(
+        model or Net(), rule, xs[0], batch_size=B, seed=0, **options
+    )
 
 
 def test_memory_plan_is_what_is_allocated(xs):
     learner = compiled(xs)
     plan = learner.memory_plan(T)
-    held = {key: sum(x.nbytes for x in jax.tree.leaves(t.value)) for key, t in learner.traces.items()}
+    held = {
+        key: sum(x.nbytes for x in jax.tree.leaves(t.value))
+        for key, t in learner.traces.items()
+    }
     assert held == plan.traces
-    gates = sum(n for key, n in plan.traces.items() if 'cell.Wrz.weight.weight' in key[0])
-    assert gates == B * H * (INPUTS + H) * 4  # the reset gate's half reaches no state by position
+    gates = sum(
+        n for key, n in plan.traces.items() if 'cell.Wrz.weight.weight' in key[0]
+    )
+    assert (
+        gates == B * H * (INPUTS + H) * 4
+    )  # the reset gate's half reaches no state by position
     short, long = learner.memory_plan(100), learner.memory_plan(1000)
     assert long.one_pass - short.one_pass < 900 * 16  # the losses themselves
     assert long.bptt > 8 * short.bptt
@@ -94,18 +110,25 @@ def test_passes_are_chosen_by_size_or_by_the_caller(xs):
     reference = wanted.etrace_grad(xs, step_fn=squares(wanted), fresh=True)
     for passes in (1, 2):
         learner = compiled(xs, model=wanted.model, passes=passes, block=2)
-        assert_close(learner.etrace_grad(xs, step_fn=squares(learner), fresh=True), reference)
+        assert_close(
+            learner.etrace_grad(xs, step_fn=squares(learner), fresh=True), reference
+        )
     with pytest.raises(ValueError, match='passes=3'):
         compiled(xs, passes=3)
 
 
 def test_traces_in_half_precision(xs):
     learner = compiled(xs, trace_dtype=jnp.bfloat16, block=1)
-    assert {x.dtype for t in learner.traces.values() for x in jax.tree.leaves(t.value)} == {jnp.dtype(jnp.bfloat16)}
+    assert {
+        x.dtype for t in learner.traces.values() for x in jax.tree.leaves(t.value)
+    } == {jnp.dtype(jnp.bfloat16)}
     found = learner.etrace_grad(xs, step_fn=squares(learner))
     whole = compiled(xs, model=learner.model, block=1)
     wanted = whole.etrace_grad(xs, step_fn=squares(whole))
-    error = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)]
+    error = [
+        np.abs(a - b).max() / np.abs(b).max()
+        for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
+    ]
     assert 0 < max(error) < 0.02
 
 
@@ -122,10 +145,14 @@ def test_vmap_is_the_batched_model(xs):
     model = Net(brainstate.nn.LSTMCell)
     batched = compiled(xs, model=model)
     wanted = batched.etrace_grad(xs, step_fn=squares(batched), fresh=True)
-    mapped = braintrace.compile(model, 'd_rtrl', xs[0, 0], batch_size=B, vmap=True, block=2)
+    mapped = braintrace.compile(
+        model, 'd_rtrl', xs[0, 0], batch_size=B, vmap=True, block=2
+    )
     for fresh in (True, False):
         mapped.reset_state()
-        assert_close(mapped.etrace_grad(xs, step_fn=squares(mapped), fresh=fresh), wanted)
+        assert_close(
+            mapped.etrace_grad(xs, step_fn=squares(mapped), fresh=fresh), wanted
+        )
 
 
 def test_only_chosen_parameters_are_traced(xs):
@@ -138,7 +165,13 @@ def test_only_chosen_parameters_are_traced(xs):
     found = learner.etrace_grad(xs, step_fn=squares(learner), fresh=True)
     wanted = whole.etrace_grad(xs, step_fn=squares(whole), fresh=True)
     assert_close(found['cell', 'Wh', 'weight'], wanted['cell', 'Wh', 'weight'])
-    assert np.abs(found['cell', 'Wrz', 'weight']['weight'] - wanted['cell', 'Wrz', 'weight']['weight']).max() > 1e-3
+    assert (
+        np.abs(
+            found['cell', 'Wrz', 'weight']['weight']
+            - wanted['cell', 'Wrz', 'weight']['weight']
+        ).max()
+        > 1e-3
+    )
 
 
 def test_gradient_check_tells_exact_from_local(xs):
@@ -149,14 +182,20 @@ def test_gradient_check_tells_exact_from_local(xs):
     assert check['readout.weight.weight'].credit == 'exact'
     assert check['readout.weight.weight'].gradient == 'equal to BPTT'
     assert check['readout.weight.weight'].relative_error < 1e-5
-    assert check['cell.Wh.weight.weight'].credit == check['cell.Wh.weight.weight'].gradient == 'local'
+    assert (
+        check['cell.Wh.weight.weight'].credit
+        == check['cell.Wh.weight.weight'].gradient
+        == 'local'
+    )
     assert check['cell.Wh.weight.weight'].relative_error > 1e-3
     assert 'cosine' in str(check)
 
 
 def test_rules_by_name_and_class(xs):
     assert isinstance(compiled(xs, 'D_rtrl'), braintrace.D_RTRL)
-    assert isinstance(compiled(xs, braintrace.pp_prop, decay_or_rank=9), braintrace.ES_D_RTRL)
+    assert isinstance(
+        compiled(xs, braintrace.pp_prop, decay_or_rank=9), braintrace.ES_D_RTRL
+    )
     with pytest.raises(ValueError, match=r"'d_rtrl'(.|\n)*'pp_prop'"):
         compiled(xs, 'backprop')
     with pytest.raises(TypeError, match='options of D_RTRL only'):
@@ -171,12 +210,21 @@ def in_loop(learner, xs, loop, call=None):
     """Gradients of single steps, summed by hand in a loop of brainstate's."""
     call = call or learner
     weights = learner.param_states
-    one = lambda x: dict(brainstate.transform.grad(lambda: jnp.sum(call(x) ** 2), weights)())
+    one = lambda x: dict(
+        brainstate.transform.grad(lambda: jnp.sum(call(x) ** 2), weights)()
+    )
     if loop == 'for_loop':
-        stacked = brainstate.transform.jit(lambda xs: brainstate.transform.for_loop(one, xs))(xs)
+        stacked = brainstate.transform.jit(
+            lambda xs: brainstate.transform.for_loop(one, xs)
+        )(xs)
         return jax.tree.map(lambda g: g.sum(axis=0), stacked)
-    zero = {path: jax.tree.map(jnp.zeros_like, state.value) for path, state in weights.items()}
-    return brainstate.transform.scan(lambda total, x: (jax.tree.map(jnp.add, total, one(x)), None), zero, xs)[0]
+    zero = {
+        path: jax.tree.map(jnp.zeros_like, state.value)
+        for path, state in weights.items()
+    }
+    return brainstate.transform.scan(
+        lambda total, x: (jax.tree.map(jnp.add, total, one(x)), None), zero, xs
+    )[0]
 
 
 @pytest.mark.parametrize('loop', ['for_loop', 'scan'])
@@ -186,7 +234,9 @@ def test_steps_inside_loops_and_jit(xs, loop):
     learner.reset_state()
     assert_close(in_loop(learner, xs, loop), wanted)
     learner.reset_state()
-    jitted = brainstate.transform.jit(lambda xs: learner.etrace_grad(xs, step_fn=squares(learner), reduction='sum'))
+    jitted = brainstate.transform.jit(
+        lambda xs: learner.etrace_grad(xs, step_fn=squares(learner), reduction='sum')
+    )
     assert_close(jitted(xs), wanted)
 
 
@@ -214,7 +264,9 @@ def test_learner_is_a_module_before_and_after_training(xs):
     learner = compiled(xs)
     before = {key: trace.value for key, trace in learner.traces.items()}
     learner.etrace_grad(xs, step_fn=squares(learner), fresh=True)
-    assert all(trace.value is before[key] for key, trace in learner.traces.items())  # nothing was written
+    assert all(
+        trace.value is before[key] for key, trace in learner.traces.items()
+    )  # nothing was written
     learner.etrace_online(xs, step_fn=squares(learner), optimizer=optax.sgd(0.1))
     paths = learner.states()
     assert ('model', 'cell', 'h') in paths
@@ -236,42 +288,67 @@ class ConvNet(brainstate.nn.Module):
         return self.V.value
 
 
-@pytest.mark.parametrize('options', [{}, {'stride': 2, 'padding': 'VALID'}, {'rhs_dilation': 2}])
+@pytest.mark.parametrize(
+    'options', [{}, {'stride': 2, 'padding': 'VALID'}, {'rhs_dilation': 2}]
+)
 def test_filters_carry_one_entry_for_each_element_and_patch(options):
     xs = jnp.asarray(np.random.default_rng(0).normal(size=(T, B, 5, 6, 2)), jnp.float32)
     learner = compiled(xs, model=ConvNet(**options), block=2)
-    (trace,) = [t for key, t in learner.get_etrace_of(('conv', 'weight')).items() if 'weight.weight' in key[0][0]]
+    (trace,) = [
+        t
+        for key, t in learner.get_etrace_of(('conv', 'weight')).items()
+        if 'weight.weight' in key[0][0]
+    ]
     assert trace[0].size == learner.model.V.value.size * 3 * 2 * 2
     wanted = compiled(xs, 'bptt', model=learner.model)
     wanted = wanted.etrace_grad(xs, step_fn=squares(wanted), fresh=True)
     learner.reset_state()
     assert_close(learner.etrace_grad(xs, step_fn=squares(learner)), wanted, 1e-4)
-    assert_close(learner.etrace_grad(xs, step_fn=squares(learner), fresh=True), wanted, 1e-4)
+    assert_close(
+        learner.etrace_grad(xs, step_fn=squares(learner), fresh=True), wanted, 1e-4
+    )
 
 
 def test_no_tracer_is_left_behind(xs):
     learner = compiled(xs)
     one = brainstate.transform.jit(
-        lambda x: brainstate.transform.grad(lambda: jnp.sum(learner(x) ** 2), learner.param_states)()
+        lambda x: brainstate.transform.grad(
+            lambda: jnp.sum(learner(x) ** 2), learner.param_states
+        )()
     )
     with jax.checking_leaks():
         learner.etrace_grad(xs, step_fn=squares(learner))
         one(xs[0])
-        if os.environ.get('ZOO') == 'all':  # nothing is cached while leaks are looked for
+        if (
+            os.environ.get('ZOO') == 'all'
+        ):  # nothing is cached while leaks are looked for
             learner.etrace_grad(xs, step_fn=squares(learner), fresh=True)
             learner.etrace_evolve(xs)
-            learner.etrace_online(xs, step_fn=squares(learner), optimizer=optax.sgd(0.1))
+            learner.etrace_online(
+                xs, step_fn=squares(learner), optimizer=optax.sgd(0.1)
+            )
         learner.reset_state()
     for state in learner.states().values():
-        assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state.value))
+        assert not any(
+            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state.value)
+        )
 
 
 def test_bad_options_are_refused_where_they_are_given(xs):
-    for options in ({'block': 0}, {'block': 1.5}, {'trace_dtype': jnp.int32}, {'trace_dtype': 'foo'}):
+    for options in (
+        {'block': 0},
+        {'block': 1.5},
+        {'trace_dtype': jnp.int32},
+        {'trace_dtype': 'foo'},
+    ):
         (name,) = options
         with pytest.raises(ValueError, match=f'{name}=.*\n.*\n'):
             compiled(xs, **options)
-    for rule, options in (('tbptt', {'k': 0}), ('pp_prop', {'decay_or_rank': -1}), ('pp_prop', {'decay_or_rank': 'a'})):
+    for rule, options in (
+        ('tbptt', {'k': 0}),
+        ('pp_prop', {'decay_or_rank': -1}),
+        ('pp_prop', {'decay_or_rank': 'a'}),
+    ):
         with pytest.raises(ValueError, match='what to write instead'):
             compiled(xs, rule, **options)
     with pytest.raises(TypeError, match='reach, vjp_method'):
@@ -289,7 +366,9 @@ def test_a_refused_call_changes_nothing(xs):
     learner = compiled(xs)
     step = squares(learner)
     learner.etrace_grad(xs, step_fn=step)
-    held = lambda: [np.array(x) for s in learner._held() for x in jax.tree.leaves(s.value)]
+    held = lambda: [
+        np.array(x) for s in learner._held() for x in jax.tree.leaves(s.value)
+    ]
     before = held()
     mean = {'step_fn': step, 'reduction': 'mean'}
     for error, call in (
@@ -298,11 +377,21 @@ def test_a_refused_call_changes_nothing(xs):
         (ValueError, lambda: learner.etrace_grad(xs, **mean, mask='abc')),
         (ValueError, lambda: learner.etrace_grad(xs, **mean, mask=1j * np.ones(T))),
         (ValueError, lambda: learner.etrace_grad(xs, **mean, chunk_size=2.0)),
-        (ValueError, lambda: learner.etrace_online(xs, step_fn=step, optimizer=optax.sgd(0.1), update_every='a')),
+        (
+            ValueError,
+            lambda: learner.etrace_online(
+                xs, step_fn=step, optimizer=optax.sgd(0.1), update_every='a'
+            ),
+        ),
         (TypeError, lambda: learner.etrace_grad(xs, step_fn=None)),
         (ValueError, lambda: learner.apply(None, optax.sgd(0.1))),
         (ValueError, lambda: learner.apply({('zz',): 1.0}, optax.sgd(0.1))),
-        (ValueError, lambda: braintrace.compile(Net(), braintrace.learner.Learner, xs[0], batch_size=B)),
+        (
+            ValueError,
+            lambda: braintrace.compile(
+                Net(), braintrace.learner.Learner, xs[0], batch_size=B
+            ),
+        ),
     ):
         with pytest.raises(error, match='what to write instead'):
             call()
@@ -317,7 +406,12 @@ def test_some_weights_learn_and_the_others_stay(xs):
     for optimizer in (optax.adamw(0.1), braintools.optim.Adam(lr=0.1)):
         learner.apply(gradients, optimizer)
     for path, state in learner.param_states.items():
-        moved = [np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (state.value, before[path])), strict=True)]
+        moved = [
+            np.any(a != b)
+            for a, b in zip(
+                *map(jax.tree.leaves, (state.value, before[path])), strict=True
+            )
+        ]
         assert any(moved) == (path == chosen)
 
 
@@ -325,9 +419,13 @@ def test_online_learning_refuses_what_is_not_finite_and_undoes_it(xs):
     learner = compiled(xs, check_finite=True)
     for optimizer in (optax.adam(0.1), braintools.optim.Adam(lr=0.1)):
         learner.etrace_online(xs, step_fn=squares(learner), optimizer=optimizer)
-        before = jax.device_get({path: state.value for path, state in learner.states().items()})
+        before = jax.device_get(
+            {path: state.value for path, state in learner.states().items()}
+        )
         with pytest.raises(FloatingPointError, match='step 3'):
-            learner.etrace_online(xs.at[3].set(jnp.nan), step_fn=squares(learner), optimizer=optimizer)
+            learner.etrace_online(
+                xs.at[3].set(jnp.nan), step_fn=squares(learner), optimizer=optimizer
+            )
         after = {path: state.value for path, state in learner.states().items()}
         jax.tree.map(np.testing.assert_array_equal, before, after)
 
@@ -346,7 +444,9 @@ def test_convolutions_learn_by_every_rule(rule):
     learner = compiled(xs, rule, model=ConvNet())
     exact = compiled(xs, 'bptt', model=learner.model)
     wanted = exact.etrace_grad(xs, step_fn=squares(exact), fresh=True)
-    assert_close(learner.etrace_grad(xs, step_fn=squares(learner), fresh=True), wanted, 1e-4)
+    assert_close(
+        learner.etrace_grad(xs, step_fn=squares(learner), fresh=True), wanted, 1e-4
+    )
 
 
 def test_another_batch_size_may_be_met_inside_a_transformation_first():
@@ -355,15 +455,24 @@ def test_another_batch_size_may_be_met_inside_a_transformation_first():
     learner(jnp.ones((4, 2)))
     learner.reset_state(batch_size=5)
     weights = net.states(brainstate.ParamState)
-    found = brainstate.transform.grad(lambda: jnp.sum(learner(jnp.ones((5, 2)))), weights)()
+    found = brainstate.transform.grad(
+        lambda: jnp.sum(learner(jnp.ones((5, 2)))), weights
+    )()
     other = braintrace.compile(net, 'd_rtrl', jnp.ones((5, 2)), batch_size=5)
-    wanted = brainstate.transform.grad(lambda: jnp.sum(other(jnp.ones((5, 2)))), weights)()
+    wanted = brainstate.transform.grad(
+        lambda: jnp.sum(other(jnp.ones((5, 2)))), weights
+    )()
     jax.tree.map(np.testing.assert_allclose, dict(found), dict(wanted))
 
 
 def test_programs_do_not_pile_up():
-    learner = braintrace.compile(brainstate.nn.GRUCell(2, 3), 'd_rtrl', jnp.ones((2, 2)), batch_size=2)
-    outputs = [learner.evaluate(jnp.ones((2, 2, 2)), step_fn=lambda x: learner(x).sum()) for _ in range(40)]
+    learner = braintrace.compile(
+        brainstate.nn.GRUCell(2, 3), 'd_rtrl', jnp.ones((2, 2)), batch_size=2
+    )
+    outputs = [
+        learner.evaluate(jnp.ones((2, 2, 2)), step_fn=lambda x: learner(x).sum())
+        for _ in range(40)
+    ]
     assert len(learner._kept.programs) <= 32
     assert outputs[0][0] != 0
     np.testing.assert_array_equal(outputs[0], outputs[-1])
@@ -397,7 +506,9 @@ def test_outputs_states_and_losses_may_be_constant(rule):
     np.testing.assert_allclose(single['w',], whole['w',], rtol=1e-6)
     assert np.any(whole['w',] != 0)
     constant = lambda x: (jnp.ones(()), learner(x))
-    nothing, aux = learner.etrace_grad(jnp.stack([x, x]), step_fn=constant, has_aux=True)
+    nothing, aux = learner.etrace_grad(
+        jnp.stack([x, x]), step_fn=constant, has_aux=True
+    )
     assert not np.any(nothing['w',])
     assert aux[0].shape == (2, 2, 3)
 
@@ -405,17 +516,24 @@ def test_outputs_states_and_losses_may_be_constant(rule):
 def test_another_batch_size_where_the_first_state_has_none():
     learner = braintrace.compile(Constants(), 'd_rtrl', jnp.ones((2, 2)), batch_size=2)
     learner.reset_state(batch_size=5)
-    gradients = learner.etrace_grad(jnp.ones((3, 5, 2)), step_fn=lambda x: learner(x)[0].sum())
+    gradients = learner.etrace_grad(
+        jnp.ones((3, 5, 2)), step_fn=lambda x: learner(x)[0].sum()
+    )
     assert np.any(gradients['w',] != 0)
 
 
 def test_an_optimiser_starts_once():
     started = []
     adam = optax.adam(0.1)
-    counted = optax.GradientTransformation(lambda p: started.append(p) or adam.init(p), adam.update)
+    counted = optax.GradientTransformation(
+        lambda p: started.append(p) or adam.init(p), adam.update
+    )
     learner = braintrace.compile(Constants(), 'd_rtrl', jnp.ones((2, 2)), batch_size=2)
     for _ in range(3):
-        learner.apply({path: jnp.ones_like(s.value) for path, s in learner.param_states.items()}, counted)
+        learner.apply(
+            {path: jnp.ones_like(s.value) for path, s in learner.param_states.items()},
+            counted,
+        )
     assert len(started) == 1
 
 
@@ -426,8 +544,12 @@ def test_weakly_typed_weights_do_not_compile_again():
     learner = braintrace.compile(net, 'd_rtrl', jnp.ones((2, 2)), batch_size=2)
     step, adam = lambda x: jnp.sum(learner(x) * net.weak.value), optax.adam(0.1)
     for _ in range(3):
-        learner.apply(learner.etrace_grad(jnp.ones((4, 2, 2)), step_fn=step, fresh=True), adam)
-    runs = [run for run in learner._kept.programs.values() if hasattr(run, '_cache_size')]
+        learner.apply(
+            learner.etrace_grad(jnp.ones((4, 2, 2)), step_fn=step, fresh=True), adam
+        )
+    runs = [
+        run for run in learner._kept.programs.values() if hasattr(run, '_cache_size')
+    ]
     assert max(run._cache_size() for run in runs) == 1
 
 

@@ -17,7 +17,12 @@ from braintrace.learner.by_rule import RULES
 B, I, H, O, T = 2, 3, 4, 2, 6  # batch, inputs, units, outputs, steps  # noqa: E741
 END = np.array([1.0, 2.0, 0.5, 1.0, 0.0, 0.0])
 GAPS = np.array([1.0, 0.0, 2.0, 0.5, 0.0, 1.0])
-OPTIONS = {'dni': {'window': 2}, 'tbptt': {'k': 4}, 'snap': {'n': 2}, 'ottt': {'leak': 0.5}}
+OPTIONS = {
+    'dni': {'window': 2},
+    'tbptt': {'k': 4},
+    'snap': {'n': 2},
+    'ottt': {'leak': 0.5},
+}
 EVERY = [name for name in RULES if name != 'es_d_rtrl']
 
 
@@ -35,9 +40,15 @@ class Net(brainstate.nn.Module):
     def __init__(self):
         super().__init__()
         rng = np.random.default_rng(0)
-        weight = lambda *shape: brainstate.ParamState(jnp.asarray(0.4 * rng.standard_normal(shape)))
+        weight = lambda *shape: brainstate.ParamState(
+            jnp.asarray(0.4 * rng.standard_normal(shape))
+        )
         self.feed, self.back, self.gate = weight(I, H), weight(H, H), weight(I + H, H)
-        self.gain, self.heads, self.filter = weight(H), weight(2, H // 2, H // 2), weight(1, 1, 2)
+        self.gain, self.heads, self.filter = (
+            weight(H),
+            weight(2, H // 2, H // 2),
+            weight(1, 1, 2),
+        )
         self.out = weight(H, O)
         self.h = brainstate.HiddenState(jnp.zeros((B, H)))
         self.a = brainstate.HiddenState(jnp.zeros((B, H)))
@@ -46,9 +57,18 @@ class Net(brainstate.nn.Module):
         h, a = self.h.value, self.a.value
         gate = jax.nn.sigmoid(jnp.concatenate([x, h], -1) @ self.gate.value)
         drive = jnp.tanh(x @ self.feed.value) * self.gain.value
-        drive += jnp.einsum('bij,ijk->bik', drive.reshape(B, 2, H // 2), self.heads.value).reshape(B, H)
-        image = jax.lax.conv_general_dilated(drive[:, None], self.filter.value, (1,), 'SAME')[:, 0]
-        new = gate * h + (1 - gate) * image + 0.5 * jnp.tanh(h @ self.back.value) - 0.3 * a
+        drive += jnp.einsum(
+            'bij,ijk->bik', drive.reshape(B, 2, H // 2), self.heads.value
+        ).reshape(B, H)
+        image = jax.lax.conv_general_dilated(
+            drive[:, None], self.filter.value, (1,), 'SAME'
+        )[:, 0]
+        new = (
+            gate * h
+            + (1 - gate) * image
+            + 0.5 * jnp.tanh(h @ self.back.value)
+            - 0.3 * a
+        )
         self.h.value = jnp.where(valid, new, h)
         self.a.value = jnp.where(valid, 0.8 * a + jnp.log(1 + x[:, :1] ** 2) * h, a)
         return self.h.value @ self.out.value
@@ -94,7 +114,11 @@ def same(found, wanted):
 
 WAYS = [
     *((rule, {}, fresh) for rule in EVERY for fresh in (True, False)),
-    *(('d_rtrl', {'passes': passes, 'block': block}, True) for passes in (1, 2) for block in (1, 4, 5)),
+    *(
+        ('d_rtrl', {'passes': passes, 'block': block}, True)
+        for passes in (1, 2)
+        for block in (1, 4, 5)
+    ),
     *((rule, {'block': 4}, False) for rule in ('d_rtrl', 'pp_prop', 'eprop')),
 ]
 
@@ -103,7 +127,12 @@ WAYS = [
 def test_padding_at_the_end(rule, options, fresh):
     """States are NaN after the end, and no gradient is: it is that of the sequence without the padding."""
     (xs, ys), learner, valid = data(), learner_of(rule, **options), np.ones(T, bool)
-    call = {'step_fn': loss_of(learner), 'reduction': 'sum', 'fresh': fresh, 'return_value': True}
+    call = {
+        'step_fn': loss_of(learner),
+        'reduction': 'sum',
+        'fresh': fresh,
+        'return_value': True,
+    }
     start = standing(learner)
 
     def run(bad, n=T):
@@ -116,7 +145,9 @@ def test_padding_at_the_end(rule, options, fresh):
         found, spoilt_losses = run(bad)
         same(found, wanted)
         same(spoilt_losses[:4], losses[:4])
-        assert not np.isfinite(spoilt_losses[4:]).any()  # what the model computes is shown
+        assert not np.isfinite(
+            spoilt_losses[4:]
+        ).any()  # what the model computes is shown
         assert np.isnan(learner.model.h.value).all()
     if rule != 'dni':  # which is told when a sequence ends
         same(found, run(np.nan, np.count_nonzero(END))[0])
@@ -126,12 +157,19 @@ def test_padding_at_the_end(rule, options, fresh):
 def test_what_the_model_leaves_out(rule, options, fresh):
     """NaN in inputs that reach no state, at steps that are masked."""
     (xs, ys), learner = data(), learner_of(rule, **options)
-    call = {'step_fn': loss_of(learner), 'reduction': 'sum', 'fresh': fresh, 'mask': GAPS}
+    call = {
+        'step_fn': loss_of(learner),
+        'reduction': 'sum',
+        'fresh': fresh,
+        'mask': GAPS,
+    }
     start = standing(learner)
 
     def run(bad):
         start()
-        return learner.etrace_grad(spoilt(xs, GAPS, bad), spoilt(ys, GAPS, bad), GAPS > 0, **call)
+        return learner.etrace_grad(
+            spoilt(xs, GAPS, bad), spoilt(ys, GAPS, bad), GAPS > 0, **call
+        )
 
     same(run(np.nan), run(0.0))
     states = jax.tree.leaves([t.value for t in learner.traces.values()])
@@ -169,7 +207,13 @@ def test_online_training(rule):
         learner = learner_of(rule)
         given = (spoilt(xs, GAPS, bad), spoilt(ys, GAPS, bad), GAPS > 0)
         optimizer = braintools.optim.SGD(lr=0.05)
-        learner.etrace_online(*given, step_fn=loss_of(learner), optimizer=optimizer, mask=GAPS, update_every=2)
+        learner.etrace_online(
+            *given,
+            step_fn=loss_of(learner),
+            optimizer=optimizer,
+            mask=GAPS,
+            update_every=2,
+        )
         after.append({path: s.value for path, s in learner.param_states.items()})
     same(*after)
 
@@ -205,7 +249,9 @@ def test_windows_of_the_users_own(rule):
     def run(bad):
         learner.reset_state()
         given = (spoilt(xs, steps, bad), spoilt(ys, steps, bad), steps > 0)
-        return learner.etrace_grad(*given, step_fn=step_fn, mask=mask, chunk_size=2, reduction='sum')
+        return learner.etrace_grad(
+            *given, step_fn=step_fn, mask=mask, chunk_size=2, reduction='sum'
+        )
 
     same(run(np.nan), run(0.0))
 

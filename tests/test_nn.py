@@ -24,7 +24,9 @@ def normal(seed, *shape):
 
 def drawn(shape):
     """An initialiser that compiles nothing."""
-    return normal(sum(shape) if isinstance(shape, tuple) else shape, *np.atleast_1d(shape))
+    return normal(
+        sum(shape) if isinstance(shape, tuple) else shape, *np.atleast_1d(shape)
+    )
 
 
 def constant(shape):
@@ -32,28 +34,42 @@ def constant(shape):
 
 
 def close(got, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        got,
+        expected,
+    )
 
 
 def parameters(module):
-    return {path: state.value for path, state in module.states(brainstate.ParamState).items()}
+    return {
+        path: state.value
+        for path, state in module.states(brainstate.ParamState).items()
+    }
 
 
 def hidden(module):
-    return {path: state.value for path, state in module.states(brainstate.HiddenState).items()}
+    return {
+        path: state.value
+        for path, state in module.states(brainstate.HiddenState).items()
+    }
 
 
 def copy_parameters(source, target):
     values, states = parameters(source), target.states(brainstate.ParamState)
     assert values.keys() == states.keys()
     for path, state in states.items():
-        assert jax.tree.map(jnp.shape, state.value) == jax.tree.map(jnp.shape, values[path])
+        assert jax.tree.map(jnp.shape, state.value) == jax.tree.map(
+            jnp.shape, values[path]
+        )
         state.value = values[path]
 
 
 def jit(fn):
     """Compiled without optimisation: compiling is where these tests spend their time."""
-    return brainstate.transform.jit(fn, compiler_options={'xla_backend_optimization_level': 0})
+    return brainstate.transform.jit(
+        fn, compiler_options={'xla_backend_optimization_level': 0}
+    )
 
 
 def run(module, xs):
@@ -69,7 +85,9 @@ def gradients(*pairs):
             outputs = brainstate.transform.for_loop(module, xs)
             return jnp.sum(jnp.sin(outputs)), outputs
 
-        return brainstate.transform.grad(loss, module.states(brainstate.ParamState), has_aux=True)()
+        return brainstate.transform.grad(
+            loss, module.states(brainstate.ParamState), has_aux=True
+        )()
 
     return jit(lambda: [gradient(*pair) for pair in pairs])()
 
@@ -78,7 +96,12 @@ def marks(module, x):
     """Marks in the name stacks of one traced call, by op name."""
     jaxpr, _ = brainstate.transform.make_jaxpr(lambda value: module(value))(x)
     stacks = {str(eqn.source_info.name_stack) for eqn in jaxpr.eqns}
-    return {part[len(ops.MARK) :] for s in stacks for part in s.split('/') if part.startswith(ops.MARK)}
+    return {
+        part[len(ops.MARK) :]
+        for s in stacks
+        for part in s.split('/')
+        if part.startswith(ops.MARK)
+    }
 
 
 # ---------------------------------------------------------------- layers
@@ -89,30 +112,77 @@ WB = {'w_init': drawn, 'b_init': drawn}
 # id: (name, positional arguments, keywords, shape of one input, mark)
 LAYERS = {
     'Linear': ('Linear', (3, 4), WB, (3,), 'matmul'),
-    'Linear masked': ('Linear', (3, 4), {'w_init': drawn, 'w_mask': MASK, 'b_init': None}, (3,), 'matmul'),
+    'Linear masked': (
+        'Linear',
+        (3, 4),
+        {'w_init': drawn, 'w_mask': MASK, 'b_init': None},
+        (3,),
+        'matmul',
+    ),
     'Linear 2d': ('Linear', ((2, 3), (2, 4)), WB, (2, 3), 'matmul'),
     'SignedWLinear': ('SignedWLinear', (3, 4), W, (3,), 'matmul'),
-    'SignedWLinear signs': ('SignedWLinear', (3, 4), {**W, 'w_sign': 1 - 2 * MASK}, (3,), 'matmul'),
+    'SignedWLinear signs': (
+        'SignedWLinear',
+        (3, 4),
+        {**W, 'w_sign': 1 - 2 * MASK},
+        (3,),
+        'matmul',
+    ),
     'ScaledWSLinear': ('ScaledWSLinear', (3, 4), WB, (3,), 'matmul'),
-    'ScaledWSLinear bare': ('ScaledWSLinear', (3, 4), {**W, 'b_init': None, 'ws_gain': False}, (3,), 'matmul'),
-    'SparseLinear': ('SparseLinear', (SPARSE,), {'b_init': drawn}, (3,), 'sparse_matmul'),
+    'ScaledWSLinear bare': (
+        'ScaledWSLinear',
+        (3, 4),
+        {**W, 'b_init': None, 'ws_gain': False},
+        (3,),
+        'matmul',
+    ),
+    'SparseLinear': (
+        'SparseLinear',
+        (SPARSE,),
+        {'b_init': drawn},
+        (3,),
+        'sparse_matmul',
+    ),
     'LoRA': ('LoRA', (3, 2, 4), {'kernel_init': drawn}, (3,), 'lora_matmul'),
     'Conv1d': ('Conv1d', ((6, 3), 4, 3), {**WB, 'stride': 2}, (6, 3), 'conv'),
     'Conv1d masked': ('Conv1d', ((6, 3), 4, 3), {**W, 'w_mask': drawn}, (6, 3), 'conv'),
-    'Conv2d': ('Conv2d', ((4, 4, 2), 4, (3, 2)), {**W, 'padding': 'VALID', 'groups': 2}, (4, 4, 2), 'conv'),
-    'Conv2d first': ('Conv2d', ((2, 4, 4), 3, 3), {**WB, 'channel_first': True}, (2, 4, 4), 'conv'),
-    'Conv3d': ('Conv3d', ((3, 3, 3, 2), 2, 2), {**W, 'padding': 1}, (3, 3, 3, 2), 'conv'),
+    'Conv2d': (
+        'Conv2d',
+        ((4, 4, 2), 4, (3, 2)),
+        {**W, 'padding': 'VALID', 'groups': 2},
+        (4, 4, 2),
+        'conv',
+    ),
+    'Conv2d first': (
+        'Conv2d',
+        ((2, 4, 4), 3, 3),
+        {**WB, 'channel_first': True},
+        (2, 4, 4),
+        'conv',
+    ),
+    'Conv3d': (
+        'Conv3d',
+        ((3, 3, 3, 2), 2, 2),
+        {**W, 'padding': 1},
+        (3, 3, 3, 2),
+        'conv',
+    ),
 }
 
 
 @pytest.mark.parametrize('case', LAYERS)
 def test_layer_equals_the_one_of_brainstate(case):
     name, args, kwargs, shape, mark = LAYERS[case]
-    ours, theirs = getattr(nn, name)(*args, **kwargs), getattr(brainstate.nn, name)(*args, **kwargs)
+    ours, theirs = (
+        getattr(nn, name)(*args, **kwargs),
+        getattr(brainstate.nn, name)(*args, **kwargs),
+    )
     assert isinstance(ours, type(theirs))
     copy_parameters(ours, theirs)
     x = normal(0, 2, *shape)
-    got, expected, (_, unbatched) = gradients((ours, x[None]), (theirs, x[None]), (ours, x))
+    got, expected, (_, unbatched) = gradients(
+        (ours, x[None]), (theirs, x[None]), (ours, x)
+    )
     close(got, expected)
     close(unbatched, got[1][0])
     assert unbatched.shape[1:] == ours.out_size
@@ -122,11 +192,16 @@ def test_layer_equals_the_one_of_brainstate(case):
 def test_grouped_linear():
     layer = nn.GroupedLinear((2, 3), (2, 4), **WB)
     params, x = layer.weight.value, normal(0, 5, 2, 3)
-    expected = np.stack([np.asarray(x)[:, g] @ params['weight'][g] for g in range(2)], 1) + params['bias']
+    expected = (
+        np.stack([np.asarray(x)[:, g] @ params['weight'][g] for g in range(2)], 1)
+        + params['bias']
+    )
     close(layer(x), expected)
     close(layer(x[0]), expected[0])
     assert marks(layer, x) == {'grouped_matmul'}
-    assert nn.GroupedLinear((2, 3), (2, 4), w_init=jnp.ones((2, 3, 4)), b_init=None)(x[0]).shape == (2, 4)
+    assert nn.GroupedLinear((2, 3), (2, 4), w_init=jnp.ones((2, 3, 4)), b_init=None)(
+        x[0]
+    ).shape == (2, 4)
     with pytest.raises(ValueError, match='what to write instead'):
         nn.GroupedLinear((2, 3), (3, 4))
 
@@ -148,7 +223,10 @@ EMBEDDINGS += [(4, {'scale_grad_by_freq': True}), ((2, 3), {'max_norm': 0.5})]
 
 @pytest.mark.parametrize(('size', 'kwargs'), EMBEDDINGS, ids=str)
 def test_embedding_equals_the_one_of_brainstate(size, kwargs):
-    ours, theirs = (m.Embedding(5, size, embedding_init=drawn, **kwargs) for m in (nn, brainstate.nn))
+    ours, theirs = (
+        m.Embedding(5, size, embedding_init=drawn, **kwargs)
+        for m in (nn, brainstate.nn)
+    )
     copy_parameters(ours, theirs)
     indices = jnp.array([[0, 1, 1], [4, 1, 2]])
     close(*gradients((ours, indices), (theirs, indices)))
@@ -164,8 +242,18 @@ def test_units_pass_through_a_layer():
 
 CONVOLUTIONS = {
     'Conv1d': (nn.Conv1d, ((6, 3), 4, 3), {}, 'NWC WIO NWC'),
-    'Conv2d': (nn.Conv2d, ((4, 5, 2), 4, (3, 2)), {'groups': 2, 'padding': 'VALID'}, 'NHWC HWIO NHWC'),
-    'Conv2d first': (nn.Conv2d, ((2, 4, 4), 3, 3), {'channel_first': True, 'stride': 2}, 'NCHW HWIO NCHW'),
+    'Conv2d': (
+        nn.Conv2d,
+        ((4, 5, 2), 4, (3, 2)),
+        {'groups': 2, 'padding': 'VALID'},
+        'NHWC HWIO NHWC',
+    ),
+    'Conv2d first': (
+        nn.Conv2d,
+        ((2, 4, 4), 3, 3),
+        {'channel_first': True, 'stride': 2},
+        'NCHW HWIO NCHW',
+    ),
     'Conv3d': (nn.Conv3d, ((3, 3, 3, 2), 2, 2), {}, 'NDHWC DHWIO NDHWC'),
 }
 
@@ -229,7 +317,10 @@ def test_kernels_with_units_are_traced(case):
     learner = braintrace.compile(UnitConvolution(conv), 'd_rtrl', xs[0], batch_size=2)
     step_fn = lambda x: jnp.mean(learner(x) ** 2)
     # Two halves, so that what the second knows of the first is in the traces.
-    halves = [learner.etrace_grad(part, step_fn=step_fn, reduction='sum') for part in (xs[:2], xs[2:])]
+    halves = [
+        learner.etrace_grad(part, step_fn=step_fn, reduction='sum')
+        for part in (xs[:2], xs[2:])
+    ]
     found = jax.tree.map(lambda a, b: a + b, *halves)
 
     def loss(weight):
@@ -260,7 +351,10 @@ def steps(batch):
 @pytest.mark.parametrize('name', BOTH)
 def test_cell_equals_the_one_of_brainstate_over_three_steps(name):
     kwargs = W if name == 'URLSTMCell' else WB
-    ours, theirs = (getattr(m, name)(3, 4, state_init=constant, **kwargs) for m in (nn, brainstate.nn))
+    ours, theirs = (
+        getattr(m, name)(3, 4, state_init=constant, **kwargs)
+        for m in (nn, brainstate.nn)
+    )
     copy_parameters(ours, theirs)
     brainstate.nn.init_all_states(ours, 2)
     brainstate.nn.init_all_states(theirs, 2)
@@ -275,7 +369,10 @@ def test_cell_equals_the_one_of_brainstate_over_three_steps(name):
 
 @pytest.mark.parametrize('name', BOTH)
 def test_constructor_takes_the_arguments_of_brainstate_in_their_order(name):
-    ours, theirs = (inspect.signature(getattr(module, name).__init__).parameters for module in (nn, brainstate.nn))
+    ours, theirs = (
+        inspect.signature(getattr(module, name).__init__).parameters
+        for module in (nn, brainstate.nn)
+    )
     assert list(ours) == list(theirs)
     assert type(getattr(nn, name).usual_w_init) is type(theirs['w_init'].default)
     assert getattr(nn, name).usual_activation == theirs['activation'].default
@@ -286,7 +383,11 @@ def test_constructor_takes_the_arguments_of_brainstate_in_their_order(name):
 def test_states_and_marks_of_a_cell(name, batch):
     cell = getattr(nn, name)(3, 4, **({} if name == 'LRUCell' else W))
     brainstate.nn.init_all_states(cell, batch)
-    expected = {'LSTMCell': {'c', 'h'}, 'URLSTMCell': {'c', 'h'}, 'LRUCell': {'re', 'im'}}.get(name, {'h'})
+    expected = {
+        'LSTMCell': {'c', 'h'},
+        'URLSTMCell': {'c', 'h'},
+        'LRUCell': {'re', 'im'},
+    }.get(name, {'h'})
     assert {path[-1] for path in hidden(cell)} == expected
     shape = (4,) if batch is None else (batch, 4)
     assert all(value.shape == shape for value in hidden(cell).values())
@@ -329,7 +430,12 @@ def chaos_free(cell, x, h):
     return theta * np.tanh(h) + eta * np.tanh(linear(cell.Wh, x))
 
 
-FORMULAS = {'MinimalRNNCell': minimal_rnn, 'MiniGRU': mini_gru, 'MiniLSTM': mini_lstm, 'CFNCell': chaos_free}
+FORMULAS = {
+    'MinimalRNNCell': minimal_rnn,
+    'MiniGRU': mini_gru,
+    'MiniLSTM': mini_lstm,
+    'CFNCell': chaos_free,
+}
 
 
 @pytest.mark.parametrize('name', FORMULAS)
@@ -346,7 +452,10 @@ def test_cell_equals_its_published_formula_over_three_steps(name, batch):
 def test_mini_lstm_stays_finite_when_both_gates_are_shut():
     cell = nn.MiniLSTM(3, 4, w_init=drawn, b_init=lambda shape: jnp.full(shape, -1e4))
     cell.init_state()
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradients((cell, steps(None)))))
+    assert all(
+        np.all(np.isfinite(leaf))
+        for leaf in jax.tree.leaves(gradients((cell, steps(None))))
+    )
 
 
 @every_batch
@@ -355,11 +464,18 @@ def test_lru_equals_a_complex_recurrence(batch):
     cell.init_state(batch)
     p = {path[0]: np.asarray(value) for path, value in parameters(cell).items()}
     lam = np.exp(-np.exp(p['nu_log']) + 1j * np.exp(p['theta_log']))
-    assert np.all((np.abs(lam) > 0.4) & (np.abs(lam) < 0.9) & (np.angle(lam) > 0) & (np.angle(lam) < 1))
+    assert np.all(
+        (np.abs(lam) > 0.4)
+        & (np.abs(lam) < 0.9)
+        & (np.angle(lam) > 0)
+        & (np.angle(lam) < 1)
+    )
     close(np.exp(p['gamma_log']), np.sqrt(1 - np.abs(lam) ** 2))
     state, xs = np.zeros(4), steps(batch)
     for x, y in zip(np.asarray(xs), run(cell, xs), strict=True):
-        state = lam * state + np.exp(p['gamma_log']) * (x @ (p['B_re'] + 1j * p['B_im']))
+        state = lam * state + np.exp(p['gamma_log']) * (
+            x @ (p['B_re'] + 1j * p['B_im'])
+        )
         close(y, np.real(state @ (p['C_re'] + 1j * p['C_im'])) + x @ p['D'])
     close((cell.re.value, cell.im.value), (np.real(state), np.imag(state)))
 
@@ -398,7 +514,10 @@ def test_leaky_rate_readout_wants_one_unit_of_time():
     layer.init_state()
     with brainstate.environ.context(dt=0.5):
         assert layer(jnp.ones(3)).shape == (4,)
-    with brainstate.environ.context(dt=0.5 * u.ms), pytest.raises(ValueError, match='what to write instead'):
+    with (
+        brainstate.environ.context(dt=0.5 * u.ms),
+        pytest.raises(ValueError, match='what to write instead'),
+    ):
         layer(jnp.ones(3))
 
 
@@ -410,7 +529,9 @@ def test_other_names_of_brainstate_pass_through():
     assert set(brainstate.nn.__all__) | set(nn.__all__) <= set(dir(nn))
     for name in brainstate.nn.__all__:
         assert getattr(nn, name) is not None
-        assert (getattr(nn, name) is getattr(brainstate.nn, name)) == (name not in nn.__all__)
+        assert (getattr(nn, name) is getattr(brainstate.nn, name)) == (
+            name not in nn.__all__
+        )
     for name in ('NoSuchLayer', '_linear'):
         with pytest.raises(AttributeError, match=name):
             getattr(nn, name)
@@ -419,6 +540,10 @@ def test_other_names_of_brainstate_pass_through():
 def test_an_input_of_the_wrong_shape_is_refused():
     cell = nn.GRUCell(3, 4, **W)
     cell.init_state()
-    for layer, shape in ((nn.Linear(3, 4, **W), (2,)), (cell, (5,)), (nn.Conv1d((6, 3), 4, 3, **W), (5, 3))):
+    for layer, shape in (
+        (nn.Linear(3, 4, **W), (2,)),
+        (cell, (5,)),
+        (nn.Conv1d((6, 3), 4, 3, **W), (5, 3)),
+    ):
         with pytest.raises(ValueError, match='what to write instead'):
             layer(jnp.ones(shape))

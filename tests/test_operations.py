@@ -41,7 +41,9 @@ def test_opaque_operations_are_reported(name):
     shape = jax.ShapeDtypeStruct((2, 4), jnp.float32)
     opaque = {
         'while_loop': COMMON['while_loop'],
-        'pure_callback': lambda x: jax.pure_callback(np.sin, shape, x, vmap_method='sequential'),
+        'pure_callback': lambda x: jax.pure_callback(
+            np.sin, shape, x, vmap_method='sequential'
+        ),
     }[name]
 
     def step(p, s, x):
@@ -49,12 +51,26 @@ def test_opaque_operations_are_reported(name):
         h = 0.5 * opaque(jnp.tanh(s['h']) + y * p['v']) + y
         return {'h': h}, h @ p['out']
 
-    parameters = {'w': jnp.full((3, 4), 0.1), 'v': jnp.full(4, 0.2), 'out': jnp.ones((4, 2))}
+    parameters = {
+        'w': jnp.full((3, 4), 0.1),
+        'v': jnp.full(4, 0.2),
+        'out': jnp.ones((4, 2)),
+    }
     state, x = {'h': jnp.zeros((2, 4))}, jnp.ones((2, 3))
     graph = braintrace.compile_etrace_graph(step, parameters, state, x)
     (record,) = graph.explain(kind=DiagnosticKind.NOT_DIFFERENTIABLE)
     assert record.primitive in OPAQUE
-    assert __file__.rpartition('/')[2] in record.message or 'operations.py' in record.message
-    credits = {r.context['name']: (r.context['credit'], r.context['reason']) for r in graph.report.credits}
-    assert {n: c for n, (c, _) in credits.items()} == {'w': 'instantaneous', 'v': 'none', 'out': 'exact'}
+    assert (
+        __file__.rpartition('/')[2] in record.message
+        or 'operations.py' in record.message
+    )
+    credits = {
+        r.context['name']: (r.context['credit'], r.context['reason'])
+        for r in graph.report.credits
+    }
+    assert {n: c for n, (c, _) in credits.items()} == {
+        'w': 'instantaneous',
+        'v': 'none',
+        'out': 'exact',
+    }
     assert all('no credit passes' in credits[n][1] for n in 'wv')

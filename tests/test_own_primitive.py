@@ -18,8 +18,12 @@ def new_product(name):
     """x @ w as a primitive with derivatives, batching and lowering, and nothing that names it a product."""
     p = Primitive(name)
     p.def_impl(lambda x, w: x @ w)
-    p.def_abstract_eval(lambda x, w: jax.core.ShapedArray((*x.shape[:-1], w.shape[-1]), x.dtype))
-    mlir.register_lowering(p, mlir.lower_fun(lambda x, w: x @ w, multiple_results=False))
+    p.def_abstract_eval(
+        lambda x, w: jax.core.ShapedArray((*x.shape[:-1], w.shape[-1]), x.dtype)
+    )
+    mlir.register_lowering(
+        p, mlir.lower_fun(lambda x, w: x @ w, multiple_results=False)
+    )
     ad.defjvp(p, lambda dx, x, w: dx @ w, lambda dw, x, w: x @ dw)
 
     def batched(args, dims):
@@ -35,7 +39,9 @@ class Net(brainstate.nn.Module):
     def __init__(self, product):
         super().__init__()
         draw = np.random.default_rng(0)
-        weight = lambda *sizes: brainstate.ParamState(jnp.asarray(draw.normal(size=sizes) * 0.4, 'float32'))
+        weight = lambda *sizes: brainstate.ParamState(
+            jnp.asarray(draw.normal(size=sizes) * 0.4, 'float32')
+        )
         self.feed, self.back, self.read = weight(N_IN, H), weight(H, H), weight(H, 2)
         self.product = product
 
@@ -44,7 +50,9 @@ class Net(brainstate.nn.Module):
         self.a = brainstate.HiddenState(jnp.zeros((batch_size, H)))
 
     def update(self, x):
-        drive = self.product(x, self.feed.value) + self.product(jnp.tanh(self.v.value), self.back.value)
+        drive = self.product(x, self.feed.value) + self.product(
+            jnp.tanh(self.v.value), self.back.value
+        )
         self.v.value = 0.9 * self.v.value - 0.2 * self.a.value + jnp.tanh(drive)
         self.a.value = 0.95 * self.a.value + 0.1 * self.v.value
         return self.v.value @ self.read.value
@@ -63,8 +71,14 @@ def learn(product, rule):
     xs = jnp.asarray(np.random.default_rng(1).normal(size=(2, T, B, N_IN)), 'float32')
     ys = jnp.asarray(np.random.default_rng(2).normal(size=(2, T, B, 2)), 'float32')
     step = lambda x, y: jnp.mean((learner(x) - y) ** 2)
-    gradients = [learner.etrace_grad(x, y, step_fn=step) for x, y in zip(xs, ys, strict=True)]
-    shapes = sorted(x.shape for trace in learner.traces.values() for x in jax.tree.leaves(trace.value))
+    gradients = [
+        learner.etrace_grad(x, y, step_fn=step) for x, y in zip(xs, ys, strict=True)
+    ]
+    shapes = sorted(
+        x.shape
+        for trace in learner.traces.values()
+        for x in jax.tree.leaves(trace.value)
+    )
     return gradients, shapes
 
 

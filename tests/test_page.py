@@ -24,7 +24,10 @@ def reports():
 
 @pytest.fixture(scope='module')
 def texts(reports):
-    return {name: r.to_html(memory=pages.plan(r) if r.rule else None) for name, r in reports.items()}
+    return {
+        name: r.to_html(memory=pages.plan(r) if r.rule else None)
+        for name, r in reports.items()
+    }
 
 
 class Reader(HTMLParser):
@@ -51,7 +54,11 @@ class Reader(HTMLParser):
             element[2] += data
 
     def all(self, tag, kind=None):
-        return [e for e in self.elements if e[0] == tag and (kind is None or kind in e[1].get('class', '').split())]
+        return [
+            e
+            for e in self.elements
+            if e[0] == tag and (kind is None or kind in e[1].get('class', '').split())
+        ]
 
 
 def body(text):
@@ -66,7 +73,11 @@ def test_page(name, reports, texts):
     assert text.startswith('<!doctype html>\n<html lang="en">')
     assert [e[2] for e in page.all('h1')] == [report.model]
     assert report.model in page.all('title')[0][2]
-    assert [e[0] for e in page.elements if re.fullmatch('h[1-6]', e[0])][:3] == ['h1', 'h2', 'h2']
+    assert [e[0] for e in page.elements if re.fullmatch('h[1-6]', e[0])][:3] == [
+        'h1',
+        'h2',
+        'h2',
+    ]
     ids = [e[1]['id'] for e in page.elements if 'id' in e[1]]
     assert len(ids) == len(set(ids))
 
@@ -86,7 +97,9 @@ def test_page(name, reports, texts):
         assert all('.'.join(map(str, path)) in titles for path in group.hidden_paths)
 
     cuts = [r for r in report.diagnostics if r.kind == 'cut']
-    numbers = {i for part in (*report.chart.edges, *report.chart.nodes) for i in part.cuts}
+    numbers = {
+        i for part in (*report.chart.edges, *report.chart.nodes) for i in part.cuts
+    }
     assert numbers == set(range(1, len(cuts) + 1))
     assert {f'cut-{i}' for i in numbers} == {i for i in ids if i.startswith('cut-')}
     assert {e[1]['href'] for e in page.all('a')} <= {f'#{i}' for i in ids}
@@ -99,7 +112,10 @@ def test_page(name, reports, texts):
 def test_the_same_every_time(texts):
     for name in ('gru', 'strange'):
         report = pages.MADE[name]()
-        assert report.to_html(memory=pages.plan(report) if report.rule else None) == texts[name]
+        assert (
+            report.to_html(memory=pages.plan(report) if report.rule else None)
+            == texts[name]
+        )
 
 
 def test_names_are_only_text(texts):
@@ -108,7 +124,14 @@ def test_names_are_only_text(texts):
     assert '<b>' not in text
     assert '<i>' not in text
     shown = html.unescape(re.sub(r'<[^>]*>', '', text))
-    for name in (pages.SCRIPT, pages.BOLD, pages.LONG, '重み', '<i>Strange</i>', '# <b> & "a comment"'):
+    for name in (
+        pages.SCRIPT,
+        pages.BOLD,
+        pages.LONG,
+        '重み',
+        '<i>Strange</i>',
+        '# <b> & "a comment"',
+    ):
         assert name in shown
 
 
@@ -116,7 +139,11 @@ def test_sources_are_shown_around_the_line(reports, texts):
     lines = pathlib.Path(pages.__file__).read_text(encoding='utf-8').splitlines()
     page = Reader(texts['strange'])
     heads = [e[2] for e in page.all('h3')]
-    sources = {r.context['source'] for r in reports['strange'].diagnostics if r.context and 'source' in r.context}
+    sources = {
+        r.context['source']
+        for r in reports['strange'].diagnostics
+        if r.context and 'source' in r.context
+    }
     assert {os.path.relpath(source) for source in sources} <= set(heads)
     assert all(source.startswith(pages.__file__) for source in sources)
     for source in sources:
@@ -131,7 +158,8 @@ def test_sources_are_shown_around_the_line(reports, texts):
 def test_chart_of_a_gru(reports):
     chart = reports['gru'].chart
     names = {
-        n: node.parameters[0].split('.')[-3] if node.parameters else node.kind for n, node in enumerate(chart.nodes)
+        n: node.parameters[0].split('.')[-3] if node.parameters else node.kind
+        for n, node in enumerate(chart.nodes)
     }
     ways = {(names[e.source], names[e.target], e.delayed): e.cuts for e in chart.edges}
     assert ways == {
@@ -146,23 +174,37 @@ def test_chart_of_a_gru(reports):
         ('group', 'readout', False): (),
         ('readout', 'output', False): (),
     }
-    assert [n.title for n in chart.operations_of('cell.Wh.weight.bias')] == ['matmul + add']
+    assert [n.title for n in chart.operations_of('cell.Wh.weight.bias')] == [
+        'matmul + add'
+    ]
 
 
 def test_chart_of_strange_ways(reports):
     chart = reports['strange'].chart
-    kinds = {(chart.nodes[e.source].kind, chart.nodes[e.target].kind): e for e in chart.edges}
+    kinds = {
+        (chart.nodes[e.source].kind, chart.nodes[e.target].kind): e for e in chart.edges
+    }
     assert kinds['group', 'state'].delayed
     moved = next(e for e in chart.edges if e.target == e.source and e.cuts)
     assert chart.nodes[moved.source].names == (pages.BOLD,)
-    assert [e.differentiable for e in chart.edges if chart.nodes[e.target].title == 'output 2'] == [False]
+    assert [
+        e.differentiable
+        for e in chart.edges
+        if chart.nodes[e.target].title == 'output 2'
+    ] == [False]
 
 
 def test_cuts_in_part_and_inside(reports):
     chart = reports['loop'].chart
-    first, second, scan = [n for n, node in enumerate(chart.nodes) if node.kind == 'operation']
+    first, second, scan = [
+        n for n, node in enumerate(chart.nodes) if node.kind == 'operation'
+    ]
     ways = {(e.source, e.target): (e.cuts, e.partly) for e in chart.edges if e.cuts}
-    assert ways == {(first, second): ((1,), False), (second, scan): ((3,), True), (scan + 1, scan): ((2,), True)}
+    assert ways == {
+        (first, second): ((1,), False),
+        (second, scan): ((3,), True),
+        (scan + 1, scan): ((2,), True),
+    }
     assert [node.cuts for node in chart.nodes if node.cuts] == [(4,)]
     assert not any(e.partly for e in reports['gru'].chart.edges)
 
@@ -180,7 +222,9 @@ def test_traces_and_memory(reports, texts):
 
 
 def test_files_and_notebooks(tmp_path, reports, texts):
-    learner = pages.learner(pages.Net(pages.brainstate.nn.GRUCell(3, 4, w_init=pages.ZERO)), pages.X)
+    learner = pages.learner(
+        pages.Net(pages.brainstate.nn.GRUCell(3, 4, w_init=pages.ZERO)), pages.X
+    )
     learner.write_report(tmp_path / 'page.html')
     plain = learner.report.to_html()
     assert (tmp_path / 'page.html').read_text(encoding='utf-8') == plain
@@ -190,7 +234,12 @@ def test_files_and_notebooks(tmp_path, reports, texts):
         (frame,) = Reader(shown._repr_html_()).all('iframe')
         assert frame[1]['srcdoc'].startswith('<!doctype html>')
     assert learner._repr_html_().count('<') == 2
-    assert bt.D_RTRL(pages.Net(pages.brainstate.nn.GRUCell(3, 4, w_init=pages.ZERO)))._repr_html_() is None
+    assert (
+        bt.D_RTRL(
+            pages.Net(pages.brainstate.nn.GRUCell(3, 4, w_init=pages.ZERO))
+        )._repr_html_()
+        is None
+    )
 
 
 def test_function_info():
@@ -209,7 +258,9 @@ def test_shortened():
 def test_boxes_stay_apart(name, reports, monkeypatch):
     drawn = []
     make = Drawing.__init__
-    monkeypatch.setattr(Drawing, '__init__', lambda self, *a: (make(self, *a), drawn.append(self))[0])
+    monkeypatch.setattr(
+        Drawing, '__init__', lambda self, *a: (make(self, *a), drawn.append(self))[0]
+    )
     reports[name].to_html()
     (drawing,) = drawn
     assert len(drawing.bands) > 1
@@ -218,4 +269,9 @@ def test_boxes_stay_apart(name, reports, monkeypatch):
         assert a.x + a.width <= drawing.width <= 1244
         assert a.y + a.height <= drawing.height
         for b in drawing.boxes[:i]:
-            assert a.x + a.width < b.x or b.x + b.width < a.x or a.y + a.height < b.y or b.y + b.height < a.y
+            assert (
+                a.x + a.width < b.x
+                or b.x + b.width < a.x
+                or a.y + a.height < b.y
+                or b.y + b.height < a.y
+            )

@@ -48,5 +48,7 @@ def test_a_part_of_the_package_keeps_x64():
 
 
 def test_float64_is_float64():
-    at_import = 'import braintrace, jax.numpy as jnp\nassert jnp.ones(1).dtype == "float64"'
+    at_import = (
+        'import braintrace, jax.numpy as jnp\nassert jnp.ones(1).dtype == "float64"'
+    )
     assert after_import(ON, at_import=at_import)

@@ -42,7 +42,10 @@ def values_of(shapes, seed, dtypes):
             return np.asarray(rng.integers(0, 3, shape), np.int32)
         dtype = np.dtype(dtypes.get(name, 'float64'))
         is_complex = np.issubdtype(dtype, np.complexfloating)
-        return np.asarray(numbers(shape) + 1j * numbers(shape) if is_complex else numbers(shape), dtype)
+        return np.asarray(
+            numbers(shape) + 1j * numbers(shape) if is_complex else numbers(shape),
+            dtype,
+        )
 
     return {name: value(name, shape) for name, shape in shapes.items()}
 
@@ -60,11 +63,21 @@ def with_roles(program, kinds):
 
     def grouped(h):
         *shape, count = h.varshape
-        return dataclasses.replace(h, varshape=tuple(shape), num_state=count, state=Grouped(tuple(shape)))
+        return dataclasses.replace(
+            h, varshape=tuple(shape), num_state=count, state=Grouped(tuple(shape))
+        )
 
     kind = lambda h: kinds[h.path[0]]
-    hidden = tuple(grouped(h) if kind(h) == 'group' else h for h in program.hidden if kind(h) != 'other')
-    others = tuple(OtherState(h.path, (), h.invar, h.outvar) for h in program.hidden if kind(h) == 'other')
+    hidden = tuple(
+        grouped(h) if kind(h) == 'group' else h
+        for h in program.hidden
+        if kind(h) != 'other'
+    )
+    others = tuple(
+        OtherState(h.path, (), h.invar, h.outvar)
+        for h in program.hidden
+        if kind(h) == 'other'
+    )
     return dataclasses.replace(program, hidden=hidden, others=others)
 
 
@@ -72,15 +85,24 @@ class Case:
     """A program with values, and everything that is compared."""
 
     def __init__(self, program):
-        self.step, self.states = program.step, values_of(program.states, 0, program.dtypes)
+        self.step, self.states = (
+            program.step,
+            values_of(program.states, 0, program.dtypes),
+        )
         self.parameters = values_of(program.parameters, 1, program.dtypes)
         self.weights = np.asarray([1.0, 0.5, 0.0, 2.0])
         xs = [values_of(program.inputs, 2 + t, program.dtypes) for t in range(STEPS)]
         self.xs = jax.tree.map(lambda *x: np.stack(x), *xs)
-        info = extract_function_info(self.loss_step, self.parameters, self.states, xs[0])
-        values = jax.tree.map(jnp.asarray, [self.parameters, self.states, xs[0], self.xs])
+        info = extract_function_info(
+            self.loss_step, self.parameters, self.states, xs[0]
+        )
+        values = jax.tree.map(
+            jnp.asarray, [self.parameters, self.states, xs[0], self.xs]
+        )
         roles = with_roles(info.program, program.kinds)
-        self.problem = Problem(roles, jax.tree.leaves(values[:3]), jax.tree.leaves(values[3]), self.weights)
+        self.problem = Problem(
+            roles, jax.tree.leaves(values[:3]), jax.tree.leaves(values[3]), self.weights
+        )
 
     def loss_step(self, p, s, x):
         new, out = self.step(p, s, x)
@@ -99,7 +121,9 @@ class Case:
         def loss(p, weights, through):
             def step(s, at):
                 w, x = at
-                s, out = self.loss_step(p, jax.tree.map(lambda a: scale(a, through), s), x)
+                s, out = self.loss_step(
+                    p, jax.tree.map(lambda a: scale(a, through), s), x
+                )
                 return s, w * out
 
             return jnp.sum(jax.lax.scan(step, self.states, (weights, self.xs))[1])
@@ -119,8 +143,12 @@ class Case:
         def solve(weights):
             given = (problem.inputs, weights, block)
             if way == 'two_pass':
-                return engine.two_pass(problem.parameters, problem.states, *given).gradients
-            return engine.one_pass(problem.parameters, problem.states, engine.init_traces(), *given).gradients
+                return engine.two_pass(
+                    problem.parameters, problem.states, *given
+                ).gradients
+            return engine.one_pass(
+                problem.parameters, problem.states, engine.init_traces(), *given
+            ).gradients
 
         return traced(solve, self.weights)
 
@@ -142,7 +170,8 @@ def check(program, ways):
     close = functools.partial(compare, is_narrow(program))
     start = np.eye(STEPS)[0]
     plain, single, first = (
-        case.plain(case.parameters, *given) for given in ((case.weights, 1.0), (case.weights, 0.0), (start, 1.0))
+        case.plain(case.parameters, *given)
+        for given in ((case.weights, 1.0), (case.weights, 0.0), (start, 1.0))
     )
     found = {}
     for way, block in ways:
@@ -150,7 +179,9 @@ def check(program, ways):
         found, one = engine(case.weights), engine(start)
         for v, name in case.names.items():
             close(one[v], first[name], f'{name}: one step by {way}')
-            wanted = sum(w * g[v] for w, g in zip(case.weights, case.recursion, strict=True))
+            wanted = sum(
+                w * g[v] for w, g in zip(case.weights, case.recursion, strict=True)
+            )
             close(found[v], wanted, f'{name}: {way} in blocks of {block}')
     for v, name in case.names.items():
         credit, reason = case.credit[name]
@@ -159,7 +190,11 @@ def check(program, ways):
             if not reason.startswith(UNFELT):
                 close(0 * plain[name], plain[name], f'{name}: none ({reason})')
         elif credit != 'local':
-            close(found[v], (plain if credit == 'exact' else single)[name], f'{name}: {credit} ({reason})')
+            close(
+                found[v],
+                (plain if credit == 'exact' else single)[name],
+                f'{name}: {credit} ({reason})',
+            )
     return case
 
 
@@ -304,7 +339,9 @@ def drawn(data, draw):
     """A program, and one way to solve it or two."""
     pick = lambda options: data.draw(st.sampled_from(options))
     program = draw(pick)
-    assume(program.parameters and any(kind != 'other' for kind in program.kinds.values()))
+    assume(
+        program.parameters and any(kind != 'other' for kind in program.kinds.values())
+    )
     return program, pick([[pick(WAYS)], [pick(WAYS), pick(WAYS)]])
 
 
@@ -312,7 +349,12 @@ def fuzz(seed, programs, draw=draw_program, local=False):
     """Check random programs, if they are local that nothing is cut; the smallest that fails is shown as Python."""
 
     @hypothesis.seed(seed)
-    @settings(max_examples=programs, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=programs,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.data())
     def run(data):
         program, ways = drawn(data, draw)
@@ -320,7 +362,9 @@ def fuzz(seed, programs, draw=draw_program, local=False):
         found = check(program, ways).credit
         if local:
             assert {credit for credit, _ in found.values()} <= {'exact', 'none'}, found
-            assert not any(reason.startswith(UNFELT) for _, reason in found.values()), found
+            assert not any(reason.startswith(UNFELT) for _, reason in found.values()), (
+                found
+            )
 
     run()
 

@@ -19,7 +19,9 @@ def test_example_runs(capsys):
     assert 'D_RTRL against BPTT' in printed
 
 
-@pytest.mark.parametrize('page', sorted((ROOT / 'docs').glob('*.md')), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    'page', sorted((ROOT / 'docs').glob('*.md')), ids=lambda p: p.stem
+)
 def test_docs_run(page):
     names: dict = {}
     for code in re.findall(r'```python\n(.*?)```', page.read_text(), re.DOTALL):
@@ -30,6 +32,12 @@ def test_measured_table_is_that_of_the_benchmark(monkeypatch):
     monkeypatch.setattr(sys, 'path', [str(ROOT / 'benchmarks'), *sys.path])
     import report
 
-    (shown,) = re.findall(r'results.json -->\n(.*?)\n<!-- end', (ROOT / 'README.md').read_text(), re.DOTALL)
-    measured = json.loads((ROOT / 'benchmarks' / 'results.json').read_text())['workloads']
+    (shown,) = re.findall(
+        r'results.json -->\n(.*?)\n<!-- end',
+        (ROOT / 'README.md').read_text(),
+        re.DOTALL,
+    )
+    measured = json.loads((ROOT / 'benchmarks' / 'results.json').read_text())[
+        'workloads'
+    ]
     assert shown == report.markdown(report.rows(measured))

@@ -20,7 +20,14 @@ from jax.flatten_util import ravel_pytree
 from jax.nn import sigmoid
 
 import braintrace
-from braintrace import ETraceConfig, FixedRandomFeedback, GradExpon, KappaFilter, MultiStepData, SyntheticGradient
+from braintrace import (
+    ETraceConfig,
+    FixedRandomFeedback,
+    GradExpon,
+    KappaFilter,
+    MultiStepData,
+    SyntheticGradient,
+)
 from braintrace.rules import PRESETS, named
 
 nn = brainstate.nn
@@ -71,7 +78,11 @@ class Adaptive(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.feed, self.recur, self.out = nn.Linear(I, H), nn.Linear(H, H, b_init=None), nn.Linear(H, O)
+        self.feed, self.recur, self.out = (
+            nn.Linear(I, H),
+            nn.Linear(H, H, b_init=None),
+            nn.Linear(H, O),
+        )
 
     def init_state(self, batch_size=None, **kwargs):
         self.V = brainstate.HiddenState(jnp.zeros((batch_size, H)))
@@ -89,7 +100,11 @@ def adaptive(p, h, x, cut):
     V, a = h['V'], h['a']
     fired = spike(V - 0.5 - 0.2 * a)
     sent = stop(fired) if cut else fired
-    drive = x @ p['feed', 'weight']['weight'] + p['feed', 'weight']['bias'] + sent @ p['recur', 'weight']['weight']
+    drive = (
+        x @ p['feed', 'weight']['weight']
+        + p['feed', 'weight']['bias']
+        + sent @ p['recur', 'weight']['weight']
+    )
     return {'V': 0.9 * V + drive - 0.5 * fired, 'a': 0.97 * a + fired}
 
 
@@ -107,11 +122,15 @@ class Gated(nn.Module):
 def gated(p, s, x, cut):
     h = s['cell.h']
     held = stop(h) if cut else h
-    gates = jnp.concatenate([x, held], -1) @ p['cell', 'Wrz', 'weight']['weight'] + p['cell', 'Wrz', 'weight']['bias']
+    gates = (
+        jnp.concatenate([x, held], -1) @ p['cell', 'Wrz', 'weight']['weight']
+        + p['cell', 'Wrz', 'weight']['bias']
+    )
     r, z = jnp.split(sigmoid(gates), 2, axis=-1)
     r = stop(r) if cut else r
     new = jnp.tanh(
-        jnp.concatenate([x, r * held], -1) @ p['cell', 'Wh', 'weight']['weight'] + p['cell', 'Wh', 'weight']['bias']
+        jnp.concatenate([x, r * held], -1) @ p['cell', 'Wh', 'weight']['weight']
+        + p['cell', 'Wh', 'weight']['bias']
     )
     return {'cell.h': (1 - z) * h + z * new}
 
@@ -138,7 +157,9 @@ class Case:
         self.xs = jnp.asarray(rng.normal(size=(steps, B, I)))
         self.ys = jnp.asarray(rng.normal(size=(steps, B, O)))
         self.weights = {
-            path: jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) * 0.5), state.value)
+            path: jax.tree.map(
+                lambda x: jnp.asarray(rng.normal(size=x.shape) * 0.5), state.value
+            )
             for path, state in self.model().states(brainstate.ParamState).items()
         }
         self.flat, self.tree = ravel_pytree(self.weights)
@@ -150,20 +171,26 @@ class Case:
     def learner(self, rule, **options):
         with brainstate.environ.context(precision=64):
             model = self.model()
-            learner = braintrace.compile(model, rule, self.xs[0], batch_size=B, **options)
+            learner = braintrace.compile(
+                model, rule, self.xs[0], batch_size=B, **options
+            )
         for path, state in model.states(brainstate.ParamState).items():
             state.value = self.weights[path]
         return learner
 
     def gradient(self, rule, fresh=True, **options):
         learner = self.learner(rule, **options)
-        found = learner.etrace_grad(self.xs, self.ys, step_fn=loss_of(learner), reduction='sum', fresh=fresh)
+        found = learner.etrace_grad(
+            self.xs, self.ys, step_fn=loss_of(learner), reduction='sum', fresh=fresh
+        )
         return ravel_pytree({path: found[path] for path in self.weights})[0]
 
     # dense functions of flat vectors
 
     def step(self, theta, h, x, cut=False):
-        return ravel_pytree(self.plain(self.tree(theta), self.states(h), x, cut, **self.options))[0]
+        return ravel_pytree(
+            self.plain(self.tree(theta), self.states(h), x, cut, **self.options)
+        )[0]
 
     def read(self, theta, h):
         p = self.tree(theta)['out', 'weight']
@@ -196,11 +223,15 @@ class Case:
         return jax.jacrev(self.step, argnums=(1, 0))(self.flat, h, x, True)
 
     def one_step(self, h, x, y):
-        return jax.grad(lambda theta: self.loss(theta, self.step(theta, h, x), y))(self.flat)
+        return jax.grad(lambda theta: self.loss(theta, self.step(theta, h, x), y))(
+            self.flat
+        )
 
     def by_trace(self, recursion=lambda d, e: d @ e, kappa=None, signal=None):
         """One-step gradient with its local part replaced by signal · trace."""
-        signal = signal or (lambda h, y, t: jax.grad(self.loss, argnums=1)(self.flat, h, y))
+        signal = signal or (
+            lambda h, y, t: jax.grad(self.loss, argnums=1)(self.flat, h, y)
+        )
 
         def now(h, new, x, y, t, state):
             trace, filtered = state
@@ -208,7 +239,9 @@ class Case:
             trace = recursion(d, trace) + influence
             filtered = trace if kappa is None else kappa * filtered + trace
             true = jax.grad(self.loss, argnums=1)(self.flat, new, y)
-            gradient = self.one_step(h, x, y) - true @ influence + signal(new, y, t) @ filtered
+            gradient = (
+                self.one_step(h, x, y) - true @ influence + signal(new, y, t) @ filtered
+            )
             return gradient, (trace, filtered)
 
         zero = jnp.zeros((self.start.size, self.flat.size))
@@ -219,10 +252,14 @@ class Case:
 
         def now(h, new, x, y, t, influence):
             d, i = jax.jacrev(self.step, argnums=(1, 0))(self.flat, h, x)
-            past = jax.grad(lambda h: self.loss(self.flat, self.step(self.flat, h, x), y))(h)
+            past = jax.grad(
+                lambda h: self.loss(self.flat, self.step(self.flat, h, x), y)
+            )(h)
             gradient = self.one_step(h, x, y) + past @ influence
             influence = d @ influence + i
-            return gradient, influence if mask is None else jnp.where(mask, influence, 0)
+            return gradient, influence if mask is None else jnp.where(
+                mask, influence, 0
+            )
 
         return self.along(now, jnp.zeros((self.start.size, self.flat.size)))
 
@@ -243,7 +280,12 @@ def differ(a, b):
 
 
 @pytest.mark.parametrize(
-    ('name', 'fresh'), [('leaky', True), ('adaptive', False), *([('adaptive', True), ('gated', False)] if ALL else [])]
+    ('name', 'fresh'),
+    [
+        ('leaky', True),
+        ('adaptive', False),
+        *([('adaptive', True), ('gated', False)] if ALL else []),
+    ],
 )
 def test_eprop_is_the_filtered_local_trace(name, fresh):
     case = Case(name)
@@ -260,11 +302,19 @@ def test_eprop_without_a_filter_is_the_local_rule():
 def test_a_filter_with_kappa_zero_is_no_filter():
     case = Case('adaptive')
     for zero in (0.0, 0, np.float32(0), KappaFilter(0.0)):
-        assert braintrace.EProp(Leaky(), kappa_filter_decay=zero).rule == braintrace.EProp(Leaky()).rule
+        assert (
+            braintrace.EProp(Leaky(), kappa_filter_decay=zero).rule
+            == braintrace.EProp(Leaky()).rule
+        )
     three_factor = braintrace.ThreeFactor(Leaky(), kappa_filter_decay=0.0)
     assert three_factor.rule == braintrace.ThreeFactor(Leaky()).rule
-    unfiltered, zero = case.learner('eprop'), case.learner('eprop', kappa_filter_decay=0.0)
-    shapes = lambda learner: jax.tree.map(jnp.shape, {k: t.value for k, t in learner.traces.items()})
+    unfiltered, zero = (
+        case.learner('eprop'),
+        case.learner('eprop', kappa_filter_decay=0.0),
+    )
+    shapes = lambda learner: jax.tree.map(
+        jnp.shape, {k: t.value for k, t in learner.traces.items()}
+    )
     assert shapes(zero) == shapes(unfiltered)
     close(case.gradient('eprop', kappa_filter_decay=0.0), case.by_trace())
     # Exact windows are refused with a filter and allowed without one.
@@ -277,7 +327,9 @@ def test_configurations_with_kappa_zero_are_those_without_a_filter():
     assert hash(ETraceConfig(trace_filter='kappa', kappa=0.0)) == hash(ETraceConfig())
     assert ETraceConfig(trace_filter='kappa', kappa=0.0).rule == ETraceConfig().rule
     factors = {'trace_factorization': 'io_factorized', 'decay': 0.9}
-    assert ETraceConfig(**factors, trace_filter='kappa', kappa=0.0) == ETraceConfig(**factors)
+    assert ETraceConfig(**factors, trace_filter='kappa', kappa=0.0) == ETraceConfig(
+        **factors
+    )
     for wrong in (False, -0.1, 'none'):
         with pytest.raises(ValueError, match='instead'):
             ETraceConfig(kappa=wrong)
@@ -309,17 +361,29 @@ def test_random_feedback_sends_the_error_at_the_readout_back_by_other_weights(na
 def test_adaptive_feedback_comes_closer_to_the_weights_with_every_update():
     case = Case('leaky')
     learner = case.learner('eprop', feedback=FixedRandomFeedback(key=1, align=0.5))
-    fixed, own = FixedRandomFeedback(key=1)(0, (H, O), jnp.float64), case.weights['out', 'weight']['weight']
+    fixed, own = (
+        FixedRandomFeedback(key=1)(0, (H, O), jnp.float64),
+        case.weights['out', 'weight']['weight'],
+    )
     step = loss_of(learner)
     for left in (1.0, 0.5, 0.25):
-        found = learner.etrace_grad(case.xs, case.ys, step_fn=step, reduction='sum', fresh=True)
+        found = learner.etrace_grad(
+            case.xs, case.ys, step_fn=step, reduction='sum', fresh=True
+        )
         weights = left * fixed + (1 - left) * own
-        close(ravel_pytree(found)[0], ravel_pytree(case.tree(case.by_trace(signal=feedback_signal(case, weights))))[0])
+        close(
+            ravel_pytree(found)[0],
+            ravel_pytree(
+                case.tree(case.by_trace(signal=feedback_signal(case, weights)))
+            )[0],
+        )
 
 
 def test_random_feedback_needs_a_readout():
     xs = jnp.ones((T, B, I), jnp.float32)
-    learner = braintrace.compile(nn.GRUCell(I, H), 'eprop', xs[0], batch_size=B, feedback='random')
+    learner = braintrace.compile(
+        nn.GRUCell(I, H), 'eprop', xs[0], batch_size=B, feedback='random'
+    )
     with pytest.raises(braintrace.CompilationError, match='without a read-out'):
         learner.etrace_grad(xs, step_fn=lambda x: jnp.sum(learner(x) ** 2))
 
@@ -327,7 +391,9 @@ def test_random_feedback_needs_a_readout():
 def test_rflo_with_the_feedback_of_its_paper():
     case = Case('leaky')
     found = case.gradient('rflo', leak=0.7, feedback='random', random_feedback_key=3)
-    config = ETraceConfig(temporal_recursion='scalar_leak', decay=0.7, learning_signal='random_feedback')
+    config = ETraceConfig(
+        temporal_recursion='scalar_leak', decay=0.7, learning_signal='random_feedback'
+    )
     differ(found, case.gradient(config))
     close(case.gradient('rflo', leak=0.7, feedback='random'), case.gradient(config))
     differ(found, case.gradient('rflo', leak=0.7))
@@ -345,7 +411,9 @@ def test_feedback_sends_the_size_of_the_error_not_its_direction_alone():
     assert jnp.linalg.norm(once) > 1e-2
 
 
-@pytest.mark.parametrize(('name', 'fresh'), [('adaptive', True), *([('gated', False)] if ALL else [])])
+@pytest.mark.parametrize(
+    ('name', 'fresh'), [('adaptive', True), *([('gated', False)] if ALL else [])]
+)
 def test_rflo_leaks_by_a_number(name, fresh):
     case = Case(name)
     expected = case.by_trace(recursion=lambda d, e: 0.6 * e)
@@ -379,16 +447,27 @@ def by_factors(case, decay, forget):
     f = jnp.zeros((B, H))
     for t, (x, y) in enumerate(zip(case.xs, case.ys, strict=True), 1):
         p = case.weights
-        drive = x @ p['feed', 'weight']['weight'] + p['feed', 'weight']['bias'] + h @ p['recur', 'weight']['weight']
+        drive = (
+            x @ p['feed', 'weight']['weight']
+            + p['feed', 'weight']['bias']
+            + h @ p['recur', 'weight']['weight']
+        )
         new = 0.8 * h + jnp.tanh(drive)
-        x_bar, h_bar, one_bar = alpha_x * x_bar + x, alpha_x * h_bar + h, alpha_x * one_bar + 1
+        x_bar, h_bar, one_bar = (
+            alpha_x * x_bar + x,
+            alpha_x * h_bar + h,
+            alpha_x * one_bar + 1,
+        )
         f = alpha_f * forget * f + (1 - alpha_f) * (1 - jnp.tanh(drive) ** 2)
         error = jax.grad(lambda out, y=y: jnp.mean((out - y) ** 2))(
             new @ p['out', 'weight']['weight'] + p['out', 'weight']['bias']
         )
         told = (error @ p['out', 'weight']['weight'].T) * f / (1 - alpha_f**t)
         add = {
-            ('feed', 'weight'): {'weight': x_bar.T @ told, 'bias': one_bar * told.sum(0)},
+            ('feed', 'weight'): {
+                'weight': x_bar.T @ told,
+                'bias': one_bar * told.sum(0),
+            },
             ('recur', 'weight'): {'weight': h_bar.T @ told},
             ('out', 'weight'): {'weight': new.T @ error, 'bias': error.sum(0)},
         }
@@ -401,7 +480,10 @@ def by_factors(case, decay, forget):
 def test_ottt_and_ostl_feedforward_by_hand(fresh):
     case = Case('leaky')
     close(case.gradient('ottt', fresh, leak=0.7), by_factors(case, (0.7, 0.0), 0.0))
-    close(case.gradient('OSTL_feedforward', fresh, decay_or_rank=(0.7, 0.4)), by_factors(case, (0.7, 0.4), 1.0))
+    close(
+        case.gradient('OSTL_feedforward', fresh, decay_or_rank=(0.7, 0.4)),
+        by_factors(case, (0.7, 0.4), 1.0),
+    )
 
 
 class OneToOne(nn.Module):
@@ -423,7 +505,12 @@ def test_ottt_is_exact_for_element_wise_weights_of_units_that_only_leak():
     check = learner.gradient_check(xs, step_fn=lambda x: jnp.sum(learner(x) ** 2))
     assert check['w'].relative_error < 1e-9
     other = braintrace.compile(OneToOne(), 'ottt', xs[0], leak=0.7)
-    assert other.gradient_check(xs, step_fn=lambda x: jnp.sum(other(x) ** 2))['w'].relative_error > 1e-3
+    assert (
+        other.gradient_check(xs, step_fn=lambda x: jnp.sum(other(x) ** 2))[
+            'w'
+        ].relative_error
+        > 1e-3
+    )
 
 
 def test_ostl_recurrent_is_the_local_rule():
@@ -434,7 +521,9 @@ def test_ostl_recurrent_is_the_local_rule():
 # ---------------------------------------------------------------- influences on all states
 
 
-@pytest.mark.parametrize(('name', 'fresh'), [('leaky', True), ('adaptive', False), ('gated', True)])
+@pytest.mark.parametrize(
+    ('name', 'fresh'), [('leaky', True), ('adaptive', False), ('gated', True)]
+)
 def test_rtrl_is_bptt(name, fresh):
     case = Case(name)
     close(case.by_influence(), case.bptt())
@@ -446,8 +535,14 @@ def test_snap_keeps_what_is_reached_within_n_steps(name):
     case = Case(name)
     rng = np.random.default_rng(4)
     draws = [jnp.asarray(rng.normal(size=case.start.shape)) for _ in range(20)]
-    found = [jax.jacrev(case.step, argnums=(1, 0))(case.flat, 2 * h, case.xs[0]) for h in draws]
-    onward, direct = (sum(np.asarray(part != 0, int) for part in parts) > 0 for parts in zip(*found, strict=True))
+    found = [
+        jax.jacrev(case.step, argnums=(1, 0))(case.flat, 2 * h, case.xs[0])
+        for h in draws
+    ]
+    onward, direct = (
+        sum(np.asarray(part != 0, int) for part in parts) > 0
+        for parts in zip(*found, strict=True)
+    )
     onward = onward.astype(int)
     mask = direct
     for n in (1, 2):
@@ -476,9 +571,22 @@ class Ring(nn.Module):
 def test_snap_holds_less_for_a_sparse_recurrence():
     xs = jnp.asarray(np.random.default_rng(0).normal(size=(T, B, H)))
     sizes, found = [], []
-    for rule, options in [('snap', {'n': 1}), ('snap', {'n': 2}), ('snap', {'n': H}), ('rtrl', {}), ('bptt', {})]:
+    for rule, options in [
+        ('snap', {'n': 1}),
+        ('snap', {'n': 2}),
+        ('snap', {'n': H}),
+        ('rtrl', {}),
+        ('bptt', {}),
+    ]:
         learner = braintrace.compile(Ring(), rule, xs[0], batch_size=B, **options)
-        sizes.append(sum(x.size for t in learner.traces.values() for x in jax.tree.leaves(t.value)) - 1)
+        sizes.append(
+            sum(
+                x.size
+                for t in learner.traces.values()
+                for x in jax.tree.leaves(t.value)
+            )
+            - 1
+        )
         step = lambda x, learner=learner: jnp.mean(learner(x) ** 2)
         found.append(learner.etrace_grad(xs, step_fn=step, fresh=True)['w',])
     assert sizes[:4] == [H * B, H * 2 * B, H * H * B, H * H * B]
@@ -492,7 +600,9 @@ def test_uoro_is_right_in_the_mean():
     case = Case('leaky', steps=4)
     learner = case.learner('uoro', seed=5)
     step = loss_of(learner)
-    call = lambda: ravel_pytree(learner.etrace_grad(case.xs, case.ys, step_fn=step, reduction='sum', fresh=True))[0]
+    call = lambda: ravel_pytree(
+        learner.etrace_grad(case.xs, case.ys, step_fn=step, reduction='sum', fresh=True)
+    )[0]
     draws = np.stack([np.asarray(call()) for _ in range(1000)])
     error = draws.mean(0) - np.asarray(ravel_pytree(case.tree(case.bptt()))[0])
     spread = draws.std(0) / len(draws) ** 0.5
@@ -520,11 +630,15 @@ class One(brainstate.nn.Module):
 def test_factors_of_a_scalar_state(rule, decay_f):
     xs = jnp.asarray([0.5, -1.0, 2.0])
     learner = braintrace.compile(One(), rule, xs[0])
-    found = learner.etrace_grad(xs, step_fn=lambda x: learner(x) ** 2, reduction='sum', fresh=True)['w',]
+    found = learner.etrace_grad(
+        xs, step_fn=lambda x: learner(x) ** 2, reduction='sum', fresh=True
+    )['w',]
     h = e_f = e_x = wanted = 0.0
     for t, x in enumerate(np.asarray(xs)):
         h = 0.8 * h + np.tanh(0.7 * x)
-        on_x, on_f = (1, x) if decay_f else (x, 1)  # ∂y/∂w = x is on the side that remembers
+        on_x, on_f = (
+            (1, x) if decay_f else (x, 1)
+        )  # ∂y/∂w = x is on the side that remembers
         e_f = decay_f * 0.8 * e_f + (1 - decay_f) * on_f * (1 - np.tanh(0.7 * x) ** 2)
         e_x = 0.9 * e_x + on_x
         wanted += 2 * h * e_f * e_x / (1 - decay_f ** (t + 1))
@@ -533,13 +647,19 @@ def test_factors_of_a_scalar_state(rule, decay_f):
 
 def test_factors_of_one_sum_share_their_states_side():
     xs = jnp.asarray(np.random.default_rng(0).normal(size=(T, B, I)), jnp.float32)
-    learner = braintrace.compile(brainstate.nn.GRUCell(I, H), 'pp_prop', xs[0], batch_size=B)
+    learner = braintrace.compile(
+        brainstate.nn.GRUCell(I, H), 'pp_prop', xs[0], batch_size=B
+    )
     learner.etrace_evolve(xs)
     held = [x for trace in learner.traces.values() for x in trace.value.f.values()]
     assert len(learner.traces) == 6
-    assert [x.shape for x in held] == [(B, H)] * 2  # one for the update gate, one for the candidate
+    assert [x.shape for x in held] == [
+        (B, H)
+    ] * 2  # one for the update gate, one for the candidate
     for name in ('Wrz', 'Wh'):
-        shown = [trace.f[0] for trace in learner.get_etrace_of((name, 'weight')).values()]
+        shown = [
+            trace.f[0] for trace in learner.get_etrace_of((name, 'weight')).values()
+        ]
         assert len(shown) == 3
         assert np.abs(shown[0]).max() > 1e-3
         close(shown[1], shown[0])
@@ -551,7 +671,10 @@ class Turning(brainstate.nn.Module):
 
     def __init__(self):
         super().__init__()
-        draw = lambda *shape: jnp.asarray(np.random.default_rng(len(shape)).normal(size=(2, *shape))) * 0.4
+        draw = lambda *shape: (
+            jnp.asarray(np.random.default_rng(len(shape)).normal(size=(2, *shape)))
+            * 0.4
+        )
         self.w = brainstate.ParamState(jax.lax.complex(*draw(I, H)))
         self.r = brainstate.ParamState(jax.lax.complex(*draw(H)))
 
@@ -559,7 +682,11 @@ class Turning(brainstate.nn.Module):
         self.h = brainstate.HiddenState(jnp.zeros((batch_size, H), complex))
 
     def update(self, x):
-        self.h.value = 0.5 * self.h.value + x @ self.w.value + self.r.value * jnp.roll(self.h.value.conj(), 1, -1)
+        self.h.value = (
+            0.5 * self.h.value
+            + x @ self.w.value
+            + self.r.value * jnp.roll(self.h.value.conj(), 1, -1)
+        )
         return jnp.concatenate([self.h.value.real, self.h.value.imag**2], -1)
 
 
@@ -569,7 +696,9 @@ def test_influence_of_complex_parameters():
     def found(rule, **options):
         learner = braintrace.compile(Turning(), rule, xs[0], batch_size=B, **options)
         step = lambda x: jnp.sum(learner(x) ** 2)
-        return lambda: ravel_pytree(dict(learner.etrace_grad(xs, step_fn=step, fresh=True)))[0]
+        return lambda: ravel_pytree(
+            dict(learner.etrace_grad(xs, step_fn=step, fresh=True))
+        )[0]
 
     wanted = found('bptt')()
     assert np.abs(wanted.imag).min() > 1e-6
@@ -578,7 +707,10 @@ def test_influence_of_complex_parameters():
     assert np.abs(found('snap', n=1)() - wanted).max() > 1e-3
     draw = found('uoro')
     draws = np.stack([np.asarray(draw()) for _ in range(1000)]).view(float)
-    error, spread = draws.mean(0) - np.asarray(wanted).view(float), draws.std(0) / len(draws) ** 0.5
+    error, spread = (
+        draws.mean(0) - np.asarray(wanted).view(float),
+        draws.std(0) / len(draws) ** 0.5,
+    )
     assert np.all(np.abs(error) <= 5 * spread + 1e-12)
     assert np.linalg.norm(error) < 0.2 * np.linalg.norm(wanted)
 
@@ -589,7 +721,12 @@ def narrow(v):
     return (v > 0) * 1.0
 
 
-narrow.defjvp(lambda primals, tangents: (narrow(*primals), 0.3 * tangents[0] * jnp.maximum(0, 1 - jnp.abs(primals[0]))))
+narrow.defjvp(
+    lambda primals, tangents: (
+        narrow(*primals),
+        0.3 * tangents[0] * jnp.maximum(0, 1 - jnp.abs(primals[0])),
+    )
+)
 
 
 class Distant(nn.Module):
@@ -609,7 +746,12 @@ class Distant(nn.Module):
         z = narrow(self.V.value + 59.5)
         z = z * (self.rest.value == 0)
         self.rest.value = jnp.where(z > 0, 1.0, 0.0)
-        self.V.value = -60 + 0.9 * (self.V.value + 60) + self.table.value[symbol] + z @ self.recur.value
+        self.V.value = (
+            -60
+            + 0.9 * (self.V.value + 60)
+            + self.table.value[symbol]
+            + z @ self.recur.value
+        )
         return self.V.value
 
 
@@ -617,27 +759,43 @@ def test_snap_reaches_what_no_draw_of_values_opens():
     symbols = jnp.asarray(np.random.default_rng(1).integers(0, 9, (T, B)))
     found = {}
     for rule, options in [('snap', {'n': 1}), ('snap', {'n': 2}), ('bptt', {})]:
-        learner = braintrace.compile(Distant(), rule, symbols[0], batch_size=B, **options)
+        learner = braintrace.compile(
+            Distant(), rule, symbols[0], batch_size=B, **options
+        )
         step = lambda x, learner=learner: jnp.mean((learner(x) + 60) ** 2)
-        found[learner.rule.name] = ravel_pytree(learner.etrace_grad(symbols, step_fn=step, fresh=True))[0]
+        found[learner.rule.name] = ravel_pytree(
+            learner.etrace_grad(symbols, step_fn=step, fresh=True)
+        )[0]
     close(found['SnAp(2)'], found['BPTT'])
     differ(found['SnAp(1)'], found['BPTT'])
 
 
-@pytest.mark.parametrize(('rule', 'options'), [('uoro', {}), ('eprop', {'feedback': 'adaptive'})])
+@pytest.mark.parametrize(
+    ('rule', 'options'), [('uoro', {}), ('eprop', {'feedback': 'adaptive'})]
+)
 def test_a_loop_of_single_steps_is_training_online(rule, options):
     """Signs are drawn anew and feedback comes closer at each step, as they do in the compiled loop."""
     case = Case('leaky')
     online, single = case.learner(rule, **options), case.learner(rule, **options)
-    losses = online.etrace_online(case.xs, case.ys, step_fn=loss_of(online), optimizer=optax.sgd(0.1))
-    weights, optimizer, found = single.model.states(brainstate.ParamState), optax.sgd(0.1), []
+    losses = online.etrace_online(
+        case.xs, case.ys, step_fn=loss_of(online), optimizer=optax.sgd(0.1)
+    )
+    weights, optimizer, found = (
+        single.model.states(brainstate.ParamState),
+        optax.sgd(0.1),
+        [],
+    )
     for x, y in zip(case.xs, case.ys, strict=True):
         loss = lambda x, y: jnp.mean((single(x) - y) ** 2)
-        gradients, value = brainstate.transform.grad(loss, weights, return_value=True)(x, y)
+        gradients, value = brainstate.transform.grad(loss, weights, return_value=True)(
+            x, y
+        )
         single.apply(dict(gradients), optimizer)
         found.append(value)
     close(jnp.stack(found), losses)
-    weights_of = lambda learner: ravel_pytree({path: w.value for path, w in learner.param_states.items()})[0]
+    weights_of = lambda learner: ravel_pytree(
+        {path: w.value for path, w in learner.param_states.items()}
+    )[0]
     differ(weights_of(single), weights_of(case.learner(rule)))
     assert single.standing.value == online.standing.value == T
 
@@ -654,7 +812,13 @@ def test_the_seed_of_compile_is_that_of_a_rule_that_draws():
 
 @pytest.mark.parametrize(
     ('name', 'shape'),
-    [('leaky', ()), ('leaky', (B, 1)), ('leaky', (B,)), ('adaptive', (H,)), ('gated', (B, H))],
+    [
+        ('leaky', ()),
+        ('leaky', (B, 1)),
+        ('leaky', (B,)),
+        ('adaptive', (H,)),
+        ('gated', (B, H)),
+    ],
 )
 def test_a_modulator_takes_the_place_of_the_signal(name, shape):
     case = Case(name)
@@ -673,16 +837,22 @@ def test_a_modulator_for_every_step_may_be_computed_there():
     def step(x, y, m):
         return jnp.mean((learner(x, modulator=2 * m) - y) ** 2)
 
-    found = learner.etrace_grad(case.xs, case.ys, ms, step_fn=step, reduction='sum', fresh=True)
+    found = learner.etrace_grad(
+        case.xs, case.ys, ms, step_fn=step, reduction='sum', fresh=True
+    )
     signal = lambda h, y, t: jnp.broadcast_to(2 * ms[t][:, None], (B, H)).ravel()
-    close(ravel_pytree(found)[0], ravel_pytree(case.tree(case.by_trace(signal=signal)))[0])
+    close(
+        ravel_pytree(found)[0], ravel_pytree(case.tree(case.by_trace(signal=signal)))[0]
+    )
 
 
 def test_a_standing_modulator_is_honoured_under_jit():
     case = Case('leaky')
     learner = case.learner('three_factor', modulator=1.0)
     step = loss_of(learner)
-    run = brainstate.transform.jit(lambda: learner.etrace_grad(case.xs, case.ys, step_fn=step, fresh=True))
+    run = brainstate.transform.jit(
+        lambda: learner.etrace_grad(case.xs, case.ys, step_fn=step, fresh=True)
+    )
     first = run()['feed', 'weight']['weight']
     learner.standing.value = jnp.asarray(3.0)
     close(run()['feed', 'weight']['weight'], 3 * first)
@@ -698,17 +868,27 @@ def test_a_modulator_of_a_step_leaves_the_standing_one():
     ms = jnp.ones((T, B, 1)).at[1].set(jnp.nan)
     mask = jnp.ones(T).at[1].set(0.0)
     for _ in range(2):
-        gradients = learner.etrace_grad(case.xs, case.ys, ms, step_fn=step, mask=mask, fresh=True)
+        gradients = learner.etrace_grad(
+            case.xs, case.ys, ms, step_fn=step, mask=mask, fresh=True
+        )
         assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradients))
     learner(case.xs[0], modulator=jnp.full((B, H), 100.0))
-    assert learner.evaluate(case.xs, case.ys, ms, step_fn=lambda x, y, m: learner(x, modulator=m)).shape == (T, B, O)
-    compared = learner.gradient_check(case.xs, case.ys, ms.at[1].set(1.0), step_fn=step, rules=['threefactor', 'rtrl'])
+    assert learner.evaluate(
+        case.xs, case.ys, ms, step_fn=lambda x, y, m: learner(x, modulator=m)
+    ).shape == (T, B, O)
+    compared = learner.gradient_check(
+        case.xs, case.ys, ms.at[1].set(1.0), step_fn=step, rules=['threefactor', 'rtrl']
+    )
     assert all(row.relative_error < 1e-9 for row in compared['RTRL'].rows)
     assert learner.standing.value == 2.0
     learner.reset_state()
-    found = learner.etrace_grad(case.xs, case.ys, step_fn=loss_of(learner), reduction='sum', fresh=True)
+    found = learner.etrace_grad(
+        case.xs, case.ys, step_fn=loss_of(learner), reduction='sum', fresh=True
+    )
     signal = lambda h, y, t: jnp.full(B * H, 2.0)
-    close(ravel_pytree(found)[0], ravel_pytree(case.tree(case.by_trace(signal=signal)))[0])
+    close(
+        ravel_pytree(found)[0], ravel_pytree(case.tree(case.by_trace(signal=signal)))[0]
+    )
 
 
 class LeakyOut(nn.Module):
@@ -732,25 +912,46 @@ def test_a_modulator_for_the_units_and_a_loss_for_the_readout():
     xs, ys = (jnp.asarray(rng.normal(size=(T, B, n)), jnp.float32) for n in (I, O))
     with brainstate.environ.context(dt=1.0):
         learner = braintrace.compile(
-            LeakyOut(), 'three_factor', xs[0], batch_size=B, modulator=jnp.ones((1, H)), trace=lambda p: p[0] != 'out'
+            LeakyOut(),
+            'three_factor',
+            xs[0],
+            batch_size=B,
+            modulator=jnp.ones((1, H)),
+            trace=lambda p: p[0] != 'out',
         )
         step = lambda x, y: jnp.mean((learner(x) - y) ** 2)
-        found, other = (learner.etrace_grad(xs, k * ys, step_fn=step, fresh=True) for k in (1, 7))
-        named = lambda g, first: ravel_pytree({p: v for p, v in g.items() if p[0] == first})[0]
-        np.testing.assert_allclose(named(found, 'feed'), named(other, 'feed'), rtol=1e-5)
+        found, other = (
+            learner.etrace_grad(xs, k * ys, step_fn=step, fresh=True) for k in (1, 7)
+        )
+        named = lambda g, first: ravel_pytree(
+            {p: v for p, v in g.items() if p[0] == first}
+        )[0]
+        np.testing.assert_allclose(
+            named(found, 'feed'), named(other, 'feed'), rtol=1e-5
+        )
         differ(named(found, 'out'), named(other, 'out'))
-        modulated = braintrace.compile(LeakyOut(), 'three_factor', xs[0], batch_size=B, modulator=jnp.ones((1, H)))
+        modulated = braintrace.compile(
+            LeakyOut(), 'three_factor', xs[0], batch_size=B, modulator=jnp.ones((1, H))
+        )
         with pytest.raises(braintrace.CompilationError, match=r'trace=\.\.\.'):
-            modulated.etrace_grad(xs, ys, step_fn=lambda x, y: jnp.mean((modulated(x) - y) ** 2))
+            modulated.etrace_grad(
+                xs, ys, step_fn=lambda x, y: jnp.mean((modulated(x) - y) ** 2)
+            )
 
 
 def test_what_is_no_modulator():
     case = Case('leaky')
     learner = case.learner('three_factor')
-    for wrong, reason in (('x', 'a number'), (1j, 'a number'), (MultiStepData(case.xs), 'one modulator')):
+    for wrong, reason in (
+        ('x', 'a number'),
+        (1j, 'a number'),
+        (MultiStepData(case.xs), 'one modulator'),
+    ):
         with pytest.raises(ValueError, match=reason):
             learner(case.xs[0], modulator=wrong)
-    twice = lambda x, y: jnp.sum(learner(x, modulator=1.0) + learner(x, modulator=2.0) - y)
+    twice = lambda x, y: jnp.sum(
+        learner(x, modulator=1.0) + learner(x, modulator=2.0) - y
+    )
     with pytest.raises(braintrace.CompilationError, match='two calls with a modulator'):
         learner.etrace_grad(case.xs, case.ys, step_fn=twice)
 
@@ -771,19 +972,35 @@ def test_a_predictor_of_credit_learns():
     step = loss_of(learner)
     sequences = (case.xs, case.ys)
     gradient = lambda: ravel_pytree(
-        case.tree(ravel_pytree(learner.etrace_grad(*sequences, step_fn=step, reduction='sum', fresh=True))[0])
+        case.tree(
+            ravel_pytree(
+                learner.etrace_grad(
+                    *sequences, step_fn=step, reduction='sum', fresh=True
+                )
+            )[0]
+        )
     )[0]
-    distance = lambda: float(jnp.linalg.norm(gradient() - ravel_pytree(case.tree(case.bptt()))[0]))
+    distance = lambda: float(
+        jnp.linalg.norm(gradient() - ravel_pytree(case.tree(case.bptt()))[0])
+    )
     before = distance()
     weights = {path: state.value for path, state in learner.param_states.items()}
-    errors = braintrace.train_synthetic_gradient(learner, *sequences, step_fn=step, updates=400)
+    errors = braintrace.train_synthetic_gradient(
+        learner, *sequences, step_fn=step, updates=400
+    )
     assert errors[-1] < 0.5 * errors[0]
     assert distance() < 0.3 * before
-    assert all(learner.param_states[path].value is value for path, value in weights.items())
+    assert all(
+        learner.param_states[path].value is value for path, value in weights.items()
+    )
     with pytest.raises(ValueError, match='no predictor'):
-        braintrace.train_synthetic_gradient(case.learner('d_rtrl'), *sequences, step_fn=step)
+        braintrace.train_synthetic_gradient(
+            case.learner('d_rtrl'), *sequences, step_fn=step
+        )
     with pytest.raises(ValueError, match='two windows'):
-        braintrace.train_synthetic_gradient(learner, case.xs[:1], case.ys[:1], step_fn=step)
+        braintrace.train_synthetic_gradient(
+            learner, case.xs[:1], case.ys[:1], step_fn=step
+        )
     windowed = lambda x, y: jnp.mean((learner(MultiStepData(x)) - y) ** 2)
     with pytest.raises(ValueError, match='windows of one'):
         learner.etrace_grad(*sequences, step_fn=windowed, chunk_size=2)
@@ -793,7 +1010,9 @@ def test_a_predictor_does_not_overshoot():
     case = Case('adaptive')
     learner = case.learner('dni', window=2)
     step = lambda x, y: 100 * jnp.sum((learner(x) - y) ** 2)
-    errors = braintrace.train_synthetic_gradient(learner, case.xs, case.ys, step_fn=step, updates=200)
+    errors = braintrace.train_synthetic_gradient(
+        learner, case.xs, case.ys, step_fn=step, updates=200
+    )
     assert errors[-1] < errors[0]
     assert max(errors) < 10 * errors[0]
 
@@ -803,7 +1022,9 @@ def test_predicted_credit_counts_as_the_losses_do():
     case = Case('leaky')
     learner = case.learner('dni', window=2)
     step = loss_of(learner)
-    braintrace.train_synthetic_gradient(learner, case.xs, case.ys, step_fn=step, updates=20)
+    braintrace.train_synthetic_gradient(
+        learner, case.xs, case.ys, step_fn=step, updates=20
+    )
     wisdom = learner.standing.value
 
     def run(*parts, mask):
@@ -812,7 +1033,9 @@ def test_predicted_credit_counts_as_the_losses_do():
         for part in parts:
             learner.standing.value = wisdom
             given = (case.xs[part], case.ys[part])
-            found = learner.etrace_grad(*given, step_fn=step, mask=mask[part], reduction='sum')
+            found = learner.etrace_grad(
+                *given, step_fn=step, mask=mask[part], reduction='sum'
+            )
             total = total + ravel_pytree(found)[0]
         return total
 
@@ -843,7 +1066,9 @@ def test_the_error_of_a_predictor_is_that_of_the_credit_it_is_taught():
     """One that predicts nothing is wrong by the credit itself: ∂(later losses)/∂h at every start but the first."""
     case = Case('leaky')
     learner = case.learner('dni', window=2)
-    (error,) = braintrace.train_synthetic_gradient(learner, case.xs, case.ys, step_fn=loss_of(learner), updates=1)
+    (error,) = braintrace.train_synthetic_gradient(
+        learner, case.xs, case.ys, step_fn=loss_of(learner), updates=1
+    )
     states = [case.start]
     for x in case.xs:
         states.append(case.step(case.flat, states[-1], x))
@@ -894,26 +1119,39 @@ def test_one_step_is_the_plain_gradient_unless_the_signal_differs(rule):
         close(found, case.bptt())
         return
     mine, exact = case.tree(found), case.tree(case.bptt())
-    differ(mine['cell', 'Wh', 'weight']['weight'], exact['cell', 'Wh', 'weight']['weight'])
+    differ(
+        mine['cell', 'Wh', 'weight']['weight'], exact['cell', 'Wh', 'weight']['weight']
+    )
     assert jnp.linalg.norm(mine['cell', 'Wh', 'weight']['weight']) > 1e-3
     close(mine['out', 'weight']['weight'], exact['out', 'weight']['weight'])
 
 
-@pytest.mark.parametrize('rule', ['uoro', 'three_factor', *(['eprop', 'ottt', 'snap'] if ALL else [])])
+@pytest.mark.parametrize(
+    'rule', ['uoro', 'three_factor', *(['eprop', 'ottt', 'snap'] if ALL else [])]
+)
 def test_halves_steps_and_resets(rule):
     """Two halves are the whole, single steps too; after a reset everything begins anew."""
     case = Case('adaptive', steps=4)
     options = RULES[rule]
     whole = case.learner(rule, **options)
     step = loss_of(whole)
-    expected = ravel_pytree(whole.etrace_grad(case.xs, case.ys, step_fn=step, reduction='sum'))[0]
+    expected = ravel_pytree(
+        whole.etrace_grad(case.xs, case.ys, step_fn=step, reduction='sum')
+    )[0]
     parts = case.learner(rule, **options)
     step = loss_of(parts)
     found = 0.0
     for part in (slice(0, 2), slice(2, 4)):
         if rule == 'uoro':
             parts.standing.value = jnp.zeros((), jnp.int32)
-        found = found + ravel_pytree(parts.etrace_grad(case.xs[part], case.ys[part], step_fn=step, reduction='sum'))[0]
+        found = (
+            found
+            + ravel_pytree(
+                parts.etrace_grad(
+                    case.xs[part], case.ys[part], step_fn=step, reduction='sum'
+                )
+            )[0]
+        )
     close(found, expected)
     if rule == 'uoro':
         whole.standing.value = jnp.zeros((), jnp.int32)
@@ -925,7 +1163,9 @@ def test_halves_steps_and_resets(rule):
     for x, y in zip(case.xs, case.ys, strict=True):
         if rule == 'uoro':
             single.standing.value = jnp.zeros((), jnp.int32)
-        one = brainstate.transform.grad(lambda x, y: jnp.mean((single(x) - y) ** 2), weights)(x, y)
+        one = brainstate.transform.grad(
+            lambda x, y: jnp.mean((single(x) - y) ** 2), weights
+        )(x, y)
         found = found + ravel_pytree(dict(one))[0]
     close(found, expected)
 
@@ -942,7 +1182,10 @@ def test_a_trace_that_someone_looked_at_outlives_the_next_call(rule):
     jax.tree.map(np.testing.assert_array_equal, seen, before)
     assert any(np.any(x != 0) for x in jax.tree.leaves(before))
     now = [trace.value for trace in learner.traces.values()]
-    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(before), strict=True))
+    assert any(
+        np.any(a != b)
+        for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(before), strict=True)
+    )
 
 
 @pytest.mark.parametrize('rule', RULES)
@@ -955,7 +1198,11 @@ def test_learning_online(rule):
     losses = []
     for _ in range(3):
         learner.reset_state()
-        losses.append(learner.etrace_online(case.xs, case.ys, step_fn=step, optimizer=optax.sgd(0.02)).mean())
+        losses.append(
+            learner.etrace_online(
+                case.xs, case.ys, step_fn=step, optimizer=optax.sgd(0.02)
+            ).mean()
+        )
     assert jnp.all(jnp.isfinite(jnp.stack(losses)))
     assert rule == 'three_factor' or losses[-1] < losses[0]
 
@@ -964,7 +1211,9 @@ def test_learning_online(rule):
 def test_memory_is_as_planned(rule):
     learner = Case('leaky', steps=4).learner(rule, **RULES[rule])
     plan = learner.memory_plan(4)
-    held = sum(x.nbytes for t in learner.traces.values() for x in jax.tree.leaves(t.value))
+    held = sum(
+        x.nbytes for t in learner.traces.values() for x in jax.tree.leaves(t.value)
+    )
     assert sum(plan.traces.values()) == held
     assert (held > 0) == (rule not in WINDOWS)
     assert 'BPTT' in str(plan)
@@ -986,14 +1235,33 @@ def test_every_rule_shows_its_options():
 
 def test_traces_grow_as_stated():
     """Powers of the number of units by which what a rule carries grows."""
-    powers = {'d_rtrl': 2, 'pp_prop': 1, 'eprop': 2, 'ostlfeedforward': 1, 'ottt': 1, 'rflo': 2, 'snap': 2, 'rtrl': 3}
+    powers = {
+        'd_rtrl': 2,
+        'pp_prop': 1,
+        'eprop': 2,
+        'ostlfeedforward': 1,
+        'ottt': 1,
+        'rflo': 2,
+        'snap': 2,
+        'rtrl': 3,
+    }
     powers |= {'uoro': 2, 'bptt': 0}
-    for name, power in powers.items() if ALL else [(name, powers[name]) for name in ('d_rtrl', 'snap')]:
+    for name, power in (
+        powers.items() if ALL else [(name, powers[name]) for name in ('d_rtrl', 'snap')]
+    ):
         sizes = []
         for units in (16, 32):
             cell = (nn.ValinaRNNCell if name == 'snap' else nn.GRUCell)(1, units)
-            learner = braintrace.compile(cell, name, jnp.ones((1, 1), jnp.float32), batch_size=1)
-            sizes.append(sum(x.size for t in learner.traces.values() for x in jax.tree.leaves(t.value)))
+            learner = braintrace.compile(
+                cell, name, jnp.ones((1, 1), jnp.float32), batch_size=1
+            )
+            sizes.append(
+                sum(
+                    x.size
+                    for t in learner.traces.values()
+                    for x in jax.tree.leaves(t.value)
+                )
+            )
         found = np.log2(sizes[1] / sizes[0]) if power else sum(sizes)
         assert abs(found - power) < 0.2, (name, sizes)
 
@@ -1003,19 +1271,42 @@ def test_rules_are_compared_on_the_users_own_model(tmp_path):
     learner = case.learner('d_rtrl')
     step = loss_of(learner)
     learner.etrace_grad(case.xs, case.ys, step_fn=step)
-    before = jax.tree.map(lambda s: s.value, dict(learner.states()), is_leaf=lambda s: isinstance(s, brainstate.State))
-    rules = ['d_rtrl', 'rflo', 'rtrl', 'bptt', 'tbptt', *(['dni', 'uoro'] if ALL else [])]
-    found = learner.gradient_check(case.xs, case.ys, step_fn=step, reduction='sum', rules=[*rules, ETraceConfig()])
-    after = jax.tree.map(lambda s: s.value, dict(learner.states()), is_leaf=lambda s: isinstance(s, brainstate.State))
+    before = jax.tree.map(
+        lambda s: s.value,
+        dict(learner.states()),
+        is_leaf=lambda s: isinstance(s, brainstate.State),
+    )
+    rules = [
+        'd_rtrl',
+        'rflo',
+        'rtrl',
+        'bptt',
+        'tbptt',
+        *(['dni', 'uoro'] if ALL else []),
+    ]
+    found = learner.gradient_check(
+        case.xs, case.ys, step_fn=step, reduction='sum', rules=[*rules, ETraceConfig()]
+    )
+    after = jax.tree.map(
+        lambda s: s.value,
+        dict(learner.states()),
+        is_leaf=lambda s: isinstance(s, brainstate.State),
+    )
     jax.tree.map(close, after, before)
     exact = jax.tree.leaves(case.tree(case.bptt()))
     for rule in ('RTRL', 'BPTT', 'TBPTT(20)'):
         assert all(row.relative_error < 1e-9 for row in found[rule].rows)
     mine = jax.tree.leaves(case.tree(case.gradient('rflo')))
-    cosine = lambda a, b: float(jnp.vdot(a, b) / jnp.linalg.norm(a) / jnp.linalg.norm(b))
+    cosine = lambda a, b: float(
+        jnp.vdot(a, b) / jnp.linalg.norm(a) / jnp.linalg.norm(b)
+    )
     cosines = [cosine(a, b) for a, b in zip(mine, exact, strict=True)]
-    assert found['RFLO'].cosine == pytest.approx(cosine(case.gradient('rflo'), case.bptt()))
-    assert sorted(row.cosine for row in found['RFLO'].rows) == pytest.approx(sorted(cosines))
+    assert found['RFLO'].cosine == pytest.approx(
+        cosine(case.gradient('rflo'), case.bptt())
+    )
+    assert sorted(row.cosine for row in found['RFLO'].rows) == pytest.approx(
+        sorted(cosines)
+    )
     assert found['ETraceConfig()'].rows == found['D_RTRL'].rows
     assert 'cosine ×norm, to BPTT' in str(found)
     found.plot(tmp_path / 'rules.png')
@@ -1026,7 +1317,9 @@ def test_rules_are_compared_on_the_users_own_model(tmp_path):
     with pytest.raises(KeyError, match='there is: D_RTRL, RFLO'):
         found['rflo']
     chosen = [braintrace.RFLO, braintrace.RFLO(learner.model, leak=0.5)]
-    again = learner.gradient_check(case.xs, case.ys, step_fn=step, reduction='sum', rules=chosen)
+    again = learner.gradient_check(
+        case.xs, case.ys, step_fn=step, reduction='sum', rules=chosen
+    )
     assert again.checks[0].rows == found['RFLO'].rows != again.checks[1].rows
 
 
@@ -1034,7 +1327,8 @@ def test_rules_are_compared_on_the_users_own_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('rule', 'options'), [('three_factor', {'modulator': 2.0}), ('uoro', {}), ('dni', {'window': 2})]
+    ('rule', 'options'),
+    [('three_factor', {'modulator': 2.0}), ('uoro', {}), ('dni', {'window': 2})],
 )
 def test_comparing_leaves_what_the_learner_reads(rule, options):
     case = Case('leaky')
@@ -1044,8 +1338,15 @@ def test_comparing_leaves_what_the_learner_reads(rule, options):
         step = loss_of(learner)
         if compared:
             same = type(learner)(learner.model, **options)
-            learner.gradient_check(case.xs, case.ys, step_fn=step, rules=[rule, same, 'd_rtrl'])
-        return [ravel_pytree(learner.etrace_grad(case.xs, case.ys, step_fn=step, fresh=True))[0] for _ in range(2)]
+            learner.gradient_check(
+                case.xs, case.ys, step_fn=step, rules=[rule, same, 'd_rtrl']
+            )
+        return [
+            ravel_pytree(
+                learner.etrace_grad(case.xs, case.ys, step_fn=step, fresh=True)
+            )[0]
+            for _ in range(2)
+        ]
 
     jax.tree.map(np.testing.assert_array_equal, two_calls(True), two_calls(False))
 
@@ -1055,7 +1356,10 @@ def test_a_learner_is_compared_with_what_it_reads():
     learner = case.learner('d_rtrl')
     norm = lambda m: (
         learner.gradient_check(
-            case.xs, case.ys, step_fn=loss_of(learner), rules=[braintrace.ThreeFactor(learner.model, modulator=m)]
+            case.xs,
+            case.ys,
+            step_fn=loss_of(learner),
+            rules=[braintrace.ThreeFactor(learner.model, modulator=m)],
         )['ThreeFactor']['feed.weight.weight'].norm_ratio
     )
     np.testing.assert_allclose(norm(-2.0), 2 * norm(1.0), rtol=1e-6)
@@ -1064,22 +1368,39 @@ def test_a_learner_is_compared_with_what_it_reads():
 def test_presets_are_their_parts():
     pairs = [
         (ETraceConfig(), ('d_rtrl', {})),
-        (ETraceConfig(trace_filter='kappa', kappa=0.5), ('eprop', {'kappa_filter_decay': KappaFilter(0.5)})),
-        (ETraceConfig(learning_signal='random_feedback'), ('eprop', {'feedback': 'random'})),
+        (
+            ETraceConfig(trace_filter='kappa', kappa=0.5),
+            ('eprop', {'kappa_filter_decay': KappaFilter(0.5)}),
+        ),
+        (
+            ETraceConfig(learning_signal='random_feedback'),
+            ('eprop', {'feedback': 'random'}),
+        ),
         (ETraceConfig('io_factorized', decay=0.9), ('pp_prop', {'decay_or_rank': 0.9})),
-        (ETraceConfig('io_factorized', 'scalar_leak', decay=0.9), ('ostl_feedforward', {})),
+        (
+            ETraceConfig('io_factorized', 'scalar_leak', decay=0.9),
+            ('ostl_feedforward', {}),
+        ),
         (ETraceConfig('io_factorized', 'none', decay=0.9), ('ottt', {'leak': 0.9})),
-        (ETraceConfig(temporal_recursion='scalar_leak', decay=0.6), ('rflo', {'leak': 0.6})),
+        (
+            ETraceConfig(temporal_recursion='scalar_leak', decay=0.6),
+            ('rflo', {'leak': 0.6}),
+        ),
         (ETraceConfig(recurrence_scope='coupled'), ('rtrl', {})),
         (ETraceConfig(recurrence_scope='sparse_n', sparse_n=1), ('snap', {'n': 1})),
         (ETraceConfig('random_projection', recurrence_scope='coupled'), ('uoro', {})),
         (ETraceConfig(learning_signal='modulatory'), ('three_factor', {})),
         (ETraceConfig('none', update_schedule='sequence_end'), ('bptt', {})),
-        (ETraceConfig('none', update_schedule='window', window_size=2), ('tbptt', {'k': 2})),
+        (
+            ETraceConfig('none', update_schedule='window', window_size=2),
+            ('tbptt', {'k': 2}),
+        ),
     ]
     words = {'name': '', 'exact_when': '', 'cost': (), 'use': ''}
     for config, (name, options) in pairs:
-        preset = braintrace.learner.by_rule.RULES[named(name).name](Gated(), **options).rule
+        preset = braintrace.learner.by_rule.RULES[named(name).name](
+            Gated(), **options
+        ).rule
         assert replace(config.rule, **words) == replace(preset, **words)
     case = Case('adaptive')
     close(case.gradient(pairs[1][0]), case.gradient('eprop', **pairs[1][1][1]))
@@ -1087,8 +1408,12 @@ def test_presets_are_their_parts():
 
 def test_a_new_combination_needs_no_new_engine():
     case = Case('adaptive')
-    config = ETraceConfig(temporal_recursion='scalar_leak', decay=0.6, trace_filter='kappa', kappa=0.3)
-    close(case.gradient(config), case.by_trace(recursion=lambda d, e: 0.6 * e, kappa=0.3))
+    config = ETraceConfig(
+        temporal_recursion='scalar_leak', decay=0.6, trace_filter='kappa', kappa=0.3
+    )
+    close(
+        case.gradient(config), case.by_trace(recursion=lambda d, e: 0.6 * e, kappa=0.3)
+    )
     mixed = ETraceConfig('io_factorized', decay=0.9, learning_signal='random_feedback')
     differ(case.gradient(mixed), case.gradient('pp_prop'))
 
@@ -1098,8 +1423,17 @@ def test_combinations_without_a_meaning_are_refused():
         {'trace_filter': 'kappa'},
         {'kappa': 0.5},
         {'trace_factorization': 'io_factorized'},
-        {'trace_factorization': 'io_factorized', 'decay': 0.9, 'trace_filter': 'kappa', 'kappa': 0.5},
-        {'trace_factorization': 'io_factorized', 'decay': 0.9, 'recurrence_scope': 'coupled'},
+        {
+            'trace_factorization': 'io_factorized',
+            'decay': 0.9,
+            'trace_filter': 'kappa',
+            'kappa': 0.5,
+        },
+        {
+            'trace_factorization': 'io_factorized',
+            'decay': 0.9,
+            'recurrence_scope': 'coupled',
+        },
         {'recurrence_scope': 'sparse_n'},
         {'recurrence_scope': 'coupled', 'temporal_recursion': 'none'},
         {'recurrence_scope': 'coupled', 'learning_signal': 'modulatory'},
@@ -1109,10 +1443,21 @@ def test_combinations_without_a_meaning_are_refused():
         {'trace_factorization': 'none'},
         {'learning_signal': 'bootstrapped'},
         {'learning_signal': 'loud'},
-        {'trace_factorization': 'none', 'update_schedule': 'sequence_end', 'recurrence_scope': 'coupled'},
-        {'trace_factorization': 'none', 'update_schedule': 'sequence_end', 'decay': 0.5},
+        {
+            'trace_factorization': 'none',
+            'update_schedule': 'sequence_end',
+            'recurrence_scope': 'coupled',
+        },
+        {
+            'trace_factorization': 'none',
+            'update_schedule': 'sequence_end',
+            'decay': 0.5,
+        },
         {'recurrence_scope': 'coupled', 'decay': 0.5},
-        *({'temporal_recursion': 'scalar_leak', 'decay': d} for d in (1.5, -0.5, np.nan, 5, 'x', (0.5, 0.9))),
+        *(
+            {'temporal_recursion': 'scalar_leak', 'decay': d}
+            for d in (1.5, -0.5, np.nan, 5, 'x', (0.5, 0.9))
+        ),
         *({'trace_filter': 'kappa', 'kappa': k} for k in (1.5, KappaFilter(0.5))),
         *({'recurrence_scope': 'sparse_n', 'sparse_n': n} for n in (0, -1, 1.5, True)),
         {'trace_factorization': 'none', 'update_schedule': 'window', 'window_size': 0},
@@ -1132,7 +1477,9 @@ def test_combinations_without_a_meaning_are_refused():
         with pytest.raises(ValueError, match='instead'):
             kind(**options)
     case = Case('leaky')
-    for rule, options in itertools.product(('eprop', 'rtrl'), ({'vjp_method': 'multi-step'}, {'reach': 'deep'})):
+    for rule, options in itertools.product(
+        ('eprop', 'rtrl'), ({'vjp_method': 'multi-step'}, {'reach': 'deep'})
+    ):
         extra = {'feedback': 'random'} if rule == 'eprop' else {}
         with pytest.raises(ValueError, match='instead'):
             case.learner(rule, **extra, **options)
@@ -1155,14 +1502,28 @@ def test_combinations_without_a_meaning_are_refused():
 
 
 def test_numbers_may_be_those_of_numpy_and_jax():
-    assert braintrace.EProp(Leaky(), kappa_filter_decay=np.float32(0.5)).rule.filter == 0.5
-    assert braintrace.EProp(Leaky(), kappa_filter_decay=jnp.asarray(0.5)).rule.filter == 0.5
+    assert (
+        braintrace.EProp(Leaky(), kappa_filter_decay=np.float32(0.5)).rule.filter == 0.5
+    )
+    assert (
+        braintrace.EProp(Leaky(), kappa_filter_decay=jnp.asarray(0.5)).rule.filter
+        == 0.5
+    )
     assert braintrace.SnAp(Leaky(), n=np.int64(2)).rule.trace.n == 2
-    assert braintrace.pp_prop(Leaky(), decay_or_rank=np.int64(3)).rule.decay == (0.5, 0.5)
-    assert braintrace.ThreeFactor(Leaky(), kappa_filter_decay=KappaFilter(0.5)).rule.filter == 0.5
+    assert braintrace.pp_prop(Leaky(), decay_or_rank=np.int64(3)).rule.decay == (
+        0.5,
+        0.5,
+    )
+    assert (
+        braintrace.ThreeFactor(Leaky(), kappa_filter_decay=KappaFilter(0.5)).rule.filter
+        == 0.5
+    )
     keys = [jax.random.key(7), jax.random.PRNGKey(7), 7]
     assert {
-        braintrace.EProp(Leaky(), feedback='random', random_feedback_key=key).rule.signal.weights.key for key in keys
+        braintrace.EProp(
+            Leaky(), feedback='random', random_feedback_key=key
+        ).rule.signal.weights.key
+        for key in keys
     } == {7}
 
 
@@ -1176,7 +1537,9 @@ def test_a_running_mean_of_gradients():
 @pytest.mark.parametrize('rule', ['d_rtrl', 'rflo', 'pp_prop', 'bptt', 'snap'])
 def test_the_report_names_the_rule(rule):
     inputs = jnp.ones((1, 2), 'float32')
-    learner = braintrace.compile(brainstate.nn.GRUCell(2, 3), rule, inputs, batch_size=1)
+    learner = braintrace.compile(
+        brainstate.nn.GRUCell(2, 3), rule, inputs, batch_size=1
+    )
     told = str(learner.report)
     assert f'equal to BPTT when: {learner.rule.exact_when}' in told
     assert f'what {learner.rule.name} gives' in told

@@ -31,7 +31,9 @@ shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
 def dense_use():
     """y = x @ w."""
     apply = lambda operands: operands[0] @ operands[1]
-    return DenseUse(apply, 1, (shape(B, N_IN), shape(N_IN, H)), shape(B, H), Axes.of('bi,io->bo', 1))
+    return DenseUse(
+        apply, 1, (shape(B, N_IN), shape(N_IN, H)), shape(B, H), Axes.of('bi,io->bo', 1)
+    )
 
 
 def scaling_use():
@@ -80,7 +82,9 @@ class HandWritten:
         def advance(constants, values):
             found = self.drives(constants, values['x'], old(values))
             new = self.new(old(values), found)
-            return Values(zip(names, new, strict=True)), Values(zip(results, found, strict=True))
+            return Values(zip(names, new, strict=True)), Values(
+                zip(results, found, strict=True)
+            )
 
         def outputs(constants, values):
             at = [values[name] for name in news]
@@ -88,7 +92,9 @@ class HandWritten:
 
         def signals(constants, values, cotangents, feedback=()):
             at = [values[name] for name in news]
-            loss, pull = jax.vjp(lambda h: self.loss(constants, h, values['target']), at)
+            loss, pull = jax.vjp(
+                lambda h: self.loss(constants, h, values['target']), at
+            )
             (signal,) = pull(cotangents[0].astype(loss.dtype))
             _, back = jax.vjp(lambda found: self.new(old(values), found), ys(values))
             (bars,) = back(signal)
@@ -130,7 +136,10 @@ class HandWritten:
             states=lambda parts: Values(zip(names, parts, strict=True)),
         )
         return CompiledStep(
-            parameters={k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in self.parameters.items()},
+            parameters={
+                k: jax.ShapeDtypeStruct(v.shape, v.dtype)
+                for k, v in self.parameters.items()
+            },
             names={k: k for k in self.parameters},
             states={name: shape(B, H) for name in names},
             inputs={'x': shape(B, N_IN), 'target': shape(B, H)},
@@ -166,7 +175,9 @@ class HandWritten:
             h, found = [jnp.zeros((B, H)) for _ in self.names], 0.0
             for t in range(T):
                 h = self.new(h, self.drives(parameters, inputs['x'][t], h))
-                found = found + weights[t] * self.loss(parameters, h, inputs['target'][t])
+                found = found + weights[t] * self.loss(
+                    parameters, h, inputs['target'][t]
+                )
             return found
 
         return jax.grad(total)(parameters)
@@ -229,7 +240,9 @@ def gated():
 
 
 def _draw(seed, *sizes):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=sizes) * 0.5, jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(seed).normal(size=sizes) * 0.5, jnp.float32
+    )
 
 
 @functools.cache
@@ -242,7 +255,9 @@ def problem(name):
 
 
 def solver(step, storage=None, kind=None):
-    return BlockSolver(step, Traces(step, storage or PerParameter(), kind or JacobianRecursion()))
+    return BlockSolver(
+        step, Traces(step, storage or PerParameter(), kind or JacobianRecursion())
+    )
 
 
 @pytest.mark.parametrize('block', [1, 3, 7])
@@ -252,10 +267,14 @@ def test_both_passes_are_bptt(name, block):
     engine = solver(written.step())
     wanted = written.bptt(parameters, inputs, weights)
     two = engine.two_pass(parameters, states, inputs, weights, block)
-    one = engine.one_pass(parameters, states, engine.init_traces(), inputs, weights, block)
+    one = engine.one_pass(
+        parameters, states, engine.init_traces(), inputs, weights, block
+    )
     for found in (two, one):
         for key in parameters:
-            np.testing.assert_allclose(found.gradients[key], wanted[key], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                found.gradients[key], wanted[key], rtol=1e-5, atol=1e-6
+            )
     np.testing.assert_allclose(one.losses, two.losses, rtol=1e-6)
 
 
@@ -270,13 +289,17 @@ def test_the_derivative_by_a_tap_that_reads_a_state_is_its_own():
         for t in range(T):
             old = jax.tree.map(jax.lax.stop_gradient, h)
             h = written.new(old, written.drives(parameters, inputs['x'][t], old))
-            total = total + weights[t] * written.loss(parameters, h, inputs['target'][t])
+            total = total + weights[t] * written.loss(
+                parameters, h, inputs['target'][t]
+            )
         return total
 
     wanted = jax.grad(one_step)(parameters)
     for key in parameters:
         np.testing.assert_allclose(found[key], wanted[key], rtol=1e-5, atol=1e-6)
-    assert not np.allclose(found['w'], written.bptt(parameters, inputs, weights)['w'], rtol=0.05)
+    assert not np.allclose(
+        found['w'], written.bptt(parameters, inputs, weights)['w'], rtol=0.05
+    )
 
 
 def test_traces_carry_on_from_call_to_call():
@@ -287,9 +310,13 @@ def test_traces_carry_on_from_call_to_call():
     a = engine.one_pass(
         parameters, states, engine.init_traces(), cut(inputs, first), weights[first], 2
     )
-    b = engine.one_pass(parameters, a.states, a.traces, cut(inputs, second), weights[second], 3)
+    b = engine.one_pass(
+        parameters, a.states, a.traces, cut(inputs, second), weights[second], 3
+    )
     wanted = written.bptt(parameters, inputs, weights)
-    np.testing.assert_allclose(a.gradients['w'] + b.gradients['w'], wanted['w'], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        a.gradients['w'] + b.gradients['w'], wanted['w'], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_leak_replaces_the_jacobian():
@@ -299,7 +326,9 @@ def test_a_leak_replaces_the_jacobian():
 
     def gradient(leak):
         engine = solver(written.step(), kind=ScalarLeak(leak))
-        found = engine.one_pass(parameters, states, engine.init_traces(), inputs, weights, 3)
+        found = engine.one_pass(
+            parameters, states, engine.init_traces(), inputs, weights, 3
+        )
         return found.gradients['w']
 
     np.testing.assert_allclose(gradient(0.9), wanted['w'], rtol=1e-5, atol=1e-6)
@@ -311,14 +340,23 @@ def test_factors_follow_their_recursion():
     written, parameters, states, inputs, weights = problem('leaky')
     decay_x, decay_f = 0.7, 0.8
     engine = solver(written.step(), Factorised((decay_x, decay_f)))
-    found = engine.one_pass(parameters, states, engine.init_traces(), inputs, weights, 3).gradients
-    v, e_x, e_f, wanted = jnp.zeros((B, H)), jnp.zeros((B, N_IN)), jnp.zeros((B, H)), 0.0
+    found = engine.one_pass(
+        parameters, states, engine.init_traces(), inputs, weights, 3
+    ).gradients
+    v, e_x, e_f, wanted = (
+        jnp.zeros((B, H)),
+        jnp.zeros((B, N_IN)),
+        jnp.zeros((B, H)),
+        0.0,
+    )
     for t in range(T):
         y = inputs['x'][t] @ parameters['w']
         v = 0.9 * v + jnp.tanh(y)
         e_x = decay_x * e_x + inputs['x'][t]
         e_f = decay_f * 0.9 * e_f + (1 - decay_f) * (1 - jnp.tanh(y) ** 2)
-        signal = weights[t] * jax.grad(lambda h, t=t: squared(None, [h], inputs['target'][t]))(v)
+        signal = weights[t] * jax.grad(
+            lambda h, t=t: squared(None, [h], inputs['target'][t])
+        )(v)
         wanted = wanted + e_x.T @ (signal * e_f) / (1 - decay_f ** (t + 1))
     np.testing.assert_allclose(found['w'], wanted, rtol=1e-5, atol=1e-6)
 
@@ -329,7 +367,11 @@ def test_windows_are_bptt_inside():
     whole = engine.windows(parameters, states, [], inputs, weights, T)
     wanted = written.bptt(parameters, inputs, weights)
     np.testing.assert_allclose(whole.gradients['w'], wanted['w'], rtol=1e-5, atol=1e-6)
-    with_traces = engine.windows(parameters, states, engine.init_traces(), inputs, weights, 3)
-    np.testing.assert_allclose(with_traces.gradients['w'], wanted['w'], rtol=1e-5, atol=1e-6)
+    with_traces = engine.windows(
+        parameters, states, engine.init_traces(), inputs, weights, 3
+    )
+    np.testing.assert_allclose(
+        with_traces.gradients['w'], wanted['w'], rtol=1e-5, atol=1e-6
+    )
     alone = engine.windows(parameters, states, [], inputs, weights, 3)
     assert not np.allclose(alone.gradients['w'], wanted['w'], rtol=0.01)

@@ -28,7 +28,11 @@ def test_shapes_and_seeds(task):
     assert weights.shape == (task.steps,)
     assert weights.sum() > 0
     assert task.reference
-    assert ys.max() < task.outputs if task.kind != 'values' else ys.shape[2] == task.outputs
+    assert (
+        ys.max() < task.outputs
+        if task.kind != 'values'
+        else ys.shape[2] == task.outputs
+    )
     for a, b in zip(draw(0), draw(0), strict=True):
         np.testing.assert_array_equal(a, b)
     if not isinstance(task, tasks.PatternGeneration):
@@ -44,7 +48,9 @@ def test_targets_follow_from_the_inputs():
     xs, ys, weights = tasks.Copying().batch(rng, 20)
     np.testing.assert_array_equal(xs[:10].argmax(-1), ys[weights > 0])
     xs, ys, _ = tasks.Adding().batch(rng, 20)
-    np.testing.assert_allclose(ys[-1, :, 0], (xs[..., 0] * xs[..., 1]).sum(0), rtol=1e-6)
+    np.testing.assert_allclose(
+        ys[-1, :, 0], (xs[..., 0] * xs[..., 1]).sum(0), rtol=1e-6
+    )
     assert np.all(xs[..., 1].sum(0) == 2)
     task = tasks.DelayedMatchToSample(rate=0.9, background=0.0)
     xs, ys, _ = task.batch(rng, 20)
@@ -80,7 +86,10 @@ def test_digits_are_read_pixel_by_pixel_and_a_fifth_is_held_out():
     for test in (False, True):
         xs, ys, weights = tasks.Digits(test=test).batch(np.random.default_rng(0), 400)
         pictures = xs[:, :, 0].T * 16
-        index = {picture.tobytes(): i for i, picture in enumerate(found.data.astype(np.float32))}
+        index = {
+            picture.tobytes(): i
+            for i, picture in enumerate(found.data.astype(np.float32))
+        }
         chosen = np.array([index[p.astype(np.float32).tobytes()] for p in pictures])
         np.testing.assert_array_equal(ys[-1], found.target[chosen])
         shown.append(set(chosen.tolist()))
@@ -110,8 +119,13 @@ def test_spoken_digits_are_read_from_their_file(tmp_path):
 
     times, units = [[0.1, 0.2, 1.39, 2.0], [0.7]], [[5, 699, 0, 1], [10]]
     with h5py.File(tmp_path / 'shd.h5', 'w') as file:
-        for name, values, kind in (('times', times, 'float32'), ('units', units, 'int64')):
-            made = file.create_dataset(f'spikes/{name}', (2,), h5py.vlen_dtype(np.dtype(kind)))
+        for name, values, kind in (
+            ('times', times, 'float32'),
+            ('units', units, 'int64'),
+        ):
+            made = file.create_dataset(
+                f'spikes/{name}', (2,), h5py.vlen_dtype(np.dtype(kind))
+            )
             for i, value in enumerate(values):
                 made[i] = np.asarray(value, kind)
         file['labels'] = np.array([4, 19])
@@ -120,7 +134,11 @@ def test_spoken_digits_are_read_from_their_file(tmp_path):
     assert xs.shape == (14, 20, 70)
     assert set(ys[0]) == {4, 19}
     k = int(np.flatnonzero(ys[0] == 4)[0])
-    assert sorted(zip(*map(np.ndarray.tolist, np.nonzero(xs[:, k])), strict=True)) == [(1, 0), (2, 69), (13, 0)]
+    assert sorted(zip(*map(np.ndarray.tolist, np.nonzero(xs[:, k])), strict=True)) == [
+        (1, 0),
+        (2, 69),
+        (13, 0),
+    ]
     assert weights.sum() == 7
     (tmp_path / 'other.h5').write_bytes(b'nothing')
     with pytest.raises(ValueError, match='no file of SHD'):
@@ -129,7 +147,10 @@ def test_spoken_digits_are_read_from_their_file(tmp_path):
 
 def test_events_are_read_from_their_folder(tmp_path):
     event = lambda x, y, p, t: bytes([x, y, p << 7 | t >> 16, t >> 8 & 255, t & 255])
-    for digit, content in (('3', event(1, 2, 1, 70_000) + event(33, 0, 0, 299_000)), ('7', event(0, 0, 1, 0))):
+    for digit, content in (
+        ('3', event(1, 2, 1, 70_000) + event(33, 0, 0, 299_000)),
+        ('7', event(0, 0, 1, 0)),
+    ):
         (tmp_path / digit).mkdir()
         (tmp_path / digit / '00001.bin').write_bytes(content)
     xs, ys, _ = tasks.NMNIST(tmp_path, steps=30).batch(np.random.default_rng(0), 10)

@@ -26,7 +26,9 @@ TASK = tasks.Copying(length=2, lag=2, symbols=3)
 
 def make(rule='d_rtrl', optimizer=None, units=6, **options):
     net = networks.network('gru', TASK.inputs, TASK.outputs, units=units)
-    learner = braintrace.compile(net, rule, jnp.zeros((4, TASK.inputs)), batch_size=4, **options)
+    learner = braintrace.compile(
+        net, rule, jnp.zeros((4, TASK.inputs)), batch_size=4, **options
+    )
     parts = braintrace.Supervised(learner, TASK, 4).parts()
     return learner, {**parts, 'optimizer': optimizer or optax.adam(0.02), 'show': False}
 
@@ -44,7 +46,9 @@ class Noisy(brainstate.nn.Module):
 
     def update(self, x):
         self.steps.value = self.steps.value + 1
-        noise = brainstate.random.normal(size=x.shape) + self.generator.normal(size=x.shape)
+        noise = brainstate.random.normal(size=x.shape) + self.generator.normal(
+            size=x.shape
+        )
         return self.readout(self.dropout(self.cell(x + 0.1 * noise)))
 
 
@@ -54,7 +58,9 @@ def noisy():
 
     def made(rule='d_rtrl'):
         brainstate.random.seed(3)
-        learner = braintrace.compile(Noisy(), rule, jnp.zeros((4, TASK.inputs)), batch_size=4)
+        learner = braintrace.compile(
+            Noisy(), rule, jnp.zeros((4, TASK.inputs)), batch_size=4
+        )
         parts = braintrace.Supervised(learner, TASK, 4).parts()
         return learner, {**parts, 'optimizer': optax.adam(0.02), 'show': False}
 
@@ -70,14 +76,20 @@ def plain(x):
 def everything(learner, optimizer, *more):
     """Values of all that training moves."""
     states = {**states_of(learner, optimizer), **dict(enumerate(more))}
-    return {name: [plain(x) for x in jax.tree.leaves(s.value)] for name, s in states.items()}
+    return {
+        name: [plain(x) for x in jax.tree.leaves(s.value)] for name, s in states.items()
+    }
 
 
 def weights(learner):
-    return jax.tree.map(np.asarray, {path: s.value for path, s in learner.param_states.items()})
+    return jax.tree.map(
+        np.asarray, {path: s.value for path, s in learner.param_states.items()}
+    )
 
 
-@pytest.mark.parametrize('optimizer', [optax.adam, lambda rate: braintools.optim.Adam(lr=rate)])
+@pytest.mark.parametrize(
+    'optimizer', [optax.adam, lambda rate: braintools.optim.Adam(lr=rate)]
+)
 def test_resumed_training_is_the_uninterrupted_one(tmp_path, optimizer):
     whole, parts = make(optimizer=optimizer(0.02))
     history = braintrace.fit(whole, updates=7, **parts)
@@ -89,7 +101,10 @@ def test_resumed_training_is_the_uninterrupted_one(tmp_path, optimizer):
     resumed = braintrace.fit(again, updates=7, out=tmp_path, resume=True, **parts)
     np.testing.assert_array_equal(resumed['loss'], history['loss'])
     jax.tree.map(np.testing.assert_array_equal, weights(again), weights(whole))
-    lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()
+    ]
     assert [line['update'] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
     assert np.all(np.diff(resumed['seconds']) > 0)
 
@@ -104,14 +119,22 @@ def test_checkpoints_hold_traces_and_random_numbers_and_are_whole_or_refused(tmp
         kept.restore(states)
     kept.save(1, states)
     drawn = lambda: np.asarray(brainstate.random.normal(size=(3,)))
-    before = {name: jax.tree.map(jnp.copy, s.value) for name, s in states.items() if name != 'random'}
+    before = {
+        name: jax.tree.map(jnp.copy, s.value)
+        for name, s in states.items()
+        if name != 'random'
+    }
     numbers = drawn()
     assert any('traces' in name for name in before)
     for name in before:
         states[name].value = jax.tree.map(lambda x: x + 1, states[name].value)
     assert kept.restore(states) == 1
     np.testing.assert_array_equal(drawn(), numbers)
-    jax.tree.map(np.testing.assert_array_equal, before, {name: states[name].value for name in before})
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        before,
+        {name: states[name].value for name in before},
+    )
 
     other, parts = make(units=5)
     foreign = states_of(other, parts['optimizer'])
@@ -122,12 +145,16 @@ def test_checkpoints_hold_traces_and_random_numbers_and_are_whole_or_refused(tmp
     for folder in (tmp_path / '1').iterdir():
         if folder.is_dir():
             shutil.rmtree(folder)
-    with pytest.raises(ValueError, match=r'cannot be read(.|\n)*delete .*1; training then starts again'):
+    with pytest.raises(
+        ValueError, match=r'cannot be read(.|\n)*delete .*1; training then starts again'
+    ):
         kept.restore(states)
     assert complete(tmp_path) == [1]
 
 
-def test_records_survive_an_interrupted_resumption_and_damage(tmp_path, monkeypatch, capsys):
+def test_records_survive_an_interrupted_resumption_and_damage(
+    tmp_path, monkeypatch, capsys
+):
     learner, parts = make()
     first = braintrace.fit(learner, updates=4, out=tmp_path, **parts)
     file = tmp_path / 'metrics.jsonl'
@@ -147,14 +174,23 @@ def test_records_survive_an_interrupted_resumption_and_damage(tmp_path, monkeypa
             braintrace.fit(learner, updates=5, out=tmp_path, resume=True, **parts)
     assert file.read_text() == text
     with monkeypatch.context() as patched:
-        patched.setattr('os.replace', lambda *names: (_ for _ in ()).throw(OSError('disk full')))
+        patched.setattr(
+            'os.replace', lambda *names: (_ for _ in ()).throw(OSError('disk full'))
+        )
         with pytest.raises(OSError, match='disk full'):
             braintrace.fit(learner, updates=5, out=tmp_path, resume=True, **parts)
     assert file.read_text() == text
 
     lines = text.encode().splitlines()
     lines[1] = lines[1][:20]
-    foreign = [b'[1, 2]', b'{"a": 1}', b'\xff\xfe', b'{"update": "x", "seconds": 1}', b'null', b'']
+    foreign = [
+        b'[1, 2]',
+        b'{"a": 1}',
+        b'\xff\xfe',
+        b'{"update": "x", "seconds": 1}',
+        b'null',
+        b'',
+    ]
     file.write_bytes(b'\n'.join([*foreign, *lines]) + b'\n')
     capsys.readouterr()
     resumed = braintrace.fit(learner, updates=5, out=tmp_path, resume=True, **parts)
@@ -162,20 +198,32 @@ def test_records_survive_an_interrupted_resumption_and_damage(tmp_path, monkeypa
     assert resumed.updates == 5
     np.testing.assert_array_equal(resumed['loss'][:3], first['loss'][[0, 2, 3]])
     said = capsys.readouterr().err
-    assert '6 line(s) hold no record of an update and are left out: 1, 2, 3, 4, 5, ...' in said
+    assert (
+        '6 line(s) hold no record of an update and are left out: 1, 2, 3, 4, 5, ...'
+        in said
+    )
     assert 'records of 1 of the 4 updates done are missing' in said
-    assert [json.loads(line)['update'] for line in file.read_text().splitlines()] == [1, 3, 4, 5]
+    assert [json.loads(line)['update'] for line in file.read_text().splitlines()] == [
+        1,
+        3,
+        4,
+        5,
+    ]
     assert not list(tmp_path.glob('.*'))
 
 
 def test_resuming_before_the_first_checkpoint(tmp_path, capsys):
     learner, parts = make()
     with pytest.raises(FileNotFoundError, match='no training began') as error:
-        braintrace.fit(learner, updates=2, out=tmp_path / 'nowhere', resume=True, **parts)
+        braintrace.fit(
+            learner, updates=2, out=tmp_path / 'nowhere', resume=True, **parts
+        )
     assert is_explained(error.value)
     assert not (tmp_path / 'nowhere').exists()
     (tmp_path / 'checkpoints' / '1.orbax-checkpoint-tmp').mkdir(parents=True)
-    (tmp_path / 'metrics.jsonl').write_text('{"update": 1, "loss": 3.0, "seconds": 1.0}\n')
+    (tmp_path / 'metrics.jsonl').write_text(
+        '{"update": 1, "loss": 3.0, "seconds": 1.0}\n'
+    )
     history = braintrace.fit(learner, updates=2, out=tmp_path, resume=True, **parts)
     assert 'training starts again at update 1' in capsys.readouterr().err
     assert history['update'].tolist() == [1, 2]
@@ -189,7 +237,11 @@ def test_a_folder_is_not_written_over(tmp_path):
         braintrace.fit(learner, updates=2, out=tmp_path, **parts)
     with pytest.raises(ValueError, match='without a folder'):
         braintrace.fit(learner, updates=2, resume=True, **parts)
-    for batches in (lambda i: jnp.ones((3, 4, TASK.inputs)), iter([()]), parts['batches'](0)):
+    for batches in (
+        lambda i: jnp.ones((3, 4, TASK.inputs)),
+        iter([()]),
+        parts['batches'](0),
+    ):
         with pytest.raises(TypeError, match='returns a tuple'):
             braintrace.fit(learner, updates=2, **{**parts, 'batches': batches})
     with pytest.raises(ValueError, match='updates=0'):
@@ -207,7 +259,9 @@ def test_stops(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
-    stopped = braintrace.fit(learner, updates=9, callbacks=[interrupt], out=tmp_path, **parts)
+    stopped = braintrace.fit(
+        learner, updates=9, callbacks=[interrupt], out=tmp_path, **parts
+    )
     assert (stopped.ended, len(stopped.records)) == ('interrupted', 2)
     assert Checkpoints(tmp_path / 'checkpoints').latest == 2
     assert signal.getsignal(signal.SIGINT) is before
@@ -221,7 +275,10 @@ def test_stops(tmp_path):
         ({'metrics': lambda outputs, x: {}}, 'a function of 4 argument'),
         ({'metrics': lambda outputs, x, y, w: 1.0}, "{'accuracy': ...}"),
         ({'callbacks': [braintrace.EarlyStop('acuracy')]}, "'accuracy'?"),
-        ({'callbacks': [braintrace.EarlyStop('valid_los')], 'validate': True}, "'valid_loss'?"),
+        (
+            {'callbacks': [braintrace.EarlyStop('valid_los')], 'validate': True},
+            "'valid_loss'?",
+        ),
         ({'callbacks': [braintrace.EarlyStop('valid_loss')]}, 'validate=...'),
     ],
 )
@@ -229,7 +286,10 @@ def test_what_does_not_fit_together_is_told(change, told):
     learner, parts = make()
     if 'validate' in change:
         change = {**change, 'validate': parts['batches']}
-    if 'step_fn' in change and len(inspect.signature(change['step_fn']).parameters) == 3:
+    if (
+        'step_fn' in change
+        and len(inspect.signature(change['step_fn']).parameters) == 3
+    ):
         change = {'step_fn': lambda x, y, w: jnp.sum(learner(x))}
     before = weights(learner)
     with pytest.raises((TypeError, ValueError, braintrace.CompilationError)) as error:
@@ -261,26 +321,43 @@ def test_validation_has_the_batch_size_of_training():
 
 def test_early_stop_counts_measurements():
     stop = braintrace.EarlyStop('valid_loss', patience=2)
-    assert [stop(r) for r in ({'valid_loss': 2.0}, {}, {'valid_loss': 1.0}, {'valid_loss': 1.5}, {})] == [False] * 5
+    assert [
+        stop(r)
+        for r in ({'valid_loss': 2.0}, {}, {'valid_loss': 1.0}, {'valid_loss': 1.5}, {})
+    ] == [False] * 5
     assert stop({'valid_loss': 1.0})
     assert braintrace.EarlyStop('accuracy', target=0.9, larger=True)({'accuracy': 0.95})
-    assert not braintrace.EarlyStop('accuracy', target=0.9, larger=True)({'accuracy': 0.85})
+    assert not braintrace.EarlyStop('accuracy', target=0.9, larger=True)(
+        {'accuracy': 0.85}
+    )
 
 
 def test_early_stop_counts_what_came_before_a_resumption(tmp_path):
-    learner, parts = make(optimizer=optax.sgd(0.0))  # the loss of validation stays as it is
-    parts |= {'validate': lambda i: parts['batches'](0), 'validate_every': 1, 'out': tmp_path}
+    learner, parts = make(
+        optimizer=optax.sgd(0.0)
+    )  # the loss of validation stays as it is
+    parts |= {
+        'validate': lambda i: parts['batches'](0),
+        'validate_every': 1,
+        'out': tmp_path,
+    }
     stop = lambda: braintrace.EarlyStop('valid_loss', patience=4)
     first = braintrace.fit(learner, updates=3, callbacks=[stop()], **parts)
     assert first.ended == 'finished'
-    resumed = braintrace.fit(learner, updates=9, callbacks=[stop()], resume=True, **parts)
+    resumed = braintrace.fit(
+        learner, updates=9, callbacks=[stop()], resume=True, **parts
+    )
     assert (resumed.ended, resumed.updates) == ('stopped early', 5)
 
 
 def test_it_learns_validates_and_changes_nothing_by_measuring():
     learner, parts = make(optimizer=optax.adam(0.05))
     history = braintrace.fit(
-        learner, updates=60, validate=lambda i: parts['batches'](10**6), validate_every=20, **parts
+        learner,
+        updates=60,
+        validate=lambda i: parts['batches'](10**6),
+        validate_every=20,
+        **parts,
     )
     assert history['loss'][-10:].mean() < 0.8 * history['loss'][:5].mean()
     assert np.flatnonzero(~np.isnan(history['valid_loss'])).tolist() == [19, 39, 59]
@@ -299,18 +376,24 @@ def test_measuring_moves_nothing(noisy, tmp_path, rule):
         outside.value = outside.value + 1
         return parts['step_fn'](*slices)[0]
 
-    gradients = learner.etrace_grad(*data, step_fn=step)  # traces and states that are not zero
+    gradients = learner.etrace_grad(
+        *data, step_fn=step
+    )  # traces and states that are not zero
     learner.apply(gradients, optimizer)
     measuring = {
         'evaluate': lambda: learner.evaluate(*data, step_fn=step),
         'evaluate the learner': lambda: learner.evaluate(data[0]),
         'gradient_check': lambda: learner.gradient_check(*data, step_fn=step),
-        'gradient_check of rules': lambda: learner.gradient_check(*data, step_fn=step, rules=['uoro', 'pp_prop']),
+        'gradient_check of rules': lambda: learner.gradient_check(
+            *data, step_fn=step, rules=['uoro', 'pp_prop']
+        ),
         'memory_plan': lambda: learner.memory_plan(5),
         'report': lambda: str(learner.report),
         'write_report': lambda: learner.write_report(tmp_path / 'report.html', steps=4),
         'record': lambda: plots.record(learner, data[0]),
-        'activity': lambda: plots.activity(learner, data, TASK.kind, tmp_path / 'activity.png'),
+        'activity': lambda: plots.activity(
+            learner, data, TASK.kind, tmp_path / 'activity.png'
+        ),
         'traces': lambda: plots.traces(learner, data[0], tmp_path / 'traces.png'),
     }
     for name, measure in measuring.items():
@@ -322,7 +405,9 @@ def test_measuring_moves_nothing(noisy, tmp_path, rule):
         for state in before:
             for x, y in zip(before[state], after[state], strict=True):
                 np.testing.assert_array_equal(x, y, err_msg=f'{state} after {name}')
-        learner.etrace_evolve(data[0][:1])  # does not write into arrays that were seen before
+        learner.etrace_evolve(
+            data[0][:1]
+        )  # does not write into arrays that were seen before
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(held))
 
 
@@ -350,7 +435,9 @@ def test_validation_and_resumption_leave_a_noisy_training_as_it_is(noisy, tmp_pa
         braintrace.fit(first, updates=6, callbacks=[killed], **given)
     again, parts = noisy()
     brainstate.random.seed(99)
-    resumed = braintrace.fit(again, updates=6, out=tmp_path, resume=True, **validation, **parts)
+    resumed = braintrace.fit(
+        again, updates=6, out=tmp_path, resume=True, **validation, **parts
+    )
     for name in ('loss', 'accuracy', 'valid_loss', 'valid_accuracy'):
         np.testing.assert_array_equal(resumed[name], history[name])
     jax.tree.map(np.testing.assert_array_equal, weights(again), weights(whole))
@@ -363,7 +450,12 @@ def test_updates_along_the_sequence():
     for i in range(2):
         other.reset_state()
         step = lambda *slices: parts['step_fn'](*slices)[0]
-        losses = other.etrace_online(*parts['batches'](i), step_fn=step, optimizer=parts['optimizer'], update_every=3)
+        losses = other.etrace_online(
+            *parts['batches'](i),
+            step_fn=step,
+            optimizer=parts['optimizer'],
+            update_every=3,
+        )
     assert float(losses.mean()) == pytest.approx(history['loss'][-1])
     jax.tree.map(np.testing.assert_allclose, weights(learner), weights(other))
 
@@ -372,7 +464,9 @@ def test_empty_batches_and_sequences_are_refused(tmp_path):
     learner, parts = make()
     step = lambda x: jnp.sum(learner(x))
     empty = jnp.zeros((3, 0, TASK.inputs))
-    compiled = lambda x, size: braintrace.compile(brainstate.nn.GRUCell(3, 4), 'd_rtrl', x, batch_size=size)
+    compiled = lambda x, size: braintrace.compile(
+        brainstate.nn.GRUCell(3, 4), 'd_rtrl', x, batch_size=size
+    )
     refused = {
         'batch_size=0': lambda: compiled(jnp.ones((2, 3)), 0),
         'batch_size=-2': lambda: compiled(jnp.ones((2, 3)), -2),
@@ -380,13 +474,17 @@ def test_empty_batches_and_sequences_are_refused(tmp_path):
         'batch_size=0 ': lambda: learner.reset_state(batch_size=0),
         'shapes [(0, 3)]': lambda: compiled(jnp.ones((0, 3)), None),
         'batch axis or its time axis': lambda: learner(empty[0]),
-        'time axis is empty': lambda: learner(braintrace.MultiStepData(empty.swapaxes(0, 1))),
+        'time axis is empty': lambda: learner(
+            braintrace.MultiStepData(empty.swapaxes(0, 1))
+        ),
         'axis is empty': lambda: learner.etrace_grad(empty, step_fn=step),
         'its batch axis': lambda: learner.evaluate(empty),
         'at least one': lambda: learner.etrace_grad(empty.swapaxes(0, 1), step_fn=step),
         'memory_plan(0)': lambda: learner.memory_plan(0),
         'nothing to learn': lambda: braintrace.fit(
-            learner, **{**parts, **braintrace.Supervised(learner, TASK, 0).parts()}, updates=1
+            learner,
+            **{**parts, **braintrace.Supervised(learner, TASK, 0).parts()},
+            updates=1,
         ),
     }
     for told, call in refused.items():
@@ -418,31 +516,55 @@ class Membrane(brainstate.nn.Module):
 
 
 def test_pictures_of_states_with_units(tmp_path, monkeypatch):
-    learner = braintrace.compile(Membrane(), 'd_rtrl', jnp.zeros((4, TASK.inputs)), batch_size=4)
+    learner = braintrace.compile(
+        Membrane(), 'd_rtrl', jnp.zeros((4, TASK.inputs)), batch_size=4
+    )
     trial = braintrace.Supervised(learner, TASK, 4).batches(0)
     figures = []
     figure = plots._figure
-    monkeypatch.setattr(plots, '_figure', lambda *given: figures.append(figure(*given)) or figures[-1])
+    monkeypatch.setattr(
+        plots, '_figure', lambda *given: figures.append(figure(*given)) or figures[-1]
+    )
     plots.activity(learner, trial, TASK.kind, tmp_path / 'activity.png')
     labels = [ax.get_ylabel() for ax in figures[0][1].flat]
-    assert labels == ['inputs', 'tree.current [nA]', 'tree.current [nA]', 'tree.gate', 'output']
+    assert labels == [
+        'inputs',
+        'tree.current [nA]',
+        'tree.current [nA]',
+        'tree.gate',
+        'output',
+    ]
     found = plots.record(learner, trial[0])
-    values = learner.evaluate(trial[0], step_fn=lambda x: (learner(x), learner.model.v.value)[1])
+    values = learner.evaluate(
+        trial[0], step_fn=lambda x: (learner(x), learner.model.v.value)[1]
+    )
     np.testing.assert_array_equal(found['v'], values.to_decimal(u.mV)[:, 0])
     assert plots.traces(learner, trial[0], tmp_path / 'traces.png')
-    assert all('(' in ax.get_title() or ' on v' in ax.get_title() for ax in figures[1][1].flat if ax.get_title())
+    assert all(
+        '(' in ax.get_title() or ' on v' in ax.get_title()
+        for ax in figures[1][1].flat
+        if ax.get_title()
+    )
 
 
 def test_evaluating_is_running_the_model():
     learner, _ = make()
     xs = jax.random.normal(jax.random.key(0), (5, 4, TASK.inputs))
     learner.etrace_evolve(xs)
-    before = [jnp.copy(x) for s in learner.states().values() for x in jax.tree.leaves(s.value)]
+    before = [
+        jnp.copy(x) for s in learner.states().values() for x in jax.tree.leaves(s.value)
+    ]
     outputs = learner.evaluate(xs)
-    for x, y in zip(before, [x for s in learner.states().values() for x in jax.tree.leaves(s.value)], strict=True):
+    for x, y in zip(
+        before,
+        [x for s in learner.states().values() for x in jax.tree.leaves(s.value)],
+        strict=True,
+    ):
         np.testing.assert_array_equal(x, y)
     brainstate.nn.init_all_states(learner.model, 4)
-    np.testing.assert_allclose(outputs, brainstate.transform.for_loop(learner.model, xs), rtol=1e-6)
+    np.testing.assert_allclose(
+        outputs, brainstate.transform.for_loop(learner.model, xs), rtol=1e-6
+    )
 
 
 def test_applying_by_optax_is_optax():
@@ -455,7 +577,11 @@ def test_applying_by_optax_is_optax():
         learner.apply(gradients, transform)
         changes, state = transform.update(gradients, state, values)
         values = optax.apply_updates(values, changes)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), weights(learner), values)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        weights(learner),
+        values,
+    )
     with pytest.raises(TypeError, match='no way to update'):
         learner.apply(gradients, 'adam')
 
@@ -466,7 +592,9 @@ def test_rates_are_held_near_their_target():
     rate(jnp.array([[1.0, 0, 0], [1.0, 0, 1.0]]))
     np.testing.assert_allclose(rate.r.value, [[0.5, 0, 0], [0.5, 0, 0.5]])
     means = np.array([0.5, 0, 0.25])
-    assert float(rate.penalty(0.1)) == pytest.approx(0.5 * np.mean((means - 0.1) ** 2) / 0.1)
+    assert float(rate.penalty(0.1)) == pytest.approx(
+        0.5 * np.mean((means - 0.1) ** 2) / 0.1
+    )
     with pytest.raises(ValueError, match='positive'):
         rate.penalty(0.0)
     with pytest.raises(ValueError, match='0 < decay < 1'):
@@ -480,5 +608,7 @@ def test_progress_says_the_same_in_a_pipe(capsys):
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
-    assert lines[1].startswith('update 2/3  loss 2.5  (means of 2)  100 steps/s  0:01 left')
+    assert lines[1].startswith(
+        'update 2/3  loss 2.5  (means of 2)  100 steps/s  0:01 left'
+    )
     assert 'MiB' in lines[1]

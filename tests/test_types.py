@@ -26,8 +26,13 @@ def gradient_of(rule, model, xs, **options):
     def loss(x):
         return jnp.sum(scale * learner(x).astype(jnp.result_type(float)) ** 2)
 
-    found = [learner.etrace_grad(xs, step_fn=loss, reduction='sum', fresh=fresh) for fresh in (False, True)]
-    return [{path[-1]: np.asarray(x, np.float64) for path, x in g.items()} for g in found]
+    found = [
+        learner.etrace_grad(xs, step_fn=loss, reduction='sum', fresh=fresh)
+        for fresh in (False, True)
+    ]
+    return [
+        {path[-1]: np.asarray(x, np.float64) for path, x in g.items()} for g in found
+    ]
 
 
 # ---------------------------------------------------------------- complex numbers
@@ -41,13 +46,25 @@ class Weighted(brainstate.nn.Module):
     def __init__(self, *states, dtype=float):
         super().__init__()
         rng = np.random.default_rng(0)
-        for name, shape in {'feed': (I, H), 'back': (H, H), 'heads': (2, 2, 2), 'gain': (H,), 'out': (H, O)}.items():
-            setattr(self, name, brainstate.ParamState(jnp.asarray(0.4 * rng.standard_normal(shape))))
+        for name, shape in {
+            'feed': (I, H),
+            'back': (H, H),
+            'heads': (2, 2, 2),
+            'gain': (H,),
+            'out': (H, O),
+        }.items():
+            setattr(
+                self,
+                name,
+                brainstate.ParamState(jnp.asarray(0.4 * rng.standard_normal(shape))),
+            )
         for name in states:
             setattr(self, name, brainstate.HiddenState(jnp.zeros((B, H), dtype)))
 
     def heads_of(self, x):
-        return jnp.einsum('bij,ijk->bik', x.reshape(B, 2, 2), self.heads.value).reshape(B, H)
+        return jnp.einsum('bij,ijk->bik', x.reshape(B, 2, 2), self.heads.value).reshape(
+            B, H
+        )
 
 
 class Complex(Weighted):
@@ -60,7 +77,13 @@ class Complex(Weighted):
         h = self.h.value
         drive = x @ self.feed.value + h @ self.back.value
         drive = self.heads_of(drive / (1 + jnp.abs(drive) ** 2))
-        h = TURN * h + drive + jax.lax.complex(self.gain.value * x.real[:, :1], self.gain.value * x.imag[:, :1])
+        h = (
+            TURN * h
+            + drive
+            + jax.lax.complex(
+                self.gain.value * x.real[:, :1], self.gain.value * x.imag[:, :1]
+            )
+        )
         self.h.value = h
         return jnp.imag(h @ self.out.value)
 
@@ -73,24 +96,36 @@ class Parts(Weighted):
 
     def update(self, x):
         old = (self.re.value, self.im.value)
-        drives = [part @ self.feed.value + h @ self.back.value for part, h in zip((x.real, x.imag), old, strict=True)]
+        drives = [
+            part @ self.feed.value + h @ self.back.value
+            for part, h in zip((x.real, x.imag), old, strict=True)
+        ]
         size = 1 + drives[0] ** 2 + drives[1] ** 2
         drives = [self.heads_of(d / size) for d in drives]
-        drives = [d + self.gain.value * part[:, :1] for d, part in zip(drives, (x.real, x.imag), strict=True)]
+        drives = [
+            d + self.gain.value * part[:, :1]
+            for d, part in zip(drives, (x.real, x.imag), strict=True)
+        ]
         re = TURN.real * old[0] - TURN.imag * old[1] + drives[0]
         im = TURN.real * old[1] + TURN.imag * old[0] + drives[1]
         self.re.value, self.im.value = re, im
         return im @ self.out.value
 
 
-@pytest.mark.parametrize('rule', [name for name in RULES if name not in ('es_d_rtrl', 'uoro', 'dni')])
+@pytest.mark.parametrize(
+    'rule', [name for name in RULES if name not in ('es_d_rtrl', 'uoro', 'dni')]
+)
 def test_complex_states_are_two_real_ones(rule, x64):
     rng = np.random.default_rng(1)
     xs = rng.standard_normal((T, B, I)) + 1j * rng.standard_normal((T, B, I))
-    for found, wanted in zip(gradient_of(rule, Complex(), xs), gradient_of(rule, Parts(), xs), strict=True):
+    for found, wanted in zip(
+        gradient_of(rule, Complex(), xs), gradient_of(rule, Parts(), xs), strict=True
+    ):
         for name, x in wanted.items():
             assert np.abs(x).max() > 1e-3
-            np.testing.assert_allclose(found[name], x, rtol=1e-9, atol=1e-11, err_msg=name)
+            np.testing.assert_allclose(
+                found[name], x, rtol=1e-9, atol=1e-11, err_msg=name
+            )
 
 
 # ---------------------------------------------------------------- half precision
@@ -102,9 +137,20 @@ class Half(brainstate.nn.Module):
     def __init__(self, kind, dtype):
         super().__init__()
         self.kind, rng = kind, np.random.default_rng(0)
-        shape = {'dense': (I, H), 'heads': (1, I, H), 'filter': (H, 1, 1), 'gain': (H,), 'rows': (5, H)}[kind]
-        values = lambda *shape: jnp.asarray(0.4 * rng.standard_normal(shape), jnp.bfloat16).astype(dtype)
-        self.weight, self.out = brainstate.ParamState(values(*shape)), brainstate.ParamState(values(H, O))
+        shape = {
+            'dense': (I, H),
+            'heads': (1, I, H),
+            'filter': (H, 1, 1),
+            'gain': (H,),
+            'rows': (5, H),
+        }[kind]
+        values = lambda *shape: jnp.asarray(
+            0.4 * rng.standard_normal(shape), jnp.bfloat16
+        ).astype(dtype)
+        self.weight, self.out = (
+            brainstate.ParamState(values(*shape)),
+            brainstate.ParamState(values(H, O)),
+        )
         self.h = brainstate.HiddenState(jnp.zeros((B, H), jnp.float32))
 
     def drive(self, x):
@@ -117,18 +163,24 @@ class Half(brainstate.nn.Module):
             return jnp.einsum('bij,ijk->bik', narrow[:, None], weight, **exact)[:, 0]
         if self.kind == 'filter':
             image = narrow[:, None, :1]
-            return jax.lax.conv_general_dilated(image, weight, (1,), 'SAME', **exact)[:, :, 0]
+            return jax.lax.conv_general_dilated(image, weight, (1,), 'SAME', **exact)[
+                :, :, 0
+            ]
         if self.kind == 'gain':
             return x[:, :1] * weight.astype(jnp.float32)
         return weight[(jnp.abs(x[:, 0]) * 3).astype(int) % 5].astype(jnp.float32)
 
     def update(self, x):
         self.h.value = jnp.tanh(0.7 * self.h.value + self.drive(x))
-        return jnp.matmul(self.h.value, self.out.value, preferred_element_type=jnp.float32)
+        return jnp.matmul(
+            self.h.value, self.out.value, preferred_element_type=jnp.float32
+        )
 
 
 @pytest.mark.parametrize('kind', ['dense', 'heads', 'filter', 'gain', 'rows'])
-@pytest.mark.parametrize(('rule', 'dtype'), [*((r, 'bfloat16') for r in BY_TRACE), ('d_rtrl', 'float16')])
+@pytest.mark.parametrize(
+    ('rule', 'dtype'), [*((r, 'bfloat16') for r in BY_TRACE), ('d_rtrl', 'float16')]
+)
 def test_half_precision_weights(kind, rule, dtype):
     """Gradients are sums over steps, rounded to the weight's type once, at their end.
 
@@ -136,14 +188,24 @@ def test_half_precision_weights(kind, rule, dtype):
     last bits of float32. Where influences are those of all parameters, and of rows that are picked, whose values are
     of half precision too, a step's own gradient is rounded already: by half an eps at most.
     """
-    xs = np.asarray(jnp.asarray(np.random.default_rng(1).standard_normal((40, B, I)), jnp.bfloat16), np.float32)
+    xs = np.asarray(
+        jnp.asarray(np.random.default_rng(1).standard_normal((40, B, I)), jnp.bfloat16),
+        np.float32,
+    )
     wide, narrow = (gradient_of(rule, Half(kind, d), xs) for d in (jnp.float32, dtype))
     eps = float(jnp.finfo(dtype).eps)
     for found, wanted in zip(narrow, wide, strict=True):
         for name, x in wanted.items():
             size = np.abs(x).max()
-            np.testing.assert_allclose(found[name], x, rtol=eps, atol=eps * size, err_msg=name)
-            if rule not in ('rtrl', 'snap', 'uoro') and (kind, name) != ('rows', 'weight'):
+            np.testing.assert_allclose(
+                found[name], x, rtol=eps, atol=eps * size, err_msg=name
+            )
+            if rule not in ('rtrl', 'snap', 'uoro') and (kind, name) != (
+                'rows',
+                'weight',
+            ):
                 rounded = np.asarray(jnp.asarray(x, dtype), np.float64)
-                np.testing.assert_allclose(found[name], rounded, rtol=eps, atol=1e-5 * size, err_msg=name)
+                np.testing.assert_allclose(
+                    found[name], rounded, rtol=eps, atol=1e-5 * size, err_msg=name
+                )
                 assert np.mean(found[name] == rounded) > 0.8, name

@@ -22,7 +22,9 @@ def columns():
 def test_every_requirement_has_a_lower_bound():
     names = [r.name for r in requirements()]
     assert len(set(names)) == len(names)
-    assert {'jax', 'optax', 'flax', 'equinox', 'brainevent', 'h5py', 'pytest'} <= set(names)
+    assert {'jax', 'optax', 'flax', 'equinox', 'brainevent', 'h5py', 'pytest'} <= set(
+        names
+    )
     assert all(lower_bound(r) for r in requirements())
 
 
@@ -51,4 +53,6 @@ def test_results_are_of_all_parts(columns):
 def test_what_the_smoke_tests_name_exists():
     for test in (t for tests in SMOKE.values() for t in tests):
         file, _, name = test.partition('::')
-        assert not name or f'def {name.partition("[")[0]}(' in (ROOT / file).read_text(), test
+        assert (
+            not name or f'def {name.partition("[")[0]}(' in (ROOT / file).read_text()
+        ), test

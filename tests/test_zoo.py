@@ -41,14 +41,20 @@ def test_as_drawn_by_hand(case):
     sites = {leaf: set() for leaf in case.sites}
     for site in graph.hidden_param_op_relations:
         for parameter in site.parameters:
-            sites[parameter.path + parameter.leaf] |= {frozenset(g.hidden_paths) for g in site.hidden_groups}
+            sites[parameter.path + parameter.leaf] |= {
+                frozenset(g.hidden_paths) for g in site.hidden_groups
+            }
     assert sites == case.sites
     drawn = {'.'.join(map(str, leaf)): credit for leaf, credit in case.credit.items()}
-    assert {r.context['name']: r.context['credit'] for r in graph.report.credits} == drawn
+    assert {
+        r.context['name']: r.context['credit'] for r in graph.report.credits
+    } == drawn
 
 
 def bits(x):
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return np.asarray(
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
 
 
 def close_to(a, b, case, scale=1.0):
@@ -68,12 +74,18 @@ def measure(model, inputs):
     executor.compile_graph(*inputs)
     graph, program = executor.graph, executor.graph.module_info.program
     analysed = analyse(program)
-    flat = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in graph.module_info.flat_inputs(inputs, None, {})]
+    flat = [
+        x if isinstance(x, jax.Array) else jnp.asarray(x)
+        for x in graph.module_info.flat_inputs(inputs, None, {})
+    ]
     place = {v: i for i, v in enumerate(program.closed.jaxpr.invars)}
     outs = {v: i for i, v in enumerate(program.closed.jaxpr.outvars) if is_var(v)}
     thetas = [p.invar for p in program.parameters]
     draw = np.random.default_rng(0)
-    gammas = [jnp.asarray(draw.standard_normal((*g.varshape, g.num_state)), jnp.float32) for g in graph.hidden_groups]
+    gammas = [
+        jnp.asarray(draw.standard_normal((*g.varshape, g.num_state)), jnp.float32)
+        for g in graph.hidden_groups
+    ]
 
     def replaced(values, variables, new):
         values = list(values)
@@ -85,7 +97,10 @@ def measure(model, inputs):
         total = 0.0
         for x in results[: len(program.outputs)]:
             if jnp.issubdtype(x.dtype, jnp.inexact):
-                total = total + jnp.sum(jnp.sin(1.0 + jnp.arange(x.size).reshape(x.shape)) * (x * x.conj()).real)
+                total = total + jnp.sum(
+                    jnp.sin(1.0 + jnp.arange(x.size).reshape(x.shape))
+                    * (x * x.conj()).real
+                )
         return total
 
     def plain(values):
@@ -101,7 +116,9 @@ def measure(model, inputs):
             old = group.concat_hidden([flat[place[v]] for v in group.hidden_invars])
 
             def new(h, values=flat, group=group, local=local):
-                out = local(replaced(values, group.hidden_invars, group.split_hidden(h)))
+                out = local(
+                    replaced(values, group.hidden_invars, group.split_hidden(h))
+                )
                 return group.concat_hidden([out[outs[v]] for v in group.hidden_outvars])
 
             def of_theta(theta, old=old, new=new):
@@ -117,7 +134,10 @@ def measure(model, inputs):
                     'sites': site_gradients(graph, g, h2w, gammas[g], flat, place),
                 }
             )
-        deltas = [group.split_hidden(x * 0) for group, x in zip(graph.hidden_groups, gammas, strict=True)]
+        deltas = [
+            group.split_hidden(x * 0)
+            for group, x in zip(graph.hidden_groups, gammas, strict=True)
+        ]
         zeros = graph.hidden_perturb.init_perturb_data()
         perturbed = lambda values: graph.hidden_perturb.eval_jaxpr(values, zeros)
         through = lambda run: lambda theta: loss(run(replaced(flat, thetas, theta)))
@@ -131,7 +151,11 @@ def measure(model, inputs):
         result['through_sites'] = [
             sum(parts)
             for parts in zip(
-                *(site_gradients(graph, g, h2w, signals[g], flat, place) for g in range(len(signals))), strict=True
+                *(
+                    site_gradients(graph, g, h2w, signals[g], flat, place)
+                    for g in range(len(signals))
+                ),
+                strict=True,
             )
         ]
         result['deltas'] = deltas
@@ -144,19 +168,31 @@ def site_gradients(graph, g, h2w, gamma, flat, place):
     """γ · ∂h/∂θ of one group, put together from the sites alone."""
     program = graph.module_info.program
     env = dict(zip(graph.module_info.jaxpr.invars, flat, strict=True))
-    total = {p.invar: jnp.zeros(p.invar.aval.shape, p.invar.aval.dtype) for p in program.parameters}
+    total = {
+        p.invar: jnp.zeros(p.invar.aval.shape, p.invar.aval.dtype)
+        for p in program.parameters
+    }
     info = graph.module_info
     results = evaluate(info.jaxpr, info.closed_jaxpr.consts, *flat)
-    env.update((v, x) for v, x in zip(info.jaxpr.outvars, results, strict=True) if is_var(v))
+    env.update(
+        (v, x) for v, x in zip(info.jaxpr.outvars, results, strict=True) if is_var(v)
+    )
     env.update(zip(info.jaxpr.constvars, info.closed_jaxpr.consts, strict=True))
     for site, jacobian in zip(graph.hidden_param_op_relations, h2w, strict=True):
         if g not in jacobian.hidden_to_y:
             continue
         which = [group.index for group in site.hidden_groups].index(g)
         positions = site.y_positions[which]
-        spread = gamma.reshape(-1, gamma.shape[-1])[np.maximum(positions, 0)] * (positions >= 0)[..., None]
-        y_bar = jnp.sum(spread * jacobian.hidden_to_y[g], axis=-1).astype(site.y_var.aval.dtype)
-        for v, grad in zip(site.weight_jaxpr.invars, pull_site(graph, site, env, y_bar), strict=True):
+        spread = (
+            gamma.reshape(-1, gamma.shape[-1])[np.maximum(positions, 0)]
+            * (positions >= 0)[..., None]
+        )
+        y_bar = jnp.sum(spread * jacobian.hidden_to_y[g], axis=-1).astype(
+            site.y_var.aval.dtype
+        )
+        for v, grad in zip(
+            site.weight_jaxpr.invars, pull_site(graph, site, env, y_bar), strict=True
+        ):
             total[v] = total[v] + grad
     return [total[p.invar] for p in program.parameters]
 
@@ -171,7 +207,9 @@ def pull_site(graph, site, env, y_bar):
             return atom.val
         if atom not in env:
             e = producer[atom]
-            for v, x in zip(e.outvars, run(e, [value(a) for a in e.invars]), strict=True):
+            for v, x in zip(
+                e.outvars, run(e, [value(a) for a in e.invars]), strict=True
+            ):
                 env[v] = x
         return env[atom]
 
@@ -185,7 +223,10 @@ def pull_site(graph, site, env, y_bar):
 
     def of_theta(*theta):
         (weight,) = evaluate(program, [value(v) for v in program.constvars], *theta)
-        return run(site.equation, [*operands[: site.operand], weight, *operands[site.operand + 1 :]])[index]
+        return run(
+            site.equation,
+            [*operands[: site.operand], weight, *operands[site.operand + 1 :]],
+        )[index]
 
     _, pull = jax.vjp(of_theta, *(env[v] for v in program.invars))
     return pull(y_bar)
@@ -210,18 +251,31 @@ def test_numbers(case):
         diagonal = blocks[np.arange(size), np.arange(size)].copy()
         blocks[np.arange(size), np.arange(size)] = 0
         assert not blocks.any()
-        close_to(diagonal, np.asarray(numbers['diagonal'], float).reshape(size, states, states), case)
+        close_to(
+            diagonal,
+            np.asarray(numbers['diagonal'], float).reshape(size, states, states),
+            case,
+        )
         for a, b in zip(numbers['theta'], numbers['sites'], strict=True):
             close_to(a, b, case)
 
     for i, parameter in enumerate(facts.program.parameters):
         bit = facts.bit[parameter.invar]
-        direct = any(facts.direct[v].grads & bit for v in facts.program.outputs if is_var(v) and v in facts.direct)
-        is_cut = any(c.bits.grads & bit for found in analysed.positions for c in found.found)
+        direct = any(
+            facts.direct[v].grads & bit
+            for v in facts.program.outputs
+            if is_var(v) and v in facts.direct
+        )
+        is_cut = any(
+            c.bits.grads & bit for found in analysed.positions for c in found.found
+        )
         if not direct and not is_cut:
             close_to(got['gradient'][i], got['through_sites'][i], case)
 
-    assert all(old is state.value for old, state in zip(before, model.states().values(), strict=True))
+    assert all(
+        old is state.value
+        for old, state in zip(before, model.states().values(), strict=True)
+    )
 
 
 def test_zoo_is_large_enough():

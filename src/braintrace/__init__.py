@@ -1,4 +1,5 @@
-"""Online learning for recurrent and spiking networks: eligibility traces, compiled from plain models."""
+"""Online learning for recurrent and spiking networks: eligibility traces, compiled from
+plain models."""
 
 from .compat import keep_x64
 
@@ -64,10 +65,17 @@ from .ops import (
     matmul,
     sparse_matmul,
 )
-from .rules import ETraceConfig, FixedRandomFeedback, GradExpon, KappaFilter, SyntheticGradient
+from .rules import (
+    ETraceConfig,
+    FixedRandomFeedback,
+    GradExpon,
+    KappaFilter,
+    SyntheticGradient,
+)
 from .training import EarlyStop, History, Supervised, fit
 
-# Other packages know these classes by their public place, not by the file they are written in.
+# Other packages know these classes by their public place, not by the file they are
+# written in.
 for _record in (HiddenGroup, HiddenPerturbation, ETraceGraph, ETraceGraphExecutor):
     _record.__module__ = __name__
 

@@ -26,10 +26,11 @@ def is_complex(dtype: Any) -> bool:
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """An array in another type; of complex numbers the real part, where that type is real.
+    """An array in another type; of complex numbers the real part, where that type is
+    real.
 
-    The derivative by a real weight follows so from a complex one. Only results are cast: the
-    real part of a product is not the product of real parts.
+    The derivative by a real weight follows so from a complex one. Only results are
+    cast: the real part of a product is not the product of real parts.
     """
     real_part = jnp.iscomplexobj(x) and not is_complex(dtype)
     return (x.real if real_part else x).astype(dtype)
@@ -40,14 +41,16 @@ def factors_for(
 ) -> tuple[jax.Array, ...]:
     """Stacks of steps such that Σ_t x_t ȳ_t is the gradient of a weight of a type.
 
-    For a real weight that is the real part, Re x Re ȳ - Im x Im ȳ: a real product of twice as
-    many steps. All ``y_bars`` have one type.
+    For a real weight that is the real part, Re x Re ȳ - Im x Im ȳ: a real product of
+    twice as many steps. All ``y_bars`` have one type.
     """
     is_real = not is_complex(weight)
     if is_real and jnp.iscomplexobj(xs) and any(map(jnp.iscomplexobj, y_bars)):
         xs = jnp.concatenate([xs.real, -xs.imag])
         return xs, *(jnp.concatenate([y.real, y.imag]) for y in y_bars)
-    return tuple(x.real if is_real and jnp.iscomplexobj(x) else x for x in (xs, *y_bars))
+    return tuple(
+        x.real if is_real and jnp.iscomplexobj(x) else x for x in (xs, *y_bars)
+    )
 
 
 @jax.custom_jvp
@@ -65,7 +68,8 @@ def _known_value_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def picked(values: jax.Array, positions: np.ndarray) -> jax.Array:
-    """Values by flat position, zero where that is negative; no gather if they keep their order."""
+    """Values by flat position, zero where that is negative; no gather if they keep
+    their order."""
     flat = values.reshape(-1)
     if np.array_equal(positions.reshape(-1), np.arange(len(flat))):
         return flat.reshape(positions.shape)

@@ -1,4 +1,5 @@
-"""Checkpoints of a learner and its optimiser, kept by orbax: written whole or not at all."""
+"""Checkpoints of a learner and its optimiser, kept by orbax: written whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -18,31 +19,46 @@ from .program.step import path_name
 
 
 def states_of(learner: Learner, optimizer: Any = None) -> dict[str, brainstate.State]:
-    """All that training moves, by name: model, traces, the rule's own state, optimiser, random numbers."""
-    found = {f'learner.{path_name(path)}': state for path, state in module_states(learner).items()}
+    """All that training moves, by name: model, traces, the rule's own state, optimiser,
+    random numbers."""
+    found = {
+        f'learner.{path_name(path)}': state
+        for path, state in module_states(learner).items()
+    }
     if optimizer is not None:
-        found |= {f'optimizer.{name}': state for name, state in learner.optimizer_states(optimizer).items()}
+        found |= {
+            f'optimizer.{name}': state
+            for name, state in learner.optimizer_states(optimizer).items()
+        }
     return {**found, 'random': brainstate.random.DEFAULT}
 
 
 def complete(folder: str | Path) -> list[int]:
-    """Numbers of the checkpoints in a folder that were written to their end; nothing is created."""
+    """Numbers of the checkpoints in a folder that were written to their end; nothing is
+    created."""
     return sorted(int(p.name) for p in Path(folder).glob('*') if p.name.isdecimal())
 
 
 class Checkpoints:
-    """A folder of checkpoints, each by the number of its update; the newest ``keep`` stay."""
+    """A folder of checkpoints, each by the number of its update; the newest ``keep``
+    stay."""
 
     def __init__(self, folder: str | Path, keep: int = 2):
         try:
             import orbax.checkpoint as orbax
         except ImportError as error:
             raise ImportError(
-                three_parts('checkpoints', 'orbax-checkpoint keeps them', "pip install 'braintrace[train]'")
+                three_parts(
+                    'checkpoints',
+                    'orbax-checkpoint keeps them',
+                    "pip install 'braintrace[train]'",
+                )
             ) from error
         self._orbax = orbax
         self.folder = Path(folder).absolute()
-        options = orbax.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        options = orbax.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=False
+        )
         self._manager = orbax.CheckpointManager(self.folder, options=options)
 
     @property
@@ -62,13 +78,19 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, update: int, states: Mapping[str, brainstate.State]) -> None:
-        """Write the values of states as the checkpoint of an update; one that is there already stays."""
+        """Write the values of states as the checkpoint of an update; one that is there
+        already stays."""
         if update not in self._manager.all_steps():
-            self._manager.save(update, args=self._orbax.args.StandardSave(_values(states)))
+            self._manager.save(
+                update, args=self._orbax.args.StandardSave(_values(states))
+            )
             self._manager.wait_until_finished()
 
-    def restore(self, states: Mapping[str, brainstate.State], update: int | None = None) -> int:
-        """Put a checkpoint, by default the newest, into states; its number. An error leaves them as they were."""
+    def restore(
+        self, states: Mapping[str, brainstate.State], update: int | None = None
+    ) -> int:
+        """Put a checkpoint, by default the newest, into states; its number. An error
+        leaves them as they were."""
         update = self.latest if update is None else update
         if update is None or update not in self._manager.all_steps():
             raise FileNotFoundError(
@@ -80,7 +102,9 @@ class Checkpoints:
             )
         wanted = _values(states)
         try:
-            found = self._manager.restore(update, args=self._orbax.args.StandardRestore())
+            found = self._manager.restore(
+                update, args=self._orbax.args.StandardRestore()
+            )
         except Exception as error:
             raise ValueError(
                 three_parts(
@@ -107,7 +131,8 @@ class Checkpoints:
 def _values(states: Mapping[str, brainstate.State]) -> dict[str, dict[str, jax.Array]]:
     """Arrays of every state, by name and number."""
     return {
-        name: {f'{i}': _plain(x) for i, x in enumerate(jax.tree.leaves(state.value))} for name, state in states.items()
+        name: {f'{i}': _plain(x) for i, x in enumerate(jax.tree.leaves(state.value))}
+        for name, state in states.items()
     }
 
 
@@ -126,14 +151,21 @@ def _like(x: Any, found: Any) -> jax.Array:
 
 
 def _differences(wanted: dict, found: Any) -> str:
-    """What sets the arrays of a checkpoint apart from those of a model, in words; empty if nothing."""
+    """What sets the arrays of a checkpoint apart from those of a model, in words; empty
+    if nothing."""
     shapes = lambda tree: {
-        f'{name} ({i})': jnp.shape(x) for name, part in tree.items() for i, x in (part or {}).items()
+        f'{name} ({i})': jnp.shape(x)
+        for name, part in tree.items()
+        for i, x in (part or {}).items()
     }
     if not isinstance(found, dict):
         return 'it holds no states by name'
     mine, theirs = shapes(wanted), shapes(found)
     notes = [f'no {name}' for name in mine.keys() - theirs.keys()]
     notes += [f'{name} is unknown here' for name in theirs.keys() - mine.keys()]
-    notes += [f'{n} is {theirs[n]}, not {mine[n]}' for n in mine.keys() & theirs.keys() if mine[n] != theirs[n]]
+    notes += [
+        f'{n} is {theirs[n]}, not {mine[n]}'
+        for n in mine.keys() & theirs.keys()
+        if mine[n] != theirs[n]
+    ]
     return '; '.join(sorted(notes)[:5])

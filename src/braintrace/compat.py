@@ -1,6 +1,7 @@
 """Every access to jaxpr internals that may change from one JAX release to the next.
 
-No other file imports ``jax.extend`` or reads the parameters of call-like equations by name.
+No other file imports ``jax.extend`` or reads the parameters of call-like equations by
+name.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def _global_x64() -> bool:
     """``jax_enable_x64`` outside of any ``with jax.enable_x64(...)``."""
     # Such a context belongs to its thread, so a new thread reads the global value.
     values: list[bool] = []
-    reader = threading.Thread(target=lambda: values.append(jax.config.read('jax_enable_x64')))
+    reader = threading.Thread(
+        target=lambda: values.append(jax.config.read('jax_enable_x64'))
+    )
     reader.start()
     reader.join()
     return values[0]
@@ -124,9 +127,12 @@ def make_jaxpr(
     equations: Sequence[Equation],
     like: Jaxpr | None = None,
 ) -> Jaxpr:
-    """Assemble a program from its parts; ``like`` is one of the same inputs and outputs, for its names."""
+    """Assemble a program from its parts; ``like`` is one of the same inputs and
+    outputs, for its names."""
     effects = frozenset().union(*(eqn.effects for eqn in equations))
-    info = like.debug_info if like is not None else _debug_info(len(invars), len(outvars))
+    info = (
+        like.debug_info if like is not None else _debug_info(len(invars), len(outvars))
+    )
     parts = (list(constvars), list(invars), list(outvars), list(equations))
     build: Any = jex.Jaxpr
     if _ONE_CLASS:
@@ -138,7 +144,9 @@ def make_jaxpr(
 
 def trace(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
     """The program of a function of arrays."""
-    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    return jax.make_jaxpr(function)(
+        *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
+    )
 
 
 def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
@@ -155,7 +163,9 @@ def evaluate_equation(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
     """Run one equation on the values of its operands."""
     invars = [new_var(v.aval) for v in eqn.invars]
     outvars = [new_var(v.aval) for v in eqn.outvars]
-    jaxpr = make_jaxpr([], invars, outvars, [eqn.replace(invars=invars, outvars=outvars)])
+    jaxpr = make_jaxpr(
+        [], invars, outvars, [eqn.replace(invars=invars, outvars=outvars)]
+    )
     return evaluate(jaxpr, (), *operands)
 
 
@@ -180,7 +190,9 @@ def sub_programs(eqn: Equation) -> Iterator[SubProgram]:
                     yield SubProgram((name, i), item)
 
 
-def replace_sub_programs(eqn: Equation, new: dict[tuple[str, int | None], Any]) -> Equation:
+def replace_sub_programs(
+    eqn: Equation, new: dict[tuple[str, int | None], Any]
+) -> Equation:
     """The equation with some of its sub-programs exchanged."""
     params = dict(eqn.params)
     for (name, i), jaxpr in new.items():
@@ -198,10 +210,11 @@ _CUSTOM = ('custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr')
 
 
 def structure(eqn: Equation) -> str:
-    """How an equation uses its sub-programs: 'scan', 'while', 'cond', 'custom', 'call' or 'none'.
+    """How an equation uses its sub-programs: 'scan', 'while', 'cond', 'custom', 'call'
+    or 'none'.
 
-    A plain call is recognised by type alone: one sub-program that takes the equation's operands
-    and gives its results.
+    A plain call is recognised by type alone: one sub-program that takes the equation's
+    operands and gives its results.
     """
     name = eqn.primitive.name
     if name in _CONTROL:
@@ -213,7 +226,9 @@ def structure(eqn: Equation) -> str:
     if len(body.invars) != len(eqn.invars) or len(body.outvars) != len(eqn.outvars):
         return 'none'
     if any(
-        a.aval.shape != b.aval.shape for a, b in zip(body.invars, eqn.invars, strict=True) if hasattr(a.aval, 'shape')
+        a.aval.shape != b.aval.shape
+        for a, b in zip(body.invars, eqn.invars, strict=True)
+        if hasattr(a.aval, 'shape')
     ):
         return 'none'
     return 'custom' if name in _CUSTOM else 'call'
@@ -222,7 +237,9 @@ def structure(eqn: Equation) -> str:
 def has_reverse_only(eqn: Equation) -> bool:
     """True if an equation has a derivative of its own making for reverse mode alone."""
     inside = (e for sub in sub_programs(eqn) for e in open_jaxpr(sub.jaxpr).eqns)
-    return eqn.primitive.name.startswith('custom_vjp_call') or any(map(has_reverse_only, inside))
+    return eqn.primitive.name.startswith('custom_vjp_call') or any(
+        map(has_reverse_only, inside)
+    )
 
 
 def has_own_derivative(eqn: Equation) -> bool:
@@ -234,7 +251,8 @@ _CALLBACKS = ('pure_callback', 'io_callback')
 
 
 def is_opaque(eqn: Equation) -> bool:
-    """True for what JAX cannot differentiate in reverse: loops of unknown length, calls of Python code."""
+    """True for what JAX cannot differentiate in reverse: loops of unknown length, calls
+    of Python code."""
     return structure(eqn) == 'while' or eqn.primitive.name in _CALLBACKS
 
 
@@ -263,7 +281,8 @@ def read_branches(eqn: Equation) -> Sequence[ClosedJaxpr]:
 
 
 def solver_constants(eqn: Equation) -> range:
-    """Operands of a linear solve that serve its solver only, such as a factorised matrix: no derivative."""
+    """Operands of a linear solve that serve its solver only, such as a factorised
+    matrix: no derivative."""
     matvec, *solvers = eqn.params['const_lengths']
     return range(matvec, matvec + sum(solvers))
 
@@ -289,7 +308,8 @@ class Mask:
 
 
 cut_p = jex.Primitive('cut')
-"""The identity whose derivative is zero where its mask is true (everywhere without a mask)."""
+"""The identity whose derivative is zero where its mask is true (everywhere without a
+mask)."""
 
 
 @cut_p.def_impl
@@ -315,7 +335,9 @@ def _cut_batch(args: Any, dims: Any, *, mask: Mask | None) -> Any:
 
 ad.primitive_jvps[cut_p] = _cut_jvp
 batching.primitive_batchers[cut_p] = _cut_batch
-mlir.register_lowering(cut_p, mlir.lower_fun(lambda x, *, mask: x, multiple_results=False))
+mlir.register_lowering(
+    cut_p, mlir.lower_fun(lambda x, *, mask: x, multiple_results=False)
+)
 
 
 def cut_equation(operand: Var, mask: np.ndarray | None) -> Equation:
@@ -342,22 +364,38 @@ def copy_equation(a: Atom, out: Var) -> Equation:
 # ---------------------------------------------------------------- where an equation was written
 
 _TOOLS = ('jax', 'jaxlib', 'numpy', 'saiunit', 'brainunit', 'brainevent')
-_MODELS = ('brainstate', 'brainpy', 'brainpy_state', 'braintools', 'flax', 'equinox', 'optax')
+_MODELS = (
+    'brainstate',
+    'brainpy',
+    'brainpy_state',
+    'braintools',
+    'flax',
+    'equinox',
+    'optax',
+)
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STDLIB = os.path.dirname(functools.__file__) + os.sep
 
 
 def _is_tool(file: str) -> bool:
-    """True for files of the standard library and of packages that no model is written in."""
-    return file.startswith('<frozen') or _is_of(file, _TOOLS) or (file.startswith(_STDLIB) and '-packages' not in file)
+    """True for files of the standard library and of packages that no model is written
+    in."""
+    return (
+        file.startswith('<frozen')
+        or _is_of(file, _TOOLS)
+        or (file.startswith(_STDLIB) and '-packages' not in file)
+    )
 
 
 def _is_of(file: str, packages: Sequence[str]) -> bool:
-    return '-packages' in file and any(f'{os.sep}{name}{os.sep}' in file for name in packages)
+    return '-packages' in file and any(
+        f'{os.sep}{name}{os.sep}' in file for name in packages
+    )
 
 
 def _own_line(frames: Sequence[tuple[str, int]]) -> str | None:
-    """``file:line`` of the first frame that is the user's, else of the first of a library of models."""
+    """``file:line`` of the first frame that is the user's, else of the first of a
+    library of models."""
     frames = [f for f in frames if not _is_tool(f[0])]
     models = [f for f in frames if _is_of(f[0], _MODELS) or f[0].startswith(_HERE)]
     own = [f for f in frames if f not in models]
@@ -367,24 +405,38 @@ def _own_line(frames: Sequence[tuple[str, int]]) -> str | None:
 def source_line(eqn: Equation) -> str:
     """``file:line`` of the user's own code that made this equation.
 
-    Where no frame is the user's, the innermost frame of the library the model comes from.
+    Where no frame is the user's, the innermost frame of the library the model comes
+    from.
     """
     stack = eqn.source_info.traceback
     frames = [] if stack is None else [(f.file_name, f.line_num) for f in stack.frames]
-    outside = next((i for i, (file, _) in enumerate(frames) if file.startswith(_HERE + 'frontends')), len(frames))
+    outside = next(
+        (
+            i
+            for i, (file, _) in enumerate(frames)
+            if file.startswith(_HERE + 'frontends')
+        ),
+        len(frames),
+    )
     return _own_line(frames[:outside]) or 'unknown source'
 
 
 def short_source(source: str) -> str:
-    """A place in a file for people: from its package, or from the working folder, if it is in one of them."""
+    """A place in a file for people: from its package, or from the working folder, if it
+    is in one of them."""
     *_, rest = source.rpartition('-packages' + os.sep)
     return rest.removeprefix(os.getcwd() + os.sep)
 
 
 def failing_line(error: BaseException) -> str:
-    """The user's own line in which an error arose, to be added to a message; empty if none is known."""
-    frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
-    calls = [i for i, (file, _) in enumerate(frames) if file.startswith(_HERE + 'frontends')]
+    """The user's own line in which an error arose, to be added to a message; empty if
+    none is known."""
+    frames = [
+        (f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)
+    ]
+    calls = [
+        i for i, (file, _) in enumerate(frames) if file.startswith(_HERE + 'frontends')
+    ]
     place = _own_line(frames[max(calls, default=-1) + 1 :][::-1])
     if place is None:
         return ''
@@ -394,7 +446,8 @@ def failing_line(error: BaseException) -> str:
 
 
 def from_library(jaxpr: Any) -> bool:
-    """True for the program of a function that JAX, a library of models or this package defines."""
+    """True for the program of a function that JAX, a library of models or this package
+    defines."""
     defined = getattr(open_jaxpr(jaxpr).debug_info, 'func_src_info', '') or ''
     file = defined.partition(' at ')[2]
     return _is_tool(file) or _is_of(file, _MODELS) or file.startswith(_HERE)
@@ -403,8 +456,8 @@ def from_library(jaxpr: Any) -> bool:
 def inlined(eqn: Equation, caller: Equation, body: Any, **changes: Any) -> Equation:
     """An equation of a called program as it stands in the calling one.
 
-    Programs of library functions are cached by JAX and remember their first caller, so there the
-    line of this call counts. Names of scopes add up.
+    Programs of library functions are cached by JAX and remember their first caller, so
+    there the line of this call counts. Names of scopes add up.
     """
     info = eqn.source_info
     if from_library(body):

@@ -1,11 +1,12 @@
 """The record between compiler and solver: one time step as pure functions on arrays.
 
 The compiler (``lowering``) fills it in, the solver runs it, and neither reads anything
-else of the other. Arrays are kept in :class:`Values`, dictionaries whose keys the solver
-never looks into, so a step can be written by hand with strings as keys.
+else of the other. Arrays are kept in :class:`Values`, dictionaries whose keys the
+solver never looks into, so a step can be written by hand with strings as keys.
 
-Letters used in the solver: t steps of a block, b samples, h positions of a group,
-s states (components) of a position, y elements of a site's result, w elements of a weight.
+Letters used in the solver: t steps of a block, b samples, h positions of a group, s
+states (components) of a position, y elements of a site's result, w elements of a
+weight.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import numpy as np
 Key = Any
 """Names a value; anything that can be a key of a dictionary."""
 Components = dict[int, jax.Array]
-"""Values of some states of a group's positions, by number; each has the positions' shape."""
+"""Values of some states of a group's positions, by number; each has the positions'
+shape."""
 Jacobian = dict[tuple[int, int], jax.Array]
-"""``[i, j] = ∂new_i/∂old_j`` at every position; entries that are zero by structure are missing."""
+"""``[i, j] = ∂new_i/∂old_j`` at every position; entries that are zero by structure are
+missing."""
 Operands = dict[int, Any]
 """Some operands of an operation, by number."""
 Box = tuple[slice, ...]
@@ -48,7 +51,8 @@ jax.tree_util.register_pytree_node(
 
 
 class TraceLayout(Protocol):
-    """How the trace ε = ∂h/∂w of one site is stored between blocks, one array a component."""
+    """How the trace ε = ∂h/∂w of one site is stored between blocks, one array a
+    component."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,16 +68,19 @@ class TraceLayout(Protocol):
         product: Jacobian,
         credit: Components,
     ) -> tuple[Components, jax.Array]:
-        """The trace after a block, P_0 ε_0 + Σ_t P_t ∂h_t/∂w, and γ_0 · ε_0 in the shape of w.
+        """The trace after a block, P_0 ε_0 + Σ_t P_t ∂h_t/∂w, and γ_0 · ε_0 in the
+        shape of w.
 
-        ``rows[s]`` (t, y) = P_t ∂h_t/∂y, ``product`` = P_0, ``credit`` = γ_0. ``fixed`` are the
-        operands that stay the same, the weight among them; ``steps`` are stacked over t.
+        ``rows[s]`` (t, y) = P_t ∂h_t/∂y, ``product`` = P_0, ``credit`` = γ_0. ``fixed``
+        are the operands that stay the same, the weight among them; ``steps`` are
+        stacked over t.
         """
         ...
 
 
 class WeightUse(Protocol):
-    """One use of a weight, y = op(x, w): what the solver needs to know of the operation."""
+    """One use of a weight, y = op(x, w): what the solver needs to know of the
+    operation."""
 
     @property
     def operand(self) -> int:
@@ -119,17 +126,24 @@ class WeightUse(Protocol):
         ...
 
     def gradient(
-        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box | None = None
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
     ) -> jax.Array:
-        """Σ_t of y_bars[t] · ∂y_t/∂w in the shape of w; ``box``: the part that ``y_bars`` holds."""
+        """Σ_t of y_bars[t] · ∂y_t/∂w in the shape of w; ``box``: the part that
+        ``y_bars`` holds."""
         ...
 
     def spread(self, y_bar: jax.Array) -> jax.Array:
-        """Sum, for each element of an element-wise w, over the elements of y that share it."""
+        """Sum, for each element of an element-wise w, over the elements of y that share
+        it."""
         ...
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
-        """The storage of its trace; ``positions``: the position that each element of y reaches."""
+        """The storage of its trace; ``positions``: the position that each element of y
+        reaches."""
         ...
 
 
@@ -137,8 +151,9 @@ class WeightUse(Protocol):
 class Site:
     """One use of a weight whose result reaches the positions of one group: one trace.
 
-    ``enters``: the last sum that y enters unchanged; sites with the same one share ∂h/∂y.
-    ``factorises``: whether the trace can be held as an input part and a state part.
+    ``enters``: the last sum that y enters unchanged; sites with the same one share
+    ∂h/∂y. ``factorises``: whether the trace can be held as an input part and a state
+    part.
     """
 
     weight: Key
@@ -154,18 +169,21 @@ class Site:
 class Tap:
     """A place where weights meet data. Derivative programs start at its results.
 
-    ``operands(constants, values)`` gives the operands that stay the same and those stacked over
-    t. ``gradients(fixed, steps, y_bars, boxes)`` gives the gradient of each weight, summed over
-    t; ``cut_gradients[g]`` does so for paths into group g where these differ. ``parameters``,
-    ``by_weight``, ``operation``, ``source``, ``marked``: names for reports and for choosing what is
-    traced. ``multiplies``: y is a product of its operands, so data of zero give a gradient of zero.
+    ``operands(constants, values)`` gives the operands that stay the same and those
+    stacked over t. ``gradients(fixed, steps, y_bars, boxes)`` gives the gradient of
+    each weight, summed over t; ``cut_gradients[g]`` does so for paths into group g
+    where these differ. ``parameters``, ``by_weight``, ``operation``, ``source``,
+    ``marked``: names for reports and for choosing what is traced. ``multiplies``: y is
+    a product of its operands, so data of zero give a gradient of zero.
     """
 
     weights: tuple[Key, ...]
     results: tuple[Key, ...]
     sites: tuple[Site, ...]
     operands: Callable[[Values, Values], tuple[Operands, Operands]]
-    gradients: Callable[[Operands, Operands, Mapping[Key, Any], Mapping[Key, Box | None]], Values]
+    gradients: Callable[
+        [Operands, Operands, Mapping[Key, Any], Mapping[Key, Box | None]], Values
+    ]
     cut_gradients: Mapping[int, Callable[..., Values]]
     parameters: tuple[Any, ...] = ()
     by_weight: Mapping[Key, tuple[Any, ...]] = field(default_factory=dict)
@@ -179,11 +197,11 @@ class Tap:
 class Group:
     """Hidden states of one shape that depend on each other position by position.
 
-    ``pattern``: (i, j) where the new component i can depend on the old component j. ``direct``:
-    components of old states that a target reads without any new state between. ``reached``:
-    the components of the new states that each tap result can reach. ``components(values)``
-    splits the old states among ``values`` into real arrays of the positions' shape, and
-    ``states(components)`` puts them together again.
+    ``pattern``: (i, j) where the new component i can depend on the old component j.
+    ``direct``: components of old states that a target reads without any new state
+    between. ``reached``: the components of the new states that each tap result can
+    reach. ``components(values)`` splits the old states among ``values`` into real
+    arrays of the positions' shape, and ``states(components)`` puts them together again.
     """
 
     name: Any
@@ -202,7 +220,8 @@ class Group:
 
 
 class Signals(NamedTuple):
-    """Derivatives inside one step: of tap results, L of the new states, R of the old states."""
+    """Derivatives inside one step: of tap results, L of the new states, R of the old
+    states."""
 
     results: Values
     signals: list[Components]
@@ -211,11 +230,12 @@ class Signals(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """One time step as pure functions on arrays, and what the solver must know of shapes.
+    """One time step as pure functions on arrays, and what the solver must know of
+    shapes.
 
-    ``values`` always means all that is known of one step: inputs, old states, what ``project``,
-    ``advance`` and ``complete`` added, new states under their own keys. ``constants`` depend on
-    parameters and on states that are never written.
+    ``values`` always means all that is known of one step: inputs, old states, what
+    ``project``, ``advance`` and ``complete`` added, new states under their own keys.
+    ``constants`` depend on parameters and on states that are never written.
     """
 
     parameters: Mapping[Key, jax.ShapeDtypeStruct]
@@ -228,9 +248,11 @@ class CompiledStep:
     hidden: tuple[tuple[Key, Key], ...]
     """(old, new) keys of the hidden states."""
     targets: tuple[Key, ...]
-    """What is differentiated, in the order of the cotangents: a loss, or outputs and new states."""
+    """What is differentiated, in the order of the cotangents: a loss, or outputs and
+    new states."""
     is_loss: bool
-    """Whether the only target is a loss, so that its cotangent is the weight of the step."""
+    """Whether the only target is a loss, so that its cotangent is the weight of the
+    step."""
     aux: tuple[Key, ...]
     """Further values that are returned for every step."""
     groups: tuple[Group, ...]
@@ -238,7 +260,8 @@ class CompiledStep:
     readouts: Mapping[Any, Key]
     """Products with weights between hidden states and targets: the weight of each."""
     weights: tuple[Key, ...]
-    """All values that gradients are summed for: weights of taps, and constant targets."""
+    """All values that gradients are summed for: weights of taps, and constant targets.
+    """
     constant_targets: tuple[Key, ...]
     """Targets that no data reaches, as a penalty on weights alone."""
     kept_bytes: int
@@ -249,28 +272,32 @@ class CompiledStep:
     project: Callable[[Values, Values], Values]
     """(constants, inputs): what inputs alone determine; batched over a block."""
     advance: Callable[[Values, Values], tuple[Values, Values]]
-    """(constants, values): the next states, and values kept for derivatives; the time loop."""
+    """(constants, values): the next states, and values kept for derivatives; the time
+    loop."""
     complete: Callable[[Values, Values], Values]
     """(constants, values): the values, with all that derivative programs read."""
     outputs: Callable[[Values, Values], Values]
     """(constants, values): targets and ``aux``."""
     signals: Callable[..., tuple[list[jax.Array], Signals]]
-    """(constants, values, cotangents, feedback={}): targets and derivatives of one step;
-    ``feedback[readout]`` replaces the weight of a read-out on the way back."""
+    """(constants, values, cotangents, feedback={}): targets and derivatives of one
+    step; ``feedback[readout]`` replaces the weight of a read-out on the way back."""
     transition: Callable[[Values, Values], list[Jacobian]]
     """(constants, values): D of every group."""
     pull: Callable[[Values, Values, Sequence[Components]], list[Values]]
-    """(constants, values, credit): (∂h/∂y)ᵀ γ by group, for every tap result y that reaches it."""
+    """(constants, values, credit): (∂h/∂y)ᵀ γ by group, for every tap result y that
+    reaches it."""
     run: Callable[..., tuple[Values, list[Any], Values]]
-    """(parameters, states, inputs, silent=None): new states, targets and ``aux`` of the whole
-    step, uncut; where ``silent`` no gradient enters from what only targets need."""
+    """(parameters, states, inputs, silent=None): new states, targets and ``aux`` of the
+    whole step, uncut; where ``silent`` no gradient enters from what only targets need.
+    """
     run_deep: Callable[..., tuple[Values, list[Any], Values]]
     """The same with every path from one position to another across time cut."""
     run_open: Callable[[Values, Values, Values], Values]
-    """(parameters, states, inputs): new states with each choice and gate open, so that there is a
-    derivative wherever any value gives one."""
+    """(parameters, states, inputs): new states with each choice and gate open, so that
+    there is a derivative wherever any value gives one."""
     other_effects: Callable[[int, Key], Box | None]
-    """(group, result): the part of y that acts on more than this group; None if nothing does."""
+    """(group, result): the part of y that acts on more than this group; None if nothing
+    does."""
     has_forward_mode: bool = True
     """Whether ``run`` can be differentiated forward."""
     modulator: Callable[[Values, Values], jax.Array] | None = None

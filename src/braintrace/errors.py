@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 
 def three_parts(wrote: str, why: str, instead: str) -> str:
-    """The text of an error: what was written, why it cannot work, what to write instead."""
+    """The text of an error: what was written, why it cannot work, what to write
+    instead."""
     return f'{wrote}\n  {_WHY}{why}\n  what to write instead: {instead}'
 
 
@@ -26,7 +27,8 @@ def printable(text: object, keep: str = '') -> str:
 
 
 def one_of(choices: Iterable[str], given: object = '') -> str:
-    """What to write instead of a name that is not known: one of these, the nearest first."""
+    """What to write instead of a name that is not known: one of these, the nearest
+    first."""
     names = list(choices)
     near = difflib.get_close_matches(str(given).lower(), names, 1)
     named = ', '.join(repr(name) for name in dict.fromkeys([*near, *names]))

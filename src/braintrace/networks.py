@@ -29,15 +29,26 @@ def _fire_jvp(primals: tuple, tangents: tuple) -> tuple:
 
 
 class SpikingNetwork(brainstate.nn.Module):
-    """Spiking units with all-to-all recurrence, a running mean of their spikes, and a leaky read-out."""
+    """Spiking units with all-to-all recurrence, a running mean of their spikes, and a
+    leaky read-out."""
 
     V: brainstate.HiddenState
     a: brainstate.HiddenState
 
-    def __init__(self, inputs: int, outputs: int, units: int, tau_out: float, gain: float, seed: int):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        units: int,
+        tau_out: float,
+        gain: float,
+        seed: int,
+    ):
         super().__init__()
         rng = np.random.default_rng(seed)
-        drawn = lambda a, b, gain=1.0: jnp.asarray(rng.normal(size=(a, b)) * gain / math.sqrt(a), jnp.float32)
+        drawn = lambda a, b, gain=1.0: jnp.asarray(
+            rng.normal(size=(a, b)) * gain / math.sqrt(a), jnp.float32
+        )
         self.units, self.outputs = units, outputs
         self.keep_out = math.exp(-1 / tau_out)
         self.feed = brainstate.ParamState(drawn(inputs, units))
@@ -64,9 +75,11 @@ class SpikingNetwork(brainstate.nn.Module):
 
 
 class ALIF(SpikingNetwork):
-    """LIF units, half of them with an adaptive threshold (Bellec 2020, evidence accumulation).
+    """LIF units, half of them with an adaptive threshold (Bellec 2020, evidence
+    accumulation).
 
-    ``gain``: of the recurrent weights at first; with 1 the gradient of BPTT overflows within 2,000 steps.
+    ``gain``: of the recurrent weights at first; with 1 the gradient of BPTT overflows
+    within 2,000 steps.
     """
 
     def __init__(
@@ -86,7 +99,9 @@ class ALIF(SpikingNetwork):
         self.threshold, self.refractory = threshold, refractory
         self.keep_v, self.keep_a = math.exp(-1 / tau_v), math.exp(-1 / tau_a)
         adaptive = np.arange(units) >= units // 2
-        self.beta = jnp.asarray(adaptive * 1.7 * (1 - self.keep_a) / (1 - self.keep_v), jnp.float32)
+        self.beta = jnp.asarray(
+            adaptive * 1.7 * (1 - self.keep_a) / (1 - self.keep_v), jnp.float32
+        )
         self.others = 1 - jnp.eye(units)
 
     def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
@@ -94,13 +109,17 @@ class ALIF(SpikingNetwork):
         self.rest = brainstate.ShortTermState(jnp.zeros_like(self.V.value))
 
     def spikes(self) -> jax.Array:
-        over = (self.V.value - self.threshold - self.beta * self.a.value) / self.threshold
+        over = (
+            self.V.value - self.threshold - self.beta * self.a.value
+        ) / self.threshold
         return jnp.where(self.rest.value == 0, fire(over), 0.0)
 
     def update(self, x: jax.Array) -> ArrayLike:
         z = self.spikes()
         reset = jax.lax.stop_gradient(z)
-        self.rest.value = jnp.where(reset > 0, float(self.refractory), jnp.maximum(self.rest.value - 1, 0))
+        self.rest.value = jnp.where(
+            reset > 0, float(self.refractory), jnp.maximum(self.rest.value - 1, 0)
+        )
         drive = x @ self.feed.value + z @ (self.recur.value * self.others)
         self.V.value = self.keep_v * self.V.value + drive - self.threshold * reset
         self.a.value = self.keep_a * self.a.value + z
@@ -108,10 +127,11 @@ class ALIF(SpikingNetwork):
 
 
 class GIF(SpikingNetwork):
-    """Generalised integrate-and-fire units: each has a slow current that its spikes leave behind.
+    """Generalised integrate-and-fire units: each has a slow current that its spikes
+    leave behind.
 
-    ``after``: what one spike adds to it; below zero units tire, above zero they are easier to wake again. ``gain``: of
-    the recurrent weights at first.
+    ``after``: what one spike adds to it; below zero units tire, above zero they are
+    easier to wake again. ``gain``: of the recurrent weights at first.
     """
 
     def __init__(
@@ -136,12 +156,18 @@ class GIF(SpikingNetwork):
         z = self.spikes()
         drive = x @ self.feed.value + z @ self.recur.value
         self.a.value = self.keep_slow * self.a.value + self.after * z
-        self.V.value = self.keep * self.V.value + drive + (1 - self.keep) * self.a.value - jax.lax.stop_gradient(z)
+        self.V.value = (
+            self.keep * self.V.value
+            + drive
+            + (1 - self.keep) * self.a.value
+            - jax.lax.stop_gradient(z)
+        )
         return self.read_out()
 
 
 class Recurrent(brainstate.nn.Module):
-    """A stock cell and a linear read-out. ``slow`` closes the update gate of a GRU: its units then remember longer."""
+    """A stock cell and a linear read-out. ``slow`` closes the update gate of a GRU: its
+    units then remember longer."""
 
     def __init__(
         self,
@@ -159,7 +185,10 @@ class Recurrent(brainstate.nn.Module):
         self.readout = brainstate.nn.Linear(units, outputs)
         if slow:
             gates = self.cell.Wrz.weight
-            gates.value = {**gates.value, 'bias': gates.value['bias'].at[units:].set(-slow)}
+            gates.value = {
+                **gates.value,
+                'bias': gates.value['bias'].at[units:].set(-slow),
+            }
 
     def update(self, x: jax.Array) -> jax.Array:
         return self.readout(self.cell(x))
@@ -172,10 +201,13 @@ NETWORKS: dict[str, Any] = {
     'lstm': partial(Recurrent, cell='LSTMCell'),
     'rnn': partial(Recurrent, cell='ValinaRNNCell', activation='tanh'),
 }
-"""Networks by name: each is called with inputs, outputs and, by keyword, units and a seed."""
+"""Networks by name: each is called with inputs, outputs and, by keyword, units and a
+seed."""
 
 
-def network(name: str, inputs: int, outputs: int, **options: Any) -> brainstate.nn.Module:
+def network(
+    name: str, inputs: int, outputs: int, **options: Any
+) -> brainstate.nn.Module:
     """A network by its name."""
     if name not in NETWORKS:
         instead = f'{one_of(NETWORKS, name)}; or file.py:factory on the command line'

@@ -1,9 +1,9 @@
 """The marked ops: ordinary array functions that say "this argument is a weight".
 
-A mark is a name scope, ``etrace:matmul`` and so on, around the equations of the op; it changes
-neither values nor derivatives, and ``trace='marked'`` looks for it in their name stack. Arguments
-are plain arrays or quantities with units. Axes: ``i`` inputs, ``o`` outputs, ``g`` groups,
-``r`` rank; ``...`` is any number of leading batch axes.
+A mark is a name scope, ``etrace:matmul`` and so on, around the equations of the op; it
+changes neither values nor derivatives, and ``trace='marked'`` looks for it in their
+name stack. Arguments are plain arrays or quantities with units. Axes: ``i`` inputs,
+``o`` outputs, ``g`` groups, ``r`` rank; ``...`` is any number of leading batch axes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,32 @@ def mark(name: str) -> AbstractContextManager[None]:
 
 
 def matmul(
-    x: Value, weight: Value, bias: Value | None = None, *, weight_fn: ValueFn = None, bias_fn: ValueFn = None
+    x: Value,
+    weight: Value,
+    bias: Value | None = None,
+    *,
+    weight_fn: ValueFn = None,
+    bias_fn: ValueFn = None,
 ) -> Result:
     """``x @ weight_fn(weight) + bias_fn(bias)`` for `x` (..., i) and `weight` (i, o)."""
     with mark('matmul'):
         weight = _apply(weight_fn, weight)
         _check_matmul('matmul', x, weight)
-        return _add_bias('matmul', _multiply(jnp.matmul, x, weight), _apply(bias_fn, bias))
+        return _add_bias(
+            'matmul', _multiply(jnp.matmul, x, weight), _apply(bias_fn, bias)
+        )
 
 
 def grouped_matmul(
-    x: Value, weight: Value, bias: Value | None = None, *, weight_fn: ValueFn = None, bias_fn: ValueFn = None
+    x: Value,
+    weight: Value,
+    bias: Value | None = None,
+    *,
+    weight_fn: ValueFn = None,
+    bias_fn: ValueFn = None,
 ) -> Result:
-    """One matrix product per group: `x` (..., g, i), `weight` (g, i, o), result (..., g, o)."""
+    """One matrix product per group: `x` (..., g, i), `weight` (g, i, o), result (...,
+    g, o)."""
     with mark('grouped_matmul'):
         weight = _apply(weight_fn, weight)
         x_shape, w_shape = jnp.shape(x), jnp.shape(weight)
@@ -61,7 +74,8 @@ def grouped_matmul(
 
 
 def einsum(equation: str, x: Value, weight: Value) -> Result:
-    """``jnp.einsum(equation, x, weight)``: the first operand is data, the second the weight."""
+    """``jnp.einsum(equation, x, weight)``: the first operand is data, the second the
+    weight."""
     with mark('einsum'):
         try:
             return _multiply(lambda a, b: jnp.einsum(equation, a, b), x, weight)
@@ -74,7 +88,8 @@ def einsum(equation: str, x: Value, weight: Value) -> Result:
 
 
 def embedding(indices: ArrayLike, weight: Value) -> Result:
-    """Rows ``weight[indices]`` of a table `weight` (n, ...), for integer `indices` of any shape."""
+    """Rows ``weight[indices]`` of a table `weight` (n, ...), for integer `indices` of
+    any shape."""
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer) or jnp.ndim(weight) == 0:
         raise _refusal(
@@ -88,7 +103,8 @@ def embedding(indices: ArrayLike, weight: Value) -> Result:
 
 
 def element_wise(weight: Value, *, weight_fn: ValueFn = None) -> Result:
-    """``weight_fn(weight)``, for a weight used element by element: a decay, a gain, a threshold."""
+    """``weight_fn(weight)``, for a weight used element by element: a decay, a gain, a
+    threshold."""
     with mark('element_wise'):
         value = _apply(weight_fn, weight)
         # Returned as it is, the weight would leave no equation to carry the mark.
@@ -110,14 +126,18 @@ def conv(
     kernel_fn: ValueFn = None,
     bias_fn: ValueFn = None,
 ) -> Result:
-    """Convolution with any number of spatial axes; layouts as in `jax.lax.conv_general_dilated`.
+    """Convolution with any number of spatial axes; layouts as in
+    `jax.lax.conv_general_dilated`.
 
-    `x` may come without its batch axis. A bias with one axis is added along the output channels,
-    any other must broadcast to the batched output.
+    `x` may come without its batch axis. A bias with one axis is added along the output
+    channels, any other must broadcast to the batched output.
     """
     with mark('conv'):
         kernel, bias = _apply(kernel_fn, kernel), _apply(bias_fn, bias)
-        image, filters = jnp.asarray(u.get_mantissa(x)), jnp.asarray(u.get_mantissa(kernel))
+        image, filters = (
+            jnp.asarray(u.get_mantissa(x)),
+            jnp.asarray(u.get_mantissa(kernel)),
+        )
         unbatched = image.ndim == filters.ndim - 1
         if filters.ndim < 3 or not (unbatched or image.ndim == filters.ndim):
             raise _refusal(
@@ -125,10 +145,15 @@ def conv(
                 'x has an axis for each of the kernel (batch, channels, space), or one less without a batch',
                 'a kernel with at least three axes, and an x with as many or one fewer',
             )
-        layout = lax.conv_dimension_numbers((1,) * filters.ndim, filters.shape, dimension_numbers)
+        layout = lax.conv_dimension_numbers(
+            (1,) * filters.ndim, filters.shape, dimension_numbers
+        )
         if unbatched:
             image = jnp.expand_dims(image, layout.lhs_spec[0])
-        channels, taken = image.shape[layout.lhs_spec[1]], filters.shape[layout.rhs_spec[1]] * feature_group_count
+        channels, taken = (
+            image.shape[layout.lhs_spec[1]],
+            filters.shape[layout.rhs_spec[1]] * feature_group_count,
+        )
         if channels != taken:
             raise _refusal(
                 f'conv(x, kernel) with {channels} channels in x and a kernel of shape {filters.shape}',
@@ -148,18 +173,30 @@ def conv(
             batch_group_count=batch_group_count,
         )
         if bias is not None and jnp.ndim(bias) == 1:
-            along_channels = [-1 if axis == layout.out_spec[1] else 1 for axis in range(y.ndim)]
-            bias = _with_unit(jnp.reshape(u.get_mantissa(bias), along_channels), u.get_unit(bias))
+            along_channels = [
+                -1 if axis == layout.out_spec[1] else 1 for axis in range(y.ndim)
+            ]
+            bias = _with_unit(
+                jnp.reshape(u.get_mantissa(bias), along_channels), u.get_unit(bias)
+            )
         y = _add_bias('conv', _with_unit(y, u.get_unit(x) * u.get_unit(kernel)), bias)
         return y.squeeze(layout.out_spec[0]) if unbatched else y
 
 
-def sparse_matmul(x: Value, weight: Value, *, sparse_mat: Any, bias: Value | None = None) -> Result:
-    """``x @ sparse_mat.with_data(weight) + bias`` for `x` (..., i) and a sparse matrix (i, o).
+def sparse_matmul(
+    x: Value, weight: Value, *, sparse_mat: Any, bias: Value | None = None
+) -> Result:
+    """``x @ sparse_mat.with_data(weight) + bias`` for `x` (..., i) and a sparse matrix
+    (i, o).
 
-    `sparse_mat` (of brainevent or brainunit) says where the entries are, `weight` what they are.
+    `sparse_mat` (of brainevent or brainunit) says where the entries are, `weight` what
+    they are.
     """
-    x_shape, size, stored = jnp.shape(x), tuple(sparse_mat.shape), jnp.shape(sparse_mat.data)
+    x_shape, size, stored = (
+        jnp.shape(x),
+        tuple(sparse_mat.shape),
+        jnp.shape(sparse_mat.data),
+    )
     if not x_shape or x_shape[-1] != size[0] or jnp.shape(weight) != stored:
         raise _refusal(
             f'sparse_matmul(x, weight) with x of shape {x_shape} and weight of shape {jnp.shape(weight)}',
@@ -167,22 +204,30 @@ def sparse_matmul(x: Value, weight: Value, *, sparse_mat: Any, bias: Value | Non
             f'x of shape (..., {size[0]}) and a weight shaped like sparse_mat.data',
         )
     with mark('sparse_matmul'):
-        # with_data insists on the unit of the old entries: compute in that unit, then name the right one.
-        matrix = sparse_mat.with_data(_with_unit(u.get_mantissa(weight), u.get_unit(sparse_mat.data)))
+        # with_data insists on the unit of the old entries: compute in that unit, then
+        # name the right one.
+        matrix = sparse_mat.with_data(
+            _with_unit(u.get_mantissa(weight), u.get_unit(sparse_mat.data))
+        )
         if len(x_shape) > 2:
             flat = jnp.reshape(u.get_mantissa(x), (-1, x_shape[-1]))
             y = jnp.reshape(u.get_mantissa(flat @ matrix), (*x_shape[:-1], size[1]))
         else:
             y = u.get_mantissa(u.get_mantissa(x) @ matrix)
-        return _add_bias('sparse_matmul', _with_unit(y, u.get_unit(x) * u.get_unit(weight)), bias)
+        return _add_bias(
+            'sparse_matmul', _with_unit(y, u.get_unit(x) * u.get_unit(weight)), bias
+        )
 
 
-def lora_matmul(x: Value, B: Value, A: Value, *, alpha: float = 1.0, bias: Value | None = None) -> Result:
+def lora_matmul(
+    x: Value, B: Value, A: Value, *, alpha: float = 1.0, bias: Value | None = None
+) -> Result:
     """``alpha * x @ (B @ A) + bias`` for `x` (..., i), `B` (i, r) and `A` (r, o).
 
-    The product of the factors is formed first, in weight space: one matmul then stands between
-    the weights and the hidden state, and both factors get full credit through time. Written
-    ``(x @ B) @ A``, the second matmul mixes positions and `B` would keep its one-step gradient only.
+    The product of the factors is formed first, in weight space: one matmul then stands
+    between the weights and the hidden state, and both factors get full credit through
+    time. Written ``(x @ B) @ A``, the second matmul mixes positions and `B` would keep
+    its one-step gradient only.
     """
     b_shape, a_shape = jnp.shape(B), jnp.shape(A)
     if len(b_shape) != 2 or len(a_shape) != 2 or b_shape[1] != a_shape[0]:

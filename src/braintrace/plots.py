@@ -23,19 +23,32 @@ def _figure(rows: int, height: float = 2.2, columns: int = 1) -> tuple[Any, Any]
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(three_parts('a picture', 'matplotlib draws it', "pip install 'braintrace[plot]'")) from error
+        raise ImportError(
+            three_parts(
+                'a picture', 'matplotlib draws it', "pip install 'braintrace[plot]'"
+            )
+        ) from error
     figure = Figure(figsize=(9, 0.6 + height * rows), layout='constrained')
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def _smooth(values: np.ndarray, width: int = 10) -> np.ndarray:
     """A running mean over what is there."""
-    return np.array([np.nanmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))])
+    return np.array(
+        [np.nanmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+    )
 
 
-def learning_curves(histories: Mapping[str, Sequence[History]], file: str | Path) -> None:
-    """Every metric over updates, one line for each name; several histories as their mean and range."""
-    names = [n for n in next(iter(histories.values()))[0].records[-1] if n not in ('update', 'seconds')]
+def learning_curves(
+    histories: Mapping[str, Sequence[History]], file: str | Path
+) -> None:
+    """Every metric over updates, one line for each name; several histories as their
+    mean and range."""
+    names = [
+        n
+        for n in next(iter(histories.values()))[0].records[-1]
+        if n not in ('update', 'seconds')
+    ]
     figure, axes = _figure(len(names))
     for ax, name in zip(axes[:, 0], names, strict=True):
         for label, runs in histories.items():
@@ -46,9 +59,17 @@ def learning_curves(histories: Mapping[str, Sequence[History]], file: str | Path
             x = runs[0]['update'][:length][there]
             (line,) = ax.plot(x, smooth.mean(0), label=label)
             if len(runs) > 1:
-                ax.fill_between(x, smooth.min(0), smooth.max(0), alpha=0.2, color=line.get_color())
+                ax.fill_between(
+                    x, smooth.min(0), smooth.max(0), alpha=0.2, color=line.get_color()
+                )
             else:
-                ax.plot(x, values[0][there], alpha=0.25, color=line.get_color(), linewidth=0.8)
+                ax.plot(
+                    x,
+                    values[0][there],
+                    alpha=0.25,
+                    color=line.get_color(),
+                    linewidth=0.8,
+                )
         ax.set(ylabel=name.replace('_', ' '), xlabel='update')
         ax.grid(alpha=0.3)
     if len(histories) > 1:
@@ -58,7 +79,8 @@ def learning_curves(histories: Mapping[str, Sequence[History]], file: str | Path
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Values of the first sample, time × units, and the name of the unit that they are in; empty if they have none."""
+    """Values of the first sample, time × units, and the name of the unit that they are
+    in; empty if they have none."""
 
     values: np.ndarray
     unit: str = ''
@@ -69,7 +91,8 @@ class _Recorded:
 
 
 def record(learner: Learner, inputs: Any) -> dict[str, np.ndarray]:
-    """Outputs and hidden states, and spikes if the model tells them, of the first sample along a fresh sequence.
+    """Outputs and hidden states, and spikes if the model tells them, of the first
+    sample along a fresh sequence.
 
     States with a unit are given as numbers in that unit.
     """
@@ -90,7 +113,8 @@ def _record(learner: Learner, inputs: Any) -> dict[str, _Recorded]:
 
 
 def _by_name(name: str, state: Any) -> dict[str, Any]:
-    """The value of a hidden state; those of a tree, which may differ in their units, one by one."""
+    """The value of a hidden state; those of a tree, which may differ in their units,
+    one by one."""
     if not isinstance(state, brainstate.HiddenTreeState):
         return {name: state.value}
     return {f'{name}.{part}': state.get_value(part) for part in state.name2index}
@@ -102,13 +126,20 @@ def _recorded(value: Any) -> _Recorded:
     return _Recorded(numbers[:, 0].reshape(len(numbers), -1), unit)
 
 
-def activity(learner: Learner, trial: Sequence[Any], kind: str, file: str | Path) -> None:
-    """One trial: inputs, spikes or units, a few units' states in time, outputs beside targets."""
+def activity(
+    learner: Learner, trial: Sequence[Any], kind: str, file: str | Path
+) -> None:
+    """One trial: inputs, spikes or units, a few units' states in time, outputs beside
+    targets."""
     inputs, targets, weights = (np.asarray(part) for part in trial)
     found = _record(learner, inputs)
     output = found.pop('output')
     spikes = found.pop('spikes', None)
-    wide = [name for name, state in found.items() if state.values.shape[1] > output.values.shape[1]]
+    wide = [
+        name
+        for name, state in found.items()
+        if state.values.shape[1] > output.values.shape[1]
+    ]
     shown = wide[:2] or [*found][:2]
     figure, axes = _figure(3 + len(shown), 1.7)
     rows = iter(axes[:, 0])
@@ -135,19 +166,39 @@ def _units(ax: Any, values: np.ndarray, name: str) -> None:
     if values.shape[1] == 1:
         ax.plot(values[:, 0], linewidth=0.8)
     elif np.isin(values, (0, 1)).all():
-        ax.plot(*np.nonzero(values), '|', color='black', markersize=max(1.0, 90 / values.shape[1]))
+        ax.plot(
+            *np.nonzero(values),
+            '|',
+            color='black',
+            markersize=max(1.0, 90 / values.shape[1]),
+        )
         ax.set_ylim(-1, values.shape[1])
     else:
         most = np.abs(values).max() or 1.0
-        ax.imshow(values.T, aspect='auto', cmap='RdBu_r', vmin=-most, vmax=most, interpolation='nearest')
+        ax.imshow(
+            values.T,
+            aspect='auto',
+            cmap='RdBu_r',
+            vmin=-most,
+            vmax=most,
+            interpolation='nearest',
+        )
     ax.set_ylabel(name)
 
 
-def _answers(ax: Any, outputs: np.ndarray, targets: np.ndarray, weights: np.ndarray, kind: str) -> None:
-    """Probabilities of classes, or values beside their targets; shaded where they count."""
+def _answers(
+    ax: Any, outputs: np.ndarray, targets: np.ndarray, weights: np.ndarray, kind: str
+) -> None:
+    """Probabilities of classes, or values beside their targets; shaded where they
+    count."""
     asked = weights > 0
     if kind == 'values':
-        ax.plot(np.where(asked[:, None], targets, np.nan), color='black', linewidth=1, label='target')
+        ax.plot(
+            np.where(asked[:, None], targets, np.nan),
+            color='black',
+            linewidth=1,
+            label='target',
+        )
         ax.plot(outputs, linewidth=0.9, label='output')
     else:
         chances = np.asarray(jax.nn.softmax(jnp.asarray(outputs), -1))
@@ -155,8 +206,22 @@ def _answers(ax: Any, outputs: np.ndarray, targets: np.ndarray, weights: np.ndar
             for i, line in enumerate(chances.T):
                 ax.plot(line, linewidth=0.9, label=f'class {i}')
         else:
-            ax.imshow(chances.T, aspect='auto', cmap='Greys', vmin=0, vmax=1, interpolation='nearest')
-        ax.plot(np.flatnonzero(asked), targets[asked], '.', color='tab:red', markersize=3, label='target')
+            ax.imshow(
+                chances.T,
+                aspect='auto',
+                cmap='Greys',
+                vmin=0,
+                vmax=1,
+                interpolation='nearest',
+            )
+        ax.plot(
+            np.flatnonzero(asked),
+            targets[asked],
+            '.',
+            color='tab:red',
+            markersize=3,
+            label='target',
+        )
     if not asked.all():
         start = np.flatnonzero(asked)
         ax.axvspan(start[0], start[-1], color='tab:orange', alpha=0.12)
@@ -164,7 +229,8 @@ def _answers(ax: Any, outputs: np.ndarray, targets: np.ndarray, weights: np.ndar
 
 
 def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
-    """The eligibility traces after a sequence, as heat maps of inputs × units; false if there are none to draw.
+    """The eligibility traces after a sequence, as heat maps of inputs × units; false if
+    there are none to draw.
 
     The sequence is a fresh one; the learner is afterwards as it was before.
     """
@@ -187,7 +253,14 @@ def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
     for ax, (name, values) in zip(axes.flat, found, strict=False):
         ax.axis('on')
         most = np.abs(values).max() or 1.0
-        image = ax.imshow(values, aspect='auto', cmap='RdBu_r', vmin=-most, vmax=most, interpolation='nearest')
+        image = ax.imshow(
+            values,
+            aspect='auto',
+            cmap='RdBu_r',
+            vmin=-most,
+            vmax=most,
+            interpolation='nearest',
+        )
         ax.set_title(name, fontsize=8)
         ax.set(xlabel='input', ylabel='unit')
         figure.colorbar(image, ax=ax)
@@ -196,7 +269,8 @@ def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
 
 
 def _maps(key: tuple, trace: Any) -> list[tuple[str, np.ndarray]]:
-    """Units × inputs of the first sample, for each state that a trace is carried on; factors multiplied out."""
+    """Units × inputs of the first sample, for each state that a trace is carried on;
+    factors multiplied out."""
     parts = trace.f if hasattr(trace, 'f') else trace
     if not isinstance(parts, dict):
         return []
@@ -208,7 +282,9 @@ def _maps(key: tuple, trace: Any) -> list[tuple[str, np.ndarray]]:
     for i, part in parts.items():
         values = np.asarray(part, np.float32)[0]
         if hasattr(trace, 'f'):
-            values = np.multiply.outer(values.ravel(), np.asarray(trace.x, np.float32)[0].ravel())
+            values = np.multiply.outer(
+                values.ravel(), np.asarray(trace.x, np.float32)[0].ravel()
+            )
         if values.ndim == 2:
             found.append((f'{", ".join(key[0])} on {on(i)}', values))
     return found

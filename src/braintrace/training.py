@@ -1,4 +1,5 @@
-"""A training loop with progress, validation, checkpoints and early stop; plain loops stay as easy."""
+"""A training loop with progress, validation, checkpoints and early stop; plain loops
+stay as easy."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ Record = dict[str, float]
 
 @dataclass
 class History:
-    """The records of a training, and why it ended: 'finished', 'stopped early' or 'interrupted'.
+    """The records of a training, and why it ended: 'finished', 'stopped early' or
+    'interrupted'.
 
-    ``updates``: how many were done, those before a resumption included. There are fewer records if lines of
-    ``metrics.jsonl`` were lost.
+    ``updates``: how many were done, those before a resumption included. There are fewer
+    records if lines of ``metrics.jsonl`` were lost.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -46,10 +48,15 @@ class History:
 
 
 class EarlyStop:
-    """Stop when a metric has not become better for ``patience`` of its measurements, or is good enough."""
+    """Stop when a metric has not become better for ``patience`` of its measurements, or
+    is good enough."""
 
     def __init__(
-        self, metric: str = 'loss', patience: int | None = None, target: float | None = None, larger: bool = False
+        self,
+        metric: str = 'loss',
+        patience: int | None = None,
+        target: float | None = None,
+        larger: bool = False,
     ):
         self.metric, self.patience, self.target = metric, patience, target
         self._sign = -1.0 if larger else 1.0
@@ -58,10 +65,19 @@ class EarlyStop:
     def __call__(self, record: Record) -> bool:
         """Whether to stop after this record."""
         if self.metric not in record:
-            if not self.metric.startswith('valid_') or any(name.startswith('valid_') for name in record):
+            if not self.metric.startswith('valid_') or any(
+                name.startswith('valid_') for name in record
+            ):
                 names = [name for name in record if name not in ('update', 'seconds')]
-                known = one_of(dict.fromkeys([*names, *(f'valid_{name}' for name in names)]), self.metric)
-                raise ValueError(three_parts(f'EarlyStop({self.metric!r})', 'it is not measured', known))
+                known = one_of(
+                    dict.fromkeys([*names, *(f'valid_{name}' for name in names)]),
+                    self.metric,
+                )
+                raise ValueError(
+                    three_parts(
+                        f'EarlyStop({self.metric!r})', 'it is not measured', known
+                    )
+                )
             return False
         value = self._sign * record[self.metric]
         self._since = 0 if value < self._best else self._since + 1
@@ -96,16 +112,19 @@ def fit(
 ) -> History:
     """Train a learner.
 
-    ``batches(i)``: the sequences of update i, time first; drawn by a generator seeded with i, so that a resumed
-    training sees what it would have seen. ``step_fn`` is that of :meth:`Learner.etrace_grad`: the loss of one step; if
-    there are ``metrics``, it returns ``(loss, outputs)``, and ``metrics(outputs, *sequences)`` gives numbers by name.
-    Each batch is a fresh sequence and one update, unless ``update_every`` says after how many steps weights change.
-    ``optimizer``: one of braintools, or any optax transformation, with its schedule.
-    ``validate(i)``: sequences to be measured, not learned, every ``validate_every`` updates: ``valid_loss`` and so on.
-    ``callbacks`` are called with the record of every update; one that returns True stops, e.g. :class:`EarlyStop`.
-    ``out``: a folder for ``metrics.jsonl`` and checkpoints, every ``save_every`` updates and at the end; with
-    ``resume`` training goes on from the newest, or starts again if it was ended before its first checkpoint was
-    complete. Ctrl-C ends after the update under way, with a checkpoint.
+    ``batches(i)``: the sequences of update i, time first; drawn by a generator seeded
+    with i, so that a resumed training sees what it would have seen. ``step_fn`` is that
+    of :meth:`Learner.etrace_grad`: the loss of one step; if there are ``metrics``, it
+    returns ``(loss, outputs)``, and ``metrics(outputs, *sequences)`` gives numbers by
+    name. Each batch is a fresh sequence and one update, unless ``update_every`` says
+    after how many steps weights change. ``optimizer``: one of braintools, or any optax
+    transformation, with its schedule. ``validate(i)``: sequences to be measured, not
+    learned, every ``validate_every`` updates: ``valid_loss`` and so on. ``callbacks``
+    are called with the record of every update; one that returns True stops, e.g.
+    :class:`EarlyStop`. ``out``: a folder for ``metrics.jsonl`` and checkpoints, every
+    ``save_every`` updates and at the end; with ``resume`` training goes on from the
+    newest, or starts again if it was ended before its first checkpoint was complete.
+    Ctrl-C ends after the update under way, with a checkpoint.
 
     >>> import brainstate, braintrace, jax.numpy as jnp, numpy as np, optax
     >>> net = brainstate.nn.GRUCell(1, 4)
@@ -124,9 +143,15 @@ def fit(
                 'numbers of at least 1',
             )
         )
-    if validate is None and any(getattr(c, 'metric', '').startswith('valid_') for c in callbacks):
+    if validate is None and any(
+        getattr(c, 'metric', '').startswith('valid_') for c in callbacks
+    ):
         raise ValueError(
-            three_parts('EarlyStop on a metric of validation', 'there is none', 'validate=..., or a metric of training')
+            three_parts(
+                'EarlyStop on a metric of validation',
+                'there is none',
+                'validate=..., or a metric of training',
+            )
         )
     if validate is not None:
         with learner.unmoved():  # batches may be drawn by brainstate.random
@@ -137,7 +162,9 @@ def fit(
     checkpoints = Checkpoints(Path(out) / 'checkpoints') if out is not None else None
     states = states_of(learner, optimizer)
     if resume and checkpoints is not None and checkpoints.latest is None:
-        _notice(f'{out}: no checkpoint is complete, so training starts again at update 1')
+        _notice(
+            f'{out}: no checkpoint is complete, so training starts again at update 1'
+        )
     elif resume and checkpoints is not None:
         history.updates = checkpoints.restore(states)
         history.records = _read(Path(out or '') / 'metrics.jsonl', history.updates)
@@ -155,12 +182,18 @@ def fit(
     done = history.updates
     before = history.records[-1]['seconds'] if history.records else 0.0
     if show and done >= updates:
-        print(f'nothing to train: update {done} is reached, and {updates} were asked for', file=sys.stderr)
+        print(
+            f'nothing to train: update {done} is reached, and {updates} were asked for',
+            file=sys.stderr,
+        )
     progress = Progress(updates) if show else None
     with _log(out, history.records) as log, _stop_asked() as stop:
         for i in range(done, updates):
             sequences = tuple(jax.tree.map(jnp.asarray, s) for s in _drawn(batches, i))
-            record = {'update': i + 1, **_one(learner, sequences, step_fn, optimizer, metrics, update_every)}
+            record = {
+                'update': i + 1,
+                **_one(learner, sequences, step_fn, optimizer, metrics, update_every),
+            }
             last = i + 1 == updates
             if validate is not None and ((i + 1) % validate_every == 0 or last):
                 with learner.unmoved():
@@ -174,11 +207,15 @@ def fit(
             if progress is not None:
                 progress(record, len(jax.tree.leaves(sequences)[0]))
             asked = [callback(record) for callback in callbacks]
-            if any(isinstance(stopped, (bool, np.bool_)) and stopped for stopped in asked):
+            if any(
+                isinstance(stopped, (bool, np.bool_)) and stopped for stopped in asked
+            ):
                 history.ended = 'stopped early'
             if stop.is_set():
                 history.ended = 'interrupted'
-            if checkpoints is not None and ((i + 1) % save_every == 0 or last or history.ended != 'finished'):
+            if checkpoints is not None and (
+                (i + 1) % save_every == 0 or last or history.ended != 'finished'
+            ):
                 checkpoints.save(i + 1, states)
             if history.ended != 'finished':
                 break
@@ -190,8 +227,14 @@ def fit(
 def _check_begun(out: str | Path | None) -> None:
     """Raise unless a training began in this folder."""
     if out is None:
-        raise ValueError(three_parts('resume=True without a folder', 'nothing is kept without one', 'out=...'))
-    if not any((Path(out) / name).exists() for name in ('checkpoints', 'metrics.jsonl')):
+        raise ValueError(
+            three_parts(
+                'resume=True without a folder', 'nothing is kept without one', 'out=...'
+            )
+        )
+    if not any(
+        (Path(out) / name).exists() for name in ('checkpoints', 'metrics.jsonl')
+    ):
         raise FileNotFoundError(
             three_parts(
                 f'resume=True with out={str(out)!r}',
@@ -209,7 +252,11 @@ def _notice(text: str) -> None:
 def _drawn(batches: Callable[[int], Sequence[Any]], update: int) -> Sequence[Any]:
     found = batches(update) if callable(batches) else None
     if not isinstance(found, (tuple, list)):
-        given = f'give a {type(found).__name__}' if callable(batches) else f'are a {type(batches).__name__}'
+        given = (
+            f'give a {type(found).__name__}'
+            if callable(batches)
+            else f'are a {type(batches).__name__}'
+        )
         raise TypeError(
             three_parts(
                 f'batches that {given}',
@@ -221,8 +268,12 @@ def _drawn(batches: Callable[[int], Sequence[Any]], update: int) -> Sequence[Any
 
 
 def _check_alike(held_out: Sequence[Any], sequences: Sequence[Any]) -> None:
-    """Raise unless sequences for validation have the shapes of those for training, time aside."""
-    shapes = [[jnp.shape(x)[1:] for x in jax.tree.leaves(part)] for part in (held_out, sequences)]
+    """Raise unless sequences for validation have the shapes of those for training, time
+    aside."""
+    shapes = [
+        [jnp.shape(x)[1:] for x in jax.tree.leaves(part)]
+        for part in (held_out, sequences)
+    ]
     if shapes[0] != shapes[1]:
         raise ValueError(
             three_parts(
@@ -245,7 +296,9 @@ def _one(
     if update_every is not None:
         learner.reset_state()
         only = step_fn if metrics is None else _Loss(step_fn)
-        losses = learner.etrace_online(*sequences, step_fn=only, optimizer=optimizer, update_every=update_every)
+        losses = learner.etrace_online(
+            *sequences, step_fn=only, optimizer=optimizer, update_every=update_every
+        )
         return {'loss': float(losses.mean())}
     has_aux = metrics is not None
     gradients, losses, *outputs = learner.etrace_grad(
@@ -266,7 +319,8 @@ def _one(
 
 @dataclass(frozen=True)
 class _Loss:
-    """The loss alone of a step function that gives outputs too; equal to another of the same."""
+    """The loss alone of a step function that gives outputs too; equal to another of the
+    same."""
 
     step_fn: Callable
 
@@ -274,32 +328,47 @@ class _Loss:
         return self.step_fn(*slices)[0]
 
 
-def _measure(learner: Learner, sequences: tuple, step_fn: Callable, metrics: Callable | None) -> Record:
+def _measure(
+    learner: Learner, sequences: tuple, step_fn: Callable, metrics: Callable | None
+) -> Record:
     """Loss and metrics of a fresh sequence, nothing learned."""
     found = learner.evaluate(*sequences, step_fn=step_fn)
     losses, *outputs = found if isinstance(found, tuple) else (found,)
     return _record(losses, outputs, sequences, metrics)
 
 
-def _record(losses: jax.Array, outputs: Sequence[Any], sequences: tuple, metrics: Callable | None) -> Record:
+def _record(
+    losses: jax.Array,
+    outputs: Sequence[Any],
+    sequences: tuple,
+    metrics: Callable | None,
+) -> Record:
     found: Any = {}
     if metrics is not None:
-        check_call('metrics', metrics, (*outputs, *sequences), 'the outputs and each sequence')
+        check_call(
+            'metrics', metrics, (*outputs, *sequences), 'the outputs and each sequence'
+        )
         found = metrics(*outputs, *sequences)
     if not isinstance(found, Mapping):
         raise TypeError(
             three_parts(
-                f'metrics that return a {type(found).__name__}', 'each has a name', "a dictionary: {'accuracy': ...}"
+                f'metrics that return a {type(found).__name__}',
+                'each has a name',
+                "a dictionary: {'accuracy': ...}",
             )
         )
-    return {'loss': float(jnp.mean(losses)), **{name: float(value) for name, value in found.items()}}
+    return {
+        'loss': float(jnp.mean(losses)),
+        **{name: float(value) for name, value in found.items()},
+    }
 
 
 class Supervised:
-    """A task for a learner, in the parts that :func:`fit` takes: :meth:`batches`, :meth:`step_fn`, :meth:`metrics`.
+    """A task for a learner, in the parts that :func:`fit` takes: :meth:`batches`,
+    :meth:`step_fn`, :meth:`metrics`.
 
-    ``penalty``: called after each step, its value is added to the loss; for instance of a
-    :class:`braintrace.nn.FiringRate`.
+    ``penalty``: called after each step, its value is added to the loss; for instance of
+    a :class:`braintrace.nn.FiringRate`.
 
     >>> import braintrace, jax.numpy as jnp, optax
     >>> task = braintrace.tasks.Copying(length=2, lag=3)
@@ -320,31 +389,54 @@ class Supervised:
         seed: int = 0,
         penalty: Callable[[], jax.Array] | None = None,
     ):
-        self.learner, self.task, self.batch_size, self.seed, self.penalty = learner, task, batch_size, seed, penalty
+        self.learner, self.task, self.batch_size, self.seed, self.penalty = (
+            learner,
+            task,
+            batch_size,
+            seed,
+            penalty,
+        )
 
     def parts(self) -> dict[str, Any]:
         """The arguments of :func:`fit`."""
-        return {'batches': self.batches, 'step_fn': self.step_fn, 'metrics': self.metrics}
+        return {
+            'batches': self.batches,
+            'step_fn': self.step_fn,
+            'metrics': self.metrics,
+        }
 
     def batches(self, update: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Inputs, targets and weights of one update; weights are 1 in the mean."""
-        inputs, targets, weights = self.task.batch(np.random.default_rng([self.seed, update]), self.batch_size)
+        inputs, targets, weights = self.task.batch(
+            np.random.default_rng([self.seed, update]), self.batch_size
+        )
         return inputs, targets, weights / weights.mean()
 
-    def step_fn(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Loss and outputs of one step: cross-entropy of classes, squared distance of values."""
+    def step_fn(
+        self, x: jax.Array, y: jax.Array, weight: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Loss and outputs of one step: cross-entropy of classes, squared distance of
+        values."""
         outputs = self.learner(x)
         if self.task.kind == 'values':
             loss = jnp.mean((outputs - y) ** 2)
         else:
-            loss = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(outputs), y[..., None], -1))
-        return weight * loss + (0.0 if self.penalty is None else self.penalty()), outputs
+            loss = -jnp.mean(
+                jnp.take_along_axis(jax.nn.log_softmax(outputs), y[..., None], -1)
+            )
+        return weight * loss + (
+            0.0 if self.penalty is None else self.penalty()
+        ), outputs
 
-    def metrics(self, outputs: jax.Array, inputs: Any, targets: Any, weights: Any) -> dict[str, jax.Array]:
+    def metrics(
+        self, outputs: jax.Array, inputs: Any, targets: Any, weights: Any
+    ) -> dict[str, jax.Array]:
         """Accuracy of classes; the squared error of values over their variance."""
         mean = lambda x: jnp.average(x, axis=0, weights=weights)
         if self.task.kind == 'values':
-            squares = mean(jnp.square(outputs - targets).reshape(len(targets), -1)).mean()
+            squares = mean(
+                jnp.square(outputs - targets).reshape(len(targets), -1)
+            ).mean()
             return {'error': squares / jnp.var(targets[jnp.asarray(weights) > 0])}
         if self.task.kind == 'decision':
             return {'accuracy': jnp.mean(mean(outputs).argmax(-1) == targets[-1])}
@@ -352,7 +444,8 @@ class Supervised:
 
 
 class Progress:
-    """A line of progress: rewritten in a terminal, a new one every few seconds in a pipe."""
+    """A line of progress: rewritten in a terminal, a new one every few seconds in a
+    pipe."""
 
     def __init__(self, updates: int, file: Any = None, every: float = 5.0):
         self.updates = updates
@@ -373,14 +466,25 @@ class Progress:
         gone = (record['seconds'] - first['seconds'], number - int(first['update']))
         names = [n for n in record if n not in ('update', 'seconds')]
         mean = lambda name: np.mean([r[name] for r in self._recent if name in r])
-        parts = [f'update {number}/{self.updates}', *(f'{name} {mean(name):.4g}' for name in names)]
+        parts = [
+            f'update {number}/{self.updates}',
+            *(f'{name} {mean(name):.4g}' for name in names),
+        ]
         parts += [f'(means of {len(self._recent)})'] if len(self._recent) > 1 else []
         if gone[1]:  # the first update also compiles
             rate = gone[1] / gone[0]
-            parts += [f'{steps * rate:,.0f} steps/s', f'{_clock((self.updates - number) / rate)} left']
+            parts += [
+                f'{steps * rate:,.0f} steps/s',
+                f'{_clock((self.updates - number) / rate)} left',
+            ]
         parts.append(f'{peak_memory() / 2**20:,.0f} MiB')
         text = printable('  '.join(parts))
-        print(f'\r\033[K{text}' if self.live else text, end='' if self.live else '\n', file=self.file, flush=True)
+        print(
+            f'\r\033[K{text}' if self.live else text,
+            end='' if self.live else '\n',
+            file=self.file,
+            flush=True,
+        )
 
     def close(self) -> None:
         """Leave the line."""
@@ -399,7 +503,8 @@ def _clock(seconds: float) -> str:
 
 
 def _read(file: Path, most: int) -> list[Record]:
-    """Records of updates up to that of the checkpoint; lines that hold no record are left out, with a notice."""
+    """Records of updates up to that of the checkpoint; lines that hold no record are
+    left out, with a notice."""
     found: dict[int, Record] = {}
     unread = []
     # Bytes that are no text spoil their own line only.
@@ -412,15 +517,20 @@ def _read(file: Path, most: int) -> list[Record]:
             unread.append(number)
     if unread:
         lines = ', '.join(map(str, unread[:5])) + (', ...' if len(unread) > 5 else '')
-        _notice(f'{file}: {len(unread)} line(s) hold no record of an update and are left out: {lines}')
+        _notice(
+            f'{file}: {len(unread)} line(s) hold no record of an update and are left out: {lines}'
+        )
     kept = [found[update] for update in sorted(found) if update <= most]
     if len(kept) < most:
-        _notice(f'{file}: records of {most - len(kept)} of the {most} updates done are missing')
+        _notice(
+            f'{file}: records of {most - len(kept)} of the {most} updates done are missing'
+        )
     return kept
 
 
 def _record_of(line: str) -> Record | None:
-    """The record that a line holds; none if it was cut off in writing or is something else."""
+    """The record that a line holds; none if it was cut off in writing or is something
+    else."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -434,7 +544,9 @@ def _record_of(line: str) -> Record | None:
 
 
 @contextmanager
-def _log(out: str | Path | None, records: list[Record]) -> Iterator[Callable[[Record], None]]:
+def _log(
+    out: str | Path | None, records: list[Record]
+) -> Iterator[Callable[[Record], None]]:
     """Records go to a file, line by line, after those of earlier updates."""
     if out is None:
         yield lambda record: None
@@ -471,7 +583,11 @@ def _stop_asked() -> Iterator[_Stop]:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        print('\nstopping after this update; again to stop at once', file=sys.stderr, flush=True)
+        print(
+            '\nstopping after this update; again to stop at once',
+            file=sys.stderr,
+            flush=True,
+        )
 
     before = signal.signal(signal.SIGINT, ask)
     try:

@@ -47,14 +47,22 @@ def path(text: str | Path) -> Path:
     return tuple(int(key) if key.isdigit() else key for key in text.split('/'))
 
 
-def case(groups: Sequence[str | Sequence[Path]], leaves: dict[str, str], x64: bool = False, note: str = ''):
+def case(
+    groups: Sequence[str | Sequence[Path]],
+    leaves: dict[str, str],
+    x64: bool = False,
+    note: str = '',
+):
     """Register the decorated builder under its own name.
 
     `groups` lists each group's paths, separated by spaces (or as tuples, where a key is odd).
     `leaves` gives each parameter leaf its credit, followed by the numbers of the groups it has a site in:
     'local 0 1', 'exact 0', 'exact', 'none'.
     """
-    group_sets = tuple(frozenset(path(p) for p in (g.split() if isinstance(g, str) else g)) for g in groups)
+    group_sets = tuple(
+        frozenset(path(p) for p in (g.split() if isinstance(g, str) else g))
+        for g in groups
+    )
 
     def register(builder):
         name = builder.__name__.strip('_')
@@ -72,7 +80,10 @@ def case(groups: Sequence[str | Sequence[Path]], leaves: dict[str, str], x64: bo
             name=name,
             build=build,
             groups=group_sets,
-            sites={leaf: frozenset(group_sets[int(n)] for n in w[1:]) for leaf, w in words.items()},
+            sites={
+                leaf: frozenset(group_sets[int(n)] for n in w[1:])
+                for leaf, w in words.items()
+            },
             credit={leaf: w[0] for leaf, w in words.items()},
             family=builder.__module__.rpartition('.')[2],
             x64=x64,
@@ -125,7 +136,9 @@ def linear(n_in, n_out, **options):
 def shake(model, scale=0.5):
     """Move every float hidden state of the model off its initial value."""
     for state in model.states(brainstate.HiddenState).values():
-        state.value = jax.tree.map(lambda v: v + array(*v.shape, scale=scale, dtype=v.dtype), state.value)
+        state.value = jax.tree.map(
+            lambda v: v + array(*v.shape, scale=scale, dtype=v.dtype), state.value
+        )
     return model
 
 
@@ -146,5 +159,7 @@ def leaky(op, shape=(2, 4), **parts):
     return Step(step, h=hidden(*shape), **parts)
 
 
-spike = braintools.surrogate.sigmoid  # never a zero derivative, wherever the membrane sits
+spike = (
+    braintools.surrogate.sigmoid
+)  # never a zero derivative, wherever the membrane sits
 B, I, H = 2, 3, 4  # batch, inputs, units  # noqa: E741

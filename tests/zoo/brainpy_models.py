@@ -44,7 +44,9 @@ def driven(name, states, make, unit):
         def step(m, x):
             return m.neuron(m.inp(x) * unit)
 
-        return net(step, inp=linear(I, H), neuron=make(H, spk_fun=SPIKE)), (array(B, I),)
+        return net(step, inp=linear(I, H), neuron=make(H, spk_fun=SPIKE)), (
+            array(B, I),
+        )
 
     builder.__name__ = f'brainpy_{name}'
     case([' '.join(f'neuron/{state}' for state in states.split())], IN)(builder)
@@ -53,7 +55,9 @@ def driven(name, states, make, unit):
 driven('if', 'V', bp.IF, u.mA)
 driven('lif', 'V', bp.LIF, u.mA)
 driven('lif_hard_reset', 'V', lambda n, **k: bp.LIF(n, spk_reset='hard', **k), u.mA)
-driven('lif_ref', 'V', bp.LIFRef, u.mA)  # the time of the last spike is stopped by brainpy itself
+driven(
+    'lif_ref', 'V', bp.LIFRef, u.mA
+)  # the time of the last spike is stopped by brainpy itself
 driven('alif', 'V a', bp.ALIF, u.mA)
 driven('exp_if', 'V', bp.ExpIF, u.mA)
 driven('exp_if_ref', 'V', bp.ExpIFRef, u.mA)
@@ -62,7 +66,12 @@ driven('adex_if_ref', 'V w', bp.AdExIFRef, u.mA)
 driven('qua_if', 'V', bp.QuaIF, u.mA)
 driven('adqua_if', 'V w', bp.AdQuaIF, u.mA)
 driven('izhikevich', 'V u', bp.Izhikevich, u.mV / u.ms)
-driven('gif', 'V I1 I2 V_th', lambda n, **k: bp.Gif(n, a=0.01 / u.ms, A1=0.1 * u.mA, A2=0.2 * u.mA, **k), u.mA)
+driven(
+    'gif',
+    'V I1 I2 V_th',
+    lambda n, **k: bp.Gif(n, a=0.01 / u.ms, A1=0.1 * u.mA, A2=0.2 * u.mA, **k),
+    u.mA,
+)
 driven('hh', 'V m h n', bp.HH, u.uA)
 driven('morris_lecar', 'V W', bp.MorrisLecar, u.uA)
 driven('wang_buzsaki', 'V h n', bp.WangBuzsakiHH, u.uA)
@@ -80,9 +89,14 @@ def brainpy_cuba_lif():
         return m.neuron()
 
     neuron = bp.CubaLIF(H, spk_fun=SPIKE)
-    initial = {'w_init': braintools.init.KaimingNormal(unit=u.mA), 'b_init': braintools.init.Constant(0.1 * u.mA)}
+    initial = {
+        'w_init': braintools.init.KaimingNormal(unit=u.mA),
+        'b_init': braintools.init.Constant(0.1 * u.mA),
+    }
     inp = brainstate.nn.Linear(I, H, **initial)
-    return net(step, inp=inp, proj=bp.DeltaProj(comm=inp, post=neuron), neuron=neuron), (spikes(I),)
+    return net(
+        step, inp=inp, proj=bp.DeltaProj(comm=inp, post=neuron), neuron=neuron
+    ), (spikes(I),)
 
 
 @case(['neuron/V neuron/g'], IN)
@@ -91,7 +105,9 @@ def brainpy_coba_lif():
         m.neuron.add_delta_input('inp', m.inp(x) * u.siemens)
         return m.neuron()
 
-    return net(step, inp=linear(I, H), neuron=bp.CobaLIF(H, E=3.0 * u.mV, spk_fun=SPIKE)), (spikes(I),)
+    return net(
+        step, inp=linear(I, H), neuron=bp.CobaLIF(H, E=3.0 * u.mV, spk_fun=SPIKE)
+    ), (spikes(I),)
 
 
 # synapses after the weights: the conductance belongs to the neuron it feeds
@@ -103,8 +119,14 @@ def post_projection(syn, out, E):
         return m.neuron()
 
     neuron = bp.LIF(H, R=20.0 * u.ohm, spk_fun=SPIKE)
-    comm = brainstate.nn.Linear(I, H, w_init=braintools.init.KaimingNormal(unit=u.siemens), b_init=None)
-    return net(step, proj=bp.AlignPostProj(comm=comm, syn=syn, out=out(E), post=neuron), neuron=neuron), (spikes(I),)
+    comm = brainstate.nn.Linear(
+        I, H, w_init=braintools.init.KaimingNormal(unit=u.siemens), b_init=None
+    )
+    return net(
+        step,
+        proj=bp.AlignPostProj(comm=comm, syn=syn, out=out(E), post=neuron),
+        neuron=neuron,
+    ), (spikes(I),)
 
 
 COMM = {'proj/comm/weight/weight': 'exact 0'}
@@ -134,7 +156,10 @@ MERGED = "(<class 'brainpy.state.Expon'>, (4,), {}) // (<class 'brainpy.state.CU
 
 @case(
     [[('neuron', 'V'), ('neuron', '_before_updates', MERGED, 'syn', 'g')]],
-    {'proj_left/comm/weight/weight': 'exact 0', 'proj_right/comm/weight/weight': 'exact 0'},
+    {
+        'proj_left/comm/weight/weight': 'exact 0',
+        'proj_right/comm/weight/weight': 'exact 0',
+    },
     note='two projections that share one synapse, which hangs on the neuron',
 )
 def brainpy_merged_projections():
@@ -144,22 +169,36 @@ def brainpy_merged_projections():
         return m.neuron()
 
     def projection(n):
-        comm = brainstate.nn.Linear(n, H, w_init=braintools.init.KaimingNormal(unit=u.mS), b_init=None)
-        return bp.AlignPostProj(comm=comm, syn=bp.Expon.desc(H), out=bp.CUBA.desc(), post=neuron)
+        comm = brainstate.nn.Linear(
+            n, H, w_init=braintools.init.KaimingNormal(unit=u.mS), b_init=None
+        )
+        return bp.AlignPostProj(
+            comm=comm, syn=bp.Expon.desc(H), out=bp.CUBA.desc(), post=neuron
+        )
 
     neuron = bp.LIF(H, spk_fun=SPIKE)
-    return net(step, proj_left=projection(I), proj_right=projection(5), neuron=neuron), (spikes(I), spikes(5))
+    return net(
+        step, proj_left=projection(I), proj_right=projection(5), neuron=neuron
+    ), (spikes(I), spikes(5))
 
 
-@case(['neuron/V'], {'proj/comm/weight/weight': 'exact 0'}, note='spikes jump the membrane directly')
+@case(
+    ['neuron/V'],
+    {'proj/comm/weight/weight': 'exact 0'},
+    note='spikes jump the membrane directly',
+)
 def brainpy_delta_synapse():
     def step(m, x):
         m.proj(x)
         return m.neuron()
 
     neuron = bp.LIF(H, spk_fun=SPIKE)
-    comm = brainstate.nn.Linear(I, H, w_init=braintools.init.KaimingNormal(unit=u.mV), b_init=None)
-    return net(step, neuron=neuron, proj=bp.DeltaProj(comm=comm, post=neuron)), (spikes(I),)
+    comm = brainstate.nn.Linear(
+        I, H, w_init=braintools.init.KaimingNormal(unit=u.mV), b_init=None
+    )
+    return net(step, neuron=neuron, proj=bp.DeltaProj(comm=comm, post=neuron)), (
+        spikes(I),
+    )
 
 
 @case(['syn/g syn/h neuron/V'], IN)
@@ -168,7 +207,11 @@ def brainpy_alpha():
         g = m.syn(m.inp(x) * u.siemens)
         return m.neuron(g * (3.0 * u.mV - m.neuron.V.value))
 
-    parts = {'inp': linear(I, H), 'syn': bp.Alpha(H, **conductance()), 'neuron': bp.LIF(H, spk_fun=SPIKE)}
+    parts = {
+        'inp': linear(I, H),
+        'syn': bp.Alpha(H, **conductance()),
+        'neuron': bp.LIF(H, spk_fun=SPIKE),
+    }
     return net(step, **parts), (spikes(I),)
 
 
@@ -179,7 +222,11 @@ def pre_synapse(syn, current):
     def step(m, x):
         return m.neuron(current(m.inp(m.syn(x)), m.neuron.V.value))
 
-    parts = {'syn': syn, 'inp': brainstate.nn.Linear(I, H, b_init=None), 'neuron': bp.LIF(H, spk_fun=SPIKE)}
+    parts = {
+        'syn': syn,
+        'inp': brainstate.nn.Linear(I, H, b_init=None),
+        'neuron': bp.LIF(H, spk_fun=SPIKE),
+    }
     return net(step, **parts), (spikes(I) > 0,)
 
 
@@ -196,7 +243,11 @@ def brainpy_gaba_a():
     return pre_synapse(bp.GABAa(I, **conductance()), lambda g, V: g * (-5.0 * u.mV - V))
 
 
-@case(['syn/g syn/x', 'neuron/V'], PRE, note='behind a magnesium block, which reads the old V')
+@case(
+    ['syn/g syn/x', 'neuron/V'],
+    PRE,
+    note='behind a magnesium block, which reads the old V',
+)
 def brainpy_bio_nmda():
     block = bp.MgBlock(E=3.0 * u.mV, V_offset=0.0 * u.mV, alpha=0.062 / u.mV)
     return pre_synapse(bp.BioNMDA(I, **conductance()), block.update)
@@ -220,7 +271,9 @@ def recurrent(neuron, unit):
         drive = m.inp(x) + m.rec(m.neuron.get_spike())
         return m.neuron(drive * unit)
 
-    return net(step, inp=linear(I, H), rec=linear(H, H), neuron=neuron, scale=0.5), (array(B, I),)
+    return net(step, inp=linear(I, H), rec=linear(H, H), neuron=neuron, scale=0.5), (
+        array(B, I),
+    )
 
 
 @case(['neuron/V'], IN_LOCAL | REC_LOCAL)
@@ -250,7 +303,9 @@ def brainpy_stp_recurrent():
         return m.neuron(drive * u.mA)
 
     parts = {'inp': linear(I, H), 'rec': linear(H, H), 'syn': bp.STP(H)}
-    return net(step, **parts, neuron=bp.LIF(H, V_th=0.1 * u.mV, spk_fun=SPIKE), scale=0.5), (array(B, I),)
+    return net(
+        step, **parts, neuron=bp.LIF(H, V_th=0.1 * u.mV, spk_fun=SPIKE), scale=0.5
+    ), (array(B, I),)
 
 
 @case(
@@ -270,18 +325,34 @@ def brainpy_ei_network():
         return m.neuron(m.inp(x) * u.mA)
 
     def projection(n, E):
-        comm = brainstate.nn.Linear(n, 5, w_init=braintools.init.KaimingNormal(unit=u.siemens), b_init=None)
-        return bp.AlignPostProj(comm=comm, syn=bp.Expon(5, **conductance()), out=bp.COBA(E * u.mV), post=neuron)
+        comm = brainstate.nn.Linear(
+            n, 5, w_init=braintools.init.KaimingNormal(unit=u.siemens), b_init=None
+        )
+        return bp.AlignPostProj(
+            comm=comm,
+            syn=bp.Expon(5, **conductance()),
+            out=bp.COBA(E * u.mV),
+            post=neuron,
+        )
 
     neuron = bp.LIF(5, V_th=0.1 * u.mV, spk_fun=SPIKE)
     inp = brainstate.nn.Linear(I, 5, b_init=None)
-    parts = {'inp': inp, 'proj_exc': projection(3, 3.0), 'proj_inh': projection(2, -5.0), 'neuron': neuron}
+    parts = {
+        'inp': inp,
+        'proj_exc': projection(3, 3.0),
+        'proj_inh': projection(2, -5.0),
+        'neuron': neuron,
+    }
     return net(step, **parts, scale=0.5), (array(B, I),)
 
 
 @case(
     ['neuron/V', 'readout/r'],
-    {'inp/weight/weight': 'local 0', 'inp/weight/bias': 'local 0', 'readout/weight': 'exact 1'},
+    {
+        'inp/weight/weight': 'local 0',
+        'inp/weight/bias': 'local 0',
+        'readout/weight': 'exact 1',
+    },
 )
 def brainpy_leaky_readout():
     def step(m, x):
@@ -290,7 +361,9 @@ def brainpy_leaky_readout():
     with brainstate.environ.context(dt=0.1 * u.ms):
         readout = bp.LeakyRateReadout(H, 5)
     neuron = bp.LIF(H, V_th=0.1 * u.mV, spk_fun=SPIKE)
-    return net(step, inp=linear(I, H), neuron=neuron, readout=readout, scale=0.5), (array(B, I),)
+    return net(step, inp=linear(I, H), neuron=neuron, readout=readout, scale=0.5), (
+        array(B, I),
+    )
 
 
 @case(
@@ -308,4 +381,6 @@ def brainpy_stack():
         return m.layers[1](m.up(fired) * u.mA)
 
     layers = [bp.LIF(H, V_th=0.1 * u.mV, spk_fun=SPIKE), bp.ALIF(5, spk_fun=SPIKE)]
-    return net(step, inp=linear(I, H), up=linear(H, 5), layers=layers, scale=0.5), (array(B, I),)
+    return net(step, inp=linear(I, H), up=linear(H, 5), layers=layers, scale=0.5), (
+        array(B, I),
+    )

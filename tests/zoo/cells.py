@@ -63,7 +63,11 @@ def mgu_unbatched():
 VANILLA = {'W/weight/weight': 'instantaneous 0', 'W/weight/bias': 'instantaneous 0'}
 
 
-@case(['h'], VANILLA, note='the only recurrence is a matmul: sites, but no transition to carry them')
+@case(
+    ['h'],
+    VANILLA,
+    note='the only recurrence is a matmul: sites, but no transition to carry them',
+)
 def vanilla_batched():
     return cell(nn.ValinaRNNCell, I, H, batch=B, activation='tanh'), (array(B, I),)
 
@@ -92,7 +96,11 @@ def urlstm_unbatched():
     | {'readout/weight/weight': 'exact', 'readout/weight/bias': 'exact'},
 )
 def gru_with_readout():
-    model = Step(lambda m, x: m.readout(m.cell(x)), cell=cell(nn.GRUCell, I, H, batch=B), readout=linear(H, 5))
+    model = Step(
+        lambda m, x: m.readout(m.cell(x)),
+        cell=cell(nn.GRUCell, I, H, batch=B),
+        readout=linear(H, 5),
+    )
     return model, (array(B, I),)
 
 
@@ -103,8 +111,12 @@ def gru_with_readout():
     note='a cell of one sample, mapped over the batch by brainstate.nn.Vmap',
 )
 def gru_mapped_by_brainstate():
-    mapped = nn.Vmap(cell(nn.GRUCell, I, H, batch=B), vmap_states=brainstate.HiddenState)
-    return Step(lambda m, x: m.readout(m.cell(x)), cell=mapped, readout=linear(H, 5)), (array(B, I),)
+    mapped = nn.Vmap(
+        cell(nn.GRUCell, I, H, batch=B), vmap_states=brainstate.HiddenState
+    )
+    return Step(lambda m, x: m.readout(m.cell(x)), cell=mapped, readout=linear(H, 5)), (
+        array(B, I),
+    )
 
 
 # recurrences that keep positions: no path is cut
@@ -120,7 +132,11 @@ def minigru():
     return Step(step, wz=weight(I, H), wh=weight(I, H), h=hidden(B, H)), (array(B, I),)
 
 
-@case(['c h'], {'w': 'exact 0', 'b': 'exact 0'}, note='h is written, never read: it rides on c')
+@case(
+    ['c h'],
+    {'w': 'exact 0', 'b': 'exact 0'},
+    note='h is written, never read: it rides on c',
+)
 def minilstm():
     def step(m, x):
         f, i, g, o = jnp.split(x @ m.w.value + m.b.value, 4, axis=-1)
@@ -128,7 +144,9 @@ def minilstm():
         m.h.value = jax.nn.sigmoid(o) * jnp.tanh(m.c.value)
         return m.h.value
 
-    return Step(step, w=weight(I, 4 * H), b=weight(4 * H), c=hidden(B, H), h=hidden(B, H)), (array(B, I),)
+    return Step(
+        step, w=weight(I, 4 * H), b=weight(4 * H), c=hidden(B, H), h=hidden(B, H)
+    ), (array(B, I),)
 
 
 @case(['h'], {'w': 'exact 0', 'u': 'exact 0', 'b': 'exact 0'})
@@ -137,7 +155,9 @@ def indrnn():
         m.h.value = jnp.tanh(x @ m.w.value + m.u.value * m.h.value + m.b.value)
         return m.h.value
 
-    return Step(step, w=weight(I, H), u=weight(H), b=weight(H), h=hidden(B, H)), (array(B, I),)
+    return Step(step, w=weight(I, H), u=weight(H), b=weight(H), h=hidden(B, H)), (
+        array(B, I),
+    )
 
 
 @case(['c'], {'w': 'exact 0', 'v': 'exact 0', 'b': 'exact 0', 'wr': 'exact'})
@@ -148,11 +168,21 @@ def sru():
         m.c.value = f * m.c.value + (1 - f) * g
         return jax.nn.sigmoid(x @ m.wr.value) * m.c.value  # highway gate: read-out only
 
-    parts = {'w': weight(I, 2 * H), 'v': weight(H), 'b': weight(H), 'wr': weight(I, H), 'c': hidden(B, H)}
+    parts = {
+        'w': weight(I, 2 * H),
+        'v': weight(H),
+        'b': weight(H),
+        'wr': weight(I, H),
+        'c': hidden(B, H),
+    }
     return Step(step, **parts), (array(B, I),)
 
 
-@case(['c'], {'w0': 'exact 0', 'w1': 'exact 0'}, note='the previous input is a state, but no parameter reaches it')
+@case(
+    ['c'],
+    {'w0': 'exact 0', 'w1': 'exact 0'},
+    note='the previous input is a state, but no parameter reaches it',
+)
 def qrnn():
     def step(m, x):
         f, g, o = jnp.split(x @ m.w0.value + m.previous.value @ m.w1.value, 3, axis=-1)
@@ -161,7 +191,12 @@ def qrnn():
         m.c.value = f * m.c.value + (1 - f) * jnp.tanh(g)
         return jax.nn.sigmoid(o) * m.c.value
 
-    parts = {'w0': weight(I, 3 * H), 'w1': weight(I, 3 * H), 'previous': other(array(B, I)), 'c': hidden(B, H)}
+    parts = {
+        'w0': weight(I, 3 * H),
+        'w1': weight(I, 3 * H),
+        'previous': other(array(B, I)),
+        'c': hidden(B, H),
+    }
     return Step(step, **parts), (array(B, I),)
 
 
@@ -171,19 +206,33 @@ def ssm_diagonal():
         m.h.value = jnp.exp(-jnp.exp(m.log_a.value)) * m.h.value + x @ m.b.value
         return m.h.value @ m.c.value + x * m.d.value
 
-    return Step(step, log_a=weight(H), b=weight(I, H), c=weight(H, I), d=weight(I), h=hidden(B, H)), (array(B, I),)
+    return Step(
+        step,
+        log_a=weight(H),
+        b=weight(I, H),
+        c=weight(H, I),
+        d=weight(I),
+        h=hidden(B, H),
+    ), (array(B, I),)
 
 
 @case(
     ['h'],
-    {'log_a': 'exact 0', 'w_delta': 'instantaneous', 'w_b': 'instantaneous', 'w_c': 'exact'},
+    {
+        'log_a': 'exact 0',
+        'w_delta': 'instantaneous',
+        'w_b': 'instantaneous',
+        'w_c': 'exact',
+    },
     note='the step size of a channel fans out over its state, and the write vector over the channels',
 )
 def ssm_selective():
     def step(m, x):
         delta = jax.nn.softplus(x @ m.w_delta.value)[..., None]  # (b, channel, 1)
         decay = jnp.exp(-delta * jnp.exp(m.log_a.value))
-        m.h.value = decay * m.h.value + delta * (x @ m.w_b.value)[:, None] * x[..., None]
+        m.h.value = (
+            decay * m.h.value + delta * (x @ m.w_b.value)[:, None] * x[..., None]
+        )
         return jnp.einsum('bcn,bn->bc', m.h.value, x @ m.w_c.value)
 
     parts = {
@@ -214,7 +263,16 @@ def lru_complex():
     return Step(step, **parts), (array(B, I),)
 
 
-@case(['real imag'], {'nu': 'exact 0', 'phase': 'exact 0', 'b/real': 'exact 0', 'b/imag': 'exact 0', 'c': 'exact'})
+@case(
+    ['real imag'],
+    {
+        'nu': 'exact 0',
+        'phase': 'exact 0',
+        'b/real': 'exact 0',
+        'b/imag': 'exact 0',
+        'c': 'exact',
+    },
+)
 def lru_real_pair():
     def step(m, x):
         radius, real, imag = jnp.exp(-jnp.exp(m.nu.value)), m.real.value, m.imag.value
@@ -241,10 +299,14 @@ def lru_real_pair():
 @case(['h'], {'w': 'local 0', 'r': 'local 0', 'b': 'local 0'})
 def leaky_rnn():
     def step(m, x):
-        m.h.value = 0.8 * m.h.value + 0.2 * jnp.tanh(x @ m.w.value + m.h.value @ m.r.value + m.b.value)
+        m.h.value = 0.8 * m.h.value + 0.2 * jnp.tanh(
+            x @ m.w.value + m.h.value @ m.r.value + m.b.value
+        )
         return m.h.value
 
-    return Step(step, w=weight(I, H), r=weight(H, H), b=weight(H), h=hidden(B, H)), (array(B, I),)
+    return Step(step, w=weight(I, H), r=weight(H, H), b=weight(H), h=hidden(B, H)), (
+        array(B, I),
+    )
 
 
 @case(['h'], {'w': 'local 0', 'out': 'exact'})
@@ -252,23 +314,39 @@ def echo_state():
     recurrent = array(H, H)
 
     def step(m, x):
-        m.h.value = 0.7 * m.h.value + 0.3 * jnp.tanh(x @ m.w.value + m.h.value @ recurrent)
+        m.h.value = 0.7 * m.h.value + 0.3 * jnp.tanh(
+            x @ m.w.value + m.h.value @ recurrent
+        )
         return m.h.value @ m.out.value
 
     return Step(step, w=weight(I, H), out=weight(H, 5), h=hidden(B, H)), (array(B, I),)
 
 
-@case(['c h'], {'w': 'local 0', 'peephole/i': 'local 0', 'peephole/f': 'local 0', 'peephole/o': 'local 0'})
+@case(
+    ['c h'],
+    {
+        'w': 'local 0',
+        'peephole/i': 'local 0',
+        'peephole/f': 'local 0',
+        'peephole/o': 'local 0',
+    },
+)
 def lstm_peephole():
     def step(m, x):
         p, c = m.peephole.value, m.c.value
-        i, f, g, o = jnp.split(jnp.concatenate([x, m.h.value], axis=-1) @ m.w.value, 4, axis=-1)
-        m.c.value = jax.nn.sigmoid(f + p['f'] * c) * c + jax.nn.sigmoid(i + p['i'] * c) * jnp.tanh(g)
+        i, f, g, o = jnp.split(
+            jnp.concatenate([x, m.h.value], axis=-1) @ m.w.value, 4, axis=-1
+        )
+        m.c.value = jax.nn.sigmoid(f + p['f'] * c) * c + jax.nn.sigmoid(
+            i + p['i'] * c
+        ) * jnp.tanh(g)
         m.h.value = jax.nn.sigmoid(o + p['o'] * m.c.value) * jnp.tanh(m.c.value)
         return m.h.value
 
     peephole = brainstate.ParamState({gate: array(H) for gate in 'ifo'})
-    return Step(step, w=weight(I + H, 4 * H), peephole=peephole, c=hidden(B, H), h=hidden(B, H)), (array(B, I),)
+    return Step(
+        step, w=weight(I + H, 4 * H), peephole=peephole, c=hidden(B, H), h=hidden(B, H)
+    ), (array(B, I),)
 
 
 @case(
@@ -278,12 +356,19 @@ def lstm_peephole():
 )
 def lstm_projected():
     def step(m, x):
-        i, f, g, o = jnp.split(jnp.concatenate([x, m.h.value], axis=-1) @ m.w.value, 4, axis=-1)
+        i, f, g, o = jnp.split(
+            jnp.concatenate([x, m.h.value], axis=-1) @ m.w.value, 4, axis=-1
+        )
         m.c.value = jax.nn.sigmoid(f) * m.c.value + jax.nn.sigmoid(i) * jnp.tanh(g)
         m.h.value = (jax.nn.sigmoid(o) * jnp.tanh(m.c.value)) @ m.projection.value
         return m.h.value
 
-    parts = {'w': weight(I + 5, 4 * H), 'projection': weight(H, 5), 'c': hidden(B, H), 'h': hidden(B, 5)}
+    parts = {
+        'w': weight(I + 5, 4 * H),
+        'projection': weight(H, 5),
+        'c': hidden(B, H),
+        'h': hidden(B, 5),
+    }
     return Step(step, **parts), (array(B, I),)
 
 
@@ -295,12 +380,24 @@ def coupled_oscillators():
         m.y.value = m.y.value + 0.1 * m.z.value
         return m.y.value
 
-    return Step(step, w=weight(I, H), r=weight(H, H), b=weight(H), y=hidden(B, H), z=hidden(B, H)), (array(B, I),)
+    return Step(
+        step,
+        w=weight(I, H),
+        r=weight(H, H),
+        b=weight(H),
+        y=hidden(B, H),
+        z=hidden(B, H),
+    ), (array(B, I),)
 
 
 @case(
     ['memory', 'h'],
-    {'encoder': 'instantaneous', 'wx': 'instantaneous 1', 'wh': 'instantaneous 1', 'wm': 'instantaneous 1'},
+    {
+        'encoder': 'instantaneous',
+        'wx': 'instantaneous 1',
+        'wh': 'instantaneous 1',
+        'wm': 'instantaneous 1',
+    },
     note='the memory mixes through a constant matrix and its one input fans out over it',
 )
 def legendre_memory():
@@ -308,10 +405,17 @@ def legendre_memory():
 
     def step(m, x):
         m.memory.value = m.memory.value @ transition + (x @ m.encoder.value) * write
-        m.h.value = jnp.tanh(x @ m.wx.value + m.h.value @ m.wh.value + m.memory.value @ m.wm.value)
+        m.h.value = jnp.tanh(
+            x @ m.wx.value + m.h.value @ m.wh.value + m.memory.value @ m.wm.value
+        )
         return m.h.value
 
-    parts = {'encoder': weight(I, 1), 'wx': weight(I, H), 'wh': weight(H, H), 'wm': weight(5, H)}
+    parts = {
+        'encoder': weight(I, 1),
+        'wx': weight(I, H),
+        'wh': weight(H, H),
+        'wm': weight(5, H),
+    }
     return Step(step, **parts, memory=hidden(B, 5), h=hidden(B, H)), (array(B, I),)
 
 
@@ -326,7 +430,10 @@ def legendre_memory():
 def linear_attention():
     def step(m, x):
         q, k, v = x @ m.wq.value, x @ m.wk.value, x @ m.wv.value
-        m.memory.value = jax.nn.sigmoid(m.decay.value) * m.memory.value + k[:, :, None] * v[:, None, :]
+        m.memory.value = (
+            jax.nn.sigmoid(m.decay.value) * m.memory.value
+            + k[:, :, None] * v[:, None, :]
+        )
         return jnp.einsum('bk,bkv->bv', q, m.memory.value)
 
     parts = {
@@ -341,7 +448,12 @@ def linear_attention():
 
 @case(
     ['memory'],
-    {'wk': 'instantaneous', 'wv': 'instantaneous', 'wq': 'exact', 'strength': 'instantaneous'},
+    {
+        'wk': 'instantaneous',
+        'wv': 'instantaneous',
+        'wq': 'exact',
+        'strength': 'instantaneous',
+    },
     note='S - b (S k) k^T keeps S itself and mixes the rest; b is per sample, so it fans out',
 )
 def delta_rule():
@@ -365,7 +477,9 @@ def delta_rule():
 @case(['fast', 'h'], {'w': 'instantaneous 1', 'decay': 'none 0', 'rate': 'none 0'})
 def fast_weights():
     def step(m, x):
-        m.h.value = jnp.tanh(x @ m.w.value + jnp.einsum('bij,bj->bi', m.fast.value, m.h.value))
+        m.h.value = jnp.tanh(
+            x @ m.w.value + jnp.einsum('bij,bj->bi', m.fast.value, m.h.value)
+        )
         outer = m.h.value[:, :, None] * m.h.value[:, None, :]
         m.fast.value = m.decay.value * m.fast.value + m.rate.value * outer
         return m.h.value

@@ -24,19 +24,35 @@ def membrane(advance, **parts):
 # branches
 
 
-@case(['V'], {'w': 'exact 0', 'v': 'exact 0'}, note='the inputs choose which matrix drives the layer')
+@case(
+    ['V'],
+    {'w': 'exact 0', 'v': 'exact 0'},
+    note='the inputs choose which matrix drives the layer',
+)
 def cond_on_data():
     def advance(m, V, x):
-        drive = jax.lax.cond(x.sum() > 0, lambda: x @ m.w.value, lambda: jnp.tanh(x @ m.v.value))
+        drive = jax.lax.cond(
+            x.sum() > 0, lambda: x @ m.w.value, lambda: jnp.tanh(x @ m.v.value)
+        )
         return 0.9 * V + drive
 
     return membrane(advance, w=weight(I, H), v=weight(I, H)), (array(B, I),)
 
 
-@case(['V'], {'w': 'exact 0'}, note='the choice is made by the state, through a comparison')
+@case(
+    ['V'],
+    {'w': 'exact 0'},
+    note='the choice is made by the state, through a comparison',
+)
 def cond_on_state():
     def advance(m, V, x):
-        return jax.lax.cond(V.mean() > 0, lambda V, y: 0.9 * V + y, lambda V, y: 0.5 * V - y, V, x @ m.w.value)
+        return jax.lax.cond(
+            V.mean() > 0,
+            lambda V, y: 0.9 * V + y,
+            lambda V, y: 0.5 * V - y,
+            V,
+            x @ m.w.value,
+        )
 
     return membrane(advance, w=weight(I, H)), (array(B, I),)
 
@@ -45,12 +61,20 @@ def cond_on_state():
 def cond_with_recurrence():
     def advance(m, V, x):
         y = x @ m.w.value
-        return jax.lax.cond(x.sum() < 100, lambda: 0.9 * V + jnp.tanh(V @ m.r.value) + y, lambda: 0.5 * V + y)
+        return jax.lax.cond(
+            x.sum() < 100,
+            lambda: 0.9 * V + jnp.tanh(V @ m.r.value) + y,
+            lambda: 0.5 * V + y,
+        )
 
     return membrane(advance, w=weight(I, H), r=weight(H, H)), (array(B, I),)
 
 
-@case(['V'], {'w': 'exact 0', 'v': 'exact 0'}, note='brainstate branches, which write the state themselves')
+@case(
+    ['V'],
+    {'w': 'exact 0', 'v': 'exact 0'},
+    note='brainstate branches, which write the state themselves',
+)
 def cond_of_brainstate():
     def step(m, x):
         def drive():
@@ -62,16 +86,29 @@ def cond_of_brainstate():
         transform.cond(x.sum() > 0, drive, rest)
         return m.V.value
 
-    return Step(step, w=weight(I, H), v=weight(H), V=hidden(B, H)), (array(B, I, mean=0.5),)
+    return Step(step, w=weight(I, H), v=weight(H), V=hidden(B, H)), (
+        array(B, I, mean=0.5),
+    )
 
 
-@case(['V'], {'w': 'exact 0', 'gain': 'exact 0'}, note='an integer input selects among three dynamics')
+@case(
+    ['V'],
+    {'w': 'exact 0', 'gain': 'exact 0'},
+    note='an integer input selects among three dynamics',
+)
 def switch_on_integer():
     def advance(m, V, x, mode):
-        branches = [lambda V, y: 0.9 * V + y, lambda V, y: 0.5 * V + m.gain.value * y, lambda V, y: V - 0.1 * y**3]
+        branches = [
+            lambda V, y: 0.9 * V + y,
+            lambda V, y: 0.5 * V + m.gain.value * y,
+            lambda V, y: V - 0.1 * y**3,
+        ]
         return jax.lax.switch(mode, branches, V, x @ m.w.value)
 
-    return membrane(advance, w=weight(I, H), gain=weight(H)), (array(B, I), jnp.array(1))
+    return membrane(advance, w=weight(I, H), gain=weight(H)), (
+        array(B, I),
+        jnp.array(1),
+    )
 
 
 # loops inside one step
@@ -86,7 +123,11 @@ def scan_of_substeps():
     return membrane(advance, w=weight(I, H)), (array(B, I),)
 
 
-@case(['V'], {'w': 'exact 0', 'leak': 'exact 0'}, note='the weights are used anew in every sub-step')
+@case(
+    ['V'],
+    {'w': 'exact 0', 'leak': 'exact 0'},
+    note='the weights are used anew in every sub-step',
+)
 def scan_with_weights_inside():
     def advance(m, V, x):
         def substep(V, k):
@@ -102,12 +143,20 @@ def scan_with_weights_inside():
 def scan_with_recurrence_inside():
     def advance(m, V, x):
         y = x @ m.w.value
-        return jax.lax.scan(lambda V, _: (0.9 * V + 0.1 * (y + jnp.tanh(V) @ m.r.value), None), V, length=3)[0]
+        return jax.lax.scan(
+            lambda V, _: (0.9 * V + 0.1 * (y + jnp.tanh(V) @ m.r.value), None),
+            V,
+            length=3,
+        )[0]
 
     return membrane(advance, w=weight(I, H), r=weight(H, H)), (array(B, I),)
 
 
-@case(['V a'], {'w': 'exact 0'}, note='two states in the carry, a chunk of five inputs scanned, five outputs')
+@case(
+    ['V a'],
+    {'w': 'exact 0'},
+    note='two states in the carry, a chunk of five inputs scanned, five outputs',
+)
 def scan_over_a_chunk_of_inputs():
     def step(m, xs):
         def substep(carry, x):
@@ -115,13 +164,19 @@ def scan_over_a_chunk_of_inputs():
             fired = spike(V - 0.1 - 0.2 * a)
             return (0.9 * V + x @ m.w.value - fired, 0.8 * a + fired), fired
 
-        (m.V.value, m.a.value), spikes = jax.lax.scan(substep, (m.V.value, m.a.value), xs)
+        (m.V.value, m.a.value), spikes = jax.lax.scan(
+            substep, (m.V.value, m.a.value), xs
+        )
         return spikes
 
     return Step(step, w=weight(I, H), V=hidden(B, H), a=hidden(B, H)), (array(5, B, I),)
 
 
-@case(['V'], {'w': 'exact 0'}, note='the brainstate loop reads and writes the state in every turn')
+@case(
+    ['V'],
+    {'w': 'exact 0'},
+    note='the brainstate loop reads and writes the state in every turn',
+)
 def for_loop_of_brainstate():
     def step(m, xs):
         def turn(x):
@@ -142,30 +197,48 @@ def fori_loop():
     return membrane(advance, w=weight(I, H)), (array(B, I),)
 
 
-@case(['V'], {'w': 'exact 0'}, note='the loop runs as long as the data say, beside the differentiable path')
+@case(
+    ['V'],
+    {'w': 'exact 0'},
+    note='the loop runs as long as the data say, beside the differentiable path',
+)
 def while_loop_beside_the_path():
     def advance(m, V, x):
         level = stop_gradient(jnp.abs(V).sum())
-        halvings = jax.lax.while_loop(lambda c: c[1] > 0.5, lambda c: (c[0] + 1, c[1] / 2), (0, level))[0]
+        halvings = jax.lax.while_loop(
+            lambda c: c[1] > 0.5, lambda c: (c[0] + 1, c[1] / 2), (0, level)
+        )[0]
         return 0.9 * V + (x @ m.w.value) / (1 + halvings)
 
     return membrane(advance, w=weight(I, H)), (array(B, I),)
 
 
-@case(['V'], {'w': 'instantaneous 0', 'v': 'none'}, note='no credit passes a loop of unknown length')
+@case(
+    ['V'],
+    {'w': 'instantaneous 0', 'v': 'none'},
+    note='no credit passes a loop of unknown length',
+)
 def while_loop_on_the_path():
     def advance(m, V, x):
         y = x @ m.w.value
-        return y + jax.lax.while_loop(lambda V: jnp.abs(V).sum() > 0.5, lambda V: V / 2, V + y * m.v.value)
+        return y + jax.lax.while_loop(
+            lambda V: jnp.abs(V).sum() > 0.5, lambda V: V / 2, V + y * m.v.value
+        )
 
     return membrane(advance, w=weight(I, H), v=weight(H)), (array(B, I),)
 
 
-@case(['V'], {'w': 'local 0'}, note='a loop of unknown length inside one of known length')
+@case(
+    ['V'], {'w': 'local 0'}, note='a loop of unknown length inside one of known length'
+)
 def while_loop_inside_a_scan():
     def advance(m, V, x):
-        halved = lambda V: jax.lax.while_loop(lambda V: jnp.abs(V).sum() > 0.5, lambda V: V / 2, V)
-        return jax.lax.fori_loop(0, 2, lambda k, V: 0.5 * V + halved(V), V) + x @ m.w.value
+        halved = lambda V: jax.lax.while_loop(
+            lambda V: jnp.abs(V).sum() > 0.5, lambda V: V / 2, V
+        )
+        return (
+            jax.lax.fori_loop(0, 2, lambda k, V: 0.5 * V + halved(V), V) + x @ m.w.value
+        )
 
     return membrane(advance, w=weight(I, H)), (array(B, I),)
 
@@ -174,12 +247,20 @@ def while_loop_inside_a_scan():
 def callback_on_the_path():
     def advance(m, V, x):
         shape = jax.ShapeDtypeStruct(V.shape, V.dtype)
-        return 0.9 * V + x @ m.w.value + jax.pure_callback(np.tanh, shape, V, vmap_method='sequential')
+        return (
+            0.9 * V
+            + x @ m.w.value
+            + jax.pure_callback(np.tanh, shape, V, vmap_method='sequential')
+        )
 
     return membrane(advance, w=weight(I, H)), (array(B, I),)
 
 
-@case(['V'], {'w': 'exact 0'}, note='one result of the loop depends on the inputs only, the other on the state')
+@case(
+    ['V'],
+    {'w': 'exact 0'},
+    note='one result of the loop depends on the inputs only, the other on the state',
+)
 def loop_whose_results_differ():
     def advance(m, V, x):
         turn = lambda carry, _: ((0.7 * carry[0], 0.8 * carry[1]), None)
@@ -189,12 +270,22 @@ def loop_whose_results_differ():
     return membrane(advance, w=weight(I, H)), (array(B, I),)
 
 
-@case(['V'], {'w': 'exact 0', 'v': 'exact 0'}, note='one of three branches, by conditions on the inputs')
+@case(
+    ['V'],
+    {'w': 'exact 0', 'v': 'exact 0'},
+    note='one of three branches, by conditions on the inputs',
+)
 def ifelse_of_brainstate():
     def advance(m, V, x):
         level = x.mean()
-        branches = [lambda: x @ m.w.value, lambda: jnp.tanh(x @ m.v.value), lambda: jnp.zeros_like(V)]
-        return 0.9 * V + transform.ifelse([level > 1, level > -1, level <= -1], branches)
+        branches = [
+            lambda: x @ m.w.value,
+            lambda: jnp.tanh(x @ m.v.value),
+            lambda: jnp.zeros_like(V),
+        ]
+        return 0.9 * V + transform.ifelse(
+            [level > 1, level > -1, level <= -1], branches
+        )
 
     return membrane(advance, w=weight(I, H), v=weight(I, H)), (array(B, I),)
 
@@ -238,16 +329,24 @@ def checkpointed_step():
         m.V.value, m.a.value = advance(m.w.value, m.r.value, m.V.value, m.a.value, x)
         return spike(m.V.value - 0.1 - m.a.value)
 
-    return Step(step, w=weight(I, H), r=weight(H, H), V=hidden(B, H), a=hidden(B, H)), (array(B, I),)
+    return Step(step, w=weight(I, H), r=weight(H, H), V=hidden(B, H), a=hidden(B, H)), (
+        array(B, I),
+    )
 
 
-@case(['V'], {'w': 'exact 0', 'tau': 'exact 0'}, note='written for one unit of one sample, mapped twice')
+@case(
+    ['V'],
+    {'w': 'exact 0', 'tau': 'exact 0'},
+    note='written for one unit of one sample, mapped twice',
+)
 def vmapped_unit():
     def unit(V, tau, weights, x):
         return jax.nn.sigmoid(tau) * V + jnp.dot(weights, x)
 
     def advance(m, V, x):
-        return jax.vmap(jax.vmap(unit, (0, 0, 0, None)), (0, None, None, 0))(V, m.tau.value, m.w.value, x)
+        return jax.vmap(jax.vmap(unit, (0, 0, 0, None)), (0, None, None, 0))(
+            V, m.tau.value, m.w.value, x
+        )
 
     return membrane(advance, w=weight(H, I), tau=weight(H)), (array(B, I),)
 
@@ -266,7 +365,11 @@ def mapped_by_brainstate():
     return brainstate.nn.Vmap(one, vmap_states=brainstate.HiddenState), (array(B, I),)
 
 
-@case(['V'], {'w': 'exact 0'}, note='the voltage step is found from the gradient of an energy')
+@case(
+    ['V'],
+    {'w': 'exact 0'},
+    note='the voltage step is found from the gradient of an energy',
+)
 def gradient_inside_the_step():
     def advance(m, V, x):
         def energy(V):
@@ -285,7 +388,9 @@ def matmul(x, w):
     return x @ w
 
 
-matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+matmul.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g)
+)
 
 
 @case(['h'], {'w': 'exact 0'}, note='the op sits inside a custom_vjp')
@@ -304,7 +409,11 @@ def _(primals, tangents):
     return leaky_update(V, y, decay), decay * dV + (1 - decay) * dy + (V - y) * ddecay
 
 
-@case(['V'], {'w': 'exact 0', 'decay': 'exact 0'}, note='the whole update sits inside a custom_jvp')
+@case(
+    ['V'],
+    {'w': 'exact 0', 'decay': 'exact 0'},
+    note='the whole update sits inside a custom_jvp',
+)
 def update_in_custom_jvp():
     def advance(m, V, x):
         return leaky_update(V, x @ m.w.value, jax.nn.sigmoid(m.decay.value))
@@ -313,7 +422,9 @@ def update_in_custom_jvp():
 
 
 @case(
-    ['V'], {'w': 'exact 0', 'r': 'exact 0'}, note='the recurrent spikes are stopped by hand: the rest keeps positions'
+    ['V'],
+    {'w': 'exact 0', 'r': 'exact 0'},
+    note='the recurrent spikes are stopped by hand: the rest keeps positions',
 )
 def recurrence_stopped_by_hand():
     def advance(m, V, x):

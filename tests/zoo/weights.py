@@ -25,12 +25,16 @@ def masked_weight():
 
 @case(['h'], {'w': 'exact 0'}, note='Dale: one sign per input, the size learned')
 def signed_weight():
-    return leaky(lambda m, x: x @ (jnp.abs(m.w.value) * SIGNS), w=weight(I, H)), (array(B, I),)
+    return leaky(lambda m, x: x @ (jnp.abs(m.w.value) * SIGNS), w=weight(I, H)), (
+        array(B, I),
+    )
 
 
 @case(['h'], {'w': 'exact 0'})
 def softplus_weight():
-    return leaky(lambda m, x: x @ jax.nn.softplus(m.w.value), w=weight(I, H)), (array(B, I),)
+    return leaky(lambda m, x: x @ jax.nn.softplus(m.w.value), w=weight(I, H)), (
+        array(B, I),
+    )
 
 
 @case(['h'], {'direction': 'exact 0', 'size': 'exact 0'})
@@ -49,23 +53,35 @@ def transposed_weight():
 
 @case(['h'], {'w': 'exact 0'})
 def reshaped_weight():
-    return leaky(lambda m, x: x @ m.w.value.reshape(I, H), w=weight(I * H)), (array(B, I),)
+    return leaky(lambda m, x: x @ m.w.value.reshape(I, H), w=weight(I * H)), (
+        array(B, I),
+    )
 
 
 @case(['h'], {'a': 'exact 0', 'b': 'exact 0'})
 def low_rank_weight():
-    return leaky(lambda m, x: x @ (m.a.value @ m.b.value), a=weight(I, 2), b=weight(2, H)), (array(B, I),)
+    return leaky(
+        lambda m, x: x @ (m.a.value @ m.b.value), a=weight(I, 2), b=weight(2, H)
+    ), (array(B, I),)
 
 
-@case(['h'], {'base': 'exact 0', 'a': 'exact 0', 'b': 'exact 0'}, note='the adapter is added in weight space')
+@case(
+    ['h'],
+    {'base': 'exact 0', 'a': 'exact 0', 'b': 'exact 0'},
+    note='the adapter is added in weight space',
+)
 def low_rank_adapter_in_weight_space():
     parts = {'base': weight(I, H), 'a': weight(I, 2), 'b': weight(2, H)}
-    return leaky(lambda m, x: x @ (m.base.value + m.a.value @ m.b.value), **parts), (array(B, I),)
+    return leaky(lambda m, x: x @ (m.base.value + m.a.value @ m.b.value), **parts), (
+        array(B, I),
+    )
 
 
 @case(['h'], {'a': 'instantaneous', 'b': 'exact 0'}, note='x A fans out through B')
 def low_rank_in_two_steps():
-    return leaky(lambda m, x: (x @ m.a.value) @ m.b.value, a=weight(I, 2), b=weight(2, H)), (array(B, I),)
+    return leaky(
+        lambda m, x: (x @ m.a.value) @ m.b.value, a=weight(I, 2), b=weight(2, H)
+    ), (array(B, I),)
 
 
 @case(
@@ -83,7 +99,15 @@ def lora_layer():
     return leaky(lambda m, x: m.lora(x), lora=lora), (array(B, I),)
 
 
-@case(['h'], {'p/in/w': 'exact 0', 'p/in/b': 'exact 0', 'p/gain/0': 'exact 0', 'p/gain/1': 'exact'})
+@case(
+    ['h'],
+    {
+        'p/in/w': 'exact 0',
+        'p/in/b': 'exact 0',
+        'p/gain/0': 'exact 0',
+        'p/gain/1': 'exact',
+    },
+)
 def nested_pytree_of_weights():
     def step(m, x):
         p = m.p.value
@@ -102,7 +126,11 @@ def signed_linear_layer():
 
 @case(
     ['h'],
-    {'layer/weight/weight': 'exact 0', 'layer/weight/gain': 'exact 0', 'layer/weight/bias': 'exact 0'},
+    {
+        'layer/weight/weight': 'exact 0',
+        'layer/weight/gain': 'exact 0',
+        'layer/weight/bias': 'exact 0',
+    },
     note='standardised over the inputs of each unit, in weight space',
 )
 def standardised_linear_layer():
@@ -115,7 +143,9 @@ def one_to_one_layer():
     return leaky(lambda m, x: m.layer(x), layer=nn.OneToOne(H)), (array(B, H),)
 
 
-@case(['h'], {'w/val': 'exact 0'}, note='a brainstate Param with a transform of its own')
+@case(
+    ['h'], {'w/val': 'exact 0'}, note='a brainstate Param with a transform of its own'
+)
 def param_module_with_transform():
     w = nn.Param(jnp.abs(array(I, H)) + 0.1, t=nn.SoftplusT(0.0))
     return leaky(lambda m, x: x @ m.w.value(), w=w), (array(B, I),)
@@ -149,15 +179,24 @@ def sparse_linear_layer():
 
 @case(['h'], {'w': 'local 0', 'data': 'local 0'})
 def sparse_recurrent():
-    indices, indptr = np.array([1, 3, 0, 2, 1], np.int32), np.array([0, 2, 3, 4, 5], np.int32)
+    indices, indptr = (
+        np.array([1, 3, 0, 2, 1], np.int32),
+        np.array([0, 2, 3, 4, 5], np.int32),
+    )
 
     def op(m, x):
-        return x @ m.w.value + m.h.value @ brainevent.CSR((m.data.value, indices, indptr), shape=(H, H))
+        return x @ m.w.value + m.h.value @ brainevent.CSR(
+            (m.data.value, indices, indptr), shape=(H, H)
+        )
 
     return leaky(op, w=weight(I, H), data=weight(5)), (array(B, I),)
 
 
-@case(['h'], {'values': 'exact 0'}, note='the same five connections, scattered into a dense matrix')
+@case(
+    ['h'],
+    {'values': 'exact 0'},
+    note='the same five connections, scattered into a dense matrix',
+)
 def sparse_by_scatter():
     rows, columns = np.array([0, 0, 1, 1, 2]), CONNECTIONS[0]
 
@@ -170,7 +209,11 @@ def sparse_by_scatter():
 # one parameter, several uses
 
 
-@case(['h'], {'w': 'exact 0'}, note='encoder and transposed decoder: the decoder is a read-out')
+@case(
+    ['h'],
+    {'w': 'exact 0'},
+    note='encoder and transposed decoder: the decoder is a read-out',
+)
 def tied_encoder_decoder():
     def step(m, x):
         m.h.value = 0.9 * m.h.value + x @ m.w.value
@@ -198,10 +241,14 @@ def symmetric_recurrence():
 
 @case(['h'], {'w': 'exact 0'}, note='two inputs through one matrix')
 def one_weight_two_sites():
-    return leaky(lambda m, x, y: x @ m.w.value * jnp.cos(y @ m.w.value), w=weight(I, H)), (array(B, I), array(B, I))
+    return leaky(
+        lambda m, x, y: x @ m.w.value * jnp.cos(y @ m.w.value), w=weight(I, H)
+    ), (array(B, I), array(B, I))
 
 
-@case(['h', 'g'], {'w': 'exact 0 1'}, note='one result feeds two groups that never meet')
+@case(
+    ['h', 'g'], {'w': 'exact 0 1'}, note='one result feeds two groups that never meet'
+)
 def one_result_two_groups():
     def step(m, x):
         y = x @ m.w.value
@@ -212,7 +259,11 @@ def one_result_two_groups():
     return Step(step, w=weight(I, H), h=hidden(B, H), g=hidden(B, H)), (array(B, I),)
 
 
-@case(['V', 'p'], {'w': 'exact 0 1'}, note='one fused matrix, split over populations of different sizes')
+@case(
+    ['V', 'p'],
+    {'w': 'exact 0 1'},
+    note='one fused matrix, split over populations of different sizes',
+)
 def one_weight_split_over_two_groups():
     def step(m, x):
         y = x @ m.w.value
@@ -220,17 +271,29 @@ def one_weight_split_over_two_groups():
         m.p.value = 0.5 * m.p.value + y[:, H:]
         return m.V.value.sum(axis=-1) * m.p.value.sum(axis=-1)
 
-    return Step(step, w=weight(I, H + 5), V=hidden(B, H), p=hidden(B, 5)), (array(B, I),)
+    return Step(step, w=weight(I, H + 5), V=hidden(B, H), p=hidden(B, 5)), (
+        array(B, I),
+    )
 
 
-@case(['V', 'a'], {'scale': 'exact 0 1', 'w': 'exact 0', 'v': 'exact 1'}, note='one scalar, two populations')
+@case(
+    ['V', 'a'],
+    {'scale': 'exact 0 1', 'w': 'exact 0', 'v': 'exact 1'},
+    note='one scalar, two populations',
+)
 def one_scalar_two_groups():
     def step(m, x):
         m.V.value = 0.9 * m.V.value + m.scale.value * (x @ m.w.value)
         m.a.value = m.scale.value * m.a.value + x @ m.v.value
         return m.V.value.sum() + m.a.value.sum()
 
-    parts = {'scale': weight(mean=0.7), 'w': weight(I, H), 'v': weight(I, 5), 'V': hidden(B, H), 'a': hidden(B, 5)}
+    parts = {
+        'scale': weight(mean=0.7),
+        'w': weight(I, H),
+        'v': weight(I, 5),
+        'V': hidden(B, H),
+        'a': hidden(B, 5),
+    }
     return Step(step, **parts), (array(B, I),)
 
 
@@ -250,25 +313,46 @@ def gain_and_bias_shared():
     def op(m, x):
         return m.gain.value * (x @ m.w.value) + m.bias.value
 
-    return leaky(op, w=weight(I, H), gain=weight(mean=1.0), bias=weight()), (array(B, I),)
+    return leaky(op, w=weight(I, H), gain=weight(mean=1.0), bias=weight()), (
+        array(B, I),
+    )
 
 
-@case(['h'], {'w': 'exact 0', 'gain': 'instantaneous'}, note='a gain before the matmul fans out through it')
+@case(
+    ['h'],
+    {'w': 'exact 0', 'gain': 'instantaneous'},
+    note='a gain before the matmul fans out through it',
+)
 def gain_on_the_input():
-    return leaky(lambda m, x: (m.gain.value * x) @ m.w.value, w=weight(I, H), gain=weight(I)), (array(B, I),)
+    return leaky(
+        lambda m, x: (m.gain.value * x) @ m.w.value, w=weight(I, H), gain=weight(I)
+    ), (array(B, I),)
 
 
-@case(['h'], {'w': 'exact 0', 'gain': 'exact 0'}, note='the same gain, folded into the weight')
+@case(
+    ['h'],
+    {'w': 'exact 0', 'gain': 'exact 0'},
+    note='the same gain, folded into the weight',
+)
 def gain_on_the_weight():
-    return leaky(lambda m, x: x @ (m.gain.value[:, None] * m.w.value), w=weight(I, H), gain=weight(I)), (array(B, I),)
+    return leaky(
+        lambda m, x: x @ (m.gain.value[:, None] * m.w.value),
+        w=weight(I, H),
+        gain=weight(I),
+    ), (array(B, I),)
 
 
-@case(['h'], {'w1': 'instantaneous', 'b1': 'instantaneous', 'w2': 'exact 0', 'b2': 'exact 0'})
+@case(
+    ['h'],
+    {'w1': 'instantaneous', 'b1': 'instantaneous', 'w2': 'exact 0', 'b2': 'exact 0'},
+)
 def mlp_before_state():
     def op(m, x):
         return jax.nn.relu(x @ m.w1.value + m.b1.value) @ m.w2.value + m.b2.value
 
-    return leaky(op, w1=weight(I, 5), b1=weight(5, mean=1.0), w2=weight(5, H), b2=weight(H)), (array(B, I),)
+    return leaky(
+        op, w1=weight(I, 5), b1=weight(5, mean=1.0), w2=weight(5, H), b2=weight(H)
+    ), (array(B, I),)
 
 
 # parameters that teach nothing, or only the read-out
@@ -280,12 +364,16 @@ def readout_only():
         m.h.value = 0.9 * m.h.value + x @ m.w.value
         return m.h.value @ m.out.value + m.bias.value
 
-    return Step(step, w=weight(I, H), out=weight(H, 5), bias=weight(5), h=hidden(B, H)), (array(B, I),)
+    return Step(
+        step, w=weight(I, H), out=weight(H, 5), bias=weight(5), h=hidden(B, H)
+    ), (array(B, I),)
 
 
 @case(['h'], {'w': 'exact 0', 'unused': 'none'})
 def unused_parameter():
-    return leaky(lambda m, x: x @ m.w.value, w=weight(I, H), unused=weight(5)), (array(B, I),)
+    return leaky(lambda m, x: x @ m.w.value, w=weight(I, H), unused=weight(5)), (
+        array(B, I),
+    )
 
 
 @case(
@@ -296,13 +384,24 @@ def unused_parameter():
 def parameters_without_derivative():
     def op(m, x):
         y = x @ m.w.value + x @ jax.lax.stop_gradient(m.stopped.value)
-        return jnp.where(y > m.compared.value, y, 0.5 * y) * jnp.floor(3.0 * m.rounded.value)
+        return jnp.where(y > m.compared.value, y, 0.5 * y) * jnp.floor(
+            3.0 * m.rounded.value
+        )
 
-    parts = {'w': weight(I, H), 'stopped': weight(I, H), 'compared': weight(H), 'rounded': weight(H)}
+    parts = {
+        'w': weight(I, H),
+        'stopped': weight(I, H),
+        'compared': weight(H),
+        'rounded': weight(H),
+    }
     return leaky(op, **parts), (array(B, I),)
 
 
-@case(['h'], {'w': 'exact 0', 'v': 'exact 0', 'b': 'exact 0'}, note='a marked product beside plain ones')
+@case(
+    ['h'],
+    {'w': 'exact 0', 'v': 'exact 0', 'b': 'exact 0'},
+    note='a marked product beside plain ones',
+)
 def marked_and_plain():
     def op(m, x):
         return braintrace.matmul(x, m.w.value) + x @ m.v.value + m.b.value

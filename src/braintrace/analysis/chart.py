@@ -1,4 +1,5 @@
-"""The model as boxes and arrows: who feeds whom inside a step and from step to step, and which arrows are cut."""
+"""The model as boxes and arrows: who feeds whom inside a step and from step to step,
+and which arrows are cut."""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ def _adds(eqn: Equation) -> bool:
 
 @dataclass(frozen=True)
 class Node:
-    """One box: 'input', 'operation', 'group', 'state' (neither hidden nor a parameter) or 'output'.
+    """One box: 'input', 'operation', 'group', 'state' (neither hidden nor a parameter)
+    or 'output'.
 
-    An operation is one use of ``parameters``, with the biases added right after it; ``groups`` are those it reaches
-    position by position, and ``cuts`` the numbers of records of cuts inside it. A group has its own number there.
+    An operation is one use of ``parameters``, with the biases added right after it;
+    ``groups`` are those it reaches position by position, and ``cuts`` the numbers of
+    records of cuts inside it. A group has its own number there.
     """
 
     kind: str
@@ -50,10 +53,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Edge:
-    """One arrow between boxes, by number; ``delayed``: it reads the value of the last step.
+    """One arrow between boxes, by number; ``delayed``: it reads the value of the last
+    step.
 
-    ``differentiable``: a gradient can pass. ``cuts``: numbers of the records of cuts on it, from one; ``partly``: some
-    credit passes all the same.
+    ``differentiable``: a gradient can pass. ``cuts``: numbers of the records of cuts on
+    it, from one; ``partly``: some credit passes all the same.
     """
 
     source: int
@@ -106,12 +110,18 @@ class ChartMaker:
     def _uses(self) -> list[_Use]:
         """Operations, each with the biases that follow it directly."""
         facts = self._facts
-        equations = {i: e for i, e in enumerate(self.program.equations) if weight_operands(facts, e)}
+        equations = {
+            i: e
+            for i, e in enumerate(self.program.equations)
+            if weight_operands(facts, e)
+        }
         bits = {i: 1 << n for n, i in enumerate(equations)}
         behind = self._behind(bits, 1 << len(bits))[1]
         reached: dict[int, dict[int, None]] = {i: {} for i in equations}
         for site in self.sites:
-            reached[facts.producer[site.y_var]].update(dict.fromkeys(g.index for g in site.hidden_groups))
+            reached[facts.producer[site.y_var]].update(
+                dict.fromkeys(g.index for g in site.hidden_groups)
+            )
         uses: dict[int, _Use] = {}
         for i, eqn in equations.items():
             use = _Use([i], self._parameters(eqn), source_line(eqn), reached[i])
@@ -119,7 +129,9 @@ class ChartMaker:
             before = next((uses[j] for j in uses if bits[j] == reads), None)
             if before and _adds(eqn):
                 before.equations.append(i)
-                before.parameters += [p for p in use.parameters if p not in before.parameters]
+                before.parameters += [
+                    p for p in use.parameters if p not in before.parameters
+                ]
                 before.groups.update(use.groups)
                 use = before
             uses[i] = use
@@ -127,7 +139,9 @@ class ChartMaker:
 
     def _parameters(self, eqn: Equation) -> list[Parameter]:
         facts = self._facts
-        grads = union(of(facts.total, eqn.invars[k]) for k in weight_operands(facts, eqn)).grads
+        grads = union(
+            of(facts.total, eqn.invars[k]) for k in weight_operands(facts, eqn)
+        ).grads
         return [p for p in self.program.parameters if grads & facts.bit[p.invar]]
 
     @cached_property
@@ -142,28 +156,63 @@ class ChartMaker:
     @cached_property
     def _nodes(self) -> list[tuple[Node, list]]:
         """Every box with what it stands for: variables, equations or states."""
-        found: list[tuple[Node, list]] = _boxes('input', [[v] for v in self.program.inputs])
+        found: list[tuple[Node, list]] = _boxes(
+            'input', [[v] for v in self.program.inputs]
+        )
         found += [
             (Node('state', path_name(path), shape=states[0].invar.aval.shape), states)
             for path, states in self._others.items()
         ]
         for use in self._uses:
-            used = tuple(dict.fromkeys(self.program.equations[i].primitive.name for i in use.equations))
+            used = tuple(
+                dict.fromkeys(
+                    self.program.equations[i].primitive.name for i in use.equations
+                )
+            )
             title = ' + '.join(KNOWN_AS.get(name, name) for name in used)
             shape = self.program.equations[use.equations[-1]].outvars[0].aval.shape
             parameters = tuple(p.name for p in use.parameters)
-            node = Node('operation', title, used, shape, parameters, tuple(use.groups), use.source)
+            node = Node(
+                'operation',
+                title,
+                used,
+                shape,
+                parameters,
+                tuple(use.groups),
+                use.source,
+            )
             found.append((node, use.equations))
         for group in self.groups:
             names = tuple(map(path_name, group.hidden_paths))
-            found.append((Node('group', f'group {group.index}', names, group.varshape, (), (group.index,)), [group]))
-        return found + _boxes('output', [[v] for v in self.program.outputs if is_var(v)])
+            found.append(
+                (
+                    Node(
+                        'group',
+                        f'group {group.index}',
+                        names,
+                        group.varshape,
+                        (),
+                        (group.index,),
+                    ),
+                    [group],
+                )
+            )
+        return found + _boxes(
+            'output', [[v] for v in self.program.outputs if is_var(v)]
+        )
 
     # ------------------------------------------------------------ arrows
 
-    def _behind(self, bits: dict[int, int], data: int) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
-        """Sources of every variable, and of the results of these equations, where all else that is data is one."""
-        marks = {v: Bits(b, b) for i, b in bits.items() for v in self.program.equations[i].outvars}
+    def _behind(
+        self, bits: dict[int, int], data: int
+    ) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
+        """Sources of every variable, and of the results of these equations, where all
+        else that is data is one."""
+        marks = {
+            v: Bits(b, b)
+            for i, b in bits.items()
+            for v in self.program.equations[i].outvars
+        }
         jaxpr = self.program.closed.jaxpr
         parameters = {p.invar for p in self.program.parameters}
         behind: dict[Var, Bits] = {}
@@ -172,7 +221,8 @@ class ChartMaker:
 
     @cached_property
     def _flow(self) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
-        """The boxes that reach every variable directly, as bits: two for each, its value now and that of last step."""
+        """The boxes that reach every variable directly, as bits: two for each, its
+        value now and that of last step."""
         sources: dict[Var, int] = {}
         marks: dict[Var, int] = {}
         for n, (node, parts) in enumerate(self._nodes):
@@ -181,19 +231,31 @@ class ChartMaker:
             elif node.kind == 'state':
                 sources.update((s.invar, 2 << 2 * n) for s in parts)
             elif node.kind == 'operation':
-                marks.update((v, 1 << 2 * n) for i in parts for v in self.program.equations[i].outvars)
-            elif node.kind == 'group':  # after the operations, whose results may be new states
+                marks.update(
+                    (v, 1 << 2 * n)
+                    for i in parts
+                    for v in self.program.equations[i].outvars
+                )
+            elif (
+                node.kind == 'group'
+            ):  # after the operations, whose results may be new states
                 sources.update(dict.fromkeys(parts[0].hidden_invars, 2 << 2 * n))
                 marks.update(dict.fromkeys(parts[0].hidden_outvars, 1 << 2 * n))
         jaxpr = self.program.closed.jaxpr
         inputs = [Bits(sources.get(v, 0), sources.get(v, 0)) for v in jaxpr.invars]
         behind: dict[Var, Bits] = {}
-        return flow(jaxpr, inputs, {v: Bits(b, b) for v, b in marks.items()}, behind), behind
+        return flow(
+            jaxpr, inputs, {v: Bits(b, b) for v, b in marks.items()}, behind
+        ), behind
 
     @cached_property
     def _operations(self) -> list[tuple[int, list[int]]]:
         """The number of every operation's box, with its equations."""
-        return [(n, parts) for n, (node, parts) in enumerate(self._nodes) if node.kind == 'operation']
+        return [
+            (n, parts)
+            for n, (node, parts) in enumerate(self._nodes)
+            if node.kind == 'operation'
+        ]
 
     @cached_property
     def _operation_of(self) -> dict[int, int]:
@@ -205,12 +267,16 @@ class ChartMaker:
         env, behind = self._flow
         node, parts = self._nodes[n]
         if node.kind == 'operation':
-            return union(behind[v] for i in parts for v in self.program.equations[i].outvars)
+            return union(
+                behind[v] for i in parts for v in self.program.equations[i].outvars
+            )
         if node.kind == 'group':
             bits = Bits()
             for v in parts[0].hidden_outvars:
                 made = self._operation_of.get(self._facts.producer[v])
-                bits |= behind[v] if made is None else Bits(1 << 2 * made, 1 << 2 * made)
+                bits |= (
+                    behind[v] if made is None else Bits(1 << 2 * made, 1 << 2 * made)
+                )
             return bits
         if node.kind == 'state':
             return union(of(env, s.outvar) for s in parts)
@@ -225,27 +291,42 @@ class ChartMaker:
                 for delayed in (False, True):
                     bit = 1 << 2 * source + delayed
                     if bits.reads & bit and (source != target or delayed):
-                        found.append(Edge(source, target, delayed, bool(bits.grads & bit)))
+                        found.append(
+                            Edge(source, target, delayed, bool(bits.grads & bit))
+                        )
         return found
 
     # ------------------------------------------------------------ cuts
 
     def _carried(self, edge: Edge) -> int:
-        """Bits of the facts that an arrow carries: the old states of a group, or all that its box was made from."""
+        """Bits of the facts that an arrow carries: the old states of a group, or all
+        that its box was made from."""
         node, parts = self._nodes[edge.source]
         facts = self._facts
         if edge.delayed and node.kind == 'group':
             return sum(facts.bit[v] for v in parts[0].hidden_invars)
         if node.kind == 'operation':
-            return union(facts.total[v] for i in parts for v in self.program.equations[i].outvars).grads
-        return union(facts.total[v] for v in parts[0].hidden_outvars).grads if node.kind == 'group' else 0
+            return union(
+                facts.total[v] for i in parts for v in self.program.equations[i].outvars
+            ).grads
+        return (
+            union(facts.total[v] for v in parts[0].hidden_outvars).grads
+            if node.kind == 'group'
+            else 0
+        )
 
     def _below(self, equation: int) -> set[int]:
         """The first boxes that the results of an equation lead to."""
         if equation in self._operation_of:
             return {self._operation_of[equation]}
-        groups = [(n, parts[0]) for n, (node, parts) in enumerate(self._nodes) if node.kind == 'group']
-        ends: dict[Atom, int] = {v: n for n, group in groups for v in group.hidden_outvars}
+        groups = [
+            (n, parts[0])
+            for n, (node, parts) in enumerate(self._nodes)
+            if node.kind == 'group'
+        ]
+        ends: dict[Atom, int] = {
+            v: n for n, group in groups for v in group.hidden_outvars
+        }
         found: set[int] = set()
         live: set[Atom] = set()
         for i, eqn in enumerate(self.program.equations[equation:], equation):
@@ -259,40 +340,72 @@ class ChartMaker:
         return found
 
     def _cut_edges(self, record: CompilationRecord) -> Iterator[Edge]:
-        """The arrows on which a record's cuts lie: from its own source where there are any, else from what it made."""
+        """The arrows on which a record's cuts lie: from its own source where there are
+        any, else from what it made."""
         bit, path = self._facts.bit, record.weight_path
         arrays = [p for p in self.program.parameters if p.path == path]
         names, wanted = {p.name for p in arrays}, sum(bit[p.invar] for p in arrays)
         if path is None:
-            group = next(g for g in self.groups if tuple(g.hidden_paths) == record.hidden_paths)
-            names, wanted = {f'group {group.index}'}, sum(bit[v] for v in group.hidden_invars)
+            group = next(
+                g for g in self.groups if tuple(g.hidden_paths) == record.hidden_paths
+            )
+            names, wanted = (
+                {f'group {group.index}'},
+                sum(bit[v] for v in group.hidden_invars),
+            )
         for equation in record.context['equations'] if record.context else ():
             below = self._below(equation)
-            into = [e for e in self._edges if e.target in below and e.differentiable and self._carried(e) & wanted]
+            into = [
+                e
+                for e in self._edges
+                if e.target in below and e.differentiable and self._carried(e) & wanted
+            ]
             nodes = [self._nodes[e.source][0] for e in into]
             yield from [
-                e for e, node in zip(into, nodes, strict=True) if names & {node.title, *node.parameters}
+                e
+                for e, node in zip(into, nodes, strict=True)
+                if names & {node.title, *node.parameters}
             ] or into
 
     def _kept(self, source: int) -> list[tuple[int, set[Var]]]:
-        """Groups that a box reaches position by position, each with the values on the way."""
+        """Groups that a box reaches position by position, each with the values on the
+        way."""
         node, parts = self._nodes[source]
         if node.kind == 'group':
             pairs = [(parts[0], parts[0].transition_jaxpr)]
         else:
-            made = [s for s in self.sites if node.kind == 'operation' and self._facts.producer[s.y_var] in parts]
-            pairs = [pair for s in made for pair in zip(s.hidden_groups, s.y_to_hidden_group_jaxprs, strict=True)]
-        return [(group.index, {v for e in program.eqns for v in e.outvars}) for group, program in pairs]
+            made = [
+                s
+                for s in self.sites
+                if node.kind == 'operation' and self._facts.producer[s.y_var] in parts
+            ]
+            pairs = [
+                pair
+                for s in made
+                for pair in zip(
+                    s.hidden_groups, s.y_to_hidden_group_jaxprs, strict=True
+                )
+            ]
+        return [
+            (group.index, {v for e in program.eqns for v in e.outvars})
+            for group, program in pairs
+        ]
 
     def _is_kept(self, edge: Edge) -> bool:
         """True for an arrow along which some elements keep their position."""
-        made = {n: {v for i in p for v in self.program.equations[i].outvars} for n, p in self._operations}
+        made = {
+            n: {v for i in p for v in self.program.equations[i].outvars}
+            for n, p in self._operations
+        }
         target = self._nodes[edge.target][0]
         if target.kind == 'operation':
-            return any(made[edge.target] & values for _, values in self._kept(edge.source))
+            return any(
+                made[edge.target] & values for _, values in self._kept(edge.source)
+            )
         others = {v for n, results in made.items() if n != edge.source for v in results}
         return target.kind == 'group' and any(
-            group in target.groups and values and not values & others for group, values in self._kept(edge.source)
+            group in target.groups and values and not values & others
+            for group, values in self._kept(edge.source)
         )
 
     def make(self) -> Chart:
@@ -304,10 +417,19 @@ class ChartMaker:
             edges = list(self._cut_edges(record))
             for edge in edges:
                 numbers.setdefault(edge, {})[number] = None
-            for n in {n for i in record.context['equations'] for n in self._below(i)} if not edges else ():
+            for n in (
+                {n for i in record.context['equations'] for n in self._below(i)}
+                if not edges
+                else ()
+            ):
                 nodes[n] = replace(nodes[n], cuts=(*nodes[n].cuts, number))
         numbered = (
-            replace(e, cuts=tuple(numbers.get(e, ())), partly=e in numbers and self._is_kept(e)) for e in self._edges
+            replace(
+                e,
+                cuts=tuple(numbers.get(e, ())),
+                partly=e in numbers and self._is_kept(e),
+            )
+            for e in self._edges
         )
         return Chart(tuple(nodes), tuple(numbered), tuple(cuts))
 
@@ -315,6 +437,11 @@ class ChartMaker:
 def _boxes(kind: str, parts: list[list]) -> list[tuple[Node, list]]:
     """A box for each input or output, or one for all of many."""
     if len(parts) > MOST:
-        return [(Node(kind, f'{len(parts)} {kind}s'), [v for part in parts for v in part])]
+        return [
+            (Node(kind, f'{len(parts)} {kind}s'), [v for part in parts for v in part])
+        ]
     title = lambda i: kind if len(parts) == 1 else f'{kind} {i}'
-    return [(Node(kind, title(i), shape=part[0].aval.shape), part) for i, part in enumerate(parts)]
+    return [
+        (Node(kind, title(i), shape=part[0].aval.shape), part)
+        for i, part in enumerate(parts)
+    ]

@@ -1,11 +1,13 @@
-"""Credit classes: which paths from a parameter to the loss local traces can follow, and why.
+"""Credit classes: which paths from a parameter to the loss local traces can follow, and
+why.
 
 exact          no temporal path is cut: with exact local traces (D-RTRL) the gradient is that of BPTT
 local          temporal credit through its own position, something else is cut
 instantaneous  the one-step gradient only
 none           no gradient at all
 
-A class is a fact about the model. What a learning rule makes of it is in ``rules/gradients.py``.
+A class is a fact about the model. What a learning rule makes of it is in
+``rules/gradients.py``.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class CreditAnalysis:
     def _all_results(self) -> int:
         """Bits of everything that some result of the step depends on."""
         p = self.facts.program
-        return self._grads([*p.outputs, *(h.outvar for h in p.hidden), *(o.outvar for o in p.others)])
+        return self._grads(
+            [*p.outputs, *(h.outvar for h in p.hidden), *(o.outvar for o in p.others)]
+        )
 
     @cached_property
     def _new(self) -> list[int]:
@@ -73,24 +77,39 @@ class CreditAnalysis:
 
     @cached_property
     def _passed_on(self) -> list[int]:
-        """Bits of the old states that each group's new states read themselves and hand on to outputs."""
+        """Bits of the old states that each group's new states read themselves and hand
+        on to outputs."""
         seen = self._grads(self.facts.program.outputs)
         return [
-            union(self.facts.behind[h.outvar] for h in m if seen & self.facts.new_bit[h.outvar]).grads
+            union(
+                self.facts.behind[h.outvar]
+                for h in m
+                if seen & self.facts.new_bit[h.outvar]
+            ).grads
             for m in self.members
         ]
 
     @cached_property
     def _live_others(self) -> list:
-        """Other states that carry what parameters did from step to step, in what can be differentiated."""
+        """Other states that carry what parameters did from step to step, in what can be
+        differentiated."""
         facts, program = self.facts, self.facts.program
-        read = [o for o in program.others if o.outvar is not None and self._all_results & facts.bit[o.invar]]
+        read = [
+            o
+            for o in program.others
+            if o.outvar is not None and self._all_results & facts.bit[o.invar]
+        ]
         sources, live = 0, []
-        for v in (*(p.invar for p in program.parameters), *(h.invar for h in program.hidden)):
+        for v in (
+            *(p.invar for p in program.parameters),
+            *(h.invar for h in program.hidden),
+        ):
             sources |= facts.bit[v]
         for h in program.hidden:
             sources |= facts.new_bit[h.outvar]
-        while found := [o for o in read if o not in live and self._grads([o.outvar]) & sources]:
+        while found := [
+            o for o in read if o not in live and self._grads([o.outvar]) & sources
+        ]:
             live += found
             for o in found:
                 sources |= facts.bit[o.invar]
@@ -98,7 +117,8 @@ class CreditAnalysis:
 
     @cached_property
     def _remembers(self) -> list[bool]:
-        """Groups whose trace lives on: the old value reaches the new one, or an output directly."""
+        """Groups whose trace lives on: the old value reaches the new one, or an output
+        directly."""
         outputs = 0
         for atom in self.facts.program.outputs:
             outputs |= of(self.facts.direct, atom).grads
@@ -131,7 +151,8 @@ class CreditAnalysis:
 
     @cached_property
     def _making(self) -> list[list[Equation]]:
-        """The equations that make each group's new states from what is old and from the new states of others."""
+        """The equations that make each group's new states from what is old and from the
+        new states of others."""
         new = {h.outvar for m in self.members for h in m}
         found = []
         for members in self.members:
@@ -145,13 +166,21 @@ class CreditAnalysis:
         return found
 
     def _passage(self, g: int, other: int, within: bool = False) -> Equation | None:
-        """The first equation by which a group's old states (or within a step its new ones) enter another's new ones."""
+        """The first equation by which a group's old states (or within a step its new
+        ones) enter another's new ones."""
         members = self.members[g]
         read = {h.outvar if within else h.invar for h in members}
         bits = self.facts.new(members) if within else self.facts.old(members)
-        if not union(self.facts.behind[h.outvar] for h in self.members[other]).grads & bits:
+        if (
+            not union(self.facts.behind[h.outvar] for h in self.members[other]).grads
+            & bits
+        ):
             return None
-        doors = (e for e in self._making[other] if any(is_var(v) and v in read for v in e.invars))
+        doors = (
+            e
+            for e in self._making[other]
+            if any(is_var(v) and v in read for v in e.invars)
+        )
         return next((e for e in doors if self._grads(e.outvars) & bits), None)
 
     @cached_property
@@ -163,65 +192,112 @@ class CreditAnalysis:
         old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
         name, found = _names(self.groups[g].hidden_paths), []
         for other, live in enumerate(self._live_groups):
-            fed = self._new[other] & (old | new) if live else self._passed_on[other] & old
+            fed = (
+                self._new[other] & (old | new) if live else self._passed_on[other] & old
+            )
             if other != g and fed:
-                passage = self._passage(g, other) or self._passage(g, other, within=True)
+                passage = self._passage(g, other) or self._passage(
+                    g, other, within=True
+                )
                 where = f' ({short_source(source_line(passage))})' if passage else ''
-                found.append(f'{name} feeds {_names(self.groups[other].hidden_paths)}, another group{where}')
+                found.append(
+                    f'{name} feeds {_names(self.groups[other].hidden_paths)}, another group{where}'
+                )
         return found
 
     def _leaks_of(self, g: int) -> list[str]:
         old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
         name = _names(self.groups[g].hidden_paths)
-        found = [f'{name} feeds itself across positions, cut at {_at(c.eqn)}' for c in self._cuts(g, old)[:1]]
+        found = [
+            f'{name} feeds itself across positions, cut at {_at(c.eqn)}'
+            for c in self._cuts(g, old)[:1]
+        ]
         found += self._crossings[g]
         for state in self._live_others:
             if self._grads([state.outvar]) & (old | new):
-                found.append(f'{name} feeds {path_name(state.path)}, which is not a hidden state')
+                found.append(
+                    f'{name} feeds {path_name(state.path)}, which is not a hidden state'
+                )
         return found + self._stopped(old | new)
 
     def _is_felt(self, bit: int, carried: Sequence[HiddenGroup]) -> bool:
-        """Whether an output of a step feels these bits in that step, or what traces carry of them."""
+        """Whether an output of a step feels these bits in that step, or what traces
+        carry of them."""
         outputs = self.facts.program.outputs
         seen = self._grads(outputs)
         read = union(of(self.facts.direct, atom) for atom in outputs).grads
-        new_and_old = [(self.facts.new(self.members[g.index]), self.facts.old(self.members[g.index])) for g in carried]
-        return bool(seen & bit) or any(seen & new or read & old for new, old in new_and_old)
+        new_and_old = [
+            (
+                self.facts.new(self.members[g.index]),
+                self.facts.old(self.members[g.index]),
+            )
+            for g in carried
+        ]
+        return bool(seen & bit) or any(
+            seen & new or read & old for new, old in new_and_old
+        )
 
     def judge(self, parameter: Parameter) -> tuple[str, str]:
         """Credit class of one parameter array, and the reason."""
         bit = self.facts.bit[parameter.invar]
         stopped = self._stopped(bit)
         if not self._all_results & bit:
-            return 'none', stopped[0] if stopped else 'no differentiable path to a state or an output'
+            return 'none', stopped[
+                0
+            ] if stopped else 'no differentiable path to a state or an output'
         met = [g for g in range(len(self.groups)) if self._new[g] & bit]
         reached = [g for g in met if self._live_groups[g]]
         others = [o for o in self._live_others if self._grads([o.outvar]) & bit]
-        stopped += [leak for g in met for leak in self._stopped(self.facts.old(self.members[g]))]
+        stopped += [
+            leak for g in met for leak in self._stopped(self.facts.old(self.members[g]))
+        ]
         if not reached and not others and not stopped:
             return 'exact', 'acts on outputs of its own step only'
         into = lambda g: _names(self.groups[g].hidden_paths)
-        lost = [f'path to {into(g)} cut at {_at(c.eqn)}: {c.reason}' for g in reached for c in self._cuts(g, bit)]
+        lost = [
+            f'path to {into(g)} cut at {_at(c.eqn)}: {c.reason}'
+            for g in reached
+            for c in self._cuts(g, bit)
+        ]
         lost += [leak for g in met for leak in self._leaks[g]]
-        lost += [f'feeds {path_name(o.path)}, which is not a hidden state' for o in others]
+        lost += [
+            f'feeds {path_name(o.path)}, which is not a hidden state' for o in others
+        ]
         lost = list(dict.fromkeys([*lost, *stopped]))
-        told = lambda lost: lost[0] + (f' (and {len(lost) - 1} more)' if len(lost) > 1 else '')
+        told = lambda lost: (
+            lost[0] + (f' (and {len(lost) - 1} more)' if len(lost) > 1 else '')
+        )
         sites = [s for s in self.sites if parameter in s.parameters]
-        carried = [g for s in sites for g in s.hidden_groups if self._remembers[g.index]]
+        carried = [
+            g for s in sites for g in s.hidden_groups if self._remembers[g.index]
+        ]
         if lost and not self._is_felt(bit, carried):
-            return 'none', f'{UNFELT}: {[*(x for g in met for x in self._crossings[g]), *lost][0]}'
+            return (
+                'none',
+                f'{UNFELT}: {[*(x for g in met for x in self._crossings[g]), *lost][0]}',
+            )
         if not carried:
-            why = told(lost) if lost else 'no state keeps its value position by position'
+            why = (
+                told(lost) if lost else 'no state keeps its value position by position'
+            )
             return 'instantaneous', why
         if lost:
             return 'local', told(lost)
-        return 'exact', f'every path into {_names(carried[0].hidden_paths)} keeps its position'
+        return (
+            'exact',
+            f'every path into {_names(carried[0].hidden_paths)} keeps its position',
+        )
 
     def is_temporal(self, parameter: Parameter) -> bool:
         """Whether the parameter moves a state whose old value matters at a later step."""
         bit = self.facts.bit[parameter.invar]
-        through_groups = any(new & bit and live for new, live in zip(self._new, self._live_groups, strict=True))
-        return through_groups or any(self._grads([o.outvar]) & bit for o in self._live_others)
+        through_groups = any(
+            new & bit and live
+            for new, live in zip(self._new, self._live_groups, strict=True)
+        )
+        return through_groups or any(
+            self._grads([o.outvar]) & bit for o in self._live_others
+        )
 
     # ------------------------------------------------------------ records
 
@@ -240,7 +316,8 @@ class CreditAnalysis:
 
     @cached_property
     def _place(self) -> dict[int, int]:
-        """The number of the program's own equation that each equation is, or is inside of, by identity."""
+        """The number of the program's own equation that each equation is, or is inside
+        of, by identity."""
         found: dict[int, int] = {}
 
         def enter(i: int, eqn: Equation) -> None:
@@ -261,14 +338,22 @@ class CreditAnalysis:
             for cut in reversed(positions.found):
                 paths: list[Path | None] = [None] if cut.bits.grads & old else []
                 paths += dict.fromkeys(
-                    p.path for p in self.facts.program.parameters if cut.bits.grads & self.facts.bit[p.invar]
+                    p.path
+                    for p in self.facts.program.parameters
+                    if cut.bits.grads & self.facts.bit[p.invar]
                 )
                 equation = self._place.get(id(cut.eqn))
                 for path in paths:
                     what = _names(hidden) if path is None else path_name(path)
-                    message = f'{what} → {_names(hidden)} cut at {_at(cut.eqn)}: {cut.reason}'
+                    message = (
+                        f'{what} → {_names(hidden)} cut at {_at(cut.eqn)}: {cut.reason}'
+                    )
                     if (message, path) not in found:
-                        context = {'source': source_line(cut.eqn), 'operand': cut.operand, 'elements': cut.elements}
+                        context = {
+                            'source': source_line(cut.eqn),
+                            'operand': cut.operand,
+                            'elements': cut.elements,
+                        }
                         found[message, path] = CompilationRecord(
                             DiagnosticKind.CUT,
                             DiagnosticLevel.NOTICE,
@@ -329,7 +414,10 @@ class CreditAnalysis:
             line, name = source_line(eqn), eqn.primitive.name
             instead = 'give it one with jax.custom_vjp, or write it in JAX'
             if name == 'while':
-                name, instead = 'while loop', 'write a loop of fixed length (lax.scan, or fori_loop with static bounds)'
+                name, instead = (
+                    'while loop',
+                    'write a loop of fixed length (lax.scan, or fori_loop with static bounds)',
+                )
             yield CompilationRecord(
                 DiagnosticKind.NOT_DIFFERENTIABLE,
                 DiagnosticLevel.WARNING,
@@ -341,7 +429,11 @@ class CreditAnalysis:
     def _other_records(self) -> Iterator[CompilationRecord]:
         for state in self._live_others:
             bits = self._grads([state.outvar])
-            hidden = tuple(h.path for h in self.facts.program.hidden if bits & self.facts.new_bit[h.outvar])
+            hidden = tuple(
+                h.path
+                for h in self.facts.program.hidden
+                if bits & self.facts.new_bit[h.outvar]
+            )
             yield CompilationRecord(
                 DiagnosticKind.OTHER_STATE,
                 DiagnosticLevel.NOTICE,
@@ -355,29 +447,52 @@ class CreditAnalysis:
         for parameter in self.facts.program.parameters:
             yield self.credit_record(parameter)
         for path in self.facts.program.untouched_parameters:
-            yield _credit_record(path, path_name(path), 'none', 'the step never reads it', (), False)
+            yield _credit_record(
+                path, path_name(path), 'none', 'the step never reads it', (), False
+            )
 
     def credit_record(self, parameter: Parameter) -> CompilationRecord:
         """The credit class of one parameter array, as a record."""
         credit, reason = self.judge(parameter)
         hidden, temporal = self._hidden_of(parameter), self.is_temporal(parameter)
-        return _credit_record(parameter.path, parameter.name, credit, reason, hidden, temporal)
+        return _credit_record(
+            parameter.path, parameter.name, credit, reason, hidden, temporal
+        )
 
     def _hidden_of(self, parameter: Parameter) -> tuple[Path, ...]:
-        paths = (p for s in self.sites if parameter in s.parameters for p in s.connected_hidden_paths)
+        paths = (
+            p
+            for s in self.sites
+            if parameter in s.parameters
+            for p in s.connected_hidden_paths
+        )
         return tuple(dict.fromkeys(paths))
 
 
 def _credit_record(
-    path: Path, name: str, credit: str, reason: str, hidden: tuple[Path, ...], temporal: bool
+    path: Path,
+    name: str,
+    credit: str,
+    reason: str,
+    hidden: tuple[Path, ...],
+    temporal: bool,
 ) -> CompilationRecord:
     level = LEVELS.get(credit, DiagnosticLevel.INFO)
     context = {'name': name, 'credit': credit, 'reason': reason, 'temporal': temporal}
-    return CompilationRecord(DiagnosticKind.CREDIT, level, f'{name}: {credit} ({reason})', None, path, hidden, context)
+    return CompilationRecord(
+        DiagnosticKind.CREDIT,
+        level,
+        f'{name}: {credit} ({reason})',
+        None,
+        path,
+        hidden,
+        context,
+    )
 
 
 def _opaque_in(eqn: Equation) -> Iterator[Equation]:
-    """What has no reverse derivative in an equation: itself, or equations of its body where no rule of its own does."""
+    """What has no reverse derivative in an equation: itself, or equations of its body
+    where no rule of its own does."""
     if is_opaque(eqn):
         yield eqn
     elif structure(eqn) != 'custom':

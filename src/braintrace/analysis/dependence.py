@@ -1,7 +1,8 @@
 """What every value depends on: forward sets of sources, as bits.
 
-``reads`` counts all that must be known to run the equation, ``grads`` only differentiable paths. Sub-programs are
-entered; loops iterate to a fixpoint. A custom-derivative call differentiates whatever its body reads.
+``reads`` counts all that must be known to run the equation, ``grads`` only
+differentiable paths. Sub-programs are entered; loops iterate to a fixpoint. A
+custom-derivative call differentiates whatever its body reads.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def flow(
 ) -> dict[Var, Bits]:
     """Sources of every variable of a program.
 
-    ``marks`` adds bits to the given variables. With ``behind`` they are barriers: marks replace what
-    was there, which is kept in ``behind``, so that paths through those variables do not count.
+    ``marks`` adds bits to the given variables. With ``behind`` they are barriers: marks
+    replace what was there, which is kept in ``behind``, so that paths through those
+    variables do not count.
     """
     env: dict[Var, Bits] = dict.fromkeys(jaxpr.constvars, Bits())
     env.update(zip(jaxpr.invars, inputs, strict=True))
@@ -109,7 +111,9 @@ def _custom(eqn: Equation, operands: list[Bits]) -> list[Bits]:
     return result
 
 
-def carry_fixpoint(body: Any, consts: list[Bits], carry: list[Bits], xs: list[Bits]) -> tuple[list[Bits], list[Bits]]:
+def carry_fixpoint(
+    body: Any, consts: list[Bits], carry: list[Bits], xs: list[Bits]
+) -> tuple[list[Bits], list[Bits]]:
     """Sources of a loop's carry and of its stacked results, after any number of rounds."""
     while True:
         outs = _outputs(body, [*consts, *carry, *xs])

@@ -25,9 +25,11 @@ CUTS = (DiagnosticKind.CUT, DiagnosticKind.OTHER_STATE)
 
 
 class DiagnosticLevel(enum.StrEnum):
-    """How much a record matters: for information, an approximation, a loss of credit, a failure.
+    """How much a record matters: for information, an approximation, a loss of credit, a
+    failure.
 
-    Levels compare by weight, not as words. No record of a compiled graph is an error: what cannot be compiled raises.
+    Levels compare by weight, not as words. No record of a compiled graph is an error:
+    what cannot be compiled raises.
 
     >>> DiagnosticLevel('warning') > DiagnosticLevel.NOTICE, DiagnosticLevel.ERROR > DiagnosticLevel.INFO
     (True, True)

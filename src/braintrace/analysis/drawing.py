@@ -1,8 +1,10 @@
-"""A chart as inline SVG: columns from left to right in bands that wrap, straight ways as curves, the others in lanes.
+"""A chart as inline SVG: columns from left to right in bands that wrap, straight ways
+as curves, the others in lanes.
 
-Columns are the layers of a chart without its delayed arrows. An arrow to the next column is a curve; any other leaves
-its column downwards (back in time, or to a later band) or upwards (past columns), follows a lane between two bands and
-enters its target from the left. Arrows of one source and one kind share a lane.
+Columns are the layers of a chart without its delayed arrows. An arrow to the next
+column is a curve; any other leaves its column downwards (back in time, or to a later
+band) or upwards (past columns), follows a lane between two bands and enters its target
+from the left. Arrows of one source and one kind share a lane.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ CHARACTER = {'title': 8.6, 'row': 7.3}
 
 @dataclass(frozen=True)
 class Row:
-    """A line of text in a box; ``chip`` is what a parameter gets, ``full`` all that there is to say."""
+    """A line of text in a box; ``chip`` is what a parameter gets, ``full`` all that
+    there is to say."""
 
     text: str
     chip: str | None = None
@@ -53,11 +56,15 @@ class Box:
 
     @property
     def height(self) -> int:
-        return max(2 * PAD + TITLE + ROW * len(self.rows) - 4, PORT * (len(self.ports) + 1))
+        return max(
+            2 * PAD + TITLE + ROW * len(self.rows) - 4, PORT * (len(self.ports) + 1)
+        )
 
     def entry(self, edge: Edge) -> float:
         """Height at which an arrow enters."""
-        return self.y + self.height * (self.ports.index(edge) + 1) / (len(self.ports) + 1)
+        return self.y + self.height * (self.ports.index(edge) + 1) / (
+            len(self.ports) + 1
+        )
 
     def exit(self, edge: Edge) -> float:
         """Height at which an arrow leaves: what was lies below what is."""
@@ -95,7 +102,8 @@ class Drawing:
     # ------------------------------------------------------------ columns and bands
 
     def _assign_layers(self) -> None:
-        """The longest way from an input, then as far right as what it feeds allows; circles are broken."""
+        """The longest way from an input, then as far right as what it feeds allows;
+        circles are broken."""
         todo = list(range(len(self.boxes)))
         left = [e for e in self.edges if not e.delayed and e.source != e.target]
         forward: list[Edge] = []
@@ -103,9 +111,15 @@ class Drawing:
             free = [n for n in todo if not any(e.target == n for e in left)] or todo[:1]
             todo = [n for n in todo if n not in free]
             left = [e for e in left if e.target not in free]
-            for e in (e for e in self.edges if e.source in free and not e.delayed and e.target in todo):
+            for e in (
+                e
+                for e in self.edges
+                if e.source in free and not e.delayed and e.target in todo
+            ):
                 forward.append(e)
-                self.boxes[e.target].layer = max(self.boxes[e.target].layer, self.boxes[e.source].layer + 1)
+                self.boxes[e.target].layer = max(
+                    self.boxes[e.target].layer, self.boxes[e.source].layer + 1
+                )
             left = [e for e in left if e.source not in free]
         last = max(box.layer for box in self.boxes)
         for n in reversed(range(len(self.boxes))):
@@ -118,26 +132,38 @@ class Drawing:
         self._close_gaps()
 
     def _close_gaps(self) -> None:
-        used = {layer: i for i, layer in enumerate(sorted({box.layer for box in self.boxes}))}
+        used = {
+            layer: i
+            for i, layer in enumerate(sorted({box.layer for box in self.boxes}))
+        }
         for box in self.boxes:
             box.layer = used[box.layer]
 
     @cached_property
     def columns(self) -> list[list[int]]:
         """Boxes of every layer."""
-        found: list[list[int]] = [[] for _ in range(max(box.layer for box in self.boxes) + 1)]
+        found: list[list[int]] = [
+            [] for _ in range(max(box.layer for box in self.boxes) + 1)
+        ]
         for n, box in enumerate(self.boxes):
             found[box.layer].append(n)
         return found
 
     def _assign_bands(self, room: int) -> None:
-        """As many columns in a band as fit, broken after a column of groups where there is one."""
-        widths = [max(self.boxes[n].width for n in column) + GAP for column in self.columns]
+        """As many columns in a band as fit, broken after a column of groups where there
+        is one."""
+        widths = [
+            max(self.boxes[n].width for n in column) + GAP for column in self.columns
+        ]
         bands: list[list[int]] = [[]]
         for layer, width in enumerate(widths):
             band = bands[-1]
             if band and sum(widths[i] for i in band) + width > room + GAP:
-                whole = [i for i in band if any(self.boxes[n].kind == 'group' for n in self.columns[i])]
+                whole = [
+                    i
+                    for i in band
+                    if any(self.boxes[n].kind == 'group' for n in self.columns[i])
+                ]
                 rest = [i for i in band if whole and i > whole[-1]]
                 bands[-1] = [i for i in band if i not in rest]
                 bands.append(rest)
@@ -158,7 +184,12 @@ class Drawing:
                 feeds[e.source].append(e.target)
         for _ in range(4):
             for column in self.columns:
-                mean = {n: sum(place[m] for m in feeds[n]) / len(feeds[n]) if feeds[n] else place[n] for n in column}
+                mean = {
+                    n: sum(place[m] for m in feeds[n]) / len(feeds[n])
+                    if feeds[n]
+                    else place[n]
+                    for n in column
+                }
                 column.sort(key=lambda n, mean=mean: (mean[n], n))
                 place.update((n, i) for i, n in enumerate(column))
 
@@ -169,7 +200,8 @@ class Drawing:
         return a.band == b.band and b.layer == a.layer + 1
 
     def _corridors(self, e: Edge) -> tuple[int, int]:
-        """The corridor in which an arrow leaves its band and the one in which it arrives; number b is above band b."""
+        """The corridor in which an arrow leaves its band and the one in which it
+        arrives; number b is above band b."""
         a, b = self.boxes[e.source], self.boxes[e.target]
         if a.band == b.band:
             ahead = b.layer > a.layer
@@ -183,9 +215,15 @@ class Drawing:
     def _place(self) -> None:
         self._set_ports()
         routed = [e for e in self.edges if not self._is_straight(e)]
-        self._exits = _numbered((self.boxes[e.source].layer, self._net(e)) for e in routed)
-        self._entries = _numbered((self.boxes[e.target].layer, self._net(e)) for e in routed)
-        self._margins = _numbered(('margin', self._net(e)) for e in routed if len({*self._corridors(e)}) > 1)
+        self._exits = _numbered(
+            (self.boxes[e.source].layer, self._net(e)) for e in routed
+        )
+        self._entries = _numbered(
+            (self.boxes[e.target].layer, self._net(e)) for e in routed
+        )
+        self._margins = _numbered(
+            ('margin', self._net(e)) for e in routed if len({*self._corridors(e)}) > 1
+        )
         self._badges = {self.boxes[e.target].layer: BADGE for e in self.edges if e.cuts}
         self._place_across()
         self._lanes = self._assign_lanes(routed)
@@ -200,7 +238,11 @@ class Drawing:
             for layer in band:
                 entries = sum(key[0] == layer for key in self._entries)
                 if entries or layer != band[0]:
-                    x += LANE * entries + self._badges.get(layer, 0) + (16 if layer == band[0] else GAP)
+                    x += (
+                        LANE * entries
+                        + self._badges.get(layer, 0)
+                        + (16 if layer == band[0] else GAP)
+                    )
                 self._left[layer] = x
                 wide = max(self.boxes[n].width for n in self.columns[layer])
                 for n in self.columns[layer]:
@@ -214,10 +256,20 @@ class Drawing:
         y = 8.0
         self._tops = []
         for b, band in enumerate([*self.bands, []]):
-            lanes = max((lane + 1 for (corridor, _), lane in self._lanes.items() if corridor == b), default=0)
+            lanes = max(
+                (
+                    lane + 1
+                    for (corridor, _), lane in self._lanes.items()
+                    if corridor == b
+                ),
+                default=0,
+            )
             self._tops.append(y + 8)
             y += 12 + LANE * lanes + (16 if 0 < b < len(self.bands) else 4)
-            heights = {i: sum(self.boxes[n].height + 20 for n in self.columns[i]) - 20 for i in band}
+            heights = {
+                i: sum(self.boxes[n].height + 20 for n in self.columns[i]) - 20
+                for i in band
+            }
             tallest = max(heights.values(), default=0)
             for layer in band:
                 top = y + (tallest - heights[layer]) / 2
@@ -227,11 +279,18 @@ class Drawing:
         self.height = y
 
     def _set_ports(self) -> None:
-        """Arrows into a box by where they come from: above, the column before from top to bottom, below."""
+        """Arrows into a box by where they come from: above, the column before from top
+        to bottom, below."""
 
         def order(e: Edge) -> tuple:
             a, b = self.boxes[e.source], self.boxes[e.target]
-            side = 1 if self._is_straight(e) else 0 if self._corridors(e)[1] == b.band else 2
+            side = (
+                1
+                if self._is_straight(e)
+                else 0
+                if self._corridors(e)[1] == b.band
+                else 2
+            )
             return side, self.columns[a.layer].index(e.source), e.delayed, a.layer
 
         for n, box in enumerate(self.boxes):
@@ -274,7 +333,9 @@ class Drawing:
             return f'M{_n(start[0])} {_n(start[1])}C{_n(start[0] + bend)} {_n(start[1])} {to}'
         net, (out, into) = self._net(e), self._turns(e)
         leave, arrive = self._corridors(e)
-        level = lambda corridor: self._tops[corridor] + LANE * self._lanes[corridor, net]
+        level = lambda corridor: (
+            self._tops[corridor] + LANE * self._lanes[corridor, net]
+        )
         points = [start, (out, start[1]), (out, level(leave))]
         if leave != arrive:
             side = 8 + LANE * self._margins['margin', net]
@@ -311,11 +372,19 @@ class Drawing:
     def _way(self, e: Edge) -> Markup:
         kind = kind_of(e)
         head = {'marker-end': f'url(#head-{kind})'}
-        return tag('path', tag('title', self._told(e)), d=self._path(e), class_=f'way {kind}', **head)
+        return tag(
+            'path',
+            tag('title', self._told(e)),
+            d=self._path(e),
+            class_=f'way {kind}',
+            **head,
+        )
 
     def _told(self, e: Edge) -> str:
         way = f'{self.boxes[e.source].title} → {self.boxes[e.target].title}'
-        notes = ['value of the last step'] * e.delayed + ['no gradient passes'] * (not e.differentiable)
+        notes = ['value of the last step'] * e.delayed + ['no gradient passes'] * (
+            not e.differentiable
+        )
         notes += [f'cut {_ranges(e.cuts)}' + ' in part' * e.partly] * bool(e.cuts)
         return ', '.join([way, *notes])
 
@@ -331,13 +400,22 @@ class Drawing:
             y, indent = PAD + TITLE + ROW * i + 11, 20 if row.chip else 0
             text = shortened(row.text, int((room - indent) / CHARACTER['row']))
             if row.chip:
-                chip = tag('circle', cx=PAD + 7, cy=y - 4, r=7), tag('text', row.chip[0].upper(), x=PAD + 7, y=y)
+                chip = (
+                    tag('circle', cx=PAD + 7, cy=y - 4, r=7),
+                    tag('text', row.chip[0].upper(), x=PAD + 7, y=y),
+                )
                 children.append(tag('g', *chip, class_=f'chip {style_of(row.chip)}'))
             said = tag('title', row.full or row.text)
             kind = 'row faint' if row.faint else 'row'
             children.append(tag('text', said, text, x=PAD + indent, y=y, class_=kind))
         where = f'translate({_n(box.x)} {_n(box.y)})'
-        return tag('g', tag('title', box.title), *children, class_=f'box {box.kind}', transform=where)
+        return tag(
+            'g',
+            tag('title', box.title),
+            *children,
+            class_=f'box {box.kind}',
+            transform=where,
+        )
 
     def _edge_badge(self, e: Edge) -> Markup:
         box = self.boxes[e.target]
@@ -358,7 +436,15 @@ def _badge(right: float, y: float, cuts: Sequence[int]) -> Markup:
 
 def kind_of(e: Edge) -> str:
     """The kind of line that an arrow is drawn by."""
-    return 'cut' if e.cuts and not e.partly else 'plain' if not e.differentiable else 'last' if e.delayed else 'now'
+    return (
+        'cut'
+        if e.cuts and not e.partly
+        else 'plain'
+        if not e.differentiable
+        else 'last'
+        if e.delayed
+        else 'now'
+    )
 
 
 def _numbered(keys: Iterable[tuple]) -> dict[tuple, int]:
@@ -391,11 +477,15 @@ def _rounded(points: Sequence[tuple[float, float]]) -> str:
     found = [f'M{_n(points[0][0])} {_n(points[0][1])}']
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
         a, b = (_towards(corner, end) for end in (before, after))
-        found.append(f'L{_n(a[0])} {_n(a[1])}Q{_n(corner[0])} {_n(corner[1])} {_n(b[0])} {_n(b[1])}')
+        found.append(
+            f'L{_n(a[0])} {_n(a[1])}Q{_n(corner[0])} {_n(corner[1])} {_n(b[0])} {_n(b[1])}'
+        )
     return ''.join([*found, f'L{_n(points[-1][0])} {_n(points[-1][1])}'])
 
 
-def _towards(corner: tuple[float, float], end: tuple[float, float]) -> tuple[float, float]:
+def _towards(
+    corner: tuple[float, float], end: tuple[float, float]
+) -> tuple[float, float]:
     dx, dy = end[0] - corner[0], end[1] - corner[1]
     length = max(abs(dx) + abs(dy), 1e-6)
     step = min(7, length / 2)

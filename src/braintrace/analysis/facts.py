@@ -23,9 +23,14 @@ class Facts:
 
     @cached_property
     def bit(self) -> dict[Var, int]:
-        """One bit for each parameter, old hidden state and old other state; inputs share one."""
+        """One bit for each parameter, old hidden state and old other state; inputs
+        share one."""
         p = self.program
-        sources = [*(x.invar for x in p.parameters), *(x.invar for x in p.hidden), *(x.invar for x in p.others)]
+        sources = [
+            *(x.invar for x in p.parameters),
+            *(x.invar for x in p.hidden),
+            *(x.invar for x in p.others),
+        ]
         bits = {v: 1 << i for i, v in enumerate(sources)}
         return bits | dict.fromkeys(p.inputs, 1 << len(sources))
 
@@ -43,7 +48,9 @@ class Facts:
     @cached_property
     def data(self) -> int:
         """Bits of everything that is not a parameter."""
-        return sum(set(self.bit.values())) + sum(self.new_bit.values()) - self.parameters
+        return (
+            sum(set(self.bit.values())) + sum(self.new_bit.values()) - self.parameters
+        )
 
     def old(self, group: tuple[Hidden, ...]) -> int:
         """Bits of old hidden states."""
@@ -56,7 +63,9 @@ class Facts:
     def _flow(self, behind: dict[Var, Bits] | None) -> dict[Var, Bits]:
         jaxpr = self.program.closed.jaxpr
         marks = {v: Bits(b, b) for v, b in self.new_bit.items()}
-        return flow(jaxpr, [Bits(self.bit[v], self.bit[v]) for v in jaxpr.invars], marks, behind)
+        return flow(
+            jaxpr, [Bits(self.bit[v], self.bit[v]) for v in jaxpr.invars], marks, behind
+        )
 
     @cached_property
     def total(self) -> dict[Var, Bits]:
@@ -70,7 +79,8 @@ class Facts:
 
     @cached_property
     def direct(self) -> dict[Var, Bits]:
-        """Sources of every value by paths that end at a new hidden state when they meet one."""
+        """Sources of every value by paths that end at a new hidden state when they meet
+        one."""
         return self._split[0]
 
     @cached_property
@@ -91,7 +101,9 @@ class Facts:
     @cached_property
     def producer(self) -> dict[Var, int]:
         """The index of the equation that defines each variable."""
-        return {v: i for i, eqn in enumerate(self.program.equations) for v in eqn.outvars}
+        return {
+            v: i for i, eqn in enumerate(self.program.equations) for v in eqn.outvars
+        }
 
     @cached_property
     def constant(self) -> Constants:
@@ -100,7 +112,12 @@ class Facts:
 
     # ------------------------------------------------------------ positions
 
-    def positions(self, old: tuple[Hidden, ...], new: tuple[Hidden, ...], through: tuple[Hidden, ...]) -> Positions:
+    def positions(
+        self,
+        old: tuple[Hidden, ...],
+        new: tuple[Hidden, ...],
+        through: tuple[Hidden, ...],
+    ) -> Positions:
         """Labels and cuts of the paths from parameters and old states into new states.
 
         All have one shape; paths lead through no new states but those in ``through``.
@@ -111,7 +128,9 @@ class Facts:
         keep = {h.invar: h.positions for h in old}
         stop = self.new_bit.keys() - {h.outvar for h in through}
         size = int(np.prod(new[0].varshape))
-        return find_positions(jaxpr, self.within(through), credit, starts, keep, stop, size, self.constant)
+        return find_positions(
+            jaxpr, self.within(through), credit, starts, keep, stop, size, self.constant
+        )
 
 
 class Within(Mapping[Var, Bits]):

@@ -27,7 +27,8 @@ Groups = tuple[tuple[HiddenGroup, ...], GroupsByPath]
 
 
 class ETraceGraph(NamedTuple):
-    """A compiled model: who remembers, who feeds whom, and what was given up on the way."""
+    """A compiled model: who remembers, who feeds whom, and what was given up on the
+    way."""
 
     module_info: Any
     hidden_groups: tuple[HiddenGroup, ...]
@@ -62,9 +63,17 @@ class ETraceGraph(NamedTuple):
         return CompilationReport(
             hidden_groups=self.hidden_groups,
             etrace_weights={path: first[path] for path in traced},
-            excluded_weights={r.weight_path: r.context['reason'] for r in credits if r.weight_path not in traced},
+            excluded_weights={
+                r.weight_path: r.context['reason']
+                for r in credits
+                if r.weight_path not in traced
+            },
             dynamic_states=tuple(
-                dict.fromkeys(o.path for o in self.module_info.program.others if o.outvar is not None)
+                dict.fromkeys(
+                    o.path
+                    for o in self.module_info.program.others
+                    if o.outvar is not None
+                )
             ),
             diagnostics=self.diagnostics,
             model=self.module_info.name,
@@ -73,12 +82,16 @@ class ETraceGraph(NamedTuple):
         )
 
     def call_hidden_perturb(
-        self, args: Sequence[Any], perturb_data: Sequence[Any], old_state_vals: Sequence[Any] | None = None
+        self,
+        args: Sequence[Any],
+        perturb_data: Sequence[Any],
+        old_state_vals: Sequence[Any] | None = None,
     ) -> Any:
         """The model's outputs with perturbed new hidden states; no state is written.
 
-        ``args``: the inputs as compiled; those given by keyword follow the others, in the order of their names.
-        An ``AssertionError`` on a graph that was compiled without a perturbed program.
+        ``args``: the inputs as compiled; those given by keyword follow the others, in
+        the order of their names. An ``AssertionError`` on a graph that was compiled
+        without a perturbed program.
         """
         if self.hidden_perturb is None:
             raise AssertionError(
@@ -101,7 +114,9 @@ class ETraceGraph(NamedTuple):
 
     def __repr__(self) -> str:
         lines = [f'ETraceGraph of {self.module_info!r}']
-        lines += [f'  {g!r}' for g in self.hidden_groups] + [f'  {s!r}' for s in self.hidden_param_op_relations]
+        lines += [f'  {g!r}' for g in self.hidden_groups] + [
+            f'  {s!r}' for s in self.hidden_param_op_relations
+        ]
         return '\n'.join(lines)
 
 
@@ -116,7 +131,9 @@ class Analysed(NamedTuple):
     @property
     def by_path(self) -> GroupsByPath:
         """The group of each hidden state."""
-        return path_mapping({path: group for group in self.groups for path in group.hidden_paths})
+        return path_mapping(
+            {path: group for group in self.groups for path in group.hidden_paths}
+        )
 
 
 def analyse(program: StepProgram) -> Analysed:
@@ -135,14 +152,17 @@ _busy = threading.local()
 
 
 def compile_etrace_graph(
-    model: Any, *model_args: Any, include_hidden_perturb: bool = True, **model_kwargs: Any
+    model: Any,
+    *model_args: Any,
+    include_hidden_perturb: bool = True,
+    **model_kwargs: Any,
 ) -> ETraceGraph:
     """Compile one step of a model into its eligibility-trace graph.
 
-    ``model`` is a ``brainstate.nn.Module`` called with the arguments that follow, a module of Flax NNX or Equinox
-    (``state=`` where it takes one), or a plain function ``step(params, state, *inputs) -> (state, out)`` with examples
-    of its arguments.
-    A step that reads no parameter has a graph too; only a learner for it is refused.
+    ``model`` is a ``brainstate.nn.Module`` called with the arguments that follow, a
+    module of Flax NNX or Equinox (``state=`` where it takes one), or a plain function
+    ``step(params, state, *inputs) -> (state, out)`` with examples of its arguments. A
+    step that reads no parameter has a graph too; only a learner for it is refused.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> gru = brainstate.nn.GRUCell(3, 4)
@@ -151,7 +171,9 @@ def compile_etrace_graph(
     (HiddenGroup(0: h; positions (4,), 1 state(s) each),)
     """
     with compiling():
-        return graph_of(extract(model, *model_args, **model_kwargs), include_hidden_perturb)
+        return graph_of(
+            extract(model, *model_args, **model_kwargs), include_hidden_perturb
+        )
 
 
 @contextmanager
@@ -172,15 +194,21 @@ def compiling() -> Iterator[None]:
         _busy.compiling = False
 
 
-def graph_of(info: Any, include_hidden_perturb: bool = True, analysed: Analysed | None = None) -> ETraceGraph:
+def graph_of(
+    info: Any, include_hidden_perturb: bool = True, analysed: Analysed | None = None
+) -> ETraceGraph:
     """The graph of a step that was traced, and perhaps analysed, before."""
     program: StepProgram = info.program
     check_hidden(program)
     analysed = analyse(program) if analysed is None else analysed
     sites = find_sites(analysed.facts, analysed.groups, analysed.positions)
-    credit = CreditAnalysis(analysed.facts, analysed.members, analysed.groups, analysed.positions, sites)
+    credit = CreditAnalysis(
+        analysed.facts, analysed.members, analysed.groups, analysed.positions, sites
+    )
     return ETraceGraph(
-        module_info=info.add_jaxpr_outs(_extra_outputs(program, analysed.groups, sites)),
+        module_info=info.add_jaxpr_outs(
+            _extra_outputs(program, analysed.groups, sites)
+        ),
         hidden_groups=analysed.groups,
         hid_path_to_group=analysed.by_path,
         hidden_param_op_relations=sites,
@@ -190,11 +218,19 @@ def graph_of(info: Any, include_hidden_perturb: bool = True, analysed: Analysed 
 
 
 def _extra_outputs(
-    program: StepProgram, groups: Sequence[HiddenGroup], sites: Sequence[HiddenParamOpRelation]
+    program: StepProgram,
+    groups: Sequence[HiddenGroup],
+    sites: Sequence[HiddenParamOpRelation],
 ) -> list[Var]:
-    """Every site's x, the inputs of every y→hidden program and of every transition; no duplicates."""
+    """Every site's x, the inputs of every y→hidden program and of every transition; no
+    duplicates."""
     wanted = [s.x_var for s in sites if s.x_var is not None]
-    wanted += [v for s in sites for part in s.y_to_hidden_group_jaxprs for v in (*part.invars, *part.constvars)]
+    wanted += [
+        v
+        for s in sites
+        for part in s.y_to_hidden_group_jaxprs
+        for v in (*part.invars, *part.constvars)
+    ]
     wanted += [v for group in groups for v in group.transition_jaxpr_constvars]
     returned = {v for v in program.closed.jaxpr.outvars if isinstance(v, Var)}
     return [v for v in dict.fromkeys(wanted) if v not in returned]
@@ -213,7 +249,8 @@ def check_hidden(program: StepProgram) -> None:
 
 
 def check_parameters(program: StepProgram) -> None:
-    """Raise unless the step reads a parameter: without one there is a graph, and nothing to train."""
+    """Raise unless the step reads a parameter: without one there is a graph, and
+    nothing to train."""
     if not program.parameters:
         raise CompilationError(
             three_parts(
@@ -230,7 +267,9 @@ def find_hidden_groups_from_minfo(minfo: Any) -> Groups:
     return analysed.groups, analysed.by_path
 
 
-def find_hidden_groups_from_module(model: Any, *model_args: Any, **model_kwargs: Any) -> Groups:
+def find_hidden_groups_from_module(
+    model: Any, *model_args: Any, **model_kwargs: Any
+) -> Groups:
     """Hidden groups of a module, and the group of each path."""
     return find_hidden_groups_from_minfo(extract(model, *model_args, **model_kwargs))
 
@@ -243,13 +282,20 @@ def find_hidden_groups_from_jaxpr(
     outvar_to_hidden_path: Mapping[Var, Path],
     path_to_state: Mapping[Path, Any],
 ) -> Groups:
-    """Hidden groups of a bare program, and the group of each path, in the order of ``path_to_state``.
+    """Hidden groups of a bare program, and the group of each path, in the order of
+    ``path_to_state``.
 
-    The mappings are those of :class:`ModuleInfo`; ``path_to_state`` may hold other states too. Constants of an
-    open program have no known values: give a closed one where indices are constants.
+    The mappings are those of :class:`ModuleInfo`; ``path_to_state`` may hold other
+    states too. Constants of an open program have no known values: give a closed one
+    where indices are constants.
     """
     program = program_of_jaxpr(
-        jaxpr, hidden_outvar_to_invar, weight_invars, invar_to_hidden_path, outvar_to_hidden_path, path_to_state
+        jaxpr,
+        hidden_outvar_to_invar,
+        weight_invars,
+        invar_to_hidden_path,
+        outvar_to_hidden_path,
+        path_to_state,
     )
     analysed = analyse(program)
     return analysed.groups, analysed.by_path
@@ -258,19 +304,26 @@ def find_hidden_groups_from_jaxpr(
 def find_hidden_param_op_relations_from_minfo(
     minfo: Any, hid_path_to_group: GroupsByPath | None = None
 ) -> tuple[HiddenParamOpRelation, ...]:
-    """Sites of a traced module; with ``hid_path_to_group`` only those into these groups."""
+    """Sites of a traced module; with ``hid_path_to_group`` only those into these
+    groups."""
     analysed = analyse(minfo.program)
     sites = find_sites(analysed.facts, analysed.groups, analysed.positions)
     if hid_path_to_group is None:
         return sites
-    return tuple(s for s in sites if any(p in hid_path_to_group for p in s.connected_hidden_paths))
+    return tuple(
+        s
+        for s in sites
+        if any(p in hid_path_to_group for p in s.connected_hidden_paths)
+    )
 
 
 def find_hidden_param_op_relations_from_module(
     model: Any, *model_args: Any, **model_kwargs: Any
 ) -> tuple[HiddenParamOpRelation, ...]:
     """Sites of a module."""
-    return find_hidden_param_op_relations_from_minfo(extract(model, *model_args, **model_kwargs))
+    return find_hidden_param_op_relations_from_minfo(
+        extract(model, *model_args, **model_kwargs)
+    )
 
 
 def add_hidden_perturbation_from_minfo(minfo: Any) -> HiddenPerturbation:
@@ -278,7 +331,9 @@ def add_hidden_perturbation_from_minfo(minfo: Any) -> HiddenPerturbation:
     return add_perturbation(minfo.program)
 
 
-def add_hidden_perturbation_in_module(model: Any, *model_args: Any, **model_kwargs: Any) -> HiddenPerturbation:
+def add_hidden_perturbation_in_module(
+    model: Any, *model_args: Any, **model_kwargs: Any
+) -> HiddenPerturbation:
     """The perturbed program of a module."""
     return add_perturbation(extract(model, *model_args, **model_kwargs).program)
 
@@ -291,7 +346,8 @@ def add_hidden_perturbation_in_jaxpr(
     outvar_to_hidden_path: Mapping[Var, Path],
     path_to_state: Mapping[Path, Any],
 ) -> HiddenPerturbation:
-    """The perturbed form of a bare program; arguments as in :func:`find_hidden_groups_from_jaxpr`."""
+    """The perturbed form of a bare program; arguments as in
+    :func:`find_hidden_groups_from_jaxpr`."""
     return add_perturbation(
         program_of_jaxpr(
             closed_jaxpr,

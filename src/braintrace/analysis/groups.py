@@ -19,8 +19,11 @@ from .positions import Positions
 T = TypeVar('T')
 
 
-def jacrev_last_dim(fn: Callable[[jax.Array], jax.Array], hid_vals: jax.Array) -> jax.Array:
-    """Jacobian along the last axis only: ``[..., i, j] = ∂fn_i/∂hid_j`` at each leading index.
+def jacrev_last_dim(
+    fn: Callable[[jax.Array], jax.Array], hid_vals: jax.Array
+) -> jax.Array:
+    """Jacobian along the last axis only: ``[..., i, j] = ∂fn_i/∂hid_j`` at each leading
+    index.
 
     Right when ``fn`` keeps leading indices apart: one reverse pass for each state.
     An ``AssertionError`` unless there are as many new states as old ones.
@@ -38,14 +41,19 @@ def jacrev_last_dim(fn: Callable[[jax.Array], jax.Array], hid_vals: jax.Array) -
                 'a function that keeps the length of the last axis',
             )
         )
-    rows = [pull(jnp.zeros_like(new).at[..., i].set(1))[0] for i in range(new.shape[-1])]
+    rows = [
+        pull(jnp.zeros_like(new).at[..., i].set(1))[0] for i in range(new.shape[-1])
+    ]
     return jnp.stack(rows, axis=-2)
 
 
-def group_merging(groups: Iterable[Iterable[T]], version: int = 1) -> list[frozenset[T]]:
+def group_merging(
+    groups: Iterable[Iterable[T]], version: int = 1
+) -> list[frozenset[T]]:
     """Merge sets that intersect, until none do.
 
-    ``version`` is 0 or 1, for code that chooses between two algorithms; here one serves both.
+    ``version`` is 0 or 1, for code that chooses between two algorithms; here one serves
+    both.
 
     >>> [sorted(g) for g in group_merging([{1, 2}, {2, 3}, {4}])]
     [[1, 2, 3], [4]]
@@ -53,7 +61,9 @@ def group_merging(groups: Iterable[Iterable[T]], version: int = 1) -> list[froze
     if version not in (0, 1):
         raise ValueError(
             three_parts(
-                f'group_merging(..., version={version!r})', 'there is no such version', '0 or 1; both merge alike'
+                f'group_merging(..., version={version!r})',
+                'there is no such version',
+                '0 or 1; both merge alike',
             )
         )
     merged: list[set[T]] = []
@@ -83,8 +93,9 @@ def _is_complex(aval: Any) -> bool:
 class HiddenGroup(NamedTuple):
     """Hidden states of one shape, coupled position by position.
 
-    ``transition_jaxpr`` leads from old to new values along position-keeping paths; everything else
-    it reads is in ``transition_jaxpr_constvars``. Complex states count as two: real and imaginary.
+    ``transition_jaxpr`` leads from old to new values along position-keeping paths;
+    everything else it reads is in ``transition_jaxpr_constvars``. Complex states count
+    as two: real and imaginary.
     """
 
     index: int  # type: ignore[assignment]
@@ -110,16 +121,25 @@ class HiddenGroup(NamedTuple):
 
     @property
     def _avals(self) -> list[Any]:
-        """Shape and type of every state: as compiled or, in a group without variables, as it is now."""
+        """Shape and type of every state: as compiled or, in a group without variables,
+        as it is now."""
         if self.hidden_invars:
             return [v.aval for v in self.hidden_invars]
-        return [jnp.asarray(getattr(s.value, 'mantissa', s.value)) for s in self.hidden_states]
+        return [
+            jnp.asarray(getattr(s.value, 'mantissa', s.value))
+            for s in self.hidden_states
+        ]
 
     @property
     def _widths(self) -> list[int]:
         avals = self._avals
-        counts = [a.shape[-1] if _on_last_axis(s) else 1 for s, a in zip(self.hidden_states, avals, strict=True)]
-        return [n * (2 if _is_complex(a) else 1) for n, a in zip(counts, avals, strict=True)]
+        counts = [
+            a.shape[-1] if _on_last_axis(s) else 1
+            for s, a in zip(self.hidden_states, avals, strict=True)
+        ]
+        return [
+            n * (2 if _is_complex(a) else 1) for n, a in zip(counts, avals, strict=True)
+        ]
 
     def check_consistent_varshape(self) -> None:
         """Raise :class:`NotSupportedError` unless all states have one shape."""
@@ -127,7 +147,10 @@ class HiddenGroup(NamedTuple):
         if len(set(shapes)) > 1:
             # A group built by hand may name fewer paths than it has states.
             names = [path_name(path) for path in self.hidden_paths]
-            named = [f'{name}: {shape}' for name, shape in zip_longest(names, shapes, fillvalue='?')]
+            named = [
+                f'{name}: {shape}'
+                for name, shape in zip_longest(names, shapes, fillvalue='?')
+            ]
             raise NotSupportedError(
                 three_parts(
                     f'a hidden group of states with shapes {", ".join(named)}',
@@ -136,15 +159,22 @@ class HiddenGroup(NamedTuple):
                 )
             )
 
-    def transition(self, hidden_vals: Sequence[jax.Array], input_vals: Sequence[Any]) -> list[jax.Array]:
-        """New hidden values from old ones; ``input_vals`` in the order of the constvars."""
+    def transition(
+        self, hidden_vals: Sequence[jax.Array], input_vals: Sequence[Any]
+    ) -> list[jax.Array]:
+        """New hidden values from old ones; ``input_vals`` in the order of the
+        constvars."""
         return evaluate(self.transition_jaxpr, input_vals, *hidden_vals)
 
-    def diagonal_jacobian(self, hidden_vals: Sequence[jax.Array], input_vals: Sequence[Any]) -> jax.Array:
+    def diagonal_jacobian(
+        self, hidden_vals: Sequence[jax.Array], input_vals: Sequence[Any]
+    ) -> jax.Array:
         """D_t: ``(*varshape, num_state, num_state)``, ``[..., i, j] = ∂new_i/∂old_j``."""
 
         def step(old: jax.Array) -> jax.Array:
-            return self.concat_hidden(self.transition(self.split_hidden(old), input_vals))
+            return self.concat_hidden(
+                self.transition(self.split_hidden(old), input_vals)
+            )
 
         return jacrev_last_dim(step, self.concat_hidden(hidden_vals))
 
@@ -154,7 +184,9 @@ class HiddenGroup(NamedTuple):
 
     def split_hidden(self, concat_hid_vals: jax.Array) -> list[jax.Array]:
         """The inverse of :meth:`concat_hidden`: one array for each state."""
-        return self.from_components([concat_hid_vals[..., i] for i in range(concat_hid_vals.shape[-1])])
+        return self.from_components(
+            [concat_hid_vals[..., i] for i in range(concat_hid_vals.shape[-1])]
+        )
 
     @property
     def owners(self) -> list[int]:
@@ -166,18 +198,34 @@ class HiddenGroup(NamedTuple):
         found = []
         for state, value in zip(self.hidden_states, vals, strict=True):
             value = jnp.asarray(getattr(value, 'mantissa', value))
-            for real in [value.real, value.imag] if jnp.iscomplexobj(value) else [value]:
-                found += [real[..., i] for i in range(real.shape[-1])] if _on_last_axis(state) else [real]
+            for real in (
+                [value.real, value.imag] if jnp.iscomplexobj(value) else [value]
+            ):
+                found += (
+                    [real[..., i] for i in range(real.shape[-1])]
+                    if _on_last_axis(state)
+                    else [real]
+                )
         return found
 
     def from_components(self, components: Sequence[jax.Array]) -> list[jax.Array]:
         """The inverse of :meth:`components`: one array for each state."""
         values, rest = [], list(components)
-        for state, aval, width in zip(self.hidden_states, self._avals, self._widths, strict=True):
+        for state, aval, width in zip(
+            self.hidden_states, self._avals, self._widths, strict=True
+        ):
             mine, rest = rest[:width], rest[width:]
             half = width // 2 if _is_complex(aval) else width
-            parts = [jnp.stack(p, -1) if _on_last_axis(state) else p[0] for p in (mine[:half], mine[half:]) if p]
-            values.append((jax.lax.complex(*parts) if len(parts) == 2 else parts[0]).astype(aval.dtype))
+            parts = [
+                jnp.stack(p, -1) if _on_last_axis(state) else p[0]
+                for p in (mine[:half], mine[half:])
+                if p
+            ]
+            values.append(
+                (jax.lax.complex(*parts) if len(parts) == 2 else parts[0]).astype(
+                    aval.dtype
+                )
+            )
         return values
 
     def dict(self) -> dict[str, Any]:
@@ -200,12 +248,17 @@ def different_layers(a: Path, b: Path) -> bool:
 def group_hidden(facts: Facts) -> list[tuple[Hidden, ...]]:
     """Sort the hidden states of a program into groups, in the program's order.
 
-    State a joins state b when its value, old or new, reaches the new b position by position.
+    State a joins state b when its value, old or new, reaches the new b position by
+    position.
     """
     hidden = facts.program.hidden
     links: list[tuple[int, int]] = []
     for b, target in enumerate(hidden):
-        mates = [a for a, h in enumerate(hidden) if h.varshape == target.varshape and _may_join(h, target)]
+        mates = [
+            a
+            for a, h in enumerate(hidden)
+            if h.varshape == target.varshape and _may_join(h, target)
+        ]
         if mates == [b]:
             continue
         through = tuple(h for h in hidden if _may_join(h, target))
@@ -214,7 +267,11 @@ def group_hidden(facts: Facts) -> list[tuple[Hidden, ...]]:
     groups = [frozenset({i}) for i in range(len(hidden))]
     for link in links:
         merged = group_merging([*groups, set(link)])
-        if all(_may_join(hidden[a], hidden[b]) for g in merged for a, b in combinations(sorted(g), 2)):
+        if all(
+            _may_join(hidden[a], hidden[b])
+            for g in merged
+            for a, b in combinations(sorted(g), 2)
+        ):
             groups = merged
     return [tuple(hidden[i] for i in sorted(g)) for g in sorted(groups, key=min)]
 
@@ -229,12 +286,22 @@ def _may_join(a: Hidden, b: Hidden) -> bool:
     return not different_layers(a.path, b.path)
 
 
-def make_group(index: int, group: tuple[Hidden, ...], facts: Facts, positions: Positions) -> HiddenGroup:
+def make_group(
+    index: int, group: tuple[Hidden, ...], facts: Facts, positions: Positions
+) -> HiddenGroup:
     """The record of a group, with its transition program."""
     old, new = [h.invar for h in group], [h.outvar for h in group]
-    jaxpr = slice_between(facts.program.equations, old, new, positions.cuts, positions.edges)
+    jaxpr = slice_between(
+        facts.program.equations, old, new, positions.cuts, positions.edges
+    )
     record = HiddenGroup(
-        index, [h.path for h in group], [h.state for h in group], old, new, jaxpr, list(jaxpr.constvars)
+        index,
+        [h.path for h in group],
+        [h.state for h in group],
+        old,
+        new,
+        jaxpr,
+        list(jaxpr.constvars),
     )
     record.check_consistent_varshape()
     return record

@@ -16,11 +16,16 @@ class Markup(str):
 
 
 def escaped(value: Any) -> Markup:
-    """A value as HTML: markup as it is, all else as text; control characters show as a box."""
+    """A value as HTML: markup as it is, all else as text; control characters show as a
+    box."""
     if isinstance(value, Markup):
         return value
     hidden = lambda c: c not in '\n\t' and unicodedata.category(c).startswith('C')
-    return Markup(html.escape(''.join('\N{REPLACEMENT CHARACTER}' if hidden(c) else c for c in str(value))))
+    return Markup(
+        html.escape(
+            ''.join('\N{REPLACEMENT CHARACTER}' if hidden(c) else c for c in str(value))
+        )
+    )
 
 
 def together(*children: Any) -> Markup:
@@ -28,14 +33,20 @@ def together(*children: Any) -> Markup:
     return Markup(''.join(map(escaped, children)))
 
 
-def tag(name: str, /, *children: Any, class_: str | None = None, **attributes: Any) -> Markup:
+def tag(
+    name: str, /, *children: Any, class_: str | None = None, **attributes: Any
+) -> Markup:
     """An element; an attribute that is None is left out.
 
     >>> tag('p', 'a < b', tag('br'), id='x')
     '<p id="x">a &lt; b<br></p>'
     """
     given = {**({} if class_ is None else {'class': class_}), **attributes}
-    words = ''.join(f' {key}="{escaped(value)}"' for key, value in given.items() if value is not None)
+    words = ''.join(
+        f' {key}="{escaped(value)}"'
+        for key, value in given.items()
+        if value is not None
+    )
     if name in VOID:
         return Markup(f'<{name}{words}>')
     return Markup(f'<{name}{words}>{together(*children)}</{name}>')

@@ -1,7 +1,8 @@
-"""The report as a page of HTML: the model drawn, a table of parameters, memory, and every loss with its source.
+"""The report as a page of HTML: the model drawn, a table of parameters, memory, and
+every loss with its source.
 
-The page stands alone: its style and its little script are inside, and nothing is fetched. It depends on the report
-only, and so it is the same for the same model.
+The page stands alone: its style and its little script are inside, and nothing is
+fetched. It depends on the report only, and so it is the same for the same model.
 """
 
 from __future__ import annotations
@@ -23,20 +24,36 @@ from .markup import Markup, style_of, tag, together
 if TYPE_CHECKING:
     from .report import CompilationReport
 
-LOCAL = 'credit through their own position only', "carried through each position's own state; what is cut is listed"
-ONE_STEP = 'the gradient of one step', 'no credit from later steps: it learns from the step in which it acts only'
+LOCAL = (
+    'credit through their own position only',
+    "carried through each position's own state; what is cut is listed",
+)
+ONE_STEP = (
+    'the gradient of one step',
+    'no credit from later steps: it learns from the step in which it acts only',
+)
 NONE = 'no gradient', 'no path leads from it to an output, or only such as are cut'
 CLASSES = {
-    'exact': ("a gradient equal to BPTT's", "no temporal path is cut: with exact local traces the gradient is BPTT's"),
+    'exact': (
+        "a gradient equal to BPTT's",
+        "no temporal path is cut: with exact local traces the gradient is BPTT's",
+    ),
     'local': LOCAL,
     'instantaneous': ONE_STEP,
     'none': NONE,
 }
-"""Credit classes: what exact local traces give the parameters of each, and what that means."""
+"""Credit classes: what exact local traces give the parameters of each, and what that
+means."""
 KINDS = {
-    'equal to BPTT': ("a gradient equal to BPTT's", 'up to rounding, also where traces are carried from call to call'),
+    'equal to BPTT': (
+        "a gradient equal to BPTT's",
+        'up to rounding, also where traces are carried from call to call',
+    ),
     'local': LOCAL,
-    'approximate': ('an approximation', 'the rule replaces part of the gradient; the reason says which'),
+    'approximate': (
+        'an approximation',
+        'the rule replaces part of the gradient; the reason says which',
+    ),
     'one step': ONE_STEP,
     'none': NONE,
 }
@@ -59,7 +76,13 @@ def page(report: CompilationReport, memory: Any = None) -> str:
     maker = _Page(report)
     memory_section = [] if memory is None else [maker.memory(memory)]
     found = [maker.diagnostics(), _glossary(maker.kinds)]
-    sections = [maker.heading(), maker.model(), maker.parameters(), *memory_section, *found]
+    sections = [
+        maker.heading(),
+        maker.model(),
+        maker.parameters(),
+        *memory_section,
+        *found,
+    ]
     head = tag(
         'head',
         tag('meta', charset='utf-8'),
@@ -98,8 +121,13 @@ class _Page:
 
     def heading(self) -> Markup:
         """Model, rule, and how many parameters get which gradient."""
-        counts = {name: sum(given.kind == name for given in self.gradients.values()) for name in self.kinds}
-        chips = [tag('li', _chip(name, f'{n} {name}')) for name, n in counts.items() if n]
+        counts = {
+            name: sum(given.kind == name for given in self.gradients.values())
+            for name in self.kinds
+        }
+        chips = [
+            tag('li', _chip(name, f'{n} {name}')) for name, n in counts.items() if n
+        ]
         told = [f'{n} {self.kinds[name][0]}' for name, n in counts.items() if n]
         total = sum(counts.values())
         rule = self.report.rule
@@ -109,16 +137,34 @@ class _Page:
             sentence = f'Of {total} parameter array{"s" * (total != 1)}, {gives} {_listed(told)}.'
         lines = [tag('p', sentence)]
         if rule is not None:
-            lines.append(tag('p', 'Rule: ', tag('strong', rule.name), f'. Equal to BPTT when: {rule.exact_when}.'))
+            lines.append(
+                tag(
+                    'p',
+                    'Rule: ',
+                    tag('strong', rule.name),
+                    f'. Equal to BPTT when: {rule.exact_when}.',
+                )
+            )
         title = tag('p', 'Report of braintrace', class_='over')
-        return tag('header', title, tag('h1', self.report.model), tag('ul', *chips, class_='chips'), *lines)
+        return tag(
+            'header',
+            title,
+            tag('h1', self.report.model),
+            tag('ul', *chips, class_='chips'),
+            *lines,
+        )
 
     # ------------------------------------------------------------ the model
 
     def model(self) -> Markup:
         """The drawing with its legend."""
-        drawing = Drawing(self.chart, [self._box(node, n) for n, node in enumerate(self.chart.nodes)])
-        groups, sites = len(self.report.hidden_groups), sum(n.kind == 'operation' for n in self.chart.nodes)
+        drawing = Drawing(
+            self.chart, [self._box(node, n) for n, node in enumerate(self.chart.nodes)]
+        )
+        groups, sites = (
+            len(self.report.hidden_groups),
+            sum(n.kind == 'operation' for n in self.chart.nodes),
+        )
         told = (
             f'{sites} operation{"s" * (sites != 1)} with parameters and {groups} hidden group{"s" * (groups != 1)}, '
             f'from inputs on the left to outputs on the right.'
@@ -127,14 +173,25 @@ class _Page:
         keys = [
             ('now', 'inside a step'),
             ('last', 'from the last step'),
-            ('cut', 'cut, by number: no credit from step to step (a full line with a number: in part)'),
+            (
+                'cut',
+                'cut, by number: no credit from step to step (a full line with a number: in part)',
+            ),
             ('plain', 'no gradient'),
         ]
         line = lambda kind: tag(
-            'svg', tag('path', d='M1 6H33', class_=f'way {kind}'), width=34, height=12, **{'aria-hidden': 'true'}
+            'svg',
+            tag('path', d='M1 6H33', class_=f'way {kind}'),
+            width=34,
+            height=12,
+            **{'aria-hidden': 'true'},
         )
-        legend = tag('ul', *(tag('li', line(kind), text) for kind, text in keys), class_='legend')
-        figure = tag('figure', _scroll('The model', svg), tag('figcaption', told, legend))
+        legend = tag(
+            'ul', *(tag('li', line(kind), text) for kind, text in keys), class_='legend'
+        )
+        figure = tag(
+            'figure', _scroll('The model', svg), tag('figcaption', told, legend)
+        )
         return _section('model', 'Model', figure)
 
     def _box(self, node: Node, n: int) -> Box:
@@ -143,11 +200,20 @@ class _Page:
             group = self.report.hidden_groups[node.groups[0]]
             rows += _at_most([Row(name) for name in node.names])
             rows.append(Row(f'positions {_shape(group.varshape)}', faint=True))
-            rows.append(Row(f'{group.num_state} state{"s" * (group.num_state != 1)} each', faint=True))
-            if any(e.source == e.target == n and e.differentiable for e in self.chart.edges):
+            rows.append(
+                Row(
+                    f'{group.num_state} state{"s" * (group.num_state != 1)} each',
+                    faint=True,
+                )
+            )
+            if any(
+                e.source == e.target == n and e.differentiable for e in self.chart.edges
+            ):
                 rows.append(Row('↻ keeps its own past', faint=True))
         elif node.kind == 'operation':
-            rows += _at_most([Row(name, self.gradients[name].kind) for name in node.parameters])
+            rows += _at_most(
+                [Row(name, self.gradients[name].kind) for name in node.parameters]
+            )
             rows.append(self._trace_row(node))
         elif node.shape is not None:
             rows.append(Row(_shape(node.shape), faint=True))
@@ -156,16 +222,23 @@ class _Page:
     def _trace_row(self, node: Node) -> Row:
         traces = self.report.traces
         if not node.groups:
-            exact = all(self.credit[name].context['credit'] == 'exact' for name in node.parameters)
+            exact = all(
+                self.credit[name].context['credit'] == 'exact'
+                for name in node.parameters
+            )
             full = 'it reaches no hidden state position by position'
-            return Row('no trace needed' if exact else 'no trace', full=full, faint=True)
+            return Row(
+                'no trace needed' if exact else 'no trace', full=full, faint=True
+            )
         if traces is None:
             return Row('can carry a trace', faint=True)
         paths = {tuple(self.report.hidden_groups[g].hidden_paths) for g in node.groups}
         own = [
             shapes
             for (names, operation, hidden, *_), shapes in traces.items()
-            if {*names} <= {*node.parameters} and operation in node.names and hidden in paths
+            if {*names} <= {*node.parameters}
+            and operation in node.names
+            and hidden in paths
         ]
         if own:
             arrays = [array for shapes in own for array in shapes]
@@ -179,12 +252,28 @@ class _Page:
 
     def parameters(self) -> Markup:
         """A row for every parameter array."""
-        names = ('Parameter', 'Shape', 'Gradient', 'Why', 'Groups', 'Operation', 'Source')
-        button = lambda name: tag('th', tag('button', name, type='button'), scope='col', **{'aria-sort': 'none'})
+        names = (
+            'Parameter',
+            'Shape',
+            'Gradient',
+            'Why',
+            'Groups',
+            'Operation',
+            'Source',
+        )
+        button = lambda name: tag(
+            'th',
+            tag('button', name, type='button'),
+            scope='col',
+            **{'aria-sort': 'none'},
+        )
         rows = [self._row(name) for name in self.credit]
         table = tag(
             'table',
-            tag('caption', 'Every parameter array, the gradient it gets and where it acts. Press a heading to sort.'),
+            tag(
+                'caption',
+                'Every parameter array, the gradient it gets and where it acts. Press a heading to sort.',
+            ),
             tag('thead', tag('tr', *map(button, names))),
             tag('tbody', *rows),
             class_='sortable',
@@ -199,12 +288,19 @@ class _Page:
         sources = dict.fromkeys(node.source for node in uses if node.source)
         cells = [
             (tag('code', name), None),
-            ('–' if shape is None else _shape(shape), -1 if shape is None else math.prod(shape)),
+            (
+                '–' if shape is None else _shape(shape),
+                -1 if shape is None else math.prod(shape),
+            ),
             (_chip(given.kind), list(self.kinds).index(given.kind)),
             (given.reason, None),
             (', '.join(map(str, groups)) or '–', groups[0] if groups else 1e9),
             (', '.join(dict.fromkeys(node.title for node in uses)) or '–', None),
-            (together(*(tag('div', short_source(s), title=s) for s in sources)) or '–', None),
+            (
+                together(*(tag('div', short_source(s), title=s) for s in sources))
+                or '–',
+                None,
+            ),
         ]
         first, *rest = cells
         return tag(
@@ -217,21 +313,36 @@ class _Page:
 
     def memory(self, plan: Any) -> Markup:
         """Bars of what a sequence needs, and of every trace."""
-        ways = [('one pass, traces carried' if plan.traces else 'one pass, in windows', plan.one_pass)]
-        ways += [] if plan.two_pass is None else [('two passes, no trace', plan.two_pass)]
+        ways = [
+            (
+                'one pass, traces carried' if plan.traces else 'one pass, in windows',
+                plan.one_pass,
+            )
+        ]
+        ways += (
+            [] if plan.two_pass is None else [('two passes, no trace', plan.two_pass)]
+        )
         ways += [('BPTT', plan.bptt)]
         tables = [_bars(f'Temporary memory of a sequence of {plan.steps} steps', ways)]
         if plan.traces:
             total = size_text(sum(plan.traces.values()))
             traces = [(self._trace_name(key), n) for key, n in plan.traces.items()]
-            tables.append(_bars(f'Traces, {total} together, whatever the length of the sequence', traces))
+            tables.append(
+                _bars(
+                    f'Traces, {total} together, whatever the length of the sequence',
+                    traces,
+                )
+            )
         return _section('memory', 'Memory', *tables)
 
     def _trace_name(self, key: tuple) -> str:
         names, operation, *_ = key
         shapes = [_shape(shape) for shape, _ in (self.report.traces or {}).get(key, ())]
         told = _at_most([Row(name) for name in names])
-        return f'{", ".join(row.text for row in told)} in {KNOWN_AS.get(operation, operation)} ' + ' + '.join(shapes)
+        return (
+            f'{", ".join(row.text for row in told)} in {KNOWN_AS.get(operation, operation)} '
+            + ' + '.join(shapes)
+        )
 
     # ------------------------------------------------------------ diagnostics
 
@@ -241,10 +352,15 @@ class _Page:
         places: dict[str | None, list[CompilationRecord]] = {}
         for record in self.report.diagnostics:
             shown = self._for_this_rule(record)
-            if shown.kind is not DiagnosticKind.CREDIT or shown.level >= DiagnosticLevel.NOTICE:
+            if (
+                shown.kind is not DiagnosticKind.CREDIT
+                or shown.level >= DiagnosticLevel.NOTICE
+            ):
                 places.setdefault(self._source(record), []).append(shown)
         if not places:
-            return _section('diagnostics', 'Diagnostics', tag('p', 'There is nothing to report.'))
+            return _section(
+                'diagnostics', 'Diagnostics', tag('p', 'There is nothing to report.')
+            )
         cards = []
         for source, records in sorted(places.items(), key=lambda item: item[0] is None):
             items = [
@@ -252,14 +368,29 @@ class _Page:
                     'li',
                     _level(record.level),
                     f' {record.kind.replace("_", " ")} ',
-                    tag('span', str(number[id(record)]), class_='number') if id(record) in number else '',
+                    tag('span', str(number[id(record)]), class_='number')
+                    if id(record) in number
+                    else '',
                     tag('span', record.message, class_='message'),
                     id=f'cut-{number[id(record)]}' if id(record) in number else None,
                 )
                 for record in records
             ]
-            where = tag('h3', 'The whole model' if source is None else tag('code', short_source(source), title=source))
-            cards.append(tag('article', where, _excerpt(source), tag('ul', *items), class_='place'))
+            where = tag(
+                'h3',
+                'The whole model'
+                if source is None
+                else tag('code', short_source(source), title=source),
+            )
+            cards.append(
+                tag(
+                    'article',
+                    where,
+                    _excerpt(source),
+                    tag('ul', *items),
+                    class_='place',
+                )
+            )
         return _section('diagnostics', 'Diagnostics', *cards)
 
     def _for_this_rule(self, record: CompilationRecord) -> CompilationRecord:
@@ -283,9 +414,16 @@ class _Page:
 
 def _bars(caption: str, rows: Sequence[tuple[str, int]]) -> Markup:
     most = max(max(n for _, n in rows), 1)
-    bar = lambda n: tag('div', class_='bar', style=f'width:{max(100 * n / most, 0.5):.1f}%')
+    bar = lambda n: tag(
+        'div', class_='bar', style=f'width:{max(100 * n / most, 0.5):.1f}%'
+    )
     lines = [
-        tag('tr', tag('th', name, scope='row'), tag('td', bar(n)), tag('td', size_text(n), class_='size'))
+        tag(
+            'tr',
+            tag('th', name, scope='row'),
+            tag('td', bar(n)),
+            tag('td', size_text(n), class_='size'),
+        )
         for name, n in rows
     ]
     return tag('table', tag('caption', caption), tag('tbody', *lines), class_='bars')
@@ -300,22 +438,34 @@ def _excerpt(source: str | None) -> Markup:
     middle = int(number)
     shown = range(max(middle - AROUND, 1), min(middle + AROUND, len(lines)) + 1)
     width = len(str(shown[-1]))
-    row = lambda i: together(tag('span', f'{i:{width}}', class_='line'), ' ', lines[i - 1].rstrip(), '\n')
+    row = lambda i: together(
+        tag('span', f'{i:{width}}', class_='line'), ' ', lines[i - 1].rstrip(), '\n'
+    )
     code = [tag('mark', row(i)) if i == middle else row(i) for i in shown]
     return tag('pre', tag('code', *code), tabindex=0)
 
 
 def _glossary(kinds: dict[str, tuple[str, str]]) -> Markup:
-    terms = [(_chip(name), meaning) for name, (_, meaning) in kinds.items()] + list(WORDS.items())
-    return _section('glossary', 'Glossary', tag('dl', *(together(tag('dt', a), tag('dd', b)) for a, b in terms)))
+    terms = [(_chip(name), meaning) for name, (_, meaning) in kinds.items()] + list(
+        WORDS.items()
+    )
+    return _section(
+        'glossary',
+        'Glossary',
+        tag('dl', *(together(tag('dt', a), tag('dd', b)) for a, b in terms)),
+    )
 
 
 def _section(name: str, title: str, *children: Any) -> Markup:
-    return tag('section', tag('h2', title, id=name), *children, **{'aria-labelledby': name})
+    return tag(
+        'section', tag('h2', title, id=name), *children, **{'aria-labelledby': name}
+    )
 
 
 def _scroll(name: str, child: Markup) -> Markup:
-    return tag('div', child, class_='scroll', tabindex=0, role='region', **{'aria-label': name})
+    return tag(
+        'div', child, class_='scroll', tabindex=0, role='region', **{'aria-label': name}
+    )
 
 
 def _chip(name: str, text: str | None = None) -> Markup:
@@ -331,7 +481,10 @@ def _at_most(rows: list[Row]) -> list[Row]:
     if len(rows) <= MOST_ROWS:
         return rows
     rest = rows[MOST_ROWS - 1 :]
-    return [*rows[: MOST_ROWS - 1], Row(f'and {len(rest)} more', full=', '.join(row.text for row in rest))]
+    return [
+        *rows[: MOST_ROWS - 1],
+        Row(f'and {len(rest)} more', full=', '.join(row.text for row in rest)),
+    ]
 
 
 def _shape(shape: Iterable[int]) -> str:
@@ -344,4 +497,6 @@ def _listed(parts: Sequence[str]) -> str:
 
 @cache
 def _resource(name: str) -> Markup:
-    return Markup(resources.files(__package__).joinpath(name).read_text(encoding='utf-8'))
+    return Markup(
+        resources.files(__package__).joinpath(name).read_text(encoding='utf-8')
+    )

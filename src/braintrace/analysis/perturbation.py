@@ -1,4 +1,5 @@
-"""Perturbation: every new hidden value h = f(..) becomes h = f(..) + δ, so ∂ℓ/∂δ = ∂ℓ/∂h."""
+"""Perturbation: every new hidden value h = f(..) becomes h = f(..) + δ, so ∂ℓ/∂δ =
+∂ℓ/∂h."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..compat import ClosedJaxpr, Var, add_equation, close, evaluate, make_jaxpr, new_var
+from ..compat import (
+    ClosedJaxpr,
+    Var,
+    add_equation,
+    close,
+    evaluate,
+    make_jaxpr,
+    new_var,
+)
 from ..errors import three_parts
 from ..program import Path, StepProgram
 from ..program.step import path_name
@@ -18,8 +27,9 @@ from .groups import HiddenGroup
 class HiddenPerturbation(NamedTuple):
     """The step program with a perturbation added to every new hidden state.
 
-    Everything later in the step that reads a new state reads the perturbed one. The perturbations
-    are the last inputs of ``perturb_jaxpr``, in the order of ``perturb_vars``.
+    Everything later in the step that reads a new state reads the perturbed one. The
+    perturbations are the last inputs of ``perturb_jaxpr``, in the order of
+    ``perturb_vars``.
     """
 
     perturb_vars: tuple[Var, ...]
@@ -27,10 +37,15 @@ class HiddenPerturbation(NamedTuple):
     perturb_hidden_states: tuple[Any, ...]
     perturb_jaxpr: ClosedJaxpr
 
-    def eval_jaxpr(self, inputs: Sequence[Any], perturb_data: Sequence[Any]) -> list[jax.Array]:
-        """Results of the step for flat inputs and one perturbation for each hidden state."""
+    def eval_jaxpr(
+        self, inputs: Sequence[Any], perturb_data: Sequence[Any]
+    ) -> list[jax.Array]:
+        """Results of the step for flat inputs and one perturbation for each hidden
+        state."""
         self._check(perturb_data, ValueError)
-        return evaluate(self.perturb_jaxpr.jaxpr, self.perturb_jaxpr.consts, *inputs, *perturb_data)
+        return evaluate(
+            self.perturb_jaxpr.jaxpr, self.perturb_jaxpr.consts, *inputs, *perturb_data
+        )
 
     def init_perturb_data(self) -> list[jax.Array]:
         """Perturbations of zero."""
@@ -45,7 +60,10 @@ class HiddenPerturbation(NamedTuple):
         """
         self._check(perturb_data, AssertionError)
         by_path = dict(zip(self.perturb_hidden_paths, perturb_data, strict=True))
-        return [group.concat_hidden([by_path[p] for p in group.hidden_paths]) for group in hidden_groups]
+        return [
+            group.concat_hidden([by_path[p] for p in group.hidden_paths])
+            for group in hidden_groups
+        ]
 
     def _check(self, perturb_data: Sequence[Any], error: type[Exception]) -> None:
         if len(perturb_data) != len(self.perturb_vars):

@@ -1,9 +1,10 @@
 """Position analysis: run the program backward on its own index map.
 
-Every new hidden state of a group starts with its own position numbers; the pass hands labels back
-through the families' rules. Where one element would reach two positions the edge is cut, masked
-element by element. Old states of the group keep only edges that lead to their own position, and
-so D_t is block-diagonal by construction: along edges that remain, the label never changes.
+Every new hidden state of a group starts with its own position numbers; the pass hands
+labels back through the families' rules. Where one element would reach two positions the
+edge is cut, masked element by element. Old states of the group keep only edges that
+lead to their own position, and so D_t is block-diagonal by construction: along edges
+that remain, the label never changes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from ..compat import (
     structure,
     sub_programs,
 )
-from ..operations import ELEMENTWISE, MIXING, Operation, element_numbers, forward_labels, operation_of
+from ..operations import (
+    ELEMENTWISE,
+    MIXING,
+    Operation,
+    element_numbers,
+    forward_labels,
+    operation_of,
+)
 from ..operations.labels import CONFLICT, NONE, Labels, join, join_over
 from ..program.slicing import Cuts
 from .constants import Constants
@@ -61,7 +69,8 @@ class Positions:
 
 @dataclass(frozen=True)
 class Credit:
-    """Which values matter to one group: those with a gradient from these sources, met with data."""
+    """Which values matter to one group: those with a gradient from these sources, met
+    with data."""
 
     sources: int
     data: int
@@ -88,7 +97,13 @@ class _Pass:
         out: Positions,
         opaque: bool = False,
     ):
-        self.jaxpr, self.env, self.credit, self.size, self.const = jaxpr, env, credit, size, const
+        self.jaxpr, self.env, self.credit, self.size, self.const = (
+            jaxpr,
+            env,
+            credit,
+            size,
+            const,
+        )
         self.out, self.opaque = out, opaque
         self.uses: dict[Var, list[tuple[int, int, np.ndarray]]] = defaultdict(list)
         self.reading: dict[Var, list[tuple[int, int]]] = defaultdict(list)
@@ -96,7 +111,10 @@ class _Pass:
         self.keep: Mapping[Var, np.ndarray] = {}
 
     def run(
-        self, starts: Sequence[tuple[Atom, Labels]], keep: Mapping[Var, np.ndarray] = {}, stop: Collection[Var] = ()
+        self,
+        starts: Sequence[tuple[Atom, Labels]],
+        keep: Mapping[Var, np.ndarray] = {},
+        stop: Collection[Var] = (),
     ) -> None:
         self.keep = keep
         for atom, labels in starts:
@@ -133,7 +151,11 @@ class _Pass:
         if edge is None or not self.matters(eqn.invars[k]):
             return
         operation = operation_of(eqn)
-        if not self.opaque and operation is not None and not operation.differentiates(eqn, k):
+        if (
+            not self.opaque
+            and operation is not None
+            and not operation.differentiates(eqn, k)
+        ):
             return
         if not self.opaque and (conflict := edge == CONFLICT).any():
             self.cut(i, k, conflict, FAN_OUT)
@@ -142,7 +164,8 @@ class _Pass:
             self.uses[eqn.invars[k]].append((i, k, edge))
 
     def resolve(self, v: Var) -> Labels:
-        """The label of a variable from all its uses; uses that disagree with it are cut."""
+        """The label of a variable from all its uses; uses that disagree with it are
+        cut."""
         uses = self.uses.pop(v, [])
         start = self.starts.get(v)
         labels = start
@@ -168,7 +191,9 @@ class _Pass:
             own = self.origins.get(v)
             if own is None and labels.size == self.size:
                 own = np.arange(labels.size).reshape(labels.shape)
-            wanted = np.where(parted, NONE if own is None else own, wanted).astype(np.int32)
+            wanted = np.where(parted, NONE if own is None else own, wanted).astype(
+                np.int32
+            )
         if start is not None:
             wanted = np.where(start >= 0, start, wanted).astype(np.int32)
         if v in self.keep:
@@ -177,23 +202,31 @@ class _Pass:
 
     @cached_property
     def origins(self) -> dict[Var, np.ndarray]:
-        """The position of the old state that each element came from, where it came from one.
+        """The position of the old state that each element came from, where it came from
+        one.
 
-        Only a preference among uses that part: rules run on index arrays and are inverted.
+        Only a preference among uses that part: rules run on index arrays and are
+        inverted.
         """
         origins = dict(self.keep)
         for i, eqn in enumerate(self.jaxpr.eqns):
-            if not any(is_var(v) and v in origins for v in eqn.invars) or structure(eqn) not in ('none', 'custom'):
+            if not any(is_var(v) and v in origins for v in eqn.invars) or structure(
+                eqn
+            ) not in ('none', 'custom'):
                 continue
             ends = np.cumsum([v.aval.size for v in eqn.outvars])
             reached = self.operands(i, eqn, element_numbers(eqn, ends))
             known = [origins.get(v) if is_var(v) else None for v in eqn.invars]
-            for v, labels in zip(eqn.outvars, forward_labels(eqn, known, reached, ends), strict=True):
+            for v, labels in zip(
+                eqn.outvars, forward_labels(eqn, known, reached, ends), strict=True
+            ):
                 if labels is not None:
                     origins[v] = labels
         return origins
 
-    def settle(self, labels: np.ndarray, wanted: np.ndarray, start: Labels, uses: Sequence) -> Labels:
+    def settle(
+        self, labels: np.ndarray, wanted: np.ndarray, start: Labels, uses: Sequence
+    ) -> Labels:
         reached = np.zeros(labels.shape, bool) if start is None else start >= 0
         for _, _, edge in uses:
             reached = reached | (edge == wanted)
@@ -215,7 +248,8 @@ class _Pass:
         return operation.labels(eqn, outs, self.const)
 
     def missing(self, eqn: Equation) -> Operation:
-        """For a primitive that is not registered: element-wise if a numerical probe says so, else mixing."""
+        """For a primitive that is not registered: element-wise if a numerical probe
+        says so, else mixing."""
         kind = 'elementwise' if is_elementwise(eqn) else 'mixing'
         if all(eqn is not other for other, _ in self.out.gaps):
             self.out.gaps.append((eqn, kind))
@@ -224,19 +258,30 @@ class _Pass:
     def bits(self, atoms: Sequence[Atom]) -> list[Bits]:
         return [of(self.env, v) for v in atoms]
 
-    def body(self, jaxpr: Any, operands: Sequence[Atom], inputs: Sequence[Bits], opaque: bool) -> _Pass:
+    def body(
+        self, jaxpr: Any, operands: Sequence[Atom], inputs: Sequence[Bits], opaque: bool
+    ) -> _Pass:
         """A pass over a body whose first inputs are the given operands of this program."""
         body = open_jaxpr(jaxpr)
-        const = Constants(jaxpr, dict(zip(body.invars, operands, strict=False)), self.const)
-        return _Pass(body, flow(body, inputs), self.credit, self.size, const, Positions(), opaque)
+        const = Constants(
+            jaxpr, dict(zip(body.invars, operands, strict=False)), self.const
+        )
+        return _Pass(
+            body, flow(body, inputs), self.credit, self.size, const, Positions(), opaque
+        )
 
     def custom(self, eqn: Equation, outs: list[Labels]) -> list[Labels]:
-        """A call with its own derivative cannot be cut inside: conflicts come out to the operands."""
+        """A call with its own derivative cannot be cut inside: conflicts come out to
+        the operands."""
         (sub,) = sub_programs(eqn)
         inner = self.body(sub.jaxpr, eqn.invars, self.bits(eqn.invars), opaque=True)
         inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)))
         labels = [inner.out.labels.get(v) for v in inner.jaxpr.invars]
-        return labels if self.opaque or from_library(sub.jaxpr) else confirmed(eqn, outs, labels)
+        return (
+            labels
+            if self.opaque or from_library(sub.jaxpr)
+            else confirmed(eqn, outs, labels)
+        )
 
     def enter(self, i: int, key: tuple, inner: _Pass) -> None:
         if not self.opaque:
@@ -247,7 +292,9 @@ class _Pass:
     def cond(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
         result: list[Labels] = [None] * len(eqn.invars)
         for b, branch in enumerate(read_branches(eqn)):
-            inner = self.body(branch, eqn.invars[1:], self.bits(eqn.invars[1:]), self.opaque)
+            inner = self.body(
+                branch, eqn.invars[1:], self.bits(eqn.invars[1:]), self.opaque
+            )
             inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)))
             self.enter(i, ('branches', b), inner)
             for k, v in enumerate(inner.jaxpr.invars):
@@ -255,12 +302,15 @@ class _Pass:
         if self.opaque:
             joined: Labels = None
             for out in outs:
-                joined = join(joined, None if out is None else join_over(out.reshape(-1), [0]))
+                joined = join(
+                    joined, None if out is None else join_over(out.reshape(-1), [0])
+                )
             result[0] = joined
         return result
 
     def scan(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
-        """Labels of the carry grow to a fixpoint; in the body a carry keeps the position it ends at."""
+        """Labels of the carry grow to a fixpoint; in the body a carry keeps the
+        position it ends at."""
         scan = read_scan(eqn)
         a, b = scan.num_consts, scan.num_consts + scan.num_carry
         bits = self.bits(eqn.invars)
@@ -269,12 +319,24 @@ class _Pass:
         results = list(zip(eqn.outvars, outs, strict=True))[scan.num_carry :]
         stacked = [self.over_rounds(v, labels) for v, labels in results]
         while True:
-            inner = self.body(scan.body, eqn.invars[:a], [*bits[:a], *carry_bits, *bits[b:]], self.opaque)
+            inner = self.body(
+                scan.body,
+                eqn.invars[:a],
+                [*bits[:a], *carry_bits, *bits[b:]],
+                self.opaque,
+            )
             invars = inner.jaxpr.invars
-            ends = {v: c for v, c in zip(invars[a:b], carry, strict=True) if c is not None}
-            inner.run(list(zip(inner.jaxpr.outvars, [*carry, *stacked], strict=True)), {} if self.opaque else ends)
+            ends = {
+                v: c for v, c in zip(invars[a:b], carry, strict=True) if c is not None
+            }
+            inner.run(
+                list(zip(inner.jaxpr.outvars, [*carry, *stacked], strict=True)),
+                {} if self.opaque else ends,
+            )
             entering = [inner.out.labels.get(v) for v in invars[a:b]]
-            grown = [_grow(c, e, self.opaque) for c, e in zip(carry, entering, strict=True)]
+            grown = [
+                _grow(c, e, self.opaque) for c, e in zip(carry, entering, strict=True)
+            ]
             if all(_same(c, g) for c, g in zip(carry, grown, strict=True)):
                 break
             carry = grown
@@ -286,7 +348,8 @@ class _Pass:
         return labels
 
     def over_rounds(self, v: Var, labels: Labels) -> Labels:
-        """One label for all rounds of a loop; elements that reach another position each round are cut."""
+        """One label for all rounds of a loop; elements that reach another position each
+        round are cut."""
         if labels is None or labels.ndim == 0:
             return labels
         joined = join_over(labels, [0])
@@ -306,7 +369,9 @@ def _grow(carry: Labels, entering: Labels, opaque: bool) -> Labels:
 
 
 def _same(a: Labels, b: Labels) -> bool:
-    return (a is None and b is None) or (a is not None and b is not None and np.array_equal(a, b))
+    return (a is None and b is None) or (
+        a is not None and b is not None and np.array_equal(a, b)
+    )
 
 
 def find_positions(
@@ -319,10 +384,12 @@ def find_positions(
     size: int,
     const: Constants,
 ) -> Positions:
-    """Labels of every value that carries credit into one group, and the cuts that make it local.
+    """Labels of every value that carries credit into one group, and the cuts that make
+    it local.
 
-    ``starts``: new states of the group with their positions. ``keep``: old states of the group
-    with theirs. ``stop``: values through which no path is followed (new states of other groups).
+    ``starts``: new states of the group with their positions. ``keep``: old states of
+    the group with theirs. ``stop``: values through which no path is followed (new
+    states of other groups).
     """
     out = Positions()
     _Pass(jaxpr, env, credit, size, const, out).run(starts, keep, stop)

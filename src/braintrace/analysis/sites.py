@@ -1,8 +1,10 @@
-"""Sites: each use of a parameter, ``y = op(x, p(θ))``, and the way from y to hidden groups.
+"""Sites: each use of a parameter, ``y = op(x, p(θ))``, and the way from y to hidden
+groups.
 
-An equation is a site when one operand is computed from parameters and constants only, its result
-depends on data too, and elements of the result reach positions of a group. A loop or branch with
-parameters inside is one operation; its cuts depend on the group, and so it is a site for each.
+An equation is a site when one operand is computed from parameters and constants only,
+its result depends on data too, and elements of the result reach positions of a group. A
+loop or branch with parameters inside is one operation; its cuts depend on the group,
+and so it is a site for each.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from .groups import HiddenGroup
 from .positions import Positions
 
 MARK = 'etrace:'
-"""Scope names that start so mark an operation as one whose parameters are to be traced."""
+"""Scope names that start so mark an operation as one whose parameters are to be traced.
+"""
 
 
 class HiddenParamOpRelation(NamedTuple):
     """One site: parameter → operation → hidden groups.
 
-    ``weight_jaxpr`` computes the operand ``weight_var`` from the arrays of ``parameters``.
-    ``y_to_hidden_group_jaxprs[g]`` leads from y to the new states of ``hidden_groups[g]``, and
-    ``y_positions[g]`` gives the position that each element of y reaches there, -1 for none.
+    ``weight_jaxpr`` computes the operand ``weight_var`` from the arrays of
+    ``parameters``. ``y_to_hidden_group_jaxprs[g]`` leads from y to the new states of
+    ``hidden_groups[g]``, and ``y_positions[g]`` gives the position that each element of
+    y reaches there, -1 for none.
     """
 
     primitive: Primitive
@@ -66,41 +70,64 @@ def find_sites(
     """All sites of a program, in program order."""
     result = []
     for i, eqn in enumerate(facts.program.equations):
-        reached = {v: [g for g, found in enumerate(positions) if v in found.labels] for v in eqn.outvars if is_var(v)}
+        reached = {
+            v: [g for g, found in enumerate(positions) if v in found.labels]
+            for v in eqn.outvars
+            if is_var(v)
+        }
         if not any(reached.values()):
             continue
         for k in weight_operands(facts, eqn):
             for y, into in reached.items():
-                if not of(facts.total, y).grads & of(facts.total, eqn.invars[k]).grads & facts.parameters:
+                if (
+                    not of(facts.total, y).grads
+                    & of(facts.total, eqn.invars[k]).grads
+                    & facts.parameters
+                ):
                     continue
                 pairs = [(groups[g], positions[g]) for g in into]
                 if any(sub_programs(eqn)):
-                    result += [_site(facts, cut_inside(i, eqn, p[1].cuts), k, y, [p]) for p in pairs]
+                    result += [
+                        _site(facts, cut_inside(i, eqn, p[1].cuts), k, y, [p])
+                        for p in pairs
+                    ]
                 elif pairs:
                     result.append(_site(facts, eqn, k, y, pairs))
     return tuple(result)
 
 
 def weight_operands(facts: Facts, eqn: Equation) -> list[int]:
-    """Operands computed from parameters only, of an equation that reads data too or makes a new hidden state."""
+    """Operands computed from parameters only, of an equation that reads data too or
+    makes a new hidden state."""
     operation = operation_of(eqn)
     bits = [of(facts.total, v) for v in eqn.invars]
-    if all(facts.is_weight(b) or not b.reads for b in bits) and not any(v in facts.new_bit for v in eqn.outvars):
+    if all(facts.is_weight(b) or not b.reads for b in bits) and not any(
+        v in facts.new_bit for v in eqn.outvars
+    ):
         return []
     passes = lambda k: operation is None or operation.differentiates(eqn, k)
     return [k for k, b in enumerate(bits) if facts.is_weight(b) and passes(k)]
 
 
 def _site(
-    facts: Facts, eqn: Equation, k: int, y: Var, into: Sequence[tuple[HiddenGroup, Positions]]
+    facts: Facts,
+    eqn: Equation,
+    k: int,
+    y: Var,
+    into: Sequence[tuple[HiddenGroup, Positions]],
 ) -> HiddenParamOpRelation:
     equations = facts.program.equations
     weight = eqn.invars[k]
     grads = of(facts.total, weight).grads
-    parameters = tuple(p for p in facts.program.parameters if grads & facts.bit[p.invar])
-    weight_jaxpr = slice_back(equations, facts.producer, [p.invar for p in parameters], weight)
+    parameters = tuple(
+        p for p in facts.program.parameters if grads & facts.bit[p.invar]
+    )
+    weight_jaxpr = slice_back(
+        equations, facts.producer, [p.invar for p in parameters], weight
+    )
     programs = tuple(
-        slice_between(equations, [y], group.hidden_outvars, found.cuts, found.edges) for group, found in into
+        slice_between(equations, [y], group.hidden_outvars, found.cuts, found.edges)
+        for group, found in into
     )
     connected = [
         path
@@ -108,7 +135,9 @@ def _site(
         for path, out in zip(group.hidden_paths, group.hidden_outvars, strict=True)
         if out is y or any(out in e.outvars for e in program.eqns)
     ]
-    data = [v for v in eqn.invars if is_var(v) and of(facts.total, v).reads & facts.data]
+    data = [
+        v for v in eqn.invars if is_var(v) and of(facts.total, v).reads & facts.data
+    ]
     return HiddenParamOpRelation(
         primitive=eqn.primitive,
         x_var=data[0] if data else None,

@@ -28,7 +28,8 @@ are any in brackets; train and compare put the numbers of inputs and outputs bef
 explain, check and bench a model and example inputs of one step."""
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
-"""Exit codes besides 0: what was asked cannot work, and the message says why; a check failed; Ctrl-C."""
+"""Exit codes besides 0: what was asked cannot work, and the message says why; a check
+failed; Ctrl-C."""
 
 
 def _names(text: str) -> list[str]:
@@ -49,7 +50,9 @@ def _shape(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(n) for n in text.split(',') if n)
     except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a shape such as 8,3') from None
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not a shape such as 8,3'
+        ) from None
 
 
 def _at_least_one(text: str) -> int:
@@ -67,60 +70,146 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    main.add_argument('--version', action='version', version=f'braintrace {__version__}')
+    main.add_argument(
+        '--version', action='version', version=f'braintrace {__version__}'
+    )
     commands = main.add_subparsers(dest='command', required=True, metavar='COMMAND')
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
         made.set_defaults(run=run)
-        made.add_argument('--json', action='store_true', help='print the result as JSON, progress goes to stderr')
-        made.add_argument('--seed', type=int, default=0, help='of weights and data (default 0)')
+        made.add_argument(
+            '--json',
+            action='store_true',
+            help='print the result as JSON, progress goes to stderr',
+        )
+        made.add_argument(
+            '--seed', type=int, default=0, help='of weights and data (default 0)'
+        )
         return made
 
     def training(made: argparse.ArgumentParser) -> None:
-        made.add_argument('--model', help=f'{", ".join(NETWORKS)}, or file.py:factory of inputs and outputs')
+        made.add_argument(
+            '--model',
+            help=f'{", ".join(NETWORKS)}, or file.py:factory of inputs and outputs',
+        )
         made.add_argument('--units', type=_at_least_one, help='of the network')
-        made.add_argument('--updates', '--epochs', type=_at_least_one, help='of the weights, one a batch')
+        made.add_argument(
+            '--updates',
+            '--epochs',
+            type=_at_least_one,
+            help='of the weights, one a batch',
+        )
         made.add_argument('--batch', type=_at_least_one, help='trials in a batch')
         made.add_argument('--lr', type=float, help="Adam's rate")
-        made.add_argument('--task-option', type=_option, action='append', default=[], metavar='NAME=VALUE')
-        made.add_argument('--rule-option', type=_option, action='append', default=[], metavar='NAME=VALUE')
-        made.add_argument('--out', help='folder for results (default: a new one in out/)')
+        made.add_argument(
+            '--task-option',
+            type=_option,
+            action='append',
+            default=[],
+            metavar='NAME=VALUE',
+        )
+        made.add_argument(
+            '--rule-option',
+            type=_option,
+            action='append',
+            default=[],
+            metavar='NAME=VALUE',
+        )
+        made.add_argument(
+            '--out', help='folder for results (default: a new one in out/)'
+        )
 
-    train = command('train', runs.train, 'train a network on a task; writes metrics, checkpoints, pictures, report')
+    train = command(
+        'train',
+        runs.train,
+        'train a network on a task; writes metrics, checkpoints, pictures, report',
+    )
     train.add_argument('task', nargs='?', help=', '.join(TASKS))
-    train.add_argument('--rule', default=None, help='d_rtrl (default), pp_prop, eprop, ..., bptt')
-    train.add_argument('--resume', metavar='DIR', help='go on with a training that wrote to DIR')
-    train.add_argument('--trust', action='store_true', help='with --resume: run the model file that DIR names, unasked')
-    train.add_argument('--save-every', type=_at_least_one, metavar='N', help='updates between checkpoints (default 25)')
+    train.add_argument(
+        '--rule', default=None, help='d_rtrl (default), pp_prop, eprop, ..., bptt'
+    )
+    train.add_argument(
+        '--resume', metavar='DIR', help='go on with a training that wrote to DIR'
+    )
+    train.add_argument(
+        '--trust',
+        action='store_true',
+        help='with --resume: run the model file that DIR names, unasked',
+    )
+    train.add_argument(
+        '--save-every',
+        type=_at_least_one,
+        metavar='N',
+        help='updates between checkpoints (default 25)',
+    )
     training(train)
     train.set_defaults(seed=None)  # a resumed training has one
 
-    compare = command('compare', runs.compare, 'train by several rules from the same seeds; one plot')
+    compare = command(
+        'compare', runs.compare, 'train by several rules from the same seeds; one plot'
+    )
     compare.add_argument('task', help=', '.join(TASKS))
-    compare.add_argument('--rules', type=_names, default=['d_rtrl', 'pp_prop', 'bptt'], help='a,b,c')
-    compare.add_argument('--seeds', type=_at_least_one, default=1, help='how many, counted from --seed')
+    compare.add_argument(
+        '--rules', type=_names, default=['d_rtrl', 'pp_prop', 'bptt'], help='a,b,c'
+    )
+    compare.add_argument(
+        '--seeds', type=_at_least_one, default=1, help='how many, counted from --seed'
+    )
     training(compare)
 
     def model(made: argparse.ArgumentParser, required: bool = True) -> None:
-        made.add_argument('model', nargs=None if required else '?', help='module:factory or file.py:factory')
-        made.add_argument('--input', type=_shape, action='append', default=[], help='shape of an input, e.g. 8,3')
-        made.add_argument('--batch', type=_at_least_one, help='batch size of the states (default: as the first input)')
-        made.add_argument('--steps', type=_at_least_one, default=100, help='length of a sequence (default 100)')
+        made.add_argument(
+            'model',
+            nargs=None if required else '?',
+            help='module:factory or file.py:factory',
+        )
+        made.add_argument(
+            '--input',
+            type=_shape,
+            action='append',
+            default=[],
+            help='shape of an input, e.g. 8,3',
+        )
+        made.add_argument(
+            '--batch',
+            type=_at_least_one,
+            help='batch size of the states (default: as the first input)',
+        )
+        made.add_argument(
+            '--steps',
+            type=_at_least_one,
+            default=100,
+            help='length of a sequence (default 100)',
+        )
 
-    explain = command('explain', look.explain, 'compile a model and show groups, operations, credit, cuts, memory')
+    explain = command(
+        'explain',
+        look.explain,
+        'compile a model and show groups, operations, credit, cuts, memory',
+    )
     model(explain)
     explain.add_argument('--rule', default='d_rtrl')
     explain.add_argument('--html', metavar='FILE', help='write the report as a page')
 
-    check = command('check', look.check, 'compare the gradients of rules with BPTT on a model')
+    check = command(
+        'check', look.check, 'compare the gradients of rules with BPTT on a model'
+    )
     model(check)
-    check.add_argument('--rules', type=_names, default=['d_rtrl', 'pp_prop', 'eprop'], help='a,b,c')
+    check.add_argument(
+        '--rules', type=_names, default=['d_rtrl', 'pp_prop', 'eprop'], help='a,b,c'
+    )
     check.add_argument('--plot', metavar='FILE', help='draw the comparison')
 
-    bench = command('bench', look.bench, "time rules on a model beside BPTT and the forward pass; or the project's own")
+    bench = command(
+        'bench',
+        look.bench,
+        "time rules on a model beside BPTT and the forward pass; or the project's own",
+    )
     model(bench, required=False)
-    bench.add_argument('--rules', type=_names, default=['d_rtrl', 'pp_prop'], help='a,b,c')
+    bench.add_argument(
+        '--rules', type=_names, default=['d_rtrl', 'pp_prop'], help='a,b,c'
+    )
     bench.add_argument('--rounds', type=_at_least_one, default=5)
     return main
 
@@ -133,7 +222,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not is_explained(error):
             raise
-        print(printable(f'braintrace {options.command}: {error}', keep='\n'), file=sys.stderr)
+        print(
+            printable(f'braintrace {options.command}: {error}', keep='\n'),
+            file=sys.stderr,
+        )
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -51,13 +51,20 @@ def attempted(name: str, make: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def load(text: str, *more: Any) -> Any:
-    """What ``module:name``, ``file.py:name`` or ``module:name(literals)`` is, if a model, or else gives when called.
+    """What ``module:name``, ``file.py:name`` or ``module:name(literals)`` is, if a
+    model, or else gives when called.
 
     ``more``: arguments before the literals.
     """
     where, colon, call = text.rpartition(':')
     if not colon:
-        raise ValueError(three_parts(f'a model {text!r}', 'it names no function', 'module:name or file.py:name'))
+        raise ValueError(
+            three_parts(
+                f'a model {text!r}',
+                'it names no function',
+                'module:name or file.py:name',
+            )
+        )
     try:
         node: Any = ast.parse(call, mode='eval').body
         node = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
@@ -66,22 +73,34 @@ def load(text: str, *more: Any) -> Any:
         name = ast.unparse(node.func)
     except (SyntaxError, ValueError, TypeError) as error:
         why = 'it cannot be read: a name, and literals in brackets'
-        raise ValueError(three_parts(f'a model {text!r}', why, "e.g. 'brainstate.nn:GRUCell(3, 16)'")) from error
+        raise ValueError(
+            three_parts(f'a model {text!r}', why, "e.g. 'brainstate.nn:GRUCell(3, 16)'")
+        ) from error
     found = _module(where)
     for part in name.split('.'):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), 3)
             instead = ' or '.join(near) or f'a function of {where}'
-            raise ValueError(three_parts(f'a model {text!r}', f'{where} has no {part!r}', instead))
+            raise ValueError(
+                three_parts(f'a model {text!r}', f'{where} has no {part!r}', instead)
+            )
         found = getattr(found, part)
     if isinstance(found, brainstate.nn.Module) and not more:
         return found
     try:
         inspect.signature(found).bind(*more, *arguments, **keywords)
     except TypeError as error:
-        wanted = 'a function of the numbers of inputs and outputs' if more else 'one that needs no more arguments'
+        wanted = (
+            'a function of the numbers of inputs and outputs'
+            if more
+            else 'one that needs no more arguments'
+        )
         raise ValueError(
-            three_parts(f'a model {text!r}', f'{name}: {error}', f"{wanted}; others by '{where}:{name}(units=16)'")
+            three_parts(
+                f'a model {text!r}',
+                f'{name}: {error}',
+                f"{wanted}; others by '{where}:{name}(units=16)'",
+            )
         ) from error
     return found(*more, *arguments, **keywords)
 
@@ -90,7 +109,11 @@ def _module(where: str) -> Any:
     if where.endswith('.py'):
         file = Path(where)
         if not file.exists():
-            raise ValueError(three_parts(f'a model of {where}', 'there is no such file', 'the path of a file'))
+            raise ValueError(
+                three_parts(
+                    f'a model of {where}', 'there is no such file', 'the path of a file'
+                )
+            )
         spec: Any = importlib.util.spec_from_file_location(file.stem, file)
         module = importlib.util.module_from_spec(spec)
         sys.modules.setdefault(file.stem, module)
@@ -102,7 +125,11 @@ def _module(where: str) -> Any:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
         raise ValueError(
-            three_parts(f'a model of {where}', f'{error}', 'a module that Python finds from here, or a file.py')
+            three_parts(
+                f'a model of {where}',
+                f'{error}',
+                'a module that Python finds from here, or a file.py',
+            )
         ) from error
 
 
@@ -114,7 +141,9 @@ def compiled(options: argparse.Namespace, rule: str) -> tuple[Learner, tuple]:
     if model is None or isinstance(model, (int, float, str)):
         raise TypeError(
             three_parts(
-                f'a model {options.model!r}', f'it gives {model!r}', 'a function that returns a model, or (model, x)'
+                f'a model {options.model!r}',
+                f'it gives {model!r}',
+                'a function that returns a model, or (model, x)',
             )
         )
     inputs = inputs or [jnp.zeros(shape) for shape in options.input]
@@ -129,11 +158,14 @@ def compiled(options: argparse.Namespace, rule: str) -> tuple[Learner, tuple]:
     say(f'compiling {options.model}, {rule}')
     first = jax.tree.leaves(inputs)[0]
     batch = options.batch or (first.shape[0] if jnp.ndim(first) > 1 else None)
-    return compile_model(model, rule, *inputs, batch_size=batch, seed=options.seed), tuple(inputs)
+    return compile_model(
+        model, rule, *inputs, batch_size=batch, seed=options.seed
+    ), tuple(inputs)
 
 
 def sequences(inputs: tuple, steps: int, seed: int) -> tuple:
-    """Sequences of normal numbers in the shape of example inputs; whole numbers and the like are repeated."""
+    """Sequences of normal numbers in the shape of example inputs; whole numbers and the
+    like are repeated."""
     rng = np.random.default_rng(seed)
 
     def drawn(x: Any) -> jax.Array:
@@ -155,7 +187,10 @@ class Distance:
         outputs = jax.tree.leaves(self.learner(*inputs))
         rng = np.random.default_rng(self.seed)
         real = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
-        return sum(jnp.mean(jnp.abs(x - rng.normal(size=x.shape).astype(x.dtype)) ** 2) for x in real)
+        return sum(
+            jnp.mean(jnp.abs(x - rng.normal(size=x.shape).astype(x.dtype)) ** 2)
+            for x in real
+        )
 
 
 def explain(options: argparse.Namespace) -> Result:
@@ -169,7 +204,10 @@ def explain(options: argparse.Namespace) -> Result:
         text += f'\n\npage: {printable(options.html)}'
     result = {
         'groups': [
-            {'states': ['.'.join(map(str, p)) for p in g.hidden_paths], 'positions': list(g.varshape)}
+            {
+                'states': ['.'.join(map(str, p)) for p in g.hidden_paths],
+                'positions': list(g.varshape),
+            }
             for g in report.hidden_groups
         ],
         'parameters': [
@@ -181,20 +219,36 @@ def explain(options: argparse.Namespace) -> Result:
             }
             for r in report.credits
         ],
-        'diagnostics': [{'kind': str(r.kind), 'level': r.level.name, 'message': r.message} for r in report.diagnostics],
-        'memory': {'steps': plan.steps, 'one_pass': plan.one_pass, 'two_pass': plan.two_pass, 'bptt': plan.bptt},
+        'diagnostics': [
+            {'kind': str(r.kind), 'level': r.level.name, 'message': r.message}
+            for r in report.diagnostics
+        ],
+        'memory': {
+            'steps': plan.steps,
+            'one_pass': plan.one_pass,
+            'two_pass': plan.two_pass,
+            'bptt': plan.bptt,
+        },
     }
     return result, text, 0
 
 
 def check(options: argparse.Namespace) -> Result:
-    """Gradients of rules against BPTT; fails where the report says that they are equal and they are not."""
+    """Gradients of rules against BPTT; fails where the report says that they are equal
+    and they are not."""
     if options.plot and Path(options.plot).suffix not in ('.png', '.svg', '.pdf'):
         raise ValueError(
-            three_parts(f'--plot {options.plot}', 'its name says no kind of picture', 'rules.png, .svg or .pdf')
+            three_parts(
+                f'--plot {options.plot}',
+                'its name says no kind of picture',
+                'rules.png, .svg or .pdf',
+            )
         )
     learner, inputs = compiled(options, 'd_rtrl')
-    data, loss = sequences(inputs, options.steps, options.seed), Distance(learner, options.seed)
+    data, loss = (
+        sequences(inputs, options.steps, options.seed),
+        Distance(learner, options.seed),
+    )
     found = learner.gradient_check(*data, step_fn=loss, rules=options.rules)
     text = f'{options.steps} random steps, loss: distance to random targets\n\n{found}'
     wrong = [
@@ -204,13 +258,22 @@ def check(options: argparse.Namespace) -> Result:
         if row.gradient == EQUAL and row.relative_error > 1e-3
     ]
     if wrong:
-        text += '\n\nreported as equal to BPTT, but different:\n' + '\n'.join(f'  {line}' for line in wrong)
+        text += '\n\nreported as equal to BPTT, but different:\n' + '\n'.join(
+            f'  {line}' for line in wrong
+        )
     if options.plot:
         Path(options.plot).parent.mkdir(parents=True, exist_ok=True)
         _, reason = attempted(options.plot, lambda: found.plot(options.plot))
         text += '' if reason else f'\n\npicture: {printable(options.plot)}'
-    rows = lambda c: {r.name: {'gradient': r.gradient, 'cosine': r.cosine, 'norm_ratio': r.norm_ratio} for r in c.rows}
-    return {c.rule: {'cosine': c.cosine, 'parameters': rows(c)} for c in found.checks}, text, int(bool(wrong))
+    rows = lambda c: {
+        r.name: {'gradient': r.gradient, 'cosine': r.cosine, 'norm_ratio': r.norm_ratio}
+        for r in c.rows
+    }
+    return (
+        {c.rule: {'cosine': c.cosine, 'parameters': rows(c)} for c in found.checks},
+        text,
+        int(bool(wrong)),
+    )
 
 
 def bench(options: argparse.Namespace) -> Result:
@@ -220,10 +283,17 @@ def bench(options: argparse.Namespace) -> Result:
     runs: dict[str, Any] = {}
     for rule in ['bptt', *options.rules]:
         learner, inputs = compiled(options, rule)
-        data, loss = sequences(inputs, options.steps, options.seed), Distance(learner, options.seed)
+        data, loss = (
+            sequences(inputs, options.steps, options.seed),
+            Distance(learner, options.seed),
+        )
         if not runs:
-            runs['forward'] = lambda f=learner.evaluate, d=data, s=loss: f(*d, step_fn=s)
-        runs[rule] = lambda f=learner.etrace_grad, d=data, s=loss: f(*d, step_fn=s, fresh=True)
+            runs['forward'] = lambda f=learner.evaluate, d=data, s=loss: f(
+                *d, step_fn=s
+            )
+        runs[rule] = lambda f=learner.etrace_grad, d=data, s=loss: f(
+            *d, step_fn=s, fresh=True
+        )
     for name, run in runs.items():
         say(f'compiling {name}')
         jax.block_until_ready(run())
@@ -233,7 +303,9 @@ def bench(options: argparse.Namespace) -> Result:
             start = time.perf_counter()
             jax.block_until_ready(run())
             times[name].append(time.perf_counter() - start)
-    ratio = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
+    ratio = lambda a, b: statistics.median(
+        x / y for x, y in zip(times[a], times[b], strict=True)
+    )
     result = {
         name: {
             'milliseconds': 1e3 * statistics.median(times[name]),
@@ -242,7 +314,10 @@ def bench(options: argparse.Namespace) -> Result:
         }
         for name in runs
     }
-    lines = [f'{options.steps} steps, medians of {options.rounds} rounds', f'{"":10}      ms  x forward  BPTT / it']
+    lines = [
+        f'{options.steps} steps, medians of {options.rounds} rounds',
+        f'{"":10}      ms  x forward  BPTT / it',
+    ]
     lines += [
         f'{name:10}{r["milliseconds"]:8.2f}{r["times_forward"]:11.2f}{r["bptt_over"]:11.2f}'
         for name, r in result.items()

@@ -29,8 +29,20 @@ from .look import Result, attempted, load, say
 from .settings import Config
 
 _BY_TASK: dict[str, dict[str, Any]] = {
-    'evidence': {'model': 'alif', 'batch': 64, 'updates': 140, 'lr': 4e-3, 'rate_target': 0.01},
-    'matching': {'model': 'gif', 'batch': 64, 'updates': 300, 'lr': 1e-3, 'rate_target': 0.02},
+    'evidence': {
+        'model': 'alif',
+        'batch': 64,
+        'updates': 140,
+        'lr': 4e-3,
+        'rate_target': 0.01,
+    },
+    'matching': {
+        'model': 'gif',
+        'batch': 64,
+        'updates': 300,
+        'lr': 1e-3,
+        'rate_target': 0.02,
+    },
     'copying': {'model': 'gru', 'batch': 32, 'updates': 1000, 'lr': 2e-3},
     'adding': {'model': 'gru', 'batch': 64, 'updates': 1000, 'lr': 3e-3},
     'pattern': {'model': 'alif', 'batch': 4, 'updates': 300, 'lr': 5e-3},
@@ -44,7 +56,10 @@ _HELD_OUT = 10**9
 def _config(options: argparse.Namespace) -> Config:
     names = ('rule', 'model', 'units', 'batch', 'updates', 'lr', 'seed', 'save_every')
     given = {n: getattr(options, n, None) for n in names}
-    more = {'task_options': dict(options.task_option), 'rule_options': dict(options.rule_option)}
+    more = {
+        'task_options': dict(options.task_option),
+        'rule_options': dict(options.rule_option),
+    }
     chosen = {name: value for name, value in given.items() if value is not None}
     return Config(options.task, **{**_BY_TASK.get(options.task, {}), **chosen, **more})
 
@@ -55,10 +70,14 @@ def _prepare(config: Config) -> tuple[Learner, Supervised, Any]:
         import optax
     except ImportError as error:
         raise ImportError(
-            three_parts('training', 'optax updates weights', "pip install 'braintrace[train]'")
+            three_parts(
+                'training', 'optax updates weights', "pip install 'braintrace[train]'"
+            )
         ) from error
     task = make_task(config.task, **config.task_options)
-    task.batch(np.random.default_rng(0), 1)  # data that cannot be had is told before anything is compiled
+    task.batch(
+        np.random.default_rng(0), 1
+    )  # data that cannot be had is told before anything is compiled
     brainstate.random.seed(config.seed)
     if config.names_code:
         if config.units is not None:
@@ -72,13 +91,19 @@ def _prepare(config: Config) -> tuple[Learner, Supervised, Any]:
         net = load(config.model, task.inputs, task.outputs)
     else:
         units = {} if config.units is None else {'units': config.units}
-        net = network(config.model, task.inputs, task.outputs, seed=config.seed, **units)
+        net = network(
+            config.model, task.inputs, task.outputs, seed=config.seed, **units
+        )
     example = jnp.zeros((config.batch, task.inputs))
-    learner = compile_model(net, config.rule, example, batch_size=config.batch, **config.rule_options)
+    learner = compile_model(
+        net, config.rule, example, batch_size=config.batch, **config.rule_options
+    )
     _check_fit(learner, config, task)
     target = config.rate_target if hasattr(net, 'rate') else None
     penalty = None if target is None else lambda: net.rate.penalty(target)
-    supervised = Supervised(learner, task, config.batch, seed=config.seed, penalty=penalty)
+    supervised = Supervised(
+        learner, task, config.batch, seed=config.seed, penalty=penalty
+    )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(config.lr))
     return learner, supervised, optimizer
 
@@ -107,11 +132,17 @@ def _check_fit(learner: Learner, config: Config, task: Any) -> None:
 def _folder(options: argparse.Namespace, name: str) -> Path:
     """The folder asked for, or a new one."""
     if options.out and Path(options.out).is_file():
-        raise FileExistsError(three_parts(f'--out {options.out}', 'it is a file', 'the name of a folder'))
+        raise FileExistsError(
+            three_parts(f'--out {options.out}', 'it is a file', 'the name of a folder')
+        )
     if options.out:
         return Path(options.out)
     start = Path('out')
-    return next(p for n in range(1, 10**6) if not (p := start / (name if n == 1 else f'{name}-{n}')).exists())
+    return next(
+        p
+        for n in range(1, 10**6)
+        if not (p := start / (name if n == 1 else f'{name}-{n}')).exists()
+    )
 
 
 def _held_out(supervised: Supervised, batches: int = 8) -> dict[str, float]:
@@ -127,7 +158,11 @@ def _held_out(supervised: Supervised, batches: int = 8) -> dict[str, float]:
 def train(options: argparse.Namespace) -> Result:
     """Train a network on a task, or go on training it."""
     if (options.task is None) == (options.resume is None):
-        given = 'neither a task nor a folder' if options.task is None else f'both {options.task} and --resume'
+        given = (
+            'neither a task nor a folder'
+            if options.task is None
+            else f'both {options.task} and --resume'
+        )
         raise ValueError(
             three_parts(
                 f'train with {given}',
@@ -141,8 +176,12 @@ def train(options: argparse.Namespace) -> Result:
     if max(complete(out / 'checkpoints'), default=0) <= config.updates:
         settings.save(out, config)
     write_whole(out / 'report.txt', f'{learner.report}\n')
-    page = lambda: learner.report.to_html(memory=learner.memory_plan(supervised.task.steps))
-    _, no_page = attempted('report.html', lambda: write_whole(out / 'report.html', page()))
+    page = lambda: learner.report.to_html(
+        memory=learner.memory_plan(supervised.task.steps)
+    )
+    _, no_page = attempted(
+        'report.html', lambda: write_whole(out / 'report.html', page())
+    )
     say(f'{config.task} by {config.rule}, {config.updates} updates, results in {out}')
     say(f'gradients: {_gradients(learner)}')
     history = fit(
@@ -154,7 +193,11 @@ def train(options: argparse.Namespace) -> Result:
         save_every=config.save_every,
         resume=bool(options.resume),
     )
-    result: dict[str, Any] = {'out': str(out), 'ended': history.ended, 'updates': history.updates}
+    result: dict[str, Any] = {
+        'out': str(out),
+        'ended': history.ended,
+        'updates': history.updates,
+    }
     if history.ended == 'interrupted':
         text = f'stopped at update {history.updates}; go on with: braintrace train --resume {printable(out)}'
         return result, text, 130
@@ -168,7 +211,11 @@ def train(options: argparse.Namespace) -> Result:
         result['failed_pictures'] = failed
     metrics = ', '.join(f'{name} {value:.3f}' for name, value in final.items())
     files = ', '.join([*drawn, 'report.txt' if no_page else 'report.html'])
-    return result, f'on unseen trials: {metrics}\npictures and report in {printable(out)}: {files}', 0
+    return (
+        result,
+        f'on unseen trials: {metrics}\npictures and report in {printable(out)}: {files}',
+        0,
+    )
 
 
 def _begun(options: argparse.Namespace) -> tuple[Path, Config]:
@@ -178,10 +225,16 @@ def _begun(options: argparse.Namespace) -> tuple[Path, Config]:
     # One that was ended while it wrote its first checkpoint left none that is complete.
     if complete(out / 'checkpoints'):
         raise FileExistsError(
-            three_parts(f'--out {out}', 'it holds a training', f'another folder, or braintrace train --resume {out}')
+            three_parts(
+                f'--out {out}',
+                'it holds a training',
+                f'another folder, or braintrace train --resume {out}',
+            )
         )
     if (out / 'config.json').exists():
-        say(f'{out} holds a training without a complete checkpoint; this one takes its place')
+        say(
+            f'{out} holds a training without a complete checkpoint; this one takes its place'
+        )
     return out, config
 
 
@@ -195,12 +248,20 @@ def _resumed(options: argparse.Namespace) -> tuple[Path, Config]:
     """Folder and settings of a training that goes on."""
     out = Path(options.resume)
     config = settings.read(out)
-    given = {name: getattr(options, name) for name in ('rule', 'model', 'units', 'batch', 'lr', 'seed')}
-    given |= {'task_options': dict(options.task_option), 'rule_options': dict(options.rule_option)}
+    given = {
+        name: getattr(options, name)
+        for name in ('rule', 'model', 'units', 'batch', 'lr', 'seed')
+    }
+    given |= {
+        'task_options': dict(options.task_option),
+        'rule_options': dict(options.rule_option),
+    }
     flags = {name: '--' + name.replace('_options', '-option') for name in given}
     # What is given again as it was is no change; of options, those that are given.
     before = {name: getattr(config, name) for name in given}
-    same = lambda old, new: new.items() <= old.items() if isinstance(old, dict) else new in (None, old)
+    same = lambda old, new: (
+        new.items() <= old.items() if isinstance(old, dict) else new in (None, old)
+    )
     changed = [flags[name] for name in given if not same(before[name], given[name])]
     changed += ['--out'] if options.out is not None else []
     if changed:
@@ -213,16 +274,22 @@ def _resumed(options: argparse.Namespace) -> tuple[Path, Config]:
         )
     settings.check_trust(config, out, options.trust or options.model is not None)
     new = {name: getattr(options, name) for name in settings.CHANGEABLE}
-    return out, replace(config, **{name: value for name, value in new.items() if value is not None})
+    return out, replace(
+        config, **{name: value for name, value in new.items() if value is not None}
+    )
 
 
-def _draw(learner: Learner, supervised: Supervised, history: History, out: Path) -> tuple[list[str], dict[str, str]]:
+def _draw(
+    learner: Learner, supervised: Supervised, history: History, out: Path
+) -> tuple[list[str], dict[str, str]]:
     """Draw all pictures: the names of those drawn, and why others failed."""
     trial = supervised.batches(_HELD_OUT)
     curves = {learner.rule.name: [history]}
     pictures: dict[str, Callable[[Path], Any]] = {
         'learning.png': lambda file: plots.learning_curves(curves, file),
-        'activity.png': lambda file: plots.activity(learner, trial, supervised.task.kind, file),
+        'activity.png': lambda file: plots.activity(
+            learner, trial, supervised.task.kind, file
+        ),
         'traces.png': lambda file: plots.traces(learner, trial[0], file),
     }
     drawn, failed = [], {}
@@ -248,7 +315,12 @@ def compare(options: argparse.Namespace) -> Result:
             config = replace(_config(options), seed=seed)
             learner, supervised, optimizer = _prepare(config)
             say(f'{rule}, seed {seed}')
-            history = fit(learner, **supervised.parts(), optimizer=optimizer, updates=config.updates)
+            history = fit(
+                learner,
+                **supervised.parts(),
+                optimizer=optimizer,
+                updates=config.updates,
+            )
             if history.ended == 'interrupted':
                 raise KeyboardInterrupt
             found.setdefault(rule, []).append(history)
@@ -262,6 +334,9 @@ def compare(options: argparse.Namespace) -> Result:
     _, reason = attempted(picture.name, lambda: plots.learning_curves(found, picture))
     if reason:
         result['failed_pictures'] = {picture.name: reason}
-    rows = [f'{rule:12}{np.mean(v):8.3f}  [{min(v):.3f}, {max(v):.3f}]' for rule, v in values.items()]
+    rows = [
+        f'{rule:12}{np.mean(v):8.3f}  [{min(v):.3f}, {max(v):.3f}]'
+        for rule, v in values.items()
+    ]
     rows += [] if reason else [f'picture: {printable(picture)}']
     return result, '\n'.join([f'{metric} on unseen trials', *rows]), 0

@@ -66,7 +66,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     'task': (_is_text, 'a text'),
     'rule': (_is_text, 'a text'),
     'model': (_is_text, 'a text'),
-    'units': (lambda x: x is None or _is_count(x), 'null or a whole number of at least 1'),
+    'units': (
+        lambda x: x is None or _is_count(x),
+        'null or a whole number of at least 1',
+    ),
     'batch': (_is_count, 'a whole number of at least 1'),
     'updates': (_is_count, 'a whole number of at least 1'),
     'lr': (_is_number, 'a number'),
@@ -96,24 +99,35 @@ def save(out: Path, config: Config) -> None:
 
 
 def read(out: Path) -> Config:
-    """The settings in the folder of a training; raises if they are damaged, or are not those it began with."""
+    """The settings in the folder of a training; raises if they are damaged, or are not
+    those it began with."""
     file, copy = _files(out)
     if not file.exists():
-        raise FileNotFoundError(three_parts(f'--resume {out}', 'it holds no config.json', 'the folder of a training'))
+        raise FileNotFoundError(
+            three_parts(
+                f'--resume {out}', 'it holds no config.json', 'the folder of a training'
+            )
+        )
     try:
         began = _read(copy, '') if copy.exists() else None
     except ValueError:  # a copy that is damaged shows nothing
         began = None
     instead = 'a new training in another folder'
     if began is not None:
-        instead = f'cp {copy} {file}, the settings as they were at the start; or {instead}'
+        instead = (
+            f'cp {copy} {file}, the settings as they were at the start; or {instead}'
+        )
     config = _read(file, instead)
     if began is None:
         return config
     before, now = asdict(began), asdict(config)
-    changed = [name for name in now if now[name] != before[name] and name not in CHANGEABLE]
+    changed = [
+        name for name in now if now[name] != before[name] and name not in CHANGEABLE
+    ]
     if changed:
-        told = ', '.join(f'{name} is {now[name]!r} and was {before[name]!r}' for name in changed)
+        told = ', '.join(
+            f'{name} is {now[name]!r} and was {before[name]!r}' for name in changed
+        )
         raise ValueError(
             three_parts(
                 f'--resume {out}, whose config.json was changed: {told}',
@@ -141,7 +155,13 @@ def _read(file: Path, instead: str) -> Config:
         raise wrong(f'its format is {version!r}, not a whole number of at least 1')
     if version > FORMAT:
         why = f'its format is {version}, of a later version of braintrace; this one knows formats up to {FORMAT}'
-        raise ValueError(three_parts(f'the settings in {file}', why, 'the version of braintrace that wrote it'))
+        raise ValueError(
+            three_parts(
+                f'the settings in {file}',
+                why,
+                'the version of braintrace that wrote it',
+            )
+        )
     if 'task' not in found:
         raise wrong('it names no task')
     if unknown := found.keys() - {f.name for f in fields(Config)}:
@@ -159,13 +179,20 @@ def _read(file: Path, instead: str) -> Config:
 def check_trust(config: Config, out: Path, trusted: bool) -> None:
     """Raise unless the user agrees that the code a folder names is run.
 
-    ``trusted``: they said so on the command line. Otherwise they are asked, if there is someone to ask.
+    ``trusted``: they said so on the command line. Otherwise they are asked, if there is
+    someone to ask.
     """
     if trusted or not config.names_code:
         return
     where = config.model.rpartition(':')[0]
-    code = f'the file {Path(where).absolute()}' if where.endswith('.py') else f'the Python module {where}'
-    instead = f'--trust if you know that code; or name it yourself: --model {config.model!r}'
+    code = (
+        f'the file {Path(where).absolute()}'
+        if where.endswith('.py')
+        else f'the Python module {where}'
+    )
+    instead = (
+        f'--trust if you know that code; or name it yourself: --model {config.model!r}'
+    )
     if not sys.stdin.isatty():
         raise PermissionError(
             three_parts(

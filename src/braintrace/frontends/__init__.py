@@ -10,12 +10,18 @@ from .pure import PureModel
 
 
 def pure_model(
-    model: Any, args: tuple, state: Any = None, batch: int | None = None, seed: int | None = None
+    model: Any,
+    args: tuple,
+    state: Any = None,
+    batch: int | None = None,
+    seed: int | None = None,
 ) -> PureModel:
-    """A model that is no brainstate module as a pure step, by the front end that knows its kind.
+    """A model that is no brainstate module as a pure step, by the front end that knows
+    its kind.
 
-    ``args``: examples of its inputs; for a plain function ``params, state, *inputs``. ``state``: where a model that
-    takes its state as an argument starts. ``batch``: the model, its state and the examples are of one sample.
+    ``args``: examples of its inputs; for a plain function ``params, state, *inputs``.
+    ``state``: where a model that takes its state as an argument starts. ``batch``: the
+    model, its state and the examples are of one sample.
     """
     if _is_a(model, 'flax.nnx', 'Module'):
         from .flax import FlaxModel
@@ -34,8 +40,9 @@ def pure_model(
 def extract(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Trace one step of a model with the front end that knows its kind.
 
-    A ``brainstate`` module is called with ``args``, and so is a module of Flax NNX or Equinox, with ``state`` where it
-    takes one; any other callable is a plain function ``step(params, state, x) -> (state, out)``.
+    A ``brainstate`` module is called with ``args``, and so is a module of Flax NNX or
+    Equinox, with ``state`` where it takes one; any other callable is a plain function
+    ``step(params, state, x) -> (state, out)``.
     """
     if _is_a(model, 'brainstate.nn', 'Module'):
         from .brainstate import extract_module_info
@@ -50,13 +57,19 @@ def extract(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_a(model: Any, package: str, name: str) -> bool:
-    """Whether a model is of a class of a package; one that nobody has imported has no models."""
+    """Whether a model is of a class of a package; one that nobody has imported has no
+    models."""
     module = sys.modules.get(package)
     return module is not None and isinstance(model, getattr(module, name, ()))
 
 
 def _check_function(model: Any, args: tuple, state: Any) -> None:
-    if not callable(model) or isinstance(model, type) or len(args) < 2 or state is not None:
+    if (
+        not callable(model)
+        or isinstance(model, type)
+        or len(args) < 2
+        or state is not None
+    ):
         raise TypeError(
             three_parts(
                 f'a model of type {type(model).__name__} with {len(args)} example(s) of its arguments'

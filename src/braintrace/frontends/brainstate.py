@@ -16,7 +16,16 @@ import brainstate
 import brainunit as u
 import jax
 
-from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, failing_line, is_var, make_jaxpr
+from ..compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    Var,
+    close,
+    evaluate,
+    failing_line,
+    is_var,
+    make_jaxpr,
+)
 from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
@@ -53,13 +62,19 @@ class ModuleInfo(NamedTuple):
     def add_jaxpr_outs(self, jax_vars: Sequence[Var]) -> ModuleInfo:
         """The same record with a jaxpr that also returns the given variables."""
         jaxpr = self.jaxpr
-        more = make_jaxpr(jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *jax_vars], jaxpr.eqns)
+        more = make_jaxpr(
+            jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *jax_vars], jaxpr.eqns
+        )
         return self._replace(closed_jaxpr=close(more, self.closed_jaxpr.consts))
 
-    def split_state_outvars(self) -> tuple[dict[Path, Any], dict[Path, Any], dict[Path, Any]]:
+    def split_state_outvars(
+        self,
+    ) -> tuple[dict[Path, Any], dict[Path, Any], dict[Path, Any]]:
         """New state variables by path: parameters, hidden states, other states."""
         parts: tuple[dict, dict, dict] = ({}, {}, {})
-        for state, outvars in zip(self.compiled_model_states, self.state_tree_outvars, strict=True):
+        for state, outvars in zip(
+            self.compiled_model_states, self.state_tree_outvars, strict=True
+        ):
             path = self.state_id_to_path[id(state)]
             parts[_role(path, state, self.hidden_path_to_invar)][path] = outvars
         return parts
@@ -68,17 +83,24 @@ class ModuleInfo(NamedTuple):
         """Current values of the compiled states."""
         return [state.value for state in self.compiled_model_states]
 
-    def flat_inputs(self, args: Sequence[Any], old_state_vals: Sequence[Any] | None, kwargs: dict) -> list[jax.Array]:
-        """Arguments and state values in the order of the jaxpr's inputs, checked against it."""
+    def flat_inputs(
+        self, args: Sequence[Any], old_state_vals: Sequence[Any] | None, kwargs: dict
+    ) -> list[jax.Array]:
+        """Arguments and state values in the order of the jaxpr's inputs, checked
+        against it."""
         values = self.read_states() if old_state_vals is None else old_state_vals
         flat = jax.tree.leaves((tuple(args), kwargs, list(values)))
         check_shapes(self.closed_jaxpr, flat)
         return flat
 
-    def jaxpr_call(self, *args: Any, old_state_vals: Sequence[Any] | None = None, **kwargs: Any) -> tuple:
-        """Run the step: outputs, new hidden values, new values of the other states, extra outputs.
+    def jaxpr_call(
+        self, *args: Any, old_state_vals: Sequence[Any] | None = None, **kwargs: Any
+    ) -> tuple:
+        """Run the step: outputs, new hidden values, new values of the other states,
+        extra outputs.
 
-        States are dictionaries by path, extra outputs one by variable. No state is written.
+        States are dictionaries by path, extra outputs one by variable. No state is
+        written.
         """
         flat = self.flat_inputs(args, old_state_vals, kwargs)
         return self.arrange(evaluate(self.jaxpr, self.closed_jaxpr.consts, *flat))
@@ -93,12 +115,21 @@ class ModuleInfo(NamedTuple):
         leaves = iter(results[a:b])
         hidden: dict[Path, Any] = {}
         others: dict[Path, Any] = {}
-        for state, tree in zip(self.compiled_model_states, self.state_tree_outvars, strict=True):
+        for state, tree in zip(
+            self.compiled_model_states, self.state_tree_outvars, strict=True
+        ):
             path = self.state_id_to_path[id(state)]
-            value = jax.tree.map(lambda _: next(leaves), tree, is_leaf=lambda v: not is_var(v))
+            value = jax.tree.map(
+                lambda _: next(leaves), tree, is_leaf=lambda v: not is_var(v)
+            )
             (hidden if path in self.hidden_path_to_invar else others)[path] = value
         extra = self.jaxpr.outvars[b:]
-        return self.outputs(results), hidden, others, dict(zip(extra, results[b:], strict=True))
+        return (
+            self.outputs(results),
+            hidden,
+            others,
+            dict(zip(extra, results[b:], strict=True)),
+        )
 
     @property
     def name(self) -> str:
@@ -131,7 +162,9 @@ def is_module(model: Any) -> bool:
     return isinstance(model, brainstate.nn.Module)
 
 
-def module_states(model: brainstate.nn.Module, *kinds: Any) -> Mapping[Path, brainstate.State]:
+def module_states(
+    model: brainstate.nn.Module, *kinds: Any
+) -> Mapping[Path, brainstate.State]:
     """The states of a module by path, or those of some kind."""
     return cast(Any, model.states(*kinds))
 
@@ -148,8 +181,11 @@ def _states_kept(states: dict[Path, brainstate.State]) -> Iterator[None]:
         raise
 
 
-def extract_module_info(model: brainstate.nn.Module, *model_args: Any, **model_kwargs: Any) -> ModuleInfo:
-    """Trace one step ``model(*model_args, **model_kwargs)`` and sort its variables by role."""
+def extract_module_info(
+    model: brainstate.nn.Module, *model_args: Any, **model_kwargs: Any
+) -> ModuleInfo:
+    """Trace one step ``model(*model_args, **model_kwargs)`` and sort its variables by
+    role."""
     if not is_module(model):
         raise TypeError(
             three_parts(
@@ -162,10 +198,15 @@ def extract_module_info(model: brainstate.nn.Module, *model_args: Any, **model_k
     return trace_step(lambda *a, **k: model(*a, **k), model, model_args, model_kwargs)
 
 
-def trace_step(function: Callable[..., Any], model: brainstate.nn.Module, args: tuple, kwargs: dict) -> ModuleInfo:
-    """Trace a function that advances a module by one step, and sort its variables by role."""
+def trace_step(
+    function: Callable[..., Any], model: brainstate.nn.Module, args: tuple, kwargs: dict
+) -> ModuleInfo:
+    """Trace a function that advances a module by one step, and sort its variables by
+    role."""
     found = dict(module_states(model))
-    stateful: Any = brainstate.transform.StatefulFunction(function, return_only_write=False, name=type(model).__name__)
+    stateful: Any = brainstate.transform.StatefulFunction(
+        function, return_only_write=False, name=type(model).__name__
+    )
     with _states_kept(found):
         try:
             traced = stateful.get_jaxpr(*args, **kwargs)
@@ -182,7 +223,13 @@ def trace_step(function: Callable[..., Any], model: brainstate.nn.Module, args: 
 
 
 def _sort(
-    function: Any, traced: Any, found: dict, states: Sequence, written: set[int], out_shapes: Any, new_shapes: Any
+    function: Any,
+    traced: Any,
+    found: dict,
+    states: Sequence,
+    written: set[int],
+    out_shapes: Any,
+    new_shapes: Any,
 ) -> ModuleInfo:
     paths = {id(state): path for path, state in found.items()}
     for i, state in enumerate(states):
@@ -219,12 +266,22 @@ def _sort(
         in_trees.append(jax.tree.unflatten(tree, ins))
         out_trees.append(jax.tree.unflatten(tree, outs))
         if isinstance(state, brainstate.ParamState):
-            parameters += [Parameter(path, key, v) for key, v in zip(_keys(value), ins, strict=True)]
+            parameters += [
+                Parameter(path, key, v)
+                for key, v in zip(_keys(value), ins, strict=True)
+            ]
         elif _is_hidden(state):
-            hidden.append(Hidden(path, ins[0], outs[0], state, tuple(state.varshape), state.num_state))
+            hidden.append(
+                Hidden(
+                    path, ins[0], outs[0], state, tuple(state.varshape), state.num_state
+                )
+            )
         else:
             new = [v if id(state) in written else None for v in outs]
-            others += [OtherState(path, key, v, o) for key, v, o in zip(_keys(value), ins, new, strict=True)]
+            others += [
+                OtherState(path, key, v, o)
+                for key, v, o in zip(_keys(value), ins, new, strict=True)
+            ]
 
     order = {path: i for i, path in enumerate([*found, *paths.values()])}
     touched = {id(s) for s in states}
@@ -236,11 +293,17 @@ def _sort(
         hidden=tuple(sorted(hidden, key=lambda h: order[h.path])),
         others=tuple(others),
         outputs=tuple(jaxpr.outvars[:num_out]),
-        untouched_hidden=tuple(p for p, s in untouched.items() if isinstance(s, brainstate.HiddenState)),
-        untouched_parameters=tuple(p for p, s in untouched.items() if isinstance(s, brainstate.ParamState)),
+        untouched_hidden=tuple(
+            p for p, s in untouched.items() if isinstance(s, brainstate.HiddenState)
+        ),
+        untouched_parameters=tuple(
+            p for p, s in untouched.items() if isinstance(s, brainstate.ParamState)
+        ),
     )
     weight_trees = {
-        paths[id(s)]: tree for s, tree in zip(states, in_trees, strict=True) if isinstance(s, brainstate.ParamState)
+        paths[id(s)]: tree
+        for s, tree in zip(states, in_trees, strict=True)
+        if isinstance(s, brainstate.ParamState)
     }
     return ModuleInfo(
         stateful_model=function,
@@ -274,7 +337,9 @@ def _is_hidden(state: brainstate.State) -> bool:
 
 def _keys(value: Any) -> list[tuple]:
     """The keys of every array in a state's value; a quantity counts as one array."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: isinstance(x, u.Quantity))
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        value, is_leaf=lambda x: isinstance(x, u.Quantity)
+    )
     name = lambda k: getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', k)))
     return [tuple(name(k) for k in keys) for keys, _ in flat]
 
@@ -319,7 +384,9 @@ def _explain(model: Any, args: tuple, error: Exception) -> CompilationError:
 
 def _explain_attribute(name: str, owner: Any, attribute: Any, line: str) -> str:
     kind = type(owner).__name__
-    stateless = not any(isinstance(value, brainstate.ShortTermState) for value in vars(owner).values())
+    stateless = not any(
+        isinstance(value, brainstate.ShortTermState) for value in vars(owner).values()
+    )
     names = {attribute, 'setattr'} if stateless else {attribute}
     if any(_sets(base, 'init_state', names, set()) for base in type(owner).__mro__):
         return three_parts(
@@ -338,19 +405,26 @@ def _explain_attribute(name: str, owner: Any, attribute: Any, line: str) -> str:
 
 
 def _sets(owner: type, method: str, names: set[str], seen: set[str]) -> bool:
-    """True if a method of a class, or one that it calls, sets an attribute of one of these names or calls one."""
+    """True if a method of a class, or one that it calls, sets an attribute of one of
+    these names or calls one."""
     function: Any = getattr(owner, method, None)
     code = getattr(inspect.unwrap(function), '__code__', None)
     if code is None or method in seen:
         return False
     seen.add(method)
     opcodes = ('STORE_ATTR', 'LOAD_GLOBAL')
-    found = {i.argval for i in dis.get_instructions(code) if i.opname in opcodes} | {*code.co_consts}
-    return bool(names & found) or any(_sets(owner, name, names, seen) for name in code.co_names)
+    found = {i.argval for i in dis.get_instructions(code) if i.opname in opcodes} | {
+        *code.co_consts
+    }
+    return bool(names & found) or any(
+        _sets(owner, name, names, seen) for name in code.co_names
+    )
 
 
 def _check_new_value(path: Path, old: Any, new: Any) -> None:
-    old_shapes = [(x.shape, str(x.dtype)) for x in map(jax.numpy.asarray, jax.tree.leaves(old))]
+    old_shapes = [
+        (x.shape, str(x.dtype)) for x in map(jax.numpy.asarray, jax.tree.leaves(old))
+    ]
     new_shapes = [(tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(new)]
     if old_shapes != new_shapes:
         instead = 'states initialised with the shape (batch axis included) and dtype that the step gives them'

@@ -1,6 +1,8 @@
-"""Equinox modules ``model(x, state, ...) -> (out, state)`` and cells ``cell(x, state) -> state``.
+"""Equinox modules ``model(x, state, ...) -> (out, state)`` and cells ``cell(x, state)
+-> state``.
 
-Parameters are the inexact arrays. The state is any tree of arrays, or an ``eqx.nn.State``.
+Parameters are the inexact arrays. The state is any tree of arrays, or an
+``eqx.nn.State``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ class EquinoxModel(PureModel):
         'examples of one sample'
     )
 
-    def __init__(self, model: eqx.Module, inputs: tuple, state: Any = None, batch: int | None = None):
+    def __init__(
+        self,
+        model: eqx.Module,
+        inputs: tuple,
+        state: Any = None,
+        batch: int | None = None,
+    ):
         state = _default_state(model) if state is None else state
         if state is None or not inputs:
             raise CompilationError(
@@ -39,13 +47,17 @@ class EquinoxModel(PureModel):
         trainable, self.static = eqx.partition(model, eqx.is_inexact_array)
         self.parameter_leaves = Leaves(trainable, 'a model', leaf_paths(trainable))
         self.parameters = jax.tree.leaves(trainable)
-        self.state_paths = _paths(model, state, free_name('state', self.parameter_paths))
+        self.state_paths = _paths(
+            model, state, free_name('state', self.parameter_paths)
+        )
         self.state_leaves = Leaves(state, 'a state', self.state_paths)
         self.state = jax.tree.leaves(state)
         self._statistics = _statistics(model, self.state_paths)
         super().__init__(type(model).__name__, inputs, batch)
 
-    def one(self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any) -> tuple[list[Any], Any]:
+    def one(
+        self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any
+    ) -> tuple[list[Any], Any]:
         """One call of the module for one sample."""
         model = self.whole(parameters)
         x, *more = inputs
@@ -66,7 +78,9 @@ class EquinoxModel(PureModel):
         )
 
     def _ongoing(self) -> list[bool]:
-        return [a or b for a, b in zip(super()._ongoing(), self._statistics, strict=True)]
+        return [
+            a or b for a, b in zip(super()._ongoing(), self._statistics, strict=True)
+        ]
 
     def whole(self, parameters: Sequence[Any]) -> Any:
         """The model with these parameters."""
@@ -105,9 +119,14 @@ def _default_state(model: Any) -> Any:
 
 
 def _paths(model: Any, state: Any, name: str) -> list[tuple]:
-    """A path for every array of a state; inside an ``eqx.nn.State`` that of its index in the model."""
+    """A path for every array of a state; inside an ``eqx.nn.State`` that of its index
+    in the model."""
     is_index = lambda x: isinstance(x, eqx.nn.StateIndex)
-    found = zip(leaf_paths(model, is_index), jax.tree.leaves(model, is_leaf=is_index), strict=True)
+    found = zip(
+        leaf_paths(model, is_index),
+        jax.tree.leaves(model, is_leaf=is_index),
+        strict=True,
+    )
     indices = [(path, index) for path, index in found if is_index(index)]
     paths = [(name, *path) for path in state_paths(state)]
     numbers = jax.tree.unflatten(jax.tree.structure(state), range(len(paths)))
@@ -122,6 +141,8 @@ def _paths(model: Any, state: Any, name: str) -> list[tuple]:
 def _statistics(model: Any, paths: Sequence[tuple]) -> list[bool]:
     """Which states are the running statistics of a BatchNorm."""
     is_norm = lambda x: isinstance(x, eqx.nn.BatchNorm)
-    found = zip(leaf_paths(model, is_norm), jax.tree.leaves(model, is_leaf=is_norm), strict=True)
+    found = zip(
+        leaf_paths(model, is_norm), jax.tree.leaves(model, is_leaf=is_norm), strict=True
+    )
     norms = [path for path, x in found if is_norm(x)]
     return [any(path[: len(p)] == p for p in norms) for path in paths]

@@ -1,7 +1,8 @@
-"""Flax NNX modules: parameters are its Params; carries and the other Variables it writes are its states.
+"""Flax NNX modules: parameters are its Params; carries and the other Variables it
+writes are its states.
 
-A module is called as ``model(*inputs)``, or with a carry as ``model(carry, *inputs) -> (carry, out)``. The user's
-module stays the place where parameters and Variables live.
+A module is called as ``model(*inputs)``, or with a carry as ``model(carry, *inputs) ->
+(carry, out)``. The user's module stays the place where parameters and Variables live.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ class FlaxModel(PureModel):
         'real numbers in its __call__'
     )
 
-    def __init__(self, model: nnx.Module, inputs: tuple, state: Any = None, batch: int | None = None, seed: int = 0):
+    def __init__(
+        self,
+        model: nnx.Module,
+        inputs: tuple,
+        state: Any = None,
+        batch: int | None = None,
+        seed: int = 0,
+    ):
         if batch is not None:
             raise ValueError(
                 three_parts(
@@ -44,11 +52,21 @@ class FlaxModel(PureModel):
             )
         self.model = model
         if state is None and hasattr(model, 'initialize_carry') and inputs:
-            state = model.initialize_carry(jnp.shape(jax.tree.leaves(inputs)[0]), nnx.Rngs(seed))
+            state = model.initialize_carry(
+                jnp.shape(jax.tree.leaves(inputs)[0]), nnx.Rngs(seed)
+            )
         self.graphdef, *parts = self._split(model)
-        self._leaves = [Leaves(part, 'Variables', _variable_paths(part)) for part in parts]
-        name = free_name('carry', [path for leaves in self._leaves for path in leaves.paths])
-        self.carry = None if state is None else Leaves(state, 'a carry', [(name, *p) for p in state_paths(state)])
+        self._leaves = [
+            Leaves(part, 'Variables', _variable_paths(part)) for part in parts
+        ]
+        name = free_name(
+            'carry', [path for leaves in self._leaves for path in leaves.paths]
+        )
+        self.carry = (
+            None
+            if state is None
+            else Leaves(state, 'a carry', [(name, *p) for p in state_paths(state)])
+        )
         self._check_call(inputs)
         self.parameter_leaves = self._leaves[0]
         self.parameters = jax.tree.leaves(parts[0])
@@ -56,12 +74,16 @@ class FlaxModel(PureModel):
         self.num_carried = len(carried)
         self.state = [*carried, *jax.tree.leaves(parts[1:])]
         kept = [self.carry, *self._leaves[1:]]
-        self.state_paths = [path for leaves in kept if leaves is not None for path in leaves.paths]
+        self.state_paths = [
+            path for leaves in kept if leaves is not None for path in leaves.paths
+        ]
         super().__init__(type(model).__name__, inputs, None)
 
     def _ongoing(self) -> list[bool]:
         end = self.num_carried + len(self._leaves[1].paths)
-        return [x or self.num_carried <= i < end for i, x in enumerate(super()._ongoing())]
+        return [
+            x or self.num_carried <= i < end for i, x in enumerate(super()._ongoing())
+        ]
 
     def _check_call(self, inputs: tuple) -> None:
         signature = inspect.signature(self.model.__call__)
@@ -82,22 +104,31 @@ class FlaxModel(PureModel):
     def _split(model: nnx.Module) -> tuple:
         return nnx.split(model, nnx.Param, _GO_ON, ...)
 
-    def _merged(self, parameters: Sequence[Any], state: Sequence[Any]) -> list[nnx.State]:
+    def _merged(
+        self, parameters: Sequence[Any], state: Sequence[Any]
+    ) -> list[nnx.State]:
         """The parts of a module from arrays in the order of the paths."""
         middle = self.num_carried + len(self._leaves[1].paths)
         lists = [parameters, state[self.num_carried : middle], state[middle:]]
         return [leaves.tree(x) for leaves, x in zip(self._leaves, lists, strict=True)]
 
-    def one(self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any) -> tuple[list[Any], Any]:
+    def one(
+        self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any
+    ) -> tuple[list[Any], Any]:
         """One call of the module."""
-        carry = () if self.carry is None else (self.carry.tree(state[: self.num_carried]),)
+        carry = (
+            () if self.carry is None else (self.carry.tree(state[: self.num_carried]),)
+        )
         model = nnx.merge(self.graphdef, *self._merged(parameters, state))
         result = model(*carry, *inputs)
         new: list[Any] = []
         if self.carry is not None:
             new, result = self._carried(self.carry.structure, result)
         _, *parts = self._split(model)
-        if any(b.structure != jax.tree.structure(a) for a, b in zip(parts, self._leaves, strict=True)):
+        if any(
+            b.structure != jax.tree.structure(a)
+            for a, b in zip(parts, self._leaves, strict=True)
+        ):
             raise CompilationError(
                 three_parts(
                     f'a call of {type(self.model).__name__} that makes or drops Variables',
@@ -105,7 +136,9 @@ class FlaxModel(PureModel):
                     'Variables made in __init__, and only read and written in __call__',
                 )
             )
-        for path, a, b in zip(self.parameter_paths, parameters, jax.tree.leaves(parts[0]), strict=True):
+        for path, a, b in zip(
+            self.parameter_paths, parameters, jax.tree.leaves(parts[0]), strict=True
+        ):
             if a is not b:
                 raise CompilationError(
                     three_parts(
@@ -118,7 +151,11 @@ class FlaxModel(PureModel):
 
     def _carried(self, structure: Any, result: Any) -> tuple[list[Any], Any]:
         """New carry and output of a call."""
-        if isinstance(result, tuple) and len(result) == 2 and structure == jax.tree.structure(result[0]):
+        if (
+            isinstance(result, tuple)
+            and len(result) == 2
+            and structure == jax.tree.structure(result[0])
+        ):
             return jax.tree.leaves(result[0]), result[1]
         raise CompilationError(
             three_parts(
@@ -130,7 +167,9 @@ class FlaxModel(PureModel):
 
     def flat(self, given: Any) -> list[Any]:
         """Parameters of a module, or of a State of Params."""
-        return super().flat(nnx.state(given, nnx.Param) if isinstance(given, nnx.Module) else given)
+        return super().flat(
+            nnx.state(given, nnx.Param) if isinstance(given, nnx.Module) else given
+        )
 
     def whole_state(self, state: Sequence[Any]) -> Any:
         """The carry, or without one the Variables that are no Params."""
@@ -155,9 +194,13 @@ class FlaxModel(PureModel):
         return isinstance(given, nnx.Module)
 
     def pull(self, given: Any = None) -> tuple[list[Any], list[Any | None]]:
-        """Values of the user's module now; a change of mode (train, eval) changes the step."""
+        """Values of the user's module now; a change of mode (train, eval) changes the
+        step."""
         graphdef, *parts = self._split(self.model if given is None else given)
-        same = all(b.structure == jax.tree.structure(a) for a, b in zip(parts, self._leaves, strict=True))
+        same = all(
+            b.structure == jax.tree.structure(a)
+            for a, b in zip(parts, self._leaves, strict=True)
+        )
         if not same or (given is not None and graphdef != self.graphdef):
             raise CompilationError(
                 three_parts(
@@ -167,17 +210,33 @@ class FlaxModel(PureModel):
                 )
             )
         self.graphdef = graphdef
-        return jax.tree.leaves(parts[0]), [*[None] * self.num_carried, *jax.tree.leaves(parts[1:])]
+        return jax.tree.leaves(parts[0]), [
+            *[None] * self.num_carried,
+            *jax.tree.leaves(parts[1:]),
+        ]
 
-    def push(self, parameters: Sequence[Any], state: Sequence[Any], given: Any = None) -> None:
+    def push(
+        self, parameters: Sequence[Any], state: Sequence[Any], given: Any = None
+    ) -> None:
         """Write into the user's module."""
-        nnx.update(self.model if given is None else given, *self._merged(parameters, state))
+        nnx.update(
+            self.model if given is None else given, *self._merged(parameters, state)
+        )
 
 
 def _variable_paths(part: nnx.State) -> list[tuple]:
-    """Paths of the Variables' arrays; several in one Variable are parts of one thing, not layers."""
+    """Paths of the Variables' arrays; several in one Variable are parts of one thing,
+    not layers."""
     paths = []
     for keys, _ in jax.tree_util.tree_flatten_with_path(part)[0]:
-        inside = next((i for i, k in enumerate(keys) if isinstance(k, jax.tree_util.GetAttrKey)), len(keys))
-        paths.append((*map(key_name, keys[:inside]), *(str(key_name(k)) for k in keys[inside + 1 :])))
+        inside = next(
+            (i for i, k in enumerate(keys) if isinstance(k, jax.tree_util.GetAttrKey)),
+            len(keys),
+        )
+        paths.append(
+            (
+                *map(key_name, keys[:inside]),
+                *(str(key_name(k)) for k in keys[inside + 1 :]),
+            )
+        )
     return paths

@@ -1,4 +1,5 @@
-"""Plain functions ``step(params, state, *inputs) -> (state, out)``; every float state is hidden.
+"""Plain functions ``step(params, state, *inputs) -> (state, out)``; every float state
+is hidden.
 
 Models that other front ends have made pure are traced here too.
 """
@@ -38,7 +39,8 @@ class FunctionInfo(NamedTuple):
     state_tree: Any
     num_var_out: int
     held: tuple[Any, Any] | None = None
-    """Parameters and state of a model that holds its own: then a call has inputs only."""
+    """Parameters and state of a model that holds its own: then a call has inputs only.
+    """
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -48,13 +50,25 @@ class FunctionInfo(NamedTuple):
     def add_jaxpr_outs(self, jax_vars: Sequence[Var]) -> FunctionInfo:
         """The same record with a jaxpr that also returns the given variables."""
         jaxpr = self.jaxpr
-        more = make_jaxpr(jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *jax_vars], jaxpr.eqns)
+        more = make_jaxpr(
+            jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *jax_vars], jaxpr.eqns
+        )
         return self._replace(closed_jaxpr=close(more, self.closed_jaxpr.consts))
 
-    def flat_inputs(self, args: Sequence[Any], old_state_vals: Any, kwargs: dict) -> list[jax.Array]:
-        """``(params, state, *inputs)`` in the order of the jaxpr's inputs, checked against it."""
+    def flat_inputs(
+        self, args: Sequence[Any], old_state_vals: Any, kwargs: dict
+    ) -> list[jax.Array]:
+        """``(params, state, *inputs)`` in the order of the jaxpr's inputs, checked
+        against it."""
         params, state, *inputs = args if self.held is None else (*self.held, *args)
-        flat = jax.tree.leaves((params, state if old_state_vals is None else old_state_vals, inputs, kwargs))
+        flat = jax.tree.leaves(
+            (
+                params,
+                state if old_state_vals is None else old_state_vals,
+                inputs,
+                kwargs,
+            )
+        )
         check_shapes(self.closed_jaxpr, flat)
         return flat
 
@@ -68,7 +82,11 @@ class FunctionInfo(NamedTuple):
         results = evaluate(self.jaxpr, self.closed_jaxpr.consts, *flat)
         a, b = self.num_var_out, self.num_var_out + self.state_tree.num_leaves
         new = jax.tree.unflatten(self.state_tree, results[a:b])
-        return self.outputs(results), new, dict(zip(self.jaxpr.outvars[b:], results[b:], strict=True))
+        return (
+            self.outputs(results),
+            new,
+            dict(zip(self.jaxpr.outvars[b:], results[b:], strict=True)),
+        )
 
     @property
     def name(self) -> str:
@@ -88,7 +106,14 @@ class FunctionInfo(NamedTuple):
 class FunctionModel(PureModel):
     """A plain step function with its parameters and state."""
 
-    def __init__(self, step: Callable[..., Any], params: Any, state: Any, inputs: tuple, batch: int | None = None):
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        params: Any,
+        state: Any,
+        inputs: tuple,
+        batch: int | None = None,
+    ):
         self.function = step
         self.parameter_leaves = Leaves(params, 'params', leaf_paths(params))
         self.parameters = jax.tree.leaves(params)
@@ -98,7 +123,9 @@ class FunctionModel(PureModel):
         self.state = jax.tree.leaves(state)
         super().__init__(getattr(step, '__name__', 'a function'), inputs, batch)
 
-    def one(self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any) -> tuple[list[Any], Any]:
+    def one(
+        self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any
+    ) -> tuple[list[Any], Any]:
         """One call of the function."""
         given = self.parameter_leaves.tree(parameters), self.state_leaves.tree(state)
         new, out = run_step(self.function, *given, inputs)
@@ -109,12 +136,16 @@ class FunctionModel(PureModel):
         return [True] * len(self.state)
 
 
-def run_step(step: Callable[..., Any], params: Any, state: Any, inputs: tuple) -> tuple[Any, Any]:
+def run_step(
+    step: Callable[..., Any], params: Any, state: Any, inputs: tuple
+) -> tuple[Any, Any]:
     """New state and output of a step function, checked."""
     try:
         result = step(params, state, *inputs)
         if not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(f'it returns {type(result).__name__}, not a pair (state, out)')
+            raise TypeError(
+                f'it returns {type(result).__name__}, not a pair (state, out)'
+            )
         _check_state(state, result[0])
     except Exception as error:
         raise CompilationError(
@@ -127,17 +158,32 @@ def run_step(step: Callable[..., Any], params: Any, state: Any, inputs: tuple) -
     return result
 
 
-def extract_function_info(step: Callable[..., Any], params: Any, state: Any, *inputs: Any) -> FunctionInfo:
+def extract_function_info(
+    step: Callable[..., Any], params: Any, state: Any, *inputs: Any
+) -> FunctionInfo:
     """Trace ``step(params, state, *inputs)`` and sort its variables by role."""
-    is_hidden = [jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) for x in jax.tree.leaves(state)]
+    is_hidden = [
+        jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
+        for x in jax.tree.leaves(state)
+    ]
     paths = leaf_paths(params), state_paths(state)
-    return _trace(step, params, state, inputs, *paths, is_hidden, [True] * len(is_hidden))
+    return _trace(
+        step, params, state, inputs, *paths, is_hidden, [True] * len(is_hidden)
+    )
 
 
 def extract_pure_info(model: PureModel) -> FunctionInfo:
     """Trace one step of a model that a front end has made pure."""
-    given = model.parameters, model.state, model.inputs, model.parameter_paths, model.state_paths
-    return _trace(model.step, *given, model.hidden, model.written)._replace(held=(model.parameters, model.state))
+    given = (
+        model.parameters,
+        model.state,
+        model.inputs,
+        model.parameter_paths,
+        model.state_paths,
+    )
+    return _trace(model.step, *given, model.hidden, model.written)._replace(
+        held=(model.parameters, model.state)
+    )
 
 
 def _trace(
@@ -154,25 +200,48 @@ def _trace(
     traced, (out, _) = jax.make_jaxpr(ordered, return_shape=True)(params, state, inputs)
     leaves = jax.tree.leaves(state)
     num_params, num_out = len(jax.tree.leaves(params)), len(jax.tree.leaves(out))
-    closed = distinct_outputs(normal_form(traced), [num_out + i for i, h in enumerate(is_hidden) if h])
+    closed = distinct_outputs(
+        normal_form(traced), [num_out + i for i, h in enumerate(is_hidden) if h]
+    )
     jaxpr = closed.jaxpr
-    old, new_vars = jaxpr.invars[num_params : num_params + len(leaves)], jaxpr.outvars[num_out:]
+    old, new_vars = (
+        jaxpr.invars[num_params : num_params + len(leaves)],
+        jaxpr.outvars[num_out:],
+    )
     states = list(zip(state_paths, is_hidden, is_written, old, new_vars, strict=True))
     program = StepProgram(
         closed,
         inputs=tuple(jaxpr.invars[num_params + len(leaves) :]),
-        parameters=tuple(Parameter(p, (), v) for p, v in zip(param_paths, jaxpr.invars, strict=False)),
-        hidden=tuple(
-            Hidden(p, a, b, ArrayState(p, a.aval.shape), a.aval.shape, 1) for p, hidden, _, a, b in states if hidden
+        parameters=tuple(
+            Parameter(p, (), v) for p, v in zip(param_paths, jaxpr.invars, strict=False)
         ),
-        others=tuple(OtherState(p, (), a, b if w else None) for p, hidden, w, a, b in states if not hidden),
+        hidden=tuple(
+            Hidden(p, a, b, ArrayState(p, a.aval.shape), a.aval.shape, 1)
+            for p, hidden, _, a, b in states
+            if hidden
+        ),
+        others=tuple(
+            OtherState(p, (), a, b if w else None)
+            for p, hidden, w, a, b in states
+            if not hidden
+        ),
         outputs=tuple(jaxpr.outvars[:num_out]),
     )
-    return FunctionInfo(step, closed, program, jax.tree.structure(out), jax.tree.structure(state), num_out)
+    return FunctionInfo(
+        step,
+        closed,
+        program,
+        jax.tree.structure(out),
+        jax.tree.structure(state),
+        num_out,
+    )
 
 
 def _check_state(old: Any, new: Any) -> None:
-    shapes = [jax.tree.map(lambda x: (jnp.shape(x), str(jnp.result_type(x))), s) for s in (old, new)]
+    shapes = [
+        jax.tree.map(lambda x: (jnp.shape(x), str(jnp.result_type(x))), s)
+        for s in (old, new)
+    ]
     structure: Any = jax.tree.structure(old)
     if structure != jax.tree.structure(new) or shapes[0] != shapes[1]:
         raise TypeError(f'it turns a state of {shapes[0]} into {shapes[1]}')

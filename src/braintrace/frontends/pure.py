@@ -1,4 +1,5 @@
-"""What the front ends of other frameworks make of a model: a pure step on lists of arrays, each with a path."""
+"""What the front ends of other frameworks make of a model: a pure step on lists of
+arrays, each with a path."""
 
 from __future__ import annotations
 
@@ -40,10 +41,12 @@ class Leaves:
 
 
 class PureModel:
-    """A model whose step is ``step(parameters, state, *inputs) -> (state, out)`` on lists in the order of the paths.
+    """A model whose step is ``step(parameters, state, *inputs) -> (state, out)`` on
+    lists in the order of the paths.
 
-    ``written``: which states a step writes; ``hidden``: which of them carry credit; ``ongoing``: which of the others
-    go on when a sequence starts afresh. With ``batch`` the given state and inputs are of one sample, mapped over it.
+    ``written``: which states a step writes; ``hidden``: which of them carry credit;
+    ``ongoing``: which of the others go on when a sequence starts afresh. With ``batch``
+    the given state and inputs are of one sample, mapped over it.
     """
 
     parameters: list[Any]
@@ -52,10 +55,12 @@ class PureModel:
     state_leaves: Leaves
     state_paths: list[Path]
     keeps_state = False
-    """Whether states live in the user's model too, where a learner has to read and write them."""
+    """Whether states live in the user's model too, where a learner has to read and
+    write them."""
     runs = 'inputs and a state for which the step runs'
     remembers = 'a state of real numbers that the step gives a new value'
-    """What to write where a step fails, and where none of its states can carry credit."""
+    """What to write where a step fails, and where none of its states can carry credit.
+    """
 
     def __init__(self, name: str, inputs: tuple, batch: int | None):
         self.name = name
@@ -69,7 +74,9 @@ class PureModel:
         self.written = self._written()
         self.ongoing = self._ongoing()
         given = zip(self.written, self.ongoing, self.state, strict=True)
-        self.hidden = [written and not ongoing and _is_float(x) for written, ongoing, x in given]
+        self.hidden = [
+            written and not ongoing and _is_float(x) for written, ongoing, x in given
+        ]
         if not any(self.hidden):
             raise CompilationError(
                 three_parts(
@@ -79,20 +86,27 @@ class PureModel:
                 )
             )
 
-    def one(self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any) -> tuple[list[Any], Any]:
+    def one(
+        self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any
+    ) -> tuple[list[Any], Any]:
         """One step as the framework does it."""
         raise NotImplementedError
 
-    def step(self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any) -> tuple[list[Any], Any]:
+    def step(
+        self, parameters: Sequence[Any], state: Sequence[Any], *inputs: Any
+    ) -> tuple[list[Any], Any]:
         """One step of the whole batch."""
         return self._mapped(self.one)(list(parameters), list(state), *inputs)
 
     def _mapped(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of parameters, states and inputs of one sample, mapped over the batch if there is one."""
+        """A function of parameters, states and inputs of one sample, mapped over the
+        batch if there is one."""
         if self.batch is None:
             return run
         axes = lambda count: (None, 0, *(0 for _ in range(count - 2)))
-        return lambda *args: jax.vmap(run, in_axes=axes(len(args)), axis_name='batch')(*args)
+        return lambda *args: jax.vmap(run, in_axes=axes(len(args)), axis_name='batch')(
+            *args
+        )
 
     @property
     def parameter_paths(self) -> list[Path]:
@@ -100,7 +114,8 @@ class PureModel:
         return self.parameter_leaves.paths
 
     def gradients(self, parameters: Sequence[Any]) -> Any:
-        """Arrays in the order of the parameters in the structure that the framework's optimisers expect."""
+        """Arrays in the order of the parameters in the structure that the framework's
+        optimisers expect."""
         return self.parameter_leaves.tree(parameters)
 
     def whole(self, parameters: Sequence[Any]) -> Any:
@@ -121,7 +136,8 @@ class PureModel:
 
     @property
     def version(self) -> Any:
-        """What the step depends on beside parameters and states, for modules that can change it."""
+        """What the step depends on beside parameters and states, for modules that can
+        change it."""
         return None
 
     def holds_states(self, given: Any) -> bool:
@@ -129,10 +145,13 @@ class PureModel:
         return False
 
     def pull(self, given: Any = None) -> tuple[list[Any], list[Any | None]]:
-        """Parameters and states in the user's model, or a given one; None for a state that is not kept there."""
+        """Parameters and states in the user's model, or a given one; None for a state
+        that is not kept there."""
         raise NotImplementedError
 
-    def push(self, parameters: Sequence[Any], state: Sequence[Any], given: Any = None) -> None:
+    def push(
+        self, parameters: Sequence[Any], state: Sequence[Any], given: Any = None
+    ) -> None:
         """Write parameters and states into the user's model, or a given one."""
         raise NotImplementedError
 
@@ -141,9 +160,14 @@ class PureModel:
         return [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in self.state]
 
     def _written(self) -> list[bool]:
-        """Which states a step gives a new value, found by running it on abstract values."""
+        """Which states a step gives a new value, found by running it on abstract
+        values."""
         marks: list[bool] = []
-        if wrong := [p for p, x in zip(self.parameter_paths, self.parameters, strict=True) if not _is_float(x)]:
+        if wrong := [
+            p
+            for p, x in zip(self.parameter_paths, self.parameters, strict=True)
+            if not _is_float(x)
+        ]:
             raise CompilationError(
                 three_parts(
                     f'parameter {path_name(wrong[0])}, which is not of real or complex numbers',
@@ -158,7 +182,9 @@ class PureModel:
             return new
 
         try:
-            new = jax.eval_shape(self._mapped(run), self.parameters, self.state, *self.inputs)
+            new = jax.eval_shape(
+                self._mapped(run), self.parameters, self.state, *self.inputs
+            )
         except CompilationError:
             raise
         except Exception as error:
@@ -190,17 +216,29 @@ def key_name(key: Any) -> Any:
 
 def leaf_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Path]:
     """Paths of the arrays in a tree."""
-    return [tuple(map(key_name, keys)) for keys, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf)[0]]
+    return [
+        tuple(map(key_name, keys))
+        for keys, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf)[0]
+    ]
 
 
 def state_paths(tree: Any) -> list[Path]:
-    """The same for what a step carries: entries of a tuple are parts of one thing, not layers: words, not numbers."""
+    """The same for what a step carries: entries of a tuple are parts of one thing, not
+    layers: words, not numbers."""
     if isinstance(tree, tuple) and not hasattr(tree, '_fields'):
-        return [(str(i), *path) for i, part in enumerate(tree) for path in state_paths(part)]
-    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+        return [
+            (str(i), *path) for i, part in enumerate(tree) for path in state_paths(part)
+        ]
+    children, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: x is not tree
+    )
     if len(children) == 1 and not children[0][0]:
         return [()]
-    return [(*map(key_name, keys), *path) for keys, part in children for path in state_paths(part)]
+    return [
+        (*map(key_name, keys), *path)
+        for keys, part in children
+        for path in state_paths(part)
+    ]
 
 
 def free_name(name: str, paths: Sequence[Path]) -> str:

@@ -1,7 +1,6 @@
 """Learners: compiled models with a learning rule."""
 
 from ..program.data import MultiStepData, SingleStepData
-from .check import GradientCheck, RuleComparison
 from .by_rule import (
     BPTT,
     D_RTRL,
@@ -22,6 +21,7 @@ from .by_rule import (
     pp_prop,
     train_synthetic_gradient,
 )
+from .check import GradientCheck, RuleComparison
 from .learner import Learner
 from .memory import MemoryPlan
 from .state import EligibilityTrace

@@ -30,12 +30,19 @@ def results(
     if weights is not None:
         gradients = {p: gradients[p] for p in weights}
     losses = losses if loss_output == 'per_step' else weighted(losses, cotangents)
-    results = (gradients, *([losses] if return_value else []), *([aux] if has_aux else []))
+    results = (
+        gradients,
+        *([losses] if return_value else []),
+        *([aux] if has_aux else []),
+    )
     return results if len(results) > 1 else gradients
 
 
-def loss_weights(mask: Any, length: int, what: str, reduction: str = 'sum') -> tuple[Any, Any]:
-    """What each loss counts, 1 or its mask, divided by max(Σ mask, 1) for a mean; and what a mask of 1 counts."""
+def loss_weights(
+    mask: Any, length: int, what: str, reduction: str = 'sum'
+) -> tuple[Any, Any]:
+    """What each loss counts, 1 or its mask, divided by max(Σ mask, 1) for a mean; and
+    what a mask of 1 counts."""
     dtype = jnp.result_type(float)
     try:
         real = mask is None or not jnp.iscomplexobj(jnp.asarray(mask))
@@ -43,7 +50,11 @@ def loss_weights(mask: Any, length: int, what: str, reduction: str = 'sum') -> t
         real = False
     if not real:
         raise ValueError(
-            three_parts(f'mask={mask!r}', 'it weights the losses', f'{length} numbers, or None where all count alike')
+            three_parts(
+                f'mask={mask!r}',
+                'it weights the losses',
+                f'{length} numbers, or None where all count alike',
+            )
         )
     mask = np.ones(length, dtype) if mask is None else jnp.asarray(mask, dtype)
     if mask.shape != (length,):
@@ -56,14 +67,22 @@ def loss_weights(mask: Any, length: int, what: str, reduction: str = 'sum') -> t
         )
     if reduction == 'sum':
         return mask, np.ones((), dtype)
-    total = np.asarray(length, dtype) if isinstance(mask, np.ndarray) else jnp.maximum(mask.sum(), 1.0)
+    total = (
+        np.asarray(length, dtype)
+        if isinstance(mask, np.ndarray)
+        else jnp.maximum(mask.sum(), 1.0)
+    )
     return mask / total, 1 / total
 
 
 def check_aux(structure: Any, has_aux: bool) -> None:
     """Raise unless a step_fn returned a loss alone, or with ``has_aux`` a pair."""
     outputs = jax.tree.unflatten(structure, range(structure.num_leaves))
-    if isinstance(outputs, tuple) and len(outputs) == 2 if has_aux else structure.num_leaves == 1:
+    if (
+        isinstance(outputs, tuple) and len(outputs) == 2
+        if has_aux
+        else structure.num_leaves == 1
+    ):
         return
     raise CompilationError(
         three_parts(
@@ -94,10 +113,16 @@ def weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(three_parts(f'{name}={value!r}', 'it has no such choice', one_of(choices, value)))
+        raise ValueError(
+            three_parts(
+                f'{name}={value!r}', 'it has no such choice', one_of(choices, value)
+            )
+        )
 
 
-def check_combination(rule: Rule, vjp_method: str, trace: Any, trace_dtype: Any) -> None:
+def check_combination(
+    rule: Rule, vjp_method: str, trace: Any, trace_dtype: Any
+) -> None:
     """Raise where options of a learner have no meaning together with its rule."""
     plain = rule.is_plain
     wrong = [
@@ -132,17 +157,28 @@ def check_combination(rule: Rule, vjp_method: str, trace: Any, trace_dtype: Any)
 
 
 def rules_of(asked: Any) -> list[tuple[Rule, Any]]:
-    """Rules from their names, classes, configurations or learners, and what those of learners read."""
+    """Rules from their names, classes, configurations or learners, and what those of
+    learners read."""
     if isinstance(asked, str) or not isinstance(asked, Sequence) or not asked:
         raise ValueError(
-            three_parts(f'rules={asked!r}', 'it is a list of rules to compare', "rules=['d_rtrl', 'pp_prop']")
+            three_parts(
+                f'rules={asked!r}',
+                'it is a list of rules to compare',
+                "rules=['d_rtrl', 'pp_prop']",
+            )
         )
     found = []
     for one in asked:
         name = one if isinstance(one, str) else getattr(one, '__name__', None)
         rule = named(name).default if name else getattr(one, 'rule', one)
         if not isinstance(rule, Rule):
-            raise ValueError(three_parts(f'{one!r} among rules', 'it is no rule', "a name, as 'd_rtrl', or a learner"))
+            raise ValueError(
+                three_parts(
+                    f'{one!r} among rules',
+                    'it is no rule',
+                    "a name, as 'd_rtrl', or a learner",
+                )
+            )
         standing = getattr(one, 'standing', None)
         found.append((rule, None if standing is None else standing.value))
     return found
@@ -151,26 +187,40 @@ def rules_of(asked: Any) -> list[tuple[Rule, Any]]:
 def check_block(block: Any) -> None:
     if block is not None and (not isinstance(block, int) or block < 1):
         raise ValueError(
-            three_parts(f'block={block!r}', 'a block has at least one step', 'a whole number from 1, or None')
+            three_parts(
+                f'block={block!r}',
+                'a block has at least one step',
+                'a whole number from 1, or None',
+            )
         )
 
 
 def check_bytes(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(three_parts(f'{name}={value!r}', 'it is a number of bytes', f'{name}=2**30'))
+        raise ValueError(
+            three_parts(f'{name}={value!r}', 'it is a number of bytes', f'{name}=2**30')
+        )
 
 
 def check_modulator(value: Any) -> None:
     if isinstance(value, MultiStepData):
         why = 'a window is taught by one modulator'
         instead = 'one modulator for the window, or steps one by one: learner(x, modulator=m), also in a step_fn'
-        raise ValueError(three_parts('a modulator for each step of a window', why, instead))
+        raise ValueError(
+            three_parts('a modulator for each step of a window', why, instead)
+        )
     try:
         real = not jnp.iscomplexobj(jnp.asarray(value))
     except (TypeError, ValueError):
         real = False
     if not real:
-        raise ValueError(three_parts(f'modulator={value!r}', 'it is a number or an array of them', 'modulator=1.0'))
+        raise ValueError(
+            three_parts(
+                f'modulator={value!r}',
+                'it is a number or an array of them',
+                'modulator=1.0',
+            )
+        )
 
 
 def check_trace_dtype(dtype: Any) -> None:
@@ -181,7 +231,11 @@ def check_trace_dtype(dtype: Any) -> None:
         fits = False
     if not fits:
         raise ValueError(
-            three_parts(f'trace_dtype={dtype!r}', 'traces are real numbers', 'jnp.bfloat16, jnp.float32 or None')
+            three_parts(
+                f'trace_dtype={dtype!r}',
+                'traces are real numbers',
+                'jnp.bfloat16, jnp.float32 or None',
+            )
         )
 
 
@@ -191,7 +245,8 @@ def check_rank(args: tuple, example: tuple, extra: int) -> None:
     if len(got) != len(wanted):
         return
     for x, e in zip(got, wanted, strict=True):
-        # Time, if this is a window, and the batch: an axis that was compiled with samples must have some.
+        # Time, if this is a window, and the batch: an axis that was compiled with
+        # samples must have some.
         if 0 in jnp.shape(x)[: extra + 1] and 0 not in jnp.shape(e)[:1]:
             raise _empty(f'learner(...) on an input of shape {jnp.shape(x)}')
         if jnp.ndim(x) != jnp.ndim(e) + extra:
@@ -219,7 +274,9 @@ def check_batch_size(batch_size: Any) -> None:
     """Raise unless it is a number of samples, or None."""
     if batch_size is None:
         return
-    whole = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
+    whole = isinstance(batch_size, (int, np.integer)) and not isinstance(
+        batch_size, bool
+    )
     if not whole or batch_size < 1:
         raise ValueError(
             three_parts(
@@ -231,11 +288,16 @@ def check_batch_size(batch_size: Any) -> None:
 
 
 def check_batch(inputs: tuple, batch_size: int | None) -> None:
-    """Raise if an example input holds no sample, or none has an axis of the size of the batch."""
+    """Raise if an example input holds no sample, or none has an axis of the size of the
+    batch."""
     shapes = [jnp.shape(x) for x in jax.tree.leaves(inputs) if jnp.ndim(x)]
     if any(shape[0] == 0 for shape in shapes):
         raise _empty(f'example inputs of shapes {shapes}')
-    if batch_size is not None and shapes and not any(batch_size in shape for shape in shapes):
+    if (
+        batch_size is not None
+        and shapes
+        and not any(batch_size in shape for shape in shapes)
+    ):
         raise ValueError(
             three_parts(
                 f'batch_size={batch_size} with example inputs of shapes {shapes}',
@@ -262,10 +324,18 @@ def length_of(sequences: tuple, step_fn: Callable[..., Any] | None = None) -> in
     return lengths.pop()
 
 
-def check_call(name: str, function: Callable[..., Any], given: tuple, told: str) -> None:
+def check_call(
+    name: str, function: Callable[..., Any], given: tuple, told: str
+) -> None:
     """Raise unless a function can be called with so many arguments."""
     if not callable(function):
-        raise TypeError(three_parts(f'{name}={function!r}', f'it is called with {told}', f'{name}=lambda x: ...'))
+        raise TypeError(
+            three_parts(
+                f'{name}={function!r}',
+                f'it is called with {told}',
+                f'{name}=lambda x: ...',
+            )
+        )
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions of C have none
@@ -282,8 +352,11 @@ def check_call(name: str, function: Callable[..., Any], given: tuple, told: str)
         ) from error
 
 
-def check_finite_values(losses: jax.Array, weights: jax.Array, gradients: dict[str, Any], what: str) -> None:
-    """Raise on a loss of a step (or window) that counts, or on a gradient, that is not finite."""
+def check_finite_values(
+    losses: jax.Array, weights: jax.Array, gradients: dict[str, Any], what: str
+) -> None:
+    """Raise on a loss of a step (or window) that counts, or on a gradient, that is not
+    finite."""
     if isinstance(losses, jax.core.Tracer):
         raise ValueError(
             three_parts(
@@ -294,7 +367,9 @@ def check_finite_values(losses: jax.Array, weights: jax.Array, gradients: dict[s
         )
     bad = ~jnp.isfinite(losses) & (weights != 0)
     if bool(jnp.any(bad)):
-        raise FloatingPointError(_not_finite(f'the loss of {what} {int(jnp.argmax(bad))}'))
+        raise FloatingPointError(
+            _not_finite(f'the loss of {what} {int(jnp.argmax(bad))}')
+        )
     for name, gradient in gradients.items():
         if not all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(gradient)):
             raise FloatingPointError(_not_finite(f'the gradient of {name}'))
@@ -314,7 +389,9 @@ def check_paths(name: str, given: Any, parameters: Mapping[Path, Any]) -> None:
     unknown = [path for path in given if path not in parameters] if listed else given
     if unknown or not listed:
         some = f'some of {", ".join(map(repr, parameters))}'
-        raise ValueError(three_parts(f'{name}={unknown!r}', 'the model has no such parameters', some))
+        raise ValueError(
+            three_parts(f'{name}={unknown!r}', 'the model has no such parameters', some)
+        )
 
 
 def check_optimizer(optimizer: Any) -> Any:

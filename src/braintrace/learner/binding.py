@@ -1,4 +1,5 @@
-"""A traced step bound to its model: which variable of the step is which state of the model."""
+"""A traced step bound to its model: which variable of the step is which state of the
+model."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class StepBinding:
     def of_step_fn(
         cls, learner: Any, step_fn: Callable[..., Any], example: tuple, **how: bool
     ) -> StepBinding:
-        """A step function traced with the model of a learner; ``how``: flags of its recording."""
+        """A step function traced with the model of a learner; ``how``: flags of its
+        recording."""
 
         def run(*args: Any) -> Any:
             result = step_fn(*args)
@@ -74,9 +76,18 @@ class StepBinding:
 
     def _written_modulator(self) -> Var | None:
         """The new value of the learner's own state, where the step writes that itself."""
-        pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
-        own = [v for s, tree in pairs if s is self.rule_state for v in jax.tree.leaves(tree)]
-        new = {o.invar: o.outvar for o in self.info.program.others if o.outvar is not None}
+        pairs = zip(
+            self.info.compiled_model_states, self.info.state_tree_invars, strict=True
+        )
+        own = [
+            v
+            for s, tree in pairs
+            if s is self.rule_state
+            for v in jax.tree.leaves(tree)
+        ]
+        new = {
+            o.invar: o.outvar for o in self.info.program.others if o.outvar is not None
+        }
         found = [new[v] for v in own if v in new]
         return found[0] if len(found) == 1 else None
 
@@ -93,8 +104,8 @@ class StepBinding:
     def step(self, loss: bool) -> CompiledStep:
         """The compiled step.
 
-        With ``loss`` the first output is the loss to differentiate; otherwise all outputs and new
-        states are differentiated.
+        With ``loss`` the first output is the loss to differentiate; otherwise all
+        outputs and new states are differentiated.
         """
         if loss not in self._steps:
             self._steps[loss] = self._lowered(loss)
@@ -112,7 +123,9 @@ class StepBinding:
         else:
             new = [h.outvar for h in program.hidden]
             new += [o.outvar for o in program.others if o.outvar is not None]
-            every = (v for v in (*self._outputs, *new) if is_var(v) and is_differentiable(v))
+            every = (
+                v for v in (*self._outputs, *new) if is_var(v) and is_differentiable(v)
+            )
             targets, aux = list(dict.fromkeys(every)), self._outputs
         aux = list(dict.fromkeys(v for v in aux if is_var(v)))
         stages = stages_of(self.analysed, targets, aux, self.modulator)
@@ -137,7 +150,8 @@ class StepBinding:
 
     @property
     def is_reusable(self) -> bool:
-        """False if the step closes over values of a trace around it, and ends with that trace."""
+        """False if the step closes over values of a trace around it, and ends with that
+        trace."""
         consts = self.info.closed_jaxpr.consts
         return not any(isinstance(x, jax.core.Tracer) for x in consts)
 
@@ -146,15 +160,20 @@ class StepBinding:
     @cached_property
     def paths(self) -> dict[Var, Path]:
         """The path of every variable of a state."""
-        pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
+        pairs = zip(
+            self.info.compiled_model_states, self.info.state_tree_invars, strict=True
+        )
         ids = self.info.state_id_to_path
         return {v: ids[id(s)] for s, tree in pairs for v in jax.tree.leaves(tree)}
 
     def _objects(self) -> list[tuple[Any, brainstate.State]]:
-        """Variables of every state, with the state object that the model has now at its path."""
+        """Variables of every state, with the state object that the model has now at its
+        path."""
         current = module_states(self.model)
         found = []
-        pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
+        pairs = zip(
+            self.info.compiled_model_states, self.info.state_tree_invars, strict=True
+        )
         for state, tree in pairs:
             path = self.info.state_id_to_path[id(state)]
             if path in self.info.retrieved_model_states:
@@ -187,12 +206,16 @@ class StepBinding:
         for tree, state in self._objects():
             variables, structure = jax.tree.flatten(tree)
             if state is not self.rule_state and any(v in written for v in variables):
-                state.value = jax.tree.unflatten(structure, [states[v] for v in variables])
+                state.value = jax.tree.unflatten(
+                    structure, [states[v] for v in variables]
+                )
 
     def with_values(self, states: Values, by_path: Mapping[Path, Any]) -> Values:
         """States with other values at some paths."""
         given: dict[Var, Any] = {}
-        pairs = zip(self.info.compiled_model_states, self.info.state_tree_invars, strict=True)
+        pairs = zip(
+            self.info.compiled_model_states, self.info.state_tree_invars, strict=True
+        )
         for state, tree in pairs:
             path = self.info.state_id_to_path[id(state)]
             if path in by_path:
@@ -209,27 +232,34 @@ class StepBinding:
 
     def outputs(self, values: Values) -> Any:
         """What the step function returns, from values by variable."""
-        return self._structured([values[v] if is_var(v) else v.val for v in self._outputs])
+        return self._structured(
+            [values[v] if is_var(v) else v.val for v in self._outputs]
+        )
 
     def stacked(self, values: Values, length: int) -> Any:
-        """Outputs of several steps from values by variable, time first; constants repeated."""
+        """Outputs of several steps from values by variable, time first; constants
+        repeated."""
 
         def repeated(v: Any) -> jax.Array:
             value = jnp.asarray(v.val, v.aval.dtype)
             return jnp.broadcast_to(value, (length, *v.aval.shape))
 
-        return self._structured([values[v] if is_var(v) else repeated(v) for v in self._outputs])
+        return self._structured(
+            [values[v] if is_var(v) else repeated(v) for v in self._outputs]
+        )
 
     def _structured(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self.out_tree, leaves)
 
     def aux(self, solved: Solved, length: int) -> Any:
-        """The auxiliary values of every step, of a step function that returns (loss, aux)."""
+        """The auxiliary values of every step, of a step function that returns (loss,
+        aux)."""
         loss = Values({self.step(True).targets[0]: solved.losses})
         return self.stacked(loss | solved.aux, length)[1]
 
     def gradients_by_path(self, gradients: Values) -> dict[Path, Any]:
-        """Gradients in the structure of the parameters' values; zero for those never read."""
+        """Gradients in the structure of the parameters' values; zero for those never
+        read."""
         read = self.info.weight_path_to_invars
         found = {}
         for path, state in module_states(self.model, brainstate.ParamState).items():
@@ -245,7 +275,8 @@ class StepBinding:
 
 
 def trace_keys(solver: BlockSolver | InfluenceSolver) -> list[tuple]:
-    """A name for every trace: parameters, operation, group, and how many like it came before."""
+    """A name for every trace: parameters, operation, group, and how many like it came
+    before."""
     keys: list[tuple] = []
     for key in solver.labels:
         keys.append((*key, sum(k[:3] == key for k in keys)))

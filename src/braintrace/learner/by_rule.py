@@ -23,10 +23,14 @@ from .model_states import make_states
 def learner_class(preset: Preset) -> type[Learner]:
     """The learner of a rule: its class has the rule's name, options and docstring."""
 
-    def __init__(self: Learner, model: brainstate.nn.Module, *args: Any, **options: Any) -> None:
+    def __init__(
+        self: Learner, model: brainstate.nn.Module, *args: Any, **options: Any
+    ) -> None:
         given = inspect.signature(preset.make).bind_partial(*args).arguments
         own = {p.name: options.pop(p.name) for p in preset.options if p.name in options}
-        modulator = options.pop('modulator', None) if preset.default.is_modulated else None
+        modulator = (
+            options.pop('modulator', None) if preset.default.is_modulated else None
+        )
         Learner.__init__(self, model, preset.make(**given, **own), **options)
         if modulator is not None:
             self.set_modulator(modulator)
@@ -70,7 +74,9 @@ RULES = {name: learner_class(preset) for name, preset in PRESETS.items()}
 class Configured(Learner):
     """A rule put together from parts."""
 
-    def __init__(self, model: brainstate.nn.Module, config: ETraceConfig, **options: Any):
+    def __init__(
+        self, model: brainstate.nn.Module, config: ETraceConfig, **options: Any
+    ):
         super().__init__(model, config.rule, **options)
 
 
@@ -91,15 +97,16 @@ def compile(
 ) -> Learner:
     """Initialise a model's states, compile it, and give it a learning rule.
 
-    ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`. ``options`` go to
-    the learner. ``seed``: of brainstate's random numbers, and of a rule that draws. With ``vmap`` the
-    model and the example inputs are of one sample, and the learner maps over a batch of
-    ``batch_size``.
+    ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`.
+    ``options`` go to the learner. ``seed``: of brainstate's random numbers, and of a
+    rule that draws. With ``vmap`` the model and the example inputs are of one sample,
+    and the learner maps over a batch of ``batch_size``.
 
-    ``model``: a brainstate module; a module of Flax NNX or Equinox, with ``state`` where it takes one
-    as an argument; a function ``step(params, state, *inputs) -> (state, out)``, whose params and
-    state come first among the examples. Learners of these last three give gradients in the
-    framework's own structure: see :class:`ForeignLearner`.
+    ``model``: a brainstate module; a module of Flax NNX or Equinox, with ``state``
+    where it takes one as an argument; a function ``step(params, state, *inputs) ->
+    (state, out)``, whose params and state come first among the examples. Learners of
+    these last three give gradients in the framework's own structure: see
+    :class:`ForeignLearner`.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> net = brainstate.nn.GRUCell(3, 4)
@@ -121,7 +128,9 @@ def compile(
             options = {'seed': seed, **options}
     if vmap and batch_size is None:
         why = 'the model is mapped over a batch'
-        raise ValueError(three_parts('vmap=True without a batch size', why, 'batch_size=...'))
+        raise ValueError(
+            three_parts('vmap=True without a batch size', why, 'batch_size=...')
+        )
     if not isinstance(model, brainstate.nn.Module):
         batch = batch_size if vmap else None
         model, example_inputs = adapted(model, example_inputs, state, batch, seed)
@@ -153,14 +162,18 @@ def _learner_of(rule: Any) -> Any:
         return Configured
     if isinstance(rule, type) and issubclass(rule, Learner) and rule is not Learner:
         return rule
-    raise ValueError(three_parts(f'rule={rule!r}', 'there is no such rule', one_of(PRESETS, rule)))
+    raise ValueError(
+        three_parts(f'rule={rule!r}', 'there is no such rule', one_of(PRESETS, rule))
+    )
 
 
 def _made(kind: Any, model: Any, vmap: bool, options: dict[str, Any]) -> Learner:
     try:
         return kind(model, vmap=vmap, **options)
     except TypeError as error:
-        names = [n for n in inspect.signature(kind).parameters if n not in ('self', 'model')]
+        names = [
+            n for n in inspect.signature(kind).parameters if n not in ('self', 'model')
+        ]
         raise TypeError(
             three_parts(
                 f'compile(..., {kind.__name__}, {options})',
@@ -173,7 +186,8 @@ def _made(kind: Any, model: Any, vmap: bool, options: dict[str, Any]) -> Learner
 def train_synthetic_gradient(
     learner: Learner, *sequences: Any, step_fn: Any, updates: int = 100
 ) -> list[float]:
-    """Train the predictor of a :class:`DNI` learner on whole sequences; the weights stay.
+    """Train the predictor of a :class:`DNI` learner on whole sequences; the weights
+    stay.
 
     Returns its mean squared distance to the right credit before each update.
     """

@@ -13,7 +13,8 @@ from ..errors import printable
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One parameter array: its credit class, how its gradient compares with BPTT's, the norm of the latter.
+    """One parameter array: its credit class, how its gradient compares with BPTT's, the
+    norm of the latter.
 
     ``gradient``: what the rule gives it, as the report of a learner says.
     """
@@ -48,7 +49,10 @@ class GradientCheck:
     def __str__(self) -> str:
         names = [printable(row.name) for row in self.rows]
         width = max(map(len, names))
-        lines = [f'{self.rule} against BPTT', f'{"parameter":{width}}  {"gradient":13}  cosine  rel. error  norm ratio']
+        lines = [
+            f'{self.rule} against BPTT',
+            f'{"parameter":{width}}  {"gradient":13}  cosine  rel. error  norm ratio',
+        ]
         for name, r in zip(names, self.rows, strict=True):
             lines.append(
                 f'{name:{width}}  {r.gradient:13}  {r.cosine:6.3f}  {r.relative_error:10.2e}  {r.norm_ratio:10.3f}'
@@ -86,22 +90,32 @@ class RuleComparison:
     def __str__(self) -> str:
         names = [printable(row.name) for row in self.checks[0].rows]
         rules = [_cut_short(check.rule) for check in self.checks]
-        rows = [[_compared(check.rows[i]) for check in self.checks] for i in range(len(names))]
+        rows = [
+            [_compared(check.rows[i]) for check in self.checks]
+            for i in range(len(names))
+        ]
         rows += [[f'{check.cosine:.3f}      ' for check in self.checks]]
         title = 'cosine ×norm, to BPTT'
         width = max(map(len, (title, *names)))
         columns = [max(map(len, texts)) for texts in zip(rules, *rows, strict=True)]
-        cells = lambda texts: '  '.join(f'{t:>{w}}' for t, w in zip(texts, columns, strict=True))
+        cells = lambda texts: '  '.join(
+            f'{t:>{w}}' for t, w in zip(texts, columns, strict=True)
+        )
         table = zip([title, *names, 'all together'], [rules, *rows], strict=True)
-        return '\n'.join(f'{name:{width}}  {cells(texts)}'.rstrip() for name, texts in table)
+        return '\n'.join(
+            f'{name:{width}}  {cells(texts)}'.rstrip() for name, texts in table
+        )
 
     def plot(self, file: Any = None) -> Any:
-        """Draw cosines and norms by rule and parameter; to a file, or as a figure of matplotlib."""
+        """Draw cosines and norms by rule and parameter; to a file, or as a figure of
+        matplotlib."""
         from matplotlib.figure import Figure
 
         names = [row.name for row in self.checks[0].rows]
         rules = [_cut_short(check.rule) for check in self.checks]
-        figure = Figure(figsize=(3 + 1.5 * len(rules), 1.5 + 0.4 * len(names)), layout='constrained')
+        figure = Figure(
+            figsize=(3 + 1.5 * len(rules), 1.5 + 0.4 * len(names)), layout='constrained'
+        )
         for axes, (title, values, limits) in zip(
             figure.subplots(1, 2, sharey=True),
             [
@@ -110,8 +124,13 @@ class RuleComparison:
             ],
             strict=True,
         ):
-            table = [[values(check.rows[i]) for check in self.checks] for i in range(len(names))]
-            axes.imshow(table, cmap='RdBu', vmin=limits[0], vmax=limits[1], aspect='auto')
+            table = [
+                [values(check.rows[i]) for check in self.checks]
+                for i in range(len(names))
+            ]
+            axes.imshow(
+                table, cmap='RdBu', vmin=limits[0], vmax=limits[1], aspect='auto'
+            )
             axes.set_title(title)
             axes.set_xticks(range(len(rules)), rules, rotation=45, ha='right')
             axes.set_yticks(range(len(names)), names)
@@ -119,18 +138,32 @@ class RuleComparison:
                 for j, value in enumerate(line):
                     middle = (value - limits[0]) / (limits[1] - limits[0])
                     color = 'black' if 0.2 < middle < 0.8 else 'white'
-                    axes.text(j, i, f'{value:.2f}', ha='center', va='center', fontsize=8, color=color)
+                    axes.text(
+                        j,
+                        i,
+                        f'{value:.2f}',
+                        ha='center',
+                        va='center',
+                        fontsize=8,
+                        color=color,
+                    )
         if file is not None:
             figure.savefig(file, dpi=120)
         return figure
 
 
-def compare(name: str, credit: str, gradient: str, a: jax.Array, b: jax.Array) -> CheckRow:
+def compare(
+    name: str, credit: str, gradient: str, a: jax.Array, b: jax.Array
+) -> CheckRow:
     """How gradient a of one array compares with gradient b."""
     norm_a, norm_b = jnp.linalg.norm(a.ravel()), jnp.linalg.norm(b.ravel())
     both_zero = (norm_a == 0) & (norm_b == 0)
     dot = jnp.vdot(a.ravel(), b.ravel()).real
     cosine = jnp.where(both_zero, 1.0, dot / jnp.maximum(norm_a * norm_b, 1e-30))
-    error = jnp.where(both_zero, 0.0, jnp.linalg.norm((a - b).ravel()) / jnp.maximum(norm_b, 1e-30))
+    error = jnp.where(
+        both_zero, 0.0, jnp.linalg.norm((a - b).ravel()) / jnp.maximum(norm_b, 1e-30)
+    )
     ratio = jnp.where(both_zero, 1.0, norm_a / jnp.maximum(norm_b, 1e-30))
-    return CheckRow(name, credit, float(cosine), float(error), float(ratio), float(norm_b), gradient)
+    return CheckRow(
+        name, credit, float(cosine), float(error), float(ratio), float(norm_b), gradient
+    )

@@ -1,4 +1,5 @@
-"""Learners of models that are no brainstate modules: one adapter that holds their arrays as states."""
+"""Learners of models that are no brainstate modules: one adapter that holds their
+arrays as states."""
 
 from __future__ import annotations
 
@@ -22,12 +23,16 @@ from .recording import recording_of
 
 
 class Adapter(brainstate.nn.Module):
-    """A pure model whose parameters and states are brainstate's, at the paths that they have in the model."""
+    """A pure model whose parameters and states are brainstate's, at the paths that they
+    have in the model."""
 
     def __init__(self, pure: PureModel):
         super().__init__()
         self.pure = pure
-        kinds = [brainstate.HiddenState if h else brainstate.ShortTermState for h in pure.hidden]
+        kinds = [
+            brainstate.HiddenState if h else brainstate.ShortTermState
+            for h in pure.hidden
+        ]
         self.weights = list(map(brainstate.ParamState, pure.parameters))
         self.kept = [kind(x) for kind, x in zip(kinds, pure.state, strict=True)]
 
@@ -35,13 +40,19 @@ class Adapter(brainstate.nn.Module):
         """The states by the paths of the model."""
         paths = {'weights': self.pure.parameter_paths, 'kept': self.pure.state_paths}
         found = super().states(*filters, **options)
-        named = lambda part: type(part)({paths[key[0]][key[1]]: state for key, state in part.items()})
+        named = lambda part: type(part)(
+            {paths[key[0]][key[1]]: state for key, state in part.items()}
+        )
         return tuple(map(named, found)) if isinstance(found, tuple) else named(found)
 
     def update(self, *inputs: Any) -> Any:
         """One step of the model."""
-        new, out = self.pure.step([s.value for s in self.weights], [s.value for s in self.kept], *inputs)
-        for state, value, written in zip(self.kept, new, self.pure.written, strict=True):
+        new, out = self.pure.step(
+            [s.value for s in self.weights], [s.value for s in self.kept], *inputs
+        )
+        for state, value, written in zip(
+            self.kept, new, self.pure.written, strict=True
+        ):
             if written:
                 state.value = value
         return out
@@ -49,10 +60,20 @@ class Adapter(brainstate.nn.Module):
     def init_state(self, batch_size: int) -> None:
         """States of another batch, each sample where all samples started."""
         old = jnp.shape(jax.tree.leaves(self.pure.inputs)[0])[0]
-        given = zip(self.pure.state_paths, self.kept, self.pure.state, self.pure.ongoing, strict=True)
-        for (path, state, start, ongoing), written in zip(given, self.pure.written, strict=True):
+        given = zip(
+            self.pure.state_paths,
+            self.kept,
+            self.pure.state,
+            self.pure.ongoing,
+            strict=True,
+        )
+        for (path, state, start, ongoing), written in zip(
+            given, self.pure.written, strict=True
+        ):
             value = state.value if ongoing else start
-            if self.pure.batch is None and (ongoing or not written or jnp.shape(start)[:1] != (old,)):
+            if self.pure.batch is None and (
+                ongoing or not written or jnp.shape(start)[:1] != (old,)
+            ):
                 continue
             if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
                 state.value = jax.random.split(value[0], batch_size)
@@ -78,10 +99,12 @@ def adapted(
 
 
 class ForeignLearner(Learner):
-    """A learner of another framework's model: gradients have the framework's own structure.
+    """A learner of another framework's model: gradients have the framework's own
+    structure.
 
-    The values of a Flax module are read before every call and written back after it. For Equinox
-    and plain functions the learner holds them: ``params`` and ``state`` read and set them.
+    The values of a Flax module are read before every call and written back after it.
+    For Equinox and plain functions the learner holds them: ``params`` and ``state``
+    read and set them.
     """
 
     model: Adapter
@@ -103,8 +126,8 @@ class ForeignLearner(Learner):
 
     @property
     def params(self) -> Any:
-        """The parameters as the framework holds them: a State of Params, an Equinox model, the
-        params of a function."""
+        """The parameters as the framework holds them: a State of Params, an Equinox
+        model, the params of a function."""
         with self._synchronised():
             return self.model.pure.whole([s.value for s in self.model.weights])
 
@@ -115,7 +138,8 @@ class ForeignLearner(Learner):
 
     @property
     def state(self) -> Any:
-        """What the model carries from step to step, in the structure in which it was given."""
+        """What the model carries from step to step, in the structure in which it was
+        given."""
         with self._synchronised():
             return self.model.pure.whole_state([s.value for s in self.model.kept])
 
@@ -126,7 +150,8 @@ class ForeignLearner(Learner):
 
     @contextlib.contextmanager
     def _synchronised(self) -> Iterator[None]:
-        """Read what has changed in the user's model before a call, and write what the call has changed."""
+        """Read what has changed in the user's model before a call, and write what the
+        call has changed."""
         record = recording_of(self)
         if self._inside or (record is not None and record.runs_model):
             yield
@@ -176,7 +201,8 @@ class ForeignLearner(Learner):
             self._seen = [x for part in self.model.pure.pull() for x in part]
 
     def compile_graph(self, *args: Any) -> None:
-        """Compile the model; random streams and running statistics carry on in a fresh sequence."""
+        """Compile the model; random streams and running statistics carry on in a fresh
+        sequence."""
         with self._synchronised():
             super().compile_graph(*args)
         pure = self.model.pure
@@ -185,24 +211,28 @@ class ForeignLearner(Learner):
                 self._start.pop(path, None)
 
     def reset_state(self, batch_size: int | None = None, **options: Any) -> None:
-        """Start afresh: states as they were compiled, or for another batch; traces zero."""
+        """Start afresh: states as they were compiled, or for another batch; traces
+        zero."""
         with self._synchronised():
             super().reset_state(batch_size, **options)
 
     @contextlib.contextmanager
     def unmoved(self) -> Iterator[None]:
-        """Measure inside: afterwards the user's model and the learner are as they were before."""
+        """Measure inside: afterwards the user's model and the learner are as they were
+        before."""
         with self._synchronised(), super().unmoved():
             yield
 
     # ------------------------------------------------------------ gradients
 
     def etrace_grad(self, *sequences: Any, params: Any = None, **options: Any) -> Any:  # type: ignore[override]
-        """Gradients of a whole sequence, in the structure that the framework's optimisers take.
+        """Gradients of a whole sequence, in the structure that the framework's
+        optimisers take.
 
-        As :meth:`Learner.etrace_grad`; with ``weights`` gradients are by path. ``params`` (a Flax or
-        Equinox module, or the params of a function): a fresh sequence with these weights, nothing of
-        the learner changed; this also works inside ``jax.jit`` and the like.
+        As :meth:`Learner.etrace_grad`; with ``weights`` gradients are by path.
+        ``params`` (a Flax or Equinox module, or the params of a function): a fresh
+        sequence with these weights, nothing of the learner changed; this also works
+        inside ``jax.jit`` and the like.
         """
         if params is None:
             found = super().etrace_grad(*sequences, **options)
@@ -211,8 +241,12 @@ class ForeignLearner(Learner):
         if options.get('weights') is not None:
             return found
         pure = self.model.pure
-        first = lambda by_path: pure.gradients([by_path[p] for p in pure.parameter_paths])
-        return (first(found[0]), *found[1:]) if isinstance(found, tuple) else first(found)
+        first = lambda by_path: pure.gradients(
+            [by_path[p] for p in pure.parameter_paths]
+        )
+        return (
+            (first(found[0]), *found[1:]) if isinstance(found, tuple) else first(found)
+        )
 
     def _grad_at(
         self,
@@ -259,15 +293,20 @@ class ForeignLearner(Learner):
         if holds_states:
             paths = binding.paths.items()
             new = {path: solved.states[v] for v, path in paths if path in ongoing}
-            states = [new.get(p, x) for p, x in zip(pure.state_paths, kept, strict=True)]
+            states = [
+                new.get(p, x) for p, x in zip(pure.state_paths, kept, strict=True)
+            ]
             pure.push(pure.flat(params), states, params)
         aux = binding.aux(solved, len(counts)) if has_aux else None
         gradients = binding.gradients_by_path(solved.gradients)
         given = (weights, loss_output, return_value, has_aux)
         return results(gradients, solved.losses, counts, aux, *given)
 
-    def etrace_online(self, *sequences: Any, optimizer: Any, **options: Any) -> jax.Array:  # type: ignore[override]
-        """Train along a sequence; the final weights are in ``params``, those of a Flax module in it."""
+    def etrace_online(
+        self, *sequences: Any, optimizer: Any, **options: Any
+    ) -> jax.Array:  # type: ignore[override]
+        """Train along a sequence; the final weights are in ``params``, those of a Flax
+        module in it."""
         if hasattr(optimizer, 'tx'):
             raise TypeError(
                 three_parts(
@@ -279,7 +318,8 @@ class ForeignLearner(Learner):
         return super().etrace_online(*sequences, optimizer=optimizer, **options)
 
     def apply(self, gradients: Any, optimizer: Any) -> None:
-        """Change the parameters by an optimiser, given gradients as :meth:`etrace_grad` gives them."""
+        """Change the parameters by an optimiser, given gradients as :meth:`etrace_grad`
+        gives them."""
         pure = self.model.pure
         flat = pure.parameter_leaves.flat(gradients)
         super().apply(dict(zip(pure.parameter_paths, flat, strict=True)), optimizer)

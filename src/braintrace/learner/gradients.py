@@ -1,4 +1,5 @@
-"""What a learner's rule gives each parameter of a step: the facts that ``rules/gradients.py`` uses."""
+"""What a learner's rule gives each parameter of a step: the facts that
+``rules/gradients.py`` uses."""
 
 from __future__ import annotations
 
@@ -30,14 +31,18 @@ def gradients_of(
 ) -> dict[str, ParameterGradient]:
     """What the rule gives every parameter array, by name.
 
-    ``credits``: the model's credit records. Parameters that only this step reads are judged by the
-    step itself.
+    ``credits``: the model's credit records. Parameters that only this step reads are
+    judged by the step itself.
     """
     records = {record.context['name']: record for record in credits if record.context}
-    found = {name: gradient_of(rule, _known(record)) for name, record in records.items()}
+    found = {
+        name: gradient_of(rule, _known(record)) for name, record in records.items()
+    }
     facts = _Facts(rule, StepFacts(binding.stages_of(solver.step)), solver)
     for parameter in binding.info.program.parameters:
-        record = records.get(parameter.name) or facts.step.credit.credit_record(parameter)
+        record = records.get(parameter.name) or facts.step.credit.credit_record(
+            parameter
+        )
         found[parameter.name] = gradient_of(rule, facts.of_parameter(parameter, record))
     return found
 
@@ -50,10 +55,14 @@ def _known(record: CompilationRecord) -> ParameterFacts:
 class _Facts:
     """Facts of one step under one rule."""
 
-    def __init__(self, rule: Rule, step: StepFacts, solver: BlockSolver | InfluenceSolver):
+    def __init__(
+        self, rule: Rule, step: StepFacts, solver: BlockSolver | InfluenceSolver
+    ):
         self.rule, self.step, self.solver = rule, step, solver
 
-    def of_parameter(self, parameter: Parameter, record: CompilationRecord) -> ParameterFacts:
+    def of_parameter(
+        self, parameter: Parameter, record: CompilationRecord
+    ) -> ParameterFacts:
         """All that a rule is judged by for one parameter."""
         known = _known(record)._replace(
             moves_states=self.step.moves_states(parameter),
@@ -83,9 +92,14 @@ class _Facts:
     def _site(self, traces: Traces, site: Site) -> SiteFacts:
         layout = next((t.layout for t in traces.sites if t.site is site), None)
         factors = layout if isinstance(layout, FactorLayout) else None
-        steady = factors is not None and (factors.shares_state_part or factors.keeps_slopes)
+        steady = factors is not None and (
+            factors.shares_state_part or factors.keeps_slopes
+        )
         stored = traces.dtype is not None and layout is not None and factors is None
-        narrow = stored and jnp.finfo(traces.dtype).bits < jnp.finfo(site.use.result.dtype).bits
+        narrow = (
+            stored
+            and jnp.finfo(traces.dtype).bits < jnp.finfo(site.use.result.dtype).bits
+        )
         own_recursion = self.rule.recursion != JacobianRecursion()
         return SiteFacts(
             factorised=factors is not None,
@@ -107,5 +121,7 @@ class _Facts:
             return 0.0
         decay_f = (self.rule.decay or (0, 0))[1]
         if self.rule.recursion == JacobianRecursion() and decay_f != 0:
-            return None  # a state part that decays besides D is exact without memory only
+            return (
+                None  # a state part that decays besides D is exact without memory only
+            )
         return self.step.leak(site.group, site.result)

@@ -49,28 +49,30 @@ from .sequences import SequenceOptions, evolution_program, gradient_program
 class Learner(LearnerState):
     """A model with a learning rule.
 
-    Call it in place of the model inside a ``step_fn``; :meth:`etrace_grad` differentiates a whole
-    sequence.
+    Call it in place of the model inside a ``step_fn``; :meth:`etrace_grad`
+    differentiates a whole sequence.
 
-    ``reach``: 'local', or 'deep' for credit that passes from layer to layer inside a window.
-    ``vjp_method``: 'single-step', or 'multi-step', where every call is a window: reverse mode
-    through the whole of its steps, and the credit of the states at its start is multiplied by the
-    traces. A :class:`MultiStepData` call is one window. All others (``learner(x)``, and sequences
-    without ``chunk_size``) are windows of one step, as with ``chunk_size=1``: a loss reaches the
-    traces of all states that the step reads, other units' included.
-    ``vmap``: the model describes one sample; its states have a batch axis in front and it is mapped
-    over them. ``block``: steps solved together; chosen automatically and never visible in a result.
-    ``passes``: 1 carries traces, 2 keeps the states of a fresh sequence and carries none; by default
-    whichever fits. ``trace``: 'auto', 'marked' (parameters used through marked operations) or a
-    predicate on paths; the others keep their one-step gradient. ``trace_dtype``: storage type of the
-    traces; more than ``max_trace_bytes`` is refused. ``check_finite``: raise on a loss or gradient
-    that is not finite.
+    ``reach``: 'local', or 'deep' for credit that passes from layer to layer inside a
+    window. ``vjp_method``: 'single-step', or 'multi-step', where every call is a
+    window: reverse mode through the whole of its steps, and the credit of the states at
+    its start is multiplied by the traces. A :class:`MultiStepData` call is one window.
+    All others (``learner(x)``, and sequences without ``chunk_size``) are windows of one
+    step, as with ``chunk_size=1``: a loss reaches the traces of all states that the
+    step reads, other units' included. ``vmap``: the model describes one sample; its
+    states have a batch axis in front and it is mapped over them. ``block``: steps
+    solved together; chosen automatically and never visible in a result. ``passes``: 1
+    carries traces, 2 keeps the states of a fresh sequence and carries none; by default
+    whichever fits. ``trace``: 'auto', 'marked' (parameters used through marked
+    operations) or a predicate on paths; the others keep their one-step gradient.
+    ``trace_dtype``: storage type of the traces; more than ``max_trace_bytes`` is
+    refused. ``check_finite``: raise on a loss or gradient that is not finite.
     """
 
     __signature__: inspect.Signature
 
     def __init_subclass__(cls, **given: Any) -> None:
-        """Shows a rule's own options, and those of every learner in place of ``**options``."""
+        """Shows a rule's own options, and those of every learner in place of
+        ``**options``."""
         super().__init_subclass__(**given)
         _, *own = inspect.signature(cls.__init__).parameters.values()
         cls.__signature__ = inspect.Signature(_with_common_options(own))
@@ -80,11 +82,11 @@ class Learner(LearnerState):
     def update(self, *args: Any, modulator: Any = None) -> Any:
         """One step: the model's output; states and traces advance.
 
-        Under ``brainstate.transform.grad`` the parameters' gradient is the rule's online gradient.
-        Inputs wrapped in :class:`MultiStepData` are a window of steps: with
-        ``vjp_method='multi-step'`` exact reverse mode inside, traces across. A plain call is a
-        window of one step then. Inside a ``step_fn`` this is the call that is traced.
-        ``modulator``: see :class:`ThreeFactor`.
+        Under ``brainstate.transform.grad`` the parameters' gradient is the rule's
+        online gradient. Inputs wrapped in :class:`MultiStepData` are a window of steps:
+        with ``vjp_method='multi-step'`` exact reverse mode inside, traces across. A
+        plain call is a window of one step then. Inside a ``step_fn`` this is the call
+        that is traced. ``modulator``: see :class:`ThreeFactor`.
         """
         with self._synchronised():
             return self._update(args, modulator)
@@ -100,7 +102,9 @@ class Learner(LearnerState):
             if record.runs_model:
                 self._record_modulator(record, modulator)
                 loop = brainstate.transform.for_loop
-                return loop(self._run_model, *args) if window else self._run_model(*args)
+                return (
+                    loop(self._run_model, *args) if window else self._run_model(*args)
+                )
         if window and self.rule.predictor is not None:
             check_combination(self.rule, 'multi-step', self.trace, self.trace_dtype)
         rule_state = self._rule_value()
@@ -173,7 +177,11 @@ class Learner(LearnerState):
 
     @overload
     def etrace_grad(
-        self, *sequences: Any, step_fn: Callable[..., Any], has_aux: Literal[True], **options: Any
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        has_aux: Literal[True],
+        **options: Any,
     ) -> tuple[Any, ...]: ...
 
     @overload
@@ -200,16 +208,16 @@ class Learner(LearnerState):
     ) -> Any:
         """Gradients of a whole sequence, by path.
 
-        ``step_fn(*slices)`` calls the learner and returns a scalar loss (or ``(loss, aux)``).
-        ``mask`` (T,) weights the losses; 'mean' divides by max(Σ mask, 1). A loss of mask 0
-        contributes nothing, even if it or the inputs of its step are NaN. ``fresh=True``: the
-        sequence is whole, so states start from where they were compiled and the traces are
-        discarded afterwards. ``weights`` selects parameters by path. ``chunk_size=k`` hands windows
-        of k steps to ``step_fn``, which wraps them in :class:`MultiStepData`: exact reverse mode
-        inside each, whatever ``vjp_method`` says, and traces across. Without it, a learner with
-        ``vjp_method='multi-step'`` takes windows of one step.
-        With ``return_value`` the losses follow, with ``has_aux`` the auxiliary values, stacked over
-        time.
+        ``step_fn(*slices)`` calls the learner and returns a scalar loss (or ``(loss,
+        aux)``). ``mask`` (T,) weights the losses; 'mean' divides by max(Σ mask, 1). A
+        loss of mask 0 contributes nothing, even if it or the inputs of its step are
+        NaN. ``fresh=True``: the sequence is whole, so states start from where they were
+        compiled and the traces are discarded afterwards. ``weights`` selects parameters
+        by path. ``chunk_size=k`` hands windows of k steps to ``step_fn``, which wraps
+        them in :class:`MultiStepData`: exact reverse mode inside each, whatever
+        ``vjp_method`` says, and traces across. Without it, a learner with
+        ``vjp_method='multi-step'`` takes windows of one step. With ``return_value`` the
+        losses follow, with ``has_aux`` the auxiliary values, stacked over time.
         """
         check_choice('loss_output', loss_output, ('per_step', 'reduced'))
         check_choice('reduction', reduction, ('mean', 'sum'))
@@ -224,7 +232,9 @@ class Learner(LearnerState):
                     sequences, step_fn, mask, chunk_size, reduction, has_aux, fresh
                 )
             else:
-                found = self._in_steps(sequences, step_fn, mask, reduction, has_aux, fresh)
+                found = self._in_steps(
+                    sequences, step_fn, mask, reduction, has_aux, fresh
+                )
         return results(*found, weights, loss_output, return_value, has_aux)
 
     def _in_steps(
@@ -236,8 +246,11 @@ class Learner(LearnerState):
         has_aux: bool,
         fresh: bool,
     ) -> tuple[dict[Path, Any], jax.Array, jax.Array, Any]:
-        """Gradients by path, losses, their weights, auxiliary values; states and traces written."""
-        binding, solver, solved, weights = self._solve(sequences, step_fn, mask, reduction, fresh)
+        """Gradients by path, losses, their weights, auxiliary values; states and traces
+        written."""
+        binding, solver, solved, weights = self._solve(
+            sequences, step_fn, mask, reduction, fresh
+        )
         check_aux(binding.out_tree, has_aux)
         if self.check_finite:
             named = binding.gradients_by_name(solved.gradients)
@@ -258,8 +271,16 @@ class Learner(LearnerState):
         example = jax.tree.map(slice_of, sequences)
         how = {'takes_modulators': takes_modulators}
         make = lambda: StepBinding.of_step_fn(self, step_fn, example, **how)
-        key = ('binding', step_fn, shapes_of(example), self.standing, self._state_shapes())
-        binding = self._kept.programs.get(key, make, is_reusable=lambda b: b.is_reusable)
+        key = (
+            'binding',
+            step_fn,
+            shapes_of(example),
+            self.standing,
+            self._state_shapes(),
+        )
+        binding = self._kept.programs.get(
+            key, make, is_reusable=lambda b: b.is_reusable
+        )
         if binding.modulator_given and not takes_modulators:
             self.check_modulated(1.0)
         return binding
@@ -310,7 +331,8 @@ class Learner(LearnerState):
             states = binding.with_values(states, at)
         traces = [] if fresh else self._read_traces(solver, donate=True)
         if self.check_finite:
-            # What the call gives may be refused, and then the traces must still be there.
+            # What the call gives may be refused, and then the traces must still be
+            # there.
             traces = jax.tree.map(jnp.copy, traces)
         inputs = binding.inputs(sequences)
         with self._cleared_on_error():
@@ -328,7 +350,8 @@ class Learner(LearnerState):
         has_aux: bool,
         fresh: bool,
     ) -> tuple[dict[Path, Any], jax.Array, jax.Array, Any]:
-        """Gradients over windows of ``size`` steps that ``step_fn`` takes whole; one loss for each."""
+        """Gradients over windows of ``size`` steps that ``step_fn`` takes whole; one
+        loss for each."""
         length = length_of(sequences)
         if not isinstance(size, int) or size < 1 or length % size:
             raise ValueError(
@@ -353,7 +376,9 @@ class Learner(LearnerState):
                 value, aux = result if has_aux else (result, None)
                 return jnp.where(weight == 0, 0.0, value) * weight, (value, aux)
 
-            grads, (value, aux) = brainstate.transform.grad(loss, parameters, has_aux=True)()
+            grads, (value, aux) = brainstate.transform.grad(
+                loss, parameters, has_aux=True
+            )()
             add = lambda total, g: total + jnp.where(weight == 0, 0, g)
             return jax.tree.map(add, total, dict(grads)), (value, aux)
 
@@ -371,7 +396,9 @@ class Learner(LearnerState):
             program = self._loop('chunks', parts, run)
             gradients, (losses, aux) = program(chunks, weights)
             if self.check_finite:
-                named = {path_name(path): gradient for path, gradient in gradients.items()}
+                named = {
+                    path_name(path): gradient for path, gradient in gradients.items()
+                }
                 check_finite_values(losses, weights, named, 'window')
         if fresh:
             self._clear_traces()
@@ -389,8 +416,8 @@ class Learner(LearnerState):
     ) -> Any:
         """Advance states and traces along a sequence without a loss.
 
-        ``step_fn(*slices)`` calls the learner, by default on all of them; what it returns is given,
-        stacked over time, if ``return_outputs``.
+        ``step_fn(*slices)`` calls the learner, by default on all of them; what it
+        returns is given, stacked over time, if ``return_outputs``.
         """
         with self._synchronised():
             length = length_of(sequences, step_fn)
@@ -415,17 +442,23 @@ class Learner(LearnerState):
         update_every: int = 1,
         mask: Any = None,
     ) -> jax.Array:
-        """Train along a sequence: weights change every ``update_every`` steps inside the compiled loop.
+        """Train along a sequence: weights change every ``update_every`` steps inside
+        the compiled loop.
 
-        ``optimizer``: one of braintools, or any optax transformation; it is given the sum of the
-        steps' gradients, and its state is kept from call to call. A masked step does not contribute
-        to the gradient, and if all steps since the last update are masked, there is no update;
-        states and traces advance. Returns the loss of every step.
+        ``optimizer``: one of braintools, or any optax transformation; it is given the
+        sum of the steps' gradients, and its state is kept from call to call. A masked
+        step does not contribute to the gradient, and if all steps since the last update
+        are masked, there is no update; states and traces advance. Returns the loss of
+        every step.
         """
         check_optimizer(optimizer)
         check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
         length = length_of(sequences)
-        if not isinstance(update_every, int) or update_every < 1 or length % update_every:
+        if (
+            not isinstance(update_every, int)
+            or update_every < 1
+            or length % update_every
+        ):
             raise ValueError(
                 three_parts(
                     f'{length} steps with update_every={update_every}',
@@ -455,7 +488,9 @@ class Learner(LearnerState):
                 finite = {}
                 if self.check_finite:
                     named = binding.gradients_by_name(solved.gradients)
-                    finite = {name: jnp.all(jnp.isfinite(g)) for name, g in named.items()}
+                    finite = {
+                        name: jnp.all(jnp.isfinite(g)) for name, g in named.items()
+                    }
                 return solved.losses, finite
 
             def run(windows: tuple, weights: jax.Array) -> tuple:
@@ -468,24 +503,31 @@ class Learner(LearnerState):
                 windows = jax.tree.map(cut, sequences)
                 losses, finite = loop(windows, mask.reshape(-1, update_every))
                 if self.check_finite:
-                    marks = {name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()}
+                    marks = {
+                        name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()
+                    }
                     check_finite_values(losses.reshape(-1), mask, marks, 'step')
         return losses.reshape(-1)
 
     # ------------------------------------------------------------ updates
 
     def apply(self, gradients: dict[Path, Any], optimizer: Any) -> None:
-        """Change the parameters by an optimiser of braintools or optax, whose state is kept.
+        """Change the parameters by an optimiser of braintools or optax, whose state is
+        kept.
 
         Parameters without a gradient stay as they are.
         """
         parameters = self.param_states
         check_paths('gradients', gradients, parameters)
-        update = update_by(check_optimizer(optimizer), parameters, self._kept.optimizers)
+        update = update_by(
+            check_optimizer(optimizer), parameters, self._kept.optimizers
+        )
         make = lambda: brainstate.transform.jit(lambda g: update(g, jnp.asarray(True)))
         # It closes over states alone, so a trace around it does not matter.
         program = self._program('apply', (optimizer, *parameters.values()), make, True)
-        still = {path: s.value for path, s in parameters.items() if path not in gradients}
+        still = {
+            path: s.value for path, s in parameters.items() if path not in gradients
+        }
         with self._synchronised():
             program({**jax.tree.map(jnp.zeros_like, still), **gradients})
             for path, value in still.items():
@@ -501,7 +543,8 @@ class Learner(LearnerState):
         return {path_name(p): s for p, s in states if id(s) not in own}
 
     def teach_predictor(self, sequences: tuple, step_fn: Callable[..., Any]) -> float:
-        """One update of the rule's predictor from a fresh sequence, nothing else changed; its error."""
+        """One update of the rule's predictor from a fresh sequence, nothing else
+        changed; its error."""
         with self._synchronised():
             _, _, solved, _ = self._solve(sequences, step_fn, None, 'mean', True)
             self._advance_rule_state(solved)
@@ -509,11 +552,14 @@ class Learner(LearnerState):
 
     # ------------------------------------------------------------ measuring
 
-    def evaluate(self, *sequences: Any, step_fn: Callable[..., Any] | None = None) -> Any:
-        """What ``step_fn``, by default the learner, gives at every step of a fresh sequence.
+    def evaluate(
+        self, *sequences: Any, step_fn: Callable[..., Any] | None = None
+    ) -> Any:
+        """What ``step_fn``, by default the learner, gives at every step of a fresh
+        sequence.
 
-        Stacked over time. Forward only: nothing is learned, and states, traces and random numbers
-        stay as they are.
+        Stacked over time. Forward only: nothing is learned, and states, traces and
+        random numbers stay as they are.
         """
         length_of(sequences, step_fn)
         run = lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs)
@@ -551,17 +597,20 @@ class Learner(LearnerState):
         mask: Any = None,
         reduction: str = 'mean',
     ) -> GradientCheck | RuleComparison:
-        """Compare gradients of a fresh sequence with BPTT's: this rule's, or those of ``rules``.
+        """Compare gradients of a fresh sequence with BPTT's: this rule's, or those of
+        ``rules``.
 
-        Nothing is changed. ``rules``: names or classes of rules, with the options they have by
-        default, :class:`ETraceConfig`, or learners for their rule with its options, as
-        ``braintrace.SnAp(model, n=2)``, its modulator or its predictor.
+        Nothing is changed. ``rules``: names or classes of rules, with the options they
+        have by default, :class:`ETraceConfig`, or learners for their rule with its
+        options, as ``braintrace.SnAp(model, n=2)``, its modulator or its predictor.
         """
         check_choice('reduction', reduction, ('mean', 'sum'))
         own = (self.rule, self._rule_value())
         compared = [own] if rules is None else rules_of(rules)
         with self._synchronised(), self.unmoved():
-            solve = lambda *rule: self._solve(sequences, step_fn, mask, reduction, True, *rule)
+            solve = lambda *rule: self._solve(
+                sequences, step_fn, mask, reduction, True, *rule
+            )
             binding, _, solved, _ = solve(PRESETS['bptt'].default, None)
             exact = binding.gradients_by_name(solved.gradients)
             credits = self.graph.report.credits
@@ -573,15 +622,20 @@ class Learner(LearnerState):
                 gives = gradients_of(rule, binding, solver, credits)
                 mine = binding.gradients_by_name(solved.gradients)
                 rows = [
-                    compare(n, classes.get(n, 'none'), gives[n].kind, gradient, exact[n])
+                    compare(
+                        n, classes.get(n, 'none'), gives[n].kind, gradient, exact[n]
+                    )
                     for n, gradient in mine.items()
                 ]
                 checks.append(GradientCheck(rule.name, tuple(rows)))
         return checks[0] if rules is None else RuleComparison(tuple(checks))
 
     def write_report(self, file: Any, steps: int | None = None) -> None:
-        """Write the report as a page; ``steps`` adds what a sequence so long needs in memory."""
-        self.report.to_html(file, memory=None if steps is None else self.memory_plan(steps))
+        """Write the report as a page; ``steps`` adds what a sequence so long needs in
+        memory."""
+        self.report.to_html(
+            file, memory=None if steps is None else self.memory_plan(steps)
+        )
 
     def memory_plan(self, steps: int) -> MemoryPlan:
         """Bytes that a sequence of the compiled inputs needs, before any is allocated."""
@@ -599,10 +653,13 @@ class Learner(LearnerState):
         self._kept.check_shapes(self)
         binding = StepBinding.of_step_fn(self, step_fn, self._example)
         solver = self._solver(binding, self.rule, loss=True)
-        return plan_memory(binding, solver, self.rule, steps, self._options(), self._rule_value())
+        return plan_memory(
+            binding, solver, self.rule, steps, self._options(), self._rule_value()
+        )
 
     def _synchronised(self) -> contextlib.AbstractContextManager:
-        """Around every call: reads and writes the values of a model that keeps them elsewhere."""
+        """Around every call: reads and writes the values of a model that keeps them
+        elsewhere."""
         return contextlib.nullcontext()
 
 

@@ -1,4 +1,5 @@
-"""A model compiled for a rule, and the states and traces that are kept from call to call."""
+"""A model compiled for a rule, and the states and traces that are kept from call to
+call."""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ from .state import EligibilityTrace, RuleState, StartValue
 class _Kept:
     """What is no part of the module's tree.
 
-    ``zeros``: the arrays of traces that are known to be zero. ``owners``: for every trace the one
-    that holds its state part. ``traces``: every trace there ever was, since a function that was
-    jitted earlier holds the traces of then.
+    ``zeros``: the arrays of traces that are known to be zero. ``owners``: for every
+    trace the one that holds its state part. ``traces``: every trace there ever was,
+    since a function that was jitted earlier holds the traces of then.
     """
 
     programs: ProgramCache = field(default_factory=ProgramCache)
@@ -117,8 +118,11 @@ class LearnerState(brainstate.nn.Module):
         return ETraceGraphExecutor(self.model, call, trained=True)
 
     def __deepcopy__(self, memo: Any = None) -> Any:
-        """A learner of its own on a copy of the model: weights, states, traces, optax states."""
-        copied = super().__deepcopy__(memo)  # copies the states of the tree and shares all else
+        """A learner of its own on a copy of the model: weights, states, traces, optax
+        states."""
+        copied = super().__deepcopy__(
+            memo
+        )  # copies the states of the tree and shares all else
         # Programs, and the graph, hold the states of the model that they were made of.
         copied.executor = copied._new_executor()
         if copied._example:
@@ -141,8 +145,11 @@ class LearnerState(brainstate.nn.Module):
 
         Its current states are where a fresh sequence starts.
         """
-        # An update would make weak types strong, and everything would be compiled again.
-        strong = lambda x: jnp.asarray(x, x.dtype) if getattr(x, 'weak_type', False) else x
+        # An update would make weak types strong, and everything would be compiled
+        # again.
+        strong = lambda x: (
+            jnp.asarray(x, x.dtype) if getattr(x, 'weak_type', False) else x
+        )
         for state in module_states(self.model).values():
             state.value = jax.tree.map(strong, state.value)
         args = first_step(args)
@@ -163,11 +170,14 @@ class LearnerState(brainstate.nn.Module):
         self._make_traces()
 
     def _run_model(self, *args: Any) -> Any:
-        """The model, or the model of one sample mapped over the batch axis of its states."""
+        """The model, or the model of one sample mapped over the batch axis of its
+        states."""
         if not self.vmap:
             return self.model(*args)
         states = brainstate.ShortTermState
-        mapped = brainstate.nn.Vmap(self.model, vmap_states=states, vmap_out_states=states)
+        mapped = brainstate.nn.Vmap(
+            self.model, vmap_states=states, vmap_out_states=states
+        )
         return mapped(*args)
 
     def _model_binding(self, example: tuple) -> StepBinding:
@@ -184,9 +194,14 @@ class LearnerState(brainstate.nn.Module):
         return self._program('model', (shapes_of(example),), make)
 
     def _program(
-        self, kind: str, parts: tuple, make: Callable[[], Any], is_reusable: bool | None = None
+        self,
+        kind: str,
+        parts: tuple,
+        make: Callable[[], Any],
+        is_reusable: bool | None = None,
     ) -> Any:
-        """A program of some kind, made once for these parts and the shapes of all states."""
+        """A program of some kind, made once for these parts and the shapes of all
+        states."""
         key = (kind, *parts, self._state_shapes())
         return self._kept.programs.get(key, make, is_reusable)
 
@@ -209,7 +224,10 @@ class LearnerState(brainstate.nn.Module):
         solver = self._solver(binding, self.rule, loss=False)
         found = self.graph.report
         gives = gradients_of(self.rule, binding, solver, found.credits)
-        first = {r.weight_path: gives[r.context['name']].kind for r in reversed(found.credits)}
+        first = {
+            r.weight_path: gives[r.context['name']].kind
+            for r in reversed(found.credits)
+        }
         return replace(
             found,
             rule=self.rule,
@@ -262,8 +280,11 @@ class LearnerState(brainstate.nn.Module):
         return [(g.num_state, g.varshape, dtype(g)) for g in self.graph.hidden_groups]
 
     def _new_rule_state(self) -> RuleState | None:
-        """The rule's own state as it is at first; a predictor's once the model is compiled."""
-        value = self.rule.init_state(None if not hasattr(self, '_example') else self._groups())
+        """The rule's own state as it is at first; a predictor's once the model is
+        compiled."""
+        value = self.rule.init_state(
+            None if not hasattr(self, '_example') else self._groups()
+        )
         return None if value is None else RuleState(value)
 
     def _rule_value(self) -> Any:
@@ -280,7 +301,9 @@ class LearnerState(brainstate.nn.Module):
         if not self.rule.is_modulated:
             why = 'its traces are multiplied by the derivative of the loss'
             raise ValueError(
-                three_parts(f'a modulator for {self.rule.name}', why, "rule 'three_factor'")
+                three_parts(
+                    f'a modulator for {self.rule.name}', why, "rule 'three_factor'"
+                )
             )
         check_modulator(value)
 
@@ -300,7 +323,8 @@ class LearnerState(brainstate.nn.Module):
 
     def _make_traces(self) -> None:
         """Zero traces for the model's step as it is now, before any program needs them."""
-        # Traces that are too large are refused again, with the reason, when one is needed.
+        # Traces that are too large are refused again, with the reason, when one is
+        # needed.
         with contextlib.suppress(NotSupportedError):
             binding = self._model_binding(self._example)
             self._prepare_traces(self._solver(binding, self.rule, loss=False))
@@ -321,7 +345,9 @@ class LearnerState(brainstate.nn.Module):
         keys = trace_keys(solver)
         made_beside(self.hidden_states, lambda: self._zero_traces(solver))
         self.traces = {key: self._kept.traces[key] for key in keys}
-        self._kept.owners = {key: keys[n] for key, n in zip(keys, solver.owner, strict=True)}
+        self._kept.owners = {
+            key: keys[n] for key, n in zip(keys, solver.owner, strict=True)
+        }
         self._remember_zeros()
 
     def _has_traces(self, solver: BlockSolver | InfluenceSolver) -> bool:
@@ -357,7 +383,8 @@ class LearnerState(brainstate.nn.Module):
     def _read_traces(
         self, solver: BlockSolver | InfluenceSolver, donate: bool = False
     ) -> list[Any]:
-        """The traces of a step, made if there are none yet; ``donate``: safe to be written to."""
+        """The traces of a step, made if there are none yet; ``donate``: safe to be
+        written to."""
         if not self.rule.has_trace:
             return []
         self._prepare_traces(solver)
@@ -365,7 +392,10 @@ class LearnerState(brainstate.nn.Module):
         return [trace.take_for_donation() if donate else trace.value for trace in found]
 
     def _write_traces(
-        self, solver: BlockSolver | InfluenceSolver, values: list[Any], fresh: bool = False
+        self,
+        solver: BlockSolver | InfluenceSolver,
+        values: list[Any],
+        fresh: bool = False,
     ) -> None:
         if fresh:
             self._clear_traces()
@@ -415,7 +445,8 @@ class LearnerState(brainstate.nn.Module):
 
     @contextlib.contextmanager
     def unmoved(self) -> Iterator[None]:
-        """Measure inside: afterwards states, traces and random numbers are as they were before.
+        """Measure inside: afterwards states, traces and random numbers are as they were
+        before.
 
         This covers every state that is read or written inside, of the learner or not.
         """
@@ -433,9 +464,9 @@ class LearnerState(brainstate.nn.Module):
     def get_etrace_of(self, path: Path | str | brainstate.State) -> dict[tuple, Any]:
         """The traces of one parameter, by their names.
 
-        A name holds parameters, operation and hidden states; a trace is one array for each of
-        these states that it is carried on, by number. pp_prop's traces are :class:`FactorTrace` of
-        an input and such arrays.
+        A name holds parameters, operation and hidden states; a trace is one array for
+        each of these states that it is carried on, by number. pp_prop's traces are
+        :class:`FactorTrace` of an input and such arrays.
         """
         path = self._path_of_parameter(path)
         start = '.'.join(map(str, path))
@@ -472,8 +503,8 @@ class LearnerState(brainstate.nn.Module):
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Start afresh: the model's states as they were compiled, traces zero.
 
-        With a ``batch_size`` the states are made anew for it, and that is where fresh sequences
-        start from then on.
+        With a ``batch_size`` the states are made anew for it, and that is where fresh
+        sequences start from then on.
         """
         check_batch_size(batch_size)
         if batch_size is None:
@@ -494,8 +525,12 @@ class LearnerState(brainstate.nn.Module):
         for path, start in self._start.items():
             start.value = current[path].value
         after = jax.tree.leaves([s.value for s in self._start.values()])
-        # The batch axis of the inputs has the size that the first axis of the states had.
-        sizes = [(jnp.shape(a)[:1], jnp.shape(b)[:1]) for a, b in zip(before, after, strict=True)]
+        # The batch axis of the inputs has the size that the first axis of the states
+        # had.
+        sizes = [
+            (jnp.shape(a)[:1], jnp.shape(b)[:1])
+            for a, b in zip(before, after, strict=True)
+        ]
         old = next((a for a, b in sizes if b == (batch_size,)), None)
 
         def resized(x: Any) -> Any:
@@ -510,7 +545,8 @@ class LearnerState(brainstate.nn.Module):
 
 
 def _may_differ_from_zero(trace: EligibilityTrace) -> bool:
-    """False for a trace that is known to be zero; inside a trace its value may be unknown."""
+    """False for a trace that is known to be zero; inside a trace its value may be
+    unknown."""
     leaves = jax.tree.leaves(trace.look())
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return True
@@ -524,6 +560,7 @@ def _is_deleted(x: Any) -> bool:
 
 
 def _mark_read(traces: dict[tuple, EligibilityTrace]) -> None:
-    """Something else refers to these arrays too, so the next call must not write into them."""
+    """Something else refers to these arrays too, so the next call must not write into
+    them."""
     for trace in traces.values():
         _ = trace.value

@@ -33,12 +33,21 @@ class MemoryPlan:
         lines = [f'memory for {self.steps} steps']
         named: dict[str, list[int]] = {}
         for (parameters, operation, *_), n in self.traces.items():
-            named.setdefault(printable(f'{", ".join(parameters)} in {operation}'), []).append(n)
+            named.setdefault(
+                printable(f'{", ".join(parameters)} in {operation}'), []
+            ).append(n)
         parts = lambda sizes: f' in {len(sizes)} parts' if len(sizes) > 1 else ''
-        lines += [f'  trace of {name}: {size_text(sum(sizes))}{parts(sizes)}' for name, sizes in named.items()]
+        lines += [
+            f'  trace of {name}: {size_text(sum(sizes))}{parts(sizes)}'
+            for name, sizes in named.items()
+        ]
         lines += [
             f'one pass, {"traces carried:" if self.traces else "windows:       "} {size_text(self.one_pass)}',
-            *([] if self.two_pass is None else [f'two passes, fresh=True:   {size_text(self.two_pass)}']),
+            *(
+                []
+                if self.two_pass is None
+                else [f'two passes, fresh=True:   {size_text(self.two_pass)}']
+            ),
             f'BPTT:                     {size_text(self.bptt)}',
         ]
         return '\n'.join(lines)
@@ -75,7 +84,9 @@ def plan_memory(
     def one_pass(p: Values, s: Values, traces: list, xs: Values, w: jax.Array) -> Any:
         if rule.multi_step and isinstance(solver, BlockSolver):
             return solver.windows(p, s, traces, xs, w, length=1, masked=False)
-        return solver.one_pass(p, s, traces, xs, w, block(True), rule_state, masked=False)
+        return solver.one_pass(
+            p, s, traces, xs, w, block(True), rule_state, masked=False
+        )
 
     def two_pass(p: Values, s: Values, xs: Values, w: jax.Array) -> Any:
         assert isinstance(solver, BlockSolver)

@@ -1,4 +1,5 @@
-"""The states of a model: made for a batch, and checked against what a learner was compiled for."""
+"""The states of a model: made for a batch, and checked against what a learner was
+compiled for."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ _last_shaped: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 """The learner that last gave the states of each model their shapes."""
 
 
-def make_states(model: brainstate.nn.Module, batch_size: int | None, vmap: bool = False) -> None:
-    """Initialise a model's states; objects that it already has as states are used again.
+def make_states(
+    model: brainstate.nn.Module, batch_size: int | None, vmap: bool = False
+) -> None:
+    """Initialise a model's states; objects that it already has as states are used
+    again.
 
     A function that was jitted earlier holds these objects and would not see others.
     """
@@ -48,7 +52,8 @@ def make_states(model: brainstate.nn.Module, batch_size: int | None, vmap: bool 
 
 
 def _with_states(value: Any, replaced: Mapping[int, brainstate.State]) -> Any:
-    """An attribute with some states replaced by others; itself if it holds none of those."""
+    """An attribute with some states replaced by others; itself if it holds none of
+    those."""
     if isinstance(value, brainstate.State):
         return replaced.get(id(value), value)
     if type(value) not in (dict, list, tuple):
@@ -82,7 +87,9 @@ class StateShapes:
 def _shapes(states: Mapping[Path, brainstate.State]) -> dict[Path, tuple[int, ...]]:
     """The shape of each state that is one array."""
     leaves = {path: jax.tree.leaves(state.value) for path, state in states.items()}
-    return {path: jnp.shape(found[0]) for path, found in leaves.items() if len(found) == 1}
+    return {
+        path: jnp.shape(found[0]) for path, found in leaves.items() if len(found) == 1
+    }
 
 
 def _reshaped(

@@ -1,4 +1,5 @@
-"""Online gradients as derivatives: a step whose reverse mode in the parameters is the learning rule."""
+"""Online gradients as derivatives: a step whose reverse mode in the parameters is the
+learning rule."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ from ..solver import BlockSolver, InfluenceSolver
 def online_step(
     solver: BlockSolver | InfluenceSolver, rule: Rule, window: bool, exact: bool
 ) -> Callable:
-    """A step, or a window of steps, whose reverse derivative in the parameters is the online gradient.
+    """A step, or a window of steps, whose reverse derivative in the parameters is the
+    online gradient.
 
-    A function of parameters, states, traces, inputs and the rule's state; it gives values of targets
-    and outputs, the next states and the next traces. ``exact``: reverse mode goes through the whole
-    step inside the window.
+    A function of parameters, states, traces, inputs and the rule's state; it gives
+    values of targets and outputs, the next states and the next traces. ``exact``:
+    reverse mode goes through the whole step inside the window.
     """
     step = solver.step
     gradient: Callable = solver.block_gradient
@@ -32,7 +34,11 @@ def online_step(
     single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
 
     def run(
-        parameters: Values, states: Values, traces: list, inputs: Values, rule_state: Any
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        rule_state: Any,
     ) -> tuple[Values, Values, list]:
         given = (parameters, states, traces, stack(inputs), rule_state)
         values, new, traces = solver.run(*given)

@@ -16,11 +16,15 @@ from ..program import Path
 Made = TypeVar('Made')
 
 
-def made_beside(others: Mapping[Path, brainstate.State], make: Callable[[], Made]) -> Made:
-    """What ``make`` gives; the states that it creates live as long as some other states.
+def made_beside(
+    others: Mapping[Path, brainstate.State], make: Callable[[], Made]
+) -> Made:
+    """What ``make`` gives; the states that it creates live as long as some other
+    states.
 
-    A state that is created inside a trace ends with it, so a compiled program would start from
-    its first value at every call. Traces belong to a thread: another thread is outside of them.
+    A state that is created inside a trace ends with it, so a compiled program would
+    start from its first value at every call. Traces belong to a thread: another thread
+    is outside of them.
     """
     level = min((state.stack_level for state in others.values()), default=0)
     if level >= brainstate.State(None).stack_level:
@@ -33,7 +37,9 @@ def made_beside(others: Mapping[Path, brainstate.State], make: Callable[[], Made
             states = list(new.states)
             leaves = [x for s in states for x in jax.tree.leaves(s.value)]
             if any(isinstance(x, jax.core.Tracer) for x in leaves):
-                raise jax.errors.UnexpectedTracerError('a state starts from a traced value')
+                raise jax.errors.UnexpectedTracerError(
+                    'a state starts from a traced value'
+                )
             return made, states
 
     try:
@@ -61,8 +67,9 @@ def update_by(
 ) -> Callable[[dict, jax.Array], None]:
     """How to apply gradients: ``update(gradients, wanted)``.
 
-    A braintools optimiser keeps its own states; the state of an optax transformation is kept in
-    ``held``, so that loops carry it. Where ``wanted`` is false, nothing changes.
+    A braintools optimiser keeps its own states; the state of an optax transformation is
+    kept in ``held``, so that loops carry it. Where ``wanted`` is false, nothing
+    changes.
     """
     if hasattr(optimizer, 'register_trainable_weights'):
         unregistered = getattr(optimizer, 'opt_state', optimizer) is None

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 _MOST_PROGRAMS = 32
-"""More are dropped, the oldest first: a step_fn made anew for every call must not fill memory."""
+"""More are dropped, the oldest first: a step_fn made anew for every call must not fill
+memory."""
 
 
 def array_shapes(tree: Any) -> tuple:
@@ -41,8 +42,8 @@ class ProgramCache:
     ) -> Any:
         """The program of a key, made if there is none.
 
-        A program that may close over values of a trace around it ends with that trace, so it is
-        not kept; ``is_reusable`` says if that is known not to be so.
+        A program that may close over values of a trace around it ends with that trace,
+        so it is not kept; ``is_reusable`` says if that is known not to be so.
         """
         if key in self._programs:
             return self._programs[key]

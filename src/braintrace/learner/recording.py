@@ -1,8 +1,8 @@
 """What a call of a learner means while a function around it is being traced.
 
-Inside a ``step_fn`` the learner stands for its model: the call runs the model, and the solver
-differentiates the traced program as a whole. Which of these holds is a property of the call, so
-it is kept in a context variable and not on the learner.
+Inside a ``step_fn`` the learner stands for its model: the call runs the model, and the
+solver differentiates the traced program as a whole. Which of these holds is a property
+of the call, so it is kept in a context variable and not on the learner.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 class Recording:
     """One function that is being traced, and what it did with the learner.
 
-    ``runs_model``: calls run the model alone; otherwise they learn, inside exact windows.
-    ``ignores_modulators``: as where nothing is learned. ``takes_modulators``: even if the learner's
-    rule has none, for a comparison with one that has. ``calls``: how often the learner was called.
-    ``modulator``: the one that a call was given.
+    ``runs_model``: calls run the model alone; otherwise they learn, inside exact
+    windows. ``ignores_modulators``: as where nothing is learned. ``takes_modulators``:
+    even if the learner's rule has none, for a comparison with one that has. ``calls``:
+    how often the learner was called. ``modulator``: the one that a call was given.
     """
 
     learner: Any

@@ -18,8 +18,8 @@ from ..solver.blocks import length_of
 class SequenceOptions:
     """How sequences are run; never visible in a result.
 
-    ``block``: steps solved together. ``passes``: 1 carries traces, 2 keeps the states of a fresh
-    sequence. ``most_bytes``: two passes are chosen up to so much memory.
+    ``block``: steps solved together. ``passes``: 1 carries traces, 2 keeps the states
+    of a fresh sequence. ``most_bytes``: two passes are chosen up to so much memory.
     """
 
     block: int | None
@@ -28,7 +28,11 @@ class SequenceOptions:
 
     def block_length(self, solver: Any, steps: int, carried: bool) -> int:
         """Steps to solve together."""
-        return min(self.block, steps) if self.block else solver.block_length(steps, carried)
+        return (
+            min(self.block, steps)
+            if self.block
+            else solver.block_length(steps, carried)
+        )
 
     def runs_twice(self, solver: Any, steps: int) -> bool:
         """Whether to keep states and run in two passes, without traces."""
@@ -38,10 +42,14 @@ class SequenceOptions:
 
 
 def gradient_program(
-    solver: BlockSolver | InfluenceSolver, rule: Rule, fresh: bool, options: SequenceOptions
+    solver: BlockSolver | InfluenceSolver,
+    rule: Rule,
+    fresh: bool,
+    options: SequenceOptions,
 ) -> Callable[..., Solved]:
-    """Gradients of a sequence: a function of parameters, states, traces, inputs, weights of the
-    losses, the weight of a loss that counts 1, the rule's state, and whether any weight may be 0."""
+    """Gradients of a sequence: a function of parameters, states, traces, inputs,
+    weights of the losses, the weight of a loss that counts 1, the rule's state, and
+    whether any weight may be 0."""
 
     def solve(
         parameters: Values,
@@ -96,7 +104,9 @@ def evolution_program(
 ) -> Callable[..., Solved]:
     """A sequence without a loss: a function of parameters, states, traces and inputs."""
 
-    def evolve(parameters: Values, states: Values, traces: list, inputs: Values) -> Solved:
+    def evolve(
+        parameters: Values, states: Values, traces: list, inputs: Values
+    ) -> Solved:
         block = options.block_length(solver, length_of(inputs), carried=True)
         return solver.evolve(parameters, states, traces, inputs, block)
 

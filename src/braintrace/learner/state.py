@@ -14,8 +14,8 @@ _VALUE: Any = brainstate.ShortTermState.value
 class EligibilityTrace(brainstate.ShortTermState):
     """The state that holds one trace.
 
-    Its arrays are donated to the next call, which writes the new ones into the same memory; once
-    someone else has read them, a copy is donated.
+    Its arrays are donated to the next call, which writes the new ones into the same
+    memory; once someone else has read them, a copy is donated.
     """
 
     _was_read = False
@@ -41,7 +41,8 @@ class EligibilityTrace(brainstate.ShortTermState):
         return _VALUE.fget(self)
 
     def look(self) -> Any:
-        """The trace as it is; a transformation around does not count this as reading it."""
+        """The trace as it is; a transformation around does not count this as reading
+        it."""
         return self._read_value()
 
     def take_for_donation(self) -> Any:
@@ -50,7 +51,8 @@ class EligibilityTrace(brainstate.ShortTermState):
 
 
 class RuleState(brainstate.State):
-    """What a rule keeps for itself: a modulator, a count of gradients, a predictor's weights."""
+    """What a rule keeps for itself: a modulator, a count of gradients, a predictor's
+    weights."""
 
     value: Any
 

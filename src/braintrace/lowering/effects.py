@@ -14,7 +14,8 @@ from .stages import Stages
 
 
 def effects_beyond(stages: Stages, local: LocalProgram) -> dict[Var, Labels]:
-    """Elements, labelled 0, that act within a step on more than this group's uncut paths."""
+    """Elements, labelled 0, that act within a step on more than this group's uncut
+    paths."""
     cuts, own = local.positions.cuts, set(local.group.hidden_outvars)
     inside = set(stages.needed(own, ()))
     every = lambda v: np.zeros(v.aval.shape, np.int32)
@@ -30,10 +31,15 @@ def effects_beyond(stages: Stages, local: LocalProgram) -> dict[Var, Labels]:
         pulled = None
         if operation and reaches:
             pulled = operation.labels(eqn, outs, stages.facts.constant)
-        # Cuts inside a sub-program, and operations without a record, may hide any effect.
+        # Cuts inside a sub-program, and operations without a record, may hide any
+        # effect.
         unknown = any(e == i for e, _ in cuts.bodies) or (operation is None and reaches)
         for k, v in enumerate(eqn.invars):
-            if not is_var(v) or not is_differentiable(v) or (v in own and i not in inside):
+            if (
+                not is_var(v)
+                or not is_differentiable(v)
+                or (v in own and i not in inside)
+            ):
                 continue
             if unknown or (i, k) not in local.positions.edges:
                 labels: Labels = every(v)
@@ -47,7 +53,8 @@ def effects_beyond(stages: Stages, local: LocalProgram) -> dict[Var, Labels]:
 
 
 def effect_box(effects: dict[Var, Labels], y: Var) -> Box | None:
-    """The smallest box of a tap's result that acts on more than the group; None if nothing does."""
+    """The smallest box of a tap's result that acts on more than the group; None if
+    nothing does."""
     labels = effects.get(y)
     if labels is None or not np.any(labels != NONE):
         return None

@@ -1,4 +1,5 @@
-"""The executor: compiles a module's graph and runs its derivative programs for one step."""
+"""The executor: compiles a module's graph and runs its derivative programs for one
+step."""
 
 from __future__ import annotations
 
@@ -29,10 +30,11 @@ from .views import joint_outputs
 
 
 class SiteJacobian(NamedTuple):
-    """∂h/∂θ of one site in parts: its input x, its weight operand, and ∂h/∂y for each group.
+    """∂h/∂θ of one site in parts: its input x, its weight operand, and ∂h/∂y for each
+    group.
 
-    ``hidden_to_y[g]`` has shape ``(*y.shape, num_state)``: element e of y reaches one position of
-    the group, and the last axis holds the derivative of each state there.
+    ``hidden_to_y[g]`` has shape ``(*y.shape, num_state)``: element e of y reaches one
+    position of the group, and the last axis holds the derivative of each state there.
     """
 
     x: jax.Array | None
@@ -40,18 +42,26 @@ class SiteJacobian(NamedTuple):
     hidden_to_y: dict[int, jax.Array]
 
 
-def state_jacobian(group: HiddenGroup, program: Jaxpr, y: jax.Array, constants: Sequence[Any]) -> jax.Array:
-    """∂h/∂y, ``(*y.shape, num_state)``, of a y→hidden program: one reverse pass for each state."""
-    new, pull = jax.vjp(lambda y: group.concat_hidden(evaluate(program, constants, y)), y)
-    columns = [pull(jnp.zeros_like(new).at[..., s].set(1))[0] for s in range(new.shape[-1])]
+def state_jacobian(
+    group: HiddenGroup, program: Jaxpr, y: jax.Array, constants: Sequence[Any]
+) -> jax.Array:
+    """∂h/∂y, ``(*y.shape, num_state)``, of a y→hidden program: one reverse pass for
+    each state."""
+    new, pull = jax.vjp(
+        lambda y: group.concat_hidden(evaluate(program, constants, y)), y
+    )
+    columns = [
+        pull(jnp.zeros_like(new).at[..., s].set(1))[0] for s in range(new.shape[-1])
+    ]
     return jnp.stack(columns, axis=-1)
 
 
 class ETraceGraphExecutor:
     """Compiles a module once and solves the Jacobians of its steps.
 
-    ``call`` advances the module in place of ``model(...)``, e.g. mapped over a batch. ``trained``: the module is
-    to be trained, so a step that reads no parameter is refused.
+    ``call`` advances the module in place of ``model(...)``, e.g. mapped over a batch.
+    ``trained``: the module is to be trained, so a step that reads no parameter is
+    refused.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> gru = brainstate.nn.GRUCell(3, 4)
@@ -63,7 +73,13 @@ class ETraceGraphExecutor:
     (4, 1, 1)
     """
 
-    def __init__(self, model: Any, call: Callable[..., Any] | None = None, *, trained: bool = False):
+    def __init__(
+        self,
+        model: Any,
+        call: Callable[..., Any] | None = None,
+        *,
+        trained: bool = False,
+    ):
         if not is_module(model):
             raise TypeError(
                 three_parts(
@@ -81,7 +97,8 @@ class ETraceGraphExecutor:
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
         """Trace and analyse one step on example inputs.
 
-        They may be wrapped in :class:`SingleStepData`, or in :class:`MultiStepData`, of which the first step counts.
+        They may be wrapped in :class:`SingleStepData`, or in :class:`MultiStepData`, of
+        which the first step counts.
         """
         args, kwargs = first_step((args, kwargs))
         with compiling():
@@ -143,51 +160,78 @@ class ETraceGraphExecutor:
         lines += [f'  {path_name(p)}' for p in report.dynamic_states]
         lines.append('Parameters tied to groups:')
         for path, credit in report.etrace_weights.items():
-            sites = [s for s in graph.hidden_param_op_relations if path in s.trainable_paths]
+            sites = [
+                s for s in graph.hidden_param_op_relations if path in s.trainable_paths
+            ]
             into = sorted({g.index for s in sites for g in s.hidden_groups})
             credit = credit if gives is None else gives.get(path, credit)
-            lines.append(f'  {path_name(path)} → group {", ".join(map(str, into))} ({credit})')
+            lines.append(
+                f'  {path_name(path)} → group {", ".join(map(str, into))} ({credit})'
+            )
         lines.append('Other parameters:')
-        lines += [f'  {path_name(p)}: {why}' for p, why in report.excluded_weights.items()]
+        lines += [
+            f'  {path_name(p)}: {why}' for p, why in report.excluded_weights.items()
+        ]
         return '\n'.join(map(printable, lines))
 
     # ------------------------------------------------------------ Jacobians
 
-    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict[Var, Any], list[Any]]:
-        """Results of the step, the value of every variable it gives, and its flat inputs."""
+    def _run(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[Var, Any], list[Any]]:
+        """Results of the step, the value of every variable it gives, and its flat
+        inputs."""
         info = self.graph.module_info
         flat = info.flat_inputs(args, None, kwargs)
         results = evaluate(info.jaxpr, info.closed_jaxpr.consts, *flat)
         env = dict(zip(info.jaxpr.constvars, info.closed_jaxpr.consts, strict=True))
         env.update(zip(info.jaxpr.invars, flat, strict=True))
-        env.update((v, x) for v, x in zip(info.jaxpr.outvars, results, strict=True) if is_var(v))
+        env.update(
+            (v, x)
+            for v, x in zip(info.jaxpr.outvars, results, strict=True)
+            if is_var(v)
+        )
         out, hidden, others, _ = info.arrange(results)
         return (out, hidden, others), env, flat
 
-    def _site_jacobian(self, site: HiddenParamOpRelation, env: dict[Var, Any]) -> SiteJacobian:
+    def _site_jacobian(
+        self, site: HiddenParamOpRelation, env: dict[Var, Any]
+    ) -> SiteJacobian:
         program = site.weight_jaxpr
         constants = [env[v] for v in program.constvars]
         (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
         jacobians = {
-            group.index: state_jacobian(group, to_hidden, env[site.y_var], [env[v] for v in to_hidden.constvars])
-            for group, to_hidden in zip(site.hidden_groups, site.y_to_hidden_group_jaxprs, strict=True)
+            group.index: state_jacobian(
+                group, to_hidden, env[site.y_var], [env[v] for v in to_hidden.constvars]
+            )
+            for group, to_hidden in zip(
+                site.hidden_groups, site.y_to_hidden_group_jaxprs, strict=True
+            )
         }
-        return SiteJacobian(None if site.x_var is None else env[site.x_var], weight, jacobians)
+        return SiteJacobian(
+            None if site.x_var is None else env[site.x_var], weight, jacobians
+        )
 
     def solve_h2w_h2h_jacobian(self, *args: Any, **kwargs: Any) -> tuple:
-        """One step: outputs, new hidden values, other states, ∂h/∂θ of every site, D_t of every group.
+        """One step: outputs, new hidden values, other states, ∂h/∂θ of every site, D_t
+        of every group.
 
         Starts from the current states and writes none of them.
         """
         results, env, _ = self._run(args, kwargs)
         return (*results, *self._jacobians(env))
 
-    def _jacobians(self, env: dict[Var, Any]) -> tuple[list[SiteJacobian], list[jax.Array]]:
+    def _jacobians(
+        self, env: dict[Var, Any]
+    ) -> tuple[list[SiteJacobian], list[jax.Array]]:
         graph = self.graph
-        h2w = [self._site_jacobian(site, env) for site in graph.hidden_param_op_relations]
+        h2w = [
+            self._site_jacobian(site, env) for site in graph.hidden_param_op_relations
+        ]
         h2h = [
             group.diagonal_jacobian(
-                [env[v] for v in group.hidden_invars], [env[v] for v in group.transition_jaxpr_constvars]
+                [env[v] for v in group.hidden_invars],
+                [env[v] for v in group.transition_jaxpr_constvars],
             )
             for group in graph.hidden_groups
         ]
@@ -196,17 +240,20 @@ class ETraceGraphExecutor:
     def solve_h2w_h2h_l2h_jacobian(self, *args: Any, **kwargs: Any) -> tuple:
         """The same and the loss-to-hidden residuals.
 
-        The residuals are a function: cotangents of the outputs in, the signal of every group out,
-        each ``(*varshape, num_state)``.
+        The residuals are a function: cotangents of the outputs in, the signal of every
+        group out, each ``(*varshape, num_state)``.
         """
         results, env, flat = self._run(args, kwargs)
         graph, program = self.graph, self.graph.module_info.program
 
         def perturbed(deltas: list[jax.Array]) -> Any:
-            return graph.module_info.outputs(joint_outputs(program, graph.hidden_groups, flat, deltas))
+            return graph.module_info.outputs(
+                joint_outputs(program, graph.hidden_groups, flat, deltas)
+            )
 
         zeros = [
-            jnp.zeros_like(group.concat_hidden([env[v] for v in group.hidden_invars])) for group in graph.hidden_groups
+            jnp.zeros_like(group.concat_hidden([env[v] for v in group.hidden_invars]))
+            for group in graph.hidden_groups
         ]
         _, pull = jax.vjp(perturbed, zeros)
         return (*results, *self._jacobians(env), lambda cotangents: pull(cotangents)[0])

@@ -1,6 +1,8 @@
-"""The local step of one group: from its old states and the results of taps to its new states.
+"""The local step of one group: from its old states and the results of taps to its new
+states.
 
-Every path from one position to another is cut, so its Jacobian D is S×S at each position.
+Every path from one position to another is cut, so its Jacobian D is S×S at each
+position.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class LocalProgram:
         equations = [self.equations[i] for i in self.indices]
         made = {*self.group.hidden_invars, *self.taps}
         made.update(v for eqn in equations for v in eqn.outvars)
-        reads = [v for eqn in equations for v in eqn.invars] + list(self.group.hidden_outvars)
+        reads = [v for eqn in equations for v in eqn.invars] + list(
+            self.group.hidden_outvars
+        )
         return tuple(dict.fromkeys(v for v in reads if is_var(v) and v not in made))
 
     @cached_property
@@ -70,14 +74,17 @@ class LocalProgram:
         """(i, j) where the new component i can depend on the old component j."""
         owners, old = self.group.owners, self.group.hidden_invars
         every = range(len(owners))
-        return frozenset((i, j) for i in every for j in every if old[owners[j]] in self._reads(i))
+        return frozenset(
+            (i, j) for i in every for j in every if old[owners[j]] in self._reads(i)
+        )
 
     def reached(self, y: Var) -> tuple[int, ...]:
         """Components of the new states that a tap's result can reach."""
         return tuple(i for i in range(len(self.group.owners)) if y in self._reads(i))
 
     def sum_of(self, y: Var) -> Var:
-        """The last sum that a value enters unchanged, and through which alone it reaches the group."""
+        """The last sum that a value enters unchanged, and through which alone it
+        reaches the group."""
         while y not in self.group.hidden_outvars:
             uses = [
                 (i, k)

@@ -24,9 +24,11 @@ def new_components(
     old: Sequence[jax.Array],
     ys: Sequence[Any],
 ) -> list[jax.Array]:
-    """Components of a group's new states as functions of its old ones and of tap results.
+    """Components of a group's new states as functions of its old ones and of tap
+    results.
 
-    ``env`` holds constants, anchors and new states, whose values are not computed again.
+    ``env`` holds constants, anchors and new states, whose values are not computed
+    again.
     """
     group, cuts = local.group, local.positions.cuts
     known = {v: env[v] for v in (*group.hidden_outvars, *stages.anchors) if v in env}
@@ -43,7 +45,9 @@ def new_components(
             env.update(replay(eqn, tap.data, operands, mine))
         else:
             env.update(zip(eqn.outvars, evaluate_equation(eqn, operands), strict=True))
-        env.update((v, known_value(known[v], env[v])) for v in eqn.outvars if v in known)
+        env.update(
+            (v, known_value(known[v], env[v])) for v in eqn.outvars if v in known
+        )
     return group.components([env[v] for v in group.hidden_outvars])
 
 
@@ -68,7 +72,9 @@ def local_pull(
 ) -> Values:
     """(∂h/∂y)ᵀ γ for every tap result y that reaches a component of γ."""
     old = _old(local, env)
-    taps = Values((y, env[y]) for y in local.taps if set(local.reached(y)) & set(credit))
+    taps = Values(
+        (y, env[y]) for y in local.taps if set(local.reached(y)) & set(credit)
+    )
 
     def new(taps: Values) -> Components:
         ys = [taps.get(y, env[y]) for y in local.taps]

@@ -22,7 +22,18 @@ from ..compat import (
     scope,
     source_line,
 )
-from ..compiled_step import Box, CompiledStep, Components, Group, Jacobian, Operands, Signals, Site, Tap, Values
+from ..compiled_step import (
+    Box,
+    CompiledStep,
+    Components,
+    Group,
+    Jacobian,
+    Operands,
+    Signals,
+    Site,
+    Tap,
+    Values,
+)
 from ..operations import operation_of, use_of
 from ..program import cut_inside
 from .effects import effect_box, effects_beyond
@@ -56,10 +67,12 @@ def lower(
     """The step as pure functions on arrays.
 
     ``targets`` are differentiated, ``aux`` are further values wanted of every step.
-    ``modulator``: the variable of the modulator that the step computes itself. ``is_loss``: the
-    only target is a loss.
+    ``modulator``: the variable of the modulator that the step computes itself.
+    ``is_loss``: the only target is a loss.
     """
-    return lower_stages(stages_of(analysed, targets, aux, modulator), modulator, is_loss)
+    return lower_stages(
+        stages_of(analysed, targets, aux, modulator), modulator, is_loss
+    )
 
 
 def lower_stages(
@@ -114,7 +127,9 @@ class _Lowering:
             run_open=partial(run_open, stages),
             other_effects=self.other_effects,
             has_forward_mode=not any(map(has_reverse_only, stages.equations)),
-            modulator=None if modulator is None else lambda const, at: (const | at)[modulator],
+            modulator=None
+            if modulator is None
+            else lambda const, at: (const | at)[modulator],
         )
 
     # ------------------------------------------------------------ forward
@@ -144,7 +159,9 @@ class _Lowering:
         states = Values()
         for old, new in stages.carried:
             aval = old.aval
-            states[old] = env[new] if is_var(new) else jnp.full(aval.shape, new.val, aval.dtype)
+            states[old] = (
+                env[new] if is_var(new) else jnp.full(aval.shape, new.val, aval.dtype)
+            )
         return states, env.pick(stages.kept)
 
     def complete(self, constants: Values, values: Values) -> Values:
@@ -201,10 +218,14 @@ class _Lowering:
             dtypes=tuple(real[k] for k in group.owners),
             pattern=local.pattern,
             direct=frozenset(
-                j for j, k in enumerate(group.owners) if group.hidden_invars[k] in direct
+                j
+                for j, k in enumerate(group.owners)
+                if group.hidden_invars[k] in direct
             ),
             reached={y: local.reached(y) for y in local.taps},
-            components=lambda env: group.components([env[v] for v in group.hidden_invars]),
+            components=lambda env: group.components(
+                [env[v] for v in group.hidden_invars]
+            ),
             states=lambda parts: Values(
                 zip(group.hidden_invars, group.from_components(parts), strict=True)
             ),
@@ -232,7 +253,9 @@ class _Lowering:
             operands=partial(self._operands, tap.equation),
             gradients=partial(self._gradients, tap.equation, tap.weights),
             cut_gradients=cut_gradients,
-            parameters=tuple(dict.fromkeys(p for mine in by_weight.values() for p in mine)),
+            parameters=tuple(
+                dict.fromkeys(p for mine in by_weight.values() for p in mine)
+            ),
             by_weight=by_weight,
             operation=tap.equation.primitive.name,
             source=source_line(tap.equation),
@@ -307,8 +330,14 @@ class _Lowering:
         def block(moving: Operands) -> list[Any]:
             def one(step: Operands) -> list[Any]:
                 values = {**fixed, **step, **moving}
-                results = evaluate_equation(equation, [values[k] for k in range(len(values))])
-                return [y for v, y in zip(equation.outvars, results, strict=True) if v in y_bars]
+                results = evaluate_equation(
+                    equation, [values[k] for k in range(len(values))]
+                )
+                return [
+                    y
+                    for v, y in zip(equation.outvars, results, strict=True)
+                    if v in y_bars
+                ]
 
             return jax.vmap(one, axis_size=length)(steps)
 

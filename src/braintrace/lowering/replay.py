@@ -1,4 +1,5 @@
-"""Results of equations that are known already, with the derivatives of their computation."""
+"""Results of equations that are known already, with the derivatives of their
+computation."""
 
 from __future__ import annotations
 
@@ -14,9 +15,13 @@ from ..compiled_step import Values
 
 
 def replay(
-    equation: Equation, data: Sequence[int], operands: Sequence[Any], kept: Mapping[Var, Any]
+    equation: Equation,
+    data: Sequence[int],
+    operands: Sequence[Any],
+    kept: Mapping[Var, Any],
 ) -> Values:
-    """Kept results of an equation, differentiable in themselves and, through it, in its data.
+    """Kept results of an equation, differentiable in themselves and, through it, in its
+    data.
 
     The equation is not run again, except where it holds sub-programs.
     """

@@ -1,8 +1,9 @@
 """Products of concatenated inputs become sums of products.
 
-``concatenate([x, h]) @ W`` is ``x @ W[:i] + h @ W[i:]``; the first part depends on no state and
-leaves the time loop. Only weights that depend on parameters alone are split, and only where the
-parts differ in what they read. What the analysis found is carried over, not found again.
+``concatenate([x, h]) @ W`` is ``x @ W[:i] + h @ W[i:]``; the first part depends on no
+state and leaves the time loop. Only weights that depend on parameters alone are split,
+and only where the parts differ in what they read. What the analysis found is carried
+over, not found again.
 """
 
 from __future__ import annotations
@@ -18,15 +19,26 @@ from ..analysis.dependence import of
 from ..analysis.facts import Facts
 from ..analysis.graph import Analysed
 from ..analysis.positions import Positions
-from ..compat import Atom, Equation, Var, close, inlined, is_var, make_jaxpr, new_var, trace
+from ..compat import (
+    Atom,
+    Equation,
+    Var,
+    close,
+    inlined,
+    is_var,
+    make_jaxpr,
+    new_var,
+    trace,
+)
 from ..operations import operation_of
 from ..program import Cuts
 
 
 @dataclass(frozen=True)
 class _Split:
-    """Equations that replace a product. ``products``: the numbers of the products of its parts;
-    ``sums``: their results and the sums of these; ``data``: the operand that ``maker`` made."""
+    """Equations that replace a product. ``products``: the numbers of the products of
+    its parts; ``sums``: their results and the sums of these; ``data``: the operand that
+    ``maker`` made."""
 
     equations: list[Equation]
     products: list[int]
@@ -61,7 +73,9 @@ def _split(facts: Facts, eqn: Equation) -> _Split | None:
         return None
     total = facts.total
     weights = [
-        k for k, v in enumerate(eqn.invars) if is_var(v) and facts.is_weight(of(total, v))
+        k
+        for k, v in enumerate(eqn.invars)
+        if is_var(v) and facts.is_weight(of(total, v))
     ]
     if len(weights) != 1:
         return None
@@ -109,7 +123,9 @@ def _traced(
         renamed = [names[v] if is_var(v) else v for v in eqn.invars]
         if out in results or any(v in sums for v in renamed):
             sums.append(names[out])
-        equations.append(inlined(eqn, caller, body, invars=renamed, outvars=[names[out]]))
+        equations.append(
+            inlined(eqn, caller, body, invars=renamed, outvars=[names[out]])
+        )
     return _Split(equations, products, sums, data, maker)
 
 
@@ -120,7 +136,11 @@ def _moved(found: Positions, splits: dict[int, _Split], places: list[int]) -> Po
         labels=dict(found.labels),
         edges={(places[i], k) for i, k in found.edges if i not in splits},
         cuts=Cuts(
-            {(places[i], k): m for (i, k), m in found.cuts.edges.items() if i not in splits},
+            {
+                (places[i], k): m
+                for (i, k), m in found.cuts.edges.items()
+                if i not in splits
+            },
             {(places[i], key): body for (i, key), body in found.cuts.bodies.items()},
         ),
     )
@@ -133,7 +153,12 @@ def _moved(found: Positions, splits: dict[int, _Split], places: list[int]) -> Po
 
 
 def _carry_over(
-    moved: Positions, found: Positions, i: int, split: _Split, place: int, labels: np.ndarray
+    moved: Positions,
+    found: Positions,
+    i: int,
+    split: _Split,
+    place: int,
+    labels: np.ndarray,
 ) -> None:
     moved.labels.update(dict.fromkeys(split.sums, labels))
     for n, eqn in enumerate(split.equations):

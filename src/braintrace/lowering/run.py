@@ -1,9 +1,9 @@
 """A whole step from parameters and old states, for reverse or forward mode through it.
 
-    whole   nothing is cut: BPTT and RTRL
-    deep    an old state reaches new states only through its group's local step: paths from one
-            position to another across time are cut, all paths inside a step are kept
-    open    every choice and gate lets changes pass: which states can a parameter ever reach?
+whole   nothing is cut: BPTT and RTRL
+deep    an old state reaches new states only through its group's local step: paths from one
+        position to another across time are cut, all paths inside a step are kept
+open    every choice and gate lets changes pass: which states can a parameter ever reach?
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Result = tuple[Values, list[Any], Values]
 
 
 def _new_states(stages: Stages, states: Values, results: Sequence[Any]) -> Values:
-    """New states under the keys of the old ones; those that the step does not write are kept."""
+    """New states under the keys of the old ones; those that the step does not write are
+    kept."""
     new = Values(states)
     for (old, _), x in zip(stages.carried, results, strict=False):
         new[old] = jnp.broadcast_to(x, old.aval.shape).astype(old.aval.dtype)
@@ -60,7 +61,9 @@ def _constants(stages: Stages) -> Values:
     return Values(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
 
-def _evaluate(stages: Stages, env: Values, wanted: Sequence[Atom], run: Run) -> list[Any]:
+def _evaluate(
+    stages: Stages, env: Values, wanted: Sequence[Atom], run: Run
+) -> list[Any]:
     known = dict(_constants(stages) | env)
     read = lambda v: known[v] if is_var(v) else v.val
     for i in stages.needed(wanted, known):
@@ -77,7 +80,8 @@ def run_whole(
     inputs: Values,
     silent: jax.Array | None = None,
 ) -> Result:
-    """The step as it is; where ``silent``, no gradient enters from what only targets need."""
+    """The step as it is; where ``silent``, no gradient enters from what only targets
+    need."""
     env = parameters | states | inputs
     results = _evaluate(stages, env, _wanted(stages), _silenced(stages, silent))
     return _result(stages, states, results)
@@ -90,7 +94,8 @@ def run_deep(
     inputs: Values,
     silent: jax.Array | None = None,
 ) -> Result:
-    """Old states are constant except for targets; a group's local step enters as a δ of value zero."""
+    """Old states are constant except for targets; a group's local step enters as a δ of
+    value zero."""
     env = _constants(stages) | parameters | states | inputs
     groups = stages.analysed.groups
     hidden = [v for group in groups for v in group.hidden_invars]
@@ -118,13 +123,17 @@ def run_deep(
 
 
 def _silenced(stages: Stages, silent: jax.Array | None) -> Run:
-    """How to run an equation: what only targets need sends no gradient back from a silent step.
+    """How to run an equation: what only targets need sends no gradient back from a
+    silent step.
 
     That gradient would be zero times something that may be infinite.
     """
     core = set(stages.needed((new for _, new in stages.carried), ()))
     outside = {
-        v for i, eqn in enumerate(stages.equations) if i not in core for v in eqn.outvars
+        v
+        for i, eqn in enumerate(stages.equations)
+        if i not in core
+        for v in eqn.outvars
     }
 
     def enters(v: Atom) -> bool:
@@ -134,7 +143,9 @@ def _silenced(stages: Stages, silent: jax.Array | None) -> Run:
         eqn = stages.equations[i]
         if silent is not None and i not in core:
             pairs = zip(eqn.invars, operands, strict=True)
-            operands = [_without_gradient(silent, x) if enters(v) else x for v, x in pairs]
+            operands = [
+                _without_gradient(silent, x) if enters(v) else x for v, x in pairs
+            ]
         return evaluate_equation(eqn, operands)
 
     return run
@@ -155,12 +166,14 @@ _without_gradient.defvjp(lambda silent, x: (x, silent), _back)
 # ---------------------------------------------------------------- every gate open
 
 
-def run_open(stages: Stages, parameters: Values, states: Values, inputs: Values) -> Values:
+def run_open(
+    stages: Stages, parameters: Values, states: Values, inputs: Values
+) -> Values:
     """New states, with a derivative wherever any value of its variables gives one.
 
-    A surrogate that is zero far from its threshold, a rectifier, a choice or a gate closes paths
-    at most values; here each passes changes on at its element. What a constant closes stays
-    closed.
+    A surrogate that is zero far from its threshold, a rectifier, a choice or a gate
+    closes paths at most values; here each passes changes on at its element. What a
+    constant closes stays closed.
     """
     varying = _varying(stages)
 
@@ -177,14 +190,19 @@ def run_open(stages: Stages, parameters: Values, states: Values, inputs: Values)
             passes = [p and operation.differentiates(eqn, k) for k, p in opened]
         pairs = zip(operands, passes, strict=False)
         taken = [x for x, p in pairs if p and jnp.issubdtype(x.dtype, jnp.inexact)]
-        if not taken or any(x.shape not in ((), r.shape) for x in taken for r in results):
+        if not taken or any(
+            x.shape not in ((), r.shape) for x in taken for r in results
+        ):
             return results
         return [
-            _changing(r, taken, keep=operation is None) if _is_inexact(r) else r for r in results
+            _changing(r, taken, keep=operation is None) if _is_inexact(r) else r
+            for r in results
         ]
 
     wanted = [new for _, new in stages.carried]
-    return _new_states(stages, states, _evaluate(stages, parameters | states | inputs, wanted, run))
+    return _new_states(
+        stages, states, _evaluate(stages, parameters | states | inputs, wanted, run)
+    )
 
 
 def _is_inexact(x: Any) -> bool:
@@ -201,7 +219,8 @@ def _varying(stages: Stages) -> set[Var]:
 
 
 def _changing(result: jax.Array, taken: Sequence[jax.Array], keep: bool) -> jax.Array:
-    """A result that is not zero and changes with all that was taken; ``keep`` its own derivative."""
+    """A result that is not zero and changes with all that was taken; ``keep`` its own
+    derivative."""
     if not keep:
         result = jax.lax.stop_gradient(jnp.nan_to_num(result))
     for x in taken:

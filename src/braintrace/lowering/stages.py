@@ -5,10 +5,10 @@
     core        needed for the next states: inside the time loop
     the rest    losses, read-outs, derivatives: once a block, all steps together
 
-A tap is an equation where parameters meet data, y = op(x, w). Derivative programs start at y,
-so that each weight gets one product a block. The time loop keeps new states and anchors, the
-values that derivatives need; the result of a tap is kept only if it is one of them, and no
-product is run again.
+A tap is an equation where parameters meet data, y = op(x, w). Derivative programs start
+at y, so that each weight gets one product a block. The time loop keeps new states and
+anchors, the values that derivatives need; the result of a tap is kept only if it is one
+of them, and no product is run again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from .taps import TapEquation, find_taps
 
 @dataclass(frozen=True)
 class PreparedWeight:
-    """A product of the time loop that runs by a faster kernel: the variable of its prepared weight."""
+    """A product of the time loop that runs by a faster kernel: the variable of its
+    prepared weight."""
 
     operand: int
     weight: Var
@@ -44,8 +45,8 @@ class PreparedWeight:
 class Stages:
     """The equations of a step, sorted by when they run.
 
-    ``targets`` are differentiated; ``aux`` and ``extra`` are other values wanted of every step,
-    ``extra`` for the solver itself.
+    ``targets`` are differentiated; ``aux`` and ``extra`` are other values wanted of
+    every step, ``extra`` for the solver itself.
     """
 
     analysed: Analysed
@@ -71,7 +72,8 @@ class Stages:
     # ------------------------------------------------------------ running a part
 
     def compute(self, targets: Iterable[Atom], env: Values) -> Values:
-        """The environment with the targets added: runs just the equations that lead to them."""
+        """The environment with the targets added: runs just the equations that lead to
+        them."""
         env = Values(env)
         for i in self.needed(targets, env):
             eqn, prepared = self.equations[i], self.prepared.get(i)
@@ -110,8 +112,11 @@ class Stages:
 
     @cached_property
     def weights(self) -> tuple[Var, ...]:
-        """Every variable that gets a gradient: weights of taps, and targets that no data reaches."""
-        weights = [tap.equation.invars[k] for tap in self.taps.values() for k in tap.weights]
+        """Every variable that gets a gradient: weights of taps, and targets that no
+        data reaches."""
+        weights = [
+            tap.equation.invars[k] for tap in self.taps.values() for k in tap.weights
+        ]
         return tuple(dict.fromkeys([*weights, *self.constant_targets]))
 
     @cached_property
@@ -122,7 +127,8 @@ class Stages:
 
     @cached_property
     def prepared(self) -> dict[int, PreparedWeight]:
-        """Products of the time loop whose weight is prepared for a faster kernel once a call."""
+        """Products of the time loop whose weight is prepared for a faster kernel once a
+        call."""
         if jax.default_backend() != 'cpu':
             return {}
         fixed = {*self.constants, *(p.invar for p in self.program.parameters)}
@@ -167,13 +173,19 @@ class Stages:
     @cached_property
     def new_states(self) -> frozenset[Var]:
         """All new hidden states."""
-        return frozenset(v for group in self.analysed.groups for v in group.hidden_outvars)
+        return frozenset(
+            v for group in self.analysed.groups for v in group.hidden_outvars
+        )
 
     @cached_property
     def direct_reads(self) -> frozenset[Var]:
-        """Old hidden states that a target can read along a path without any new hidden state."""
+        """Old hidden states that a target can read along a path without any new hidden
+        state."""
         equations = self.needed(self.targets, self.new_states)
-        atoms = [*self.targets, *(v for i in equations for v in self.equations[i].invars)]
+        atoms = [
+            *self.targets,
+            *(v for i in equations for v in self.equations[i].invars),
+        ]
         read = {v for v in atoms if is_var(v)}
         old = (v for group in self.analysed.groups for v in group.hidden_invars)
         return frozenset(v for v in old if v in read)
@@ -181,7 +193,8 @@ class Stages:
     # ------------------------------------------------------------ stages
 
     def _where(self, test: Callable[[int], object]) -> tuple[Var, ...]:
-        """Results of equations whose operands, taken together, pass a test of what they read."""
+        """Results of equations whose operands, taken together, pass a test of what they
+        read."""
         found: list[Var] = []
         for eqn in self.equations:
             if test(union(map(self._bits, eqn.invars)).reads):
@@ -209,12 +222,15 @@ class Stages:
     def carried(self) -> tuple[tuple[Var, Atom], ...]:
         """(old, new) of every state that the step writes."""
         pairs = [(h.invar, h.outvar) for h in self.program.hidden]
-        others = [(o.invar, o.outvar) for o in self.program.others if o.outvar is not None]
+        others = [
+            (o.invar, o.outvar) for o in self.program.others if o.outvar is not None
+        ]
         return tuple(pairs + others)
 
     @cached_property
     def _read_by_derivatives(self) -> tuple[Var, ...]:
-        """What derivative programs read: operands and results of taps, constants of local steps."""
+        """What derivative programs read: operands and results of taps, constants of
+        local steps."""
         wanted = [*self.targets, *self.extra]
         for tap in self.taps.values():
             wanted += [*tap.equation.invars, *tap.results]
@@ -248,7 +264,9 @@ class Stages:
     def _readers(self) -> dict[Var, list[int]]:
         """Equations on the way to anything that derivatives want, by what they read."""
         found: dict[Var, list[int]] = {}
-        for i in self.needed((*self.derivative_variables, *self.new_states, *self.aux), ()):
+        for i in self.needed(
+            (*self.derivative_variables, *self.new_states, *self.aux), ()
+        ):
             for v in self.equations[i].invars:
                 if is_var(v):
                     found.setdefault(v, []).append(i)
@@ -259,7 +277,8 @@ class Stages:
         return operation is not None and operation.is_linear(self.equations[i])
 
     def _wants_value(self, v: Var) -> bool:
-        """Whether the value itself is wanted: by a tap, a nonlinear operation, or the caller."""
+        """Whether the value itself is wanted: by a tap, a nonlinear operation, or the
+        caller."""
         if any(v is x for x in (*self.targets, *self.aux, *self.extra)):
             return True
         readers = self._readers.get(v, ())
@@ -267,14 +286,19 @@ class Stages:
 
     @cached_property
     def anchors(self) -> tuple[Var, ...]:
-        """Values kept in place of the tap results they are sums of: arguments of nonlinear functions."""
+        """Values kept in place of the tap results they are sums of: arguments of
+        nonlinear functions."""
         sums, found = set(self.tap_results), []
         for i, eqn in enumerate(self.equations):
             reads_sum = any(is_var(v) and v in sums for v in eqn.invars)
             if i in self.taps or not reads_sum or not self._is_linear(i):
                 continue
             for v in eqn.outvars:
-                if v in self._core and v not in self.new_states and self._wants_value(v):
+                if (
+                    v in self._core
+                    and v not in self.new_states
+                    and self._wants_value(v)
+                ):
                     found.append(v)
                 else:
                     sums.add(v)
@@ -292,21 +316,32 @@ class Stages:
     def kept(self) -> tuple[Var, ...]:
         """What the time loop keeps of every step for derivatives.
 
-        Anchors, results of taps that are needed themselves, and values that depend on other
-        states without carrying credit, so that those states themselves are not kept.
+        Anchors, results of taps that are needed themselves, and values that depend on
+        other states without carrying credit, so that those states themselves are not
+        kept.
         """
         others = sum(self.facts.bit[o.invar] for o in self.program.others)
 
         def without_credit(v: Atom) -> bool:
             bits = self._bits(v)
-            return is_var(v) and bool(bits.reads & others) and not bits.grads & self._credit
+            return (
+                is_var(v)
+                and bool(bits.reads & others)
+                and not bits.grads & self._credit
+            )
 
-        border = [v for v in (*self._read_by_derivatives, *self.aux) if without_credit(v)]
+        border = [
+            v for v in (*self._read_by_derivatives, *self.aux) if without_credit(v)
+        ]
         for i in self.needed((*self.derivative_variables, *self.aux), ()):
             eqn = self.equations[i]
             if any(self._bits(v).grads & self._credit for v in eqn.outvars):
                 border += filter(without_credit, eqn.invars)
         in_loop = (
-            v for v in self.tap_results if v in self._core and self._bits(v).reads & self._states
+            v
+            for v in self.tap_results
+            if v in self._core and self._bits(v).reads & self._states
         )
-        return tuple(dict.fromkeys([*self.anchors, *filter(self.is_needed, in_loop), *border]))
+        return tuple(
+            dict.fromkeys([*self.anchors, *filter(self.is_needed, in_loop), *border])
+        )

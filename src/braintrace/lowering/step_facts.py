@@ -34,7 +34,9 @@ class StepFacts:
         """The credit analysis of the step itself."""
         found = self.stages.analysed
         sites = find_sites(found.facts, found.groups, found.positions)
-        return CreditAnalysis(found.facts, found.members, found.groups, found.positions, sites)
+        return CreditAnalysis(
+            found.facts, found.members, found.groups, found.positions, sites
+        )
 
     def _bit(self, parameter: Parameter) -> int:
         return self.stages.facts.bit[parameter.invar]
@@ -42,7 +44,9 @@ class StepFacts:
     def moves_states(self, parameter: Parameter) -> bool:
         """Whether any state depends on the parameter."""
         total, carried = self.stages.facts.total, self.stages.carried
-        return bool(union(of(total, new) for _, new in carried).grads & self._bit(parameter))
+        return bool(
+            union(of(total, new) for _, new in carried).grads & self._bit(parameter)
+        )
 
     def reaches_outputs(self, parameter: Parameter) -> bool:
         """Whether outputs of the same step depend on the parameter."""
@@ -55,7 +59,8 @@ class StepFacts:
         return union(of(self.stages.facts.total, out) for out in outputs).grads
 
     def is_read(self, group: int, y: Var) -> bool:
-        """Whether an output reads a state that y reaches within the step, at that step or the next."""
+        """Whether an output reads a state that y reaches within the step, at that step
+        or the next."""
         facts, outputs = self.stages.facts, self.stages.program.outputs
         direct = union(of(facts.direct, out) for out in outputs).grads
         record = self.stages.analysed.groups[group]
@@ -70,7 +75,8 @@ class StepFacts:
     # ------------------------------------------------------------ constant derivatives
 
     def leak(self, group: int, y: Var) -> float | None:
-        """λ where D is λ times the identity for all states that y ever reaches; else None."""
+        """λ where D is λ times the identity for all states that y ever reaches; else
+        None."""
         local = self.stages.locals[group]
         reached = set(local.reached(y))
         while more := {i for i, j in local.pattern if j in reached} - reached:
@@ -99,8 +105,11 @@ class StepFacts:
         one = jnp.ones(local.group.varshape)
 
         def rows(env: Values) -> dict[int, Any]:
-            # One pull-back for each state: derivatives that differ between states must all be steady.
-            return {i: local_pull(self.stages, local, env, {i: one})[y] for i in reached}
+            # One pull-back for each state: derivatives that differ between states must
+            # all be steady.
+            return {
+                i: local_pull(self.stages, local, env, {i: one})[y] for i in reached
+            }
 
         variables, sources, _ = self._derivative(local, rows)
         total, data = self.stages.facts.total, self.stages.facts.data
@@ -110,9 +119,12 @@ class StepFacts:
     def _derivative(
         self, local: LocalProgram, derivative: Callable[[Values], dict]
     ) -> tuple[list[Var], dict, Callable]:
-        """The variables that a derivative depends on, those behind each result, and the function."""
+        """The variables that a derivative depends on, those behind each result, and the
+        function."""
         constant = self.stages.facts.constant
-        read = dict.fromkeys([*local.group.hidden_invars, *local.taps, *local.constants])
+        read = dict.fromkeys(
+            [*local.group.hidden_invars, *local.taps, *local.constants]
+        )
         known = Values((v, constant(v)) for v in read if constant.knows(v))
         variables = [v for v in read if v not in known]
 
@@ -123,7 +135,9 @@ class StepFacts:
         closed, results = jax.make_jaxpr(run, return_shape=True)(shapes)
         env = flow(closed.jaxpr, [Bits(1 << n, 0) for n in range(len(variables))])
         reads = [of(env, v).reads for v in closed.jaxpr.outvars]
-        behind = [frozenset(v for n, v in enumerate(variables) if r >> n & 1) for r in reads]
+        behind = [
+            frozenset(v for n, v in enumerate(variables) if r >> n & 1) for r in reads
+        ]
         # Results are flattened in the order of their sorted keys.
         return variables, dict(zip(sorted(results), behind, strict=True)), run
 
@@ -149,7 +163,11 @@ class StepFacts:
             return True
         members = stages.analysed.members[group]
         bits = facts.old(members) | facts.new(members)
-        data = [stages.equations[i].invars[k] for i in self._readouts for k in stages.taps[i].data]
+        data = [
+            stages.equations[i].invars[k]
+            for i in self._readouts
+            for k in stages.taps[i].data
+        ]
         return any(of(facts.total, v).grads & bits for v in data if is_var(v))
 
 

@@ -11,7 +11,8 @@ from ..compat import Equation, Var, is_differentiable
 
 @dataclass(frozen=True)
 class TapEquation:
-    """An equation where parameters meet data; ``weights`` are the numbers of its weight operands."""
+    """An equation where parameters meet data; ``weights`` are the numbers of its weight
+    operands."""
 
     equation: Equation
     weights: tuple[int, ...]
@@ -25,7 +26,9 @@ class TapEquation:
     def data(self) -> tuple[int, ...]:
         """Operands through which gradient passes on to the data."""
         operands = enumerate(self.equation.invars)
-        return tuple(k for k, v in operands if k not in self.weights and is_differentiable(v))
+        return tuple(
+            k for k, v in operands if k not in self.weights and is_differentiable(v)
+        )
 
 
 def find_taps(facts: Facts) -> dict[int, TapEquation]:

@@ -1,10 +1,12 @@
-"""The signal L: ∂ℓ/∂h with the new states of a group taken as joint, independent outputs.
+"""The signal L: ∂ℓ/∂h with the new states of a group taken as joint, independent
+outputs.
 
-Every new state gets a perturbation δ. Whoever reads it sees h + δ, except the equations that
-define the states of its own group: those read h itself, because D and the traces already count
-that path (LSTM: h from the new c). So a value may exist in several views, one for each group it
-leads to and one for the loss; views that agree share one evaluation. Old states vary in the view
-of the loss only: that derivative is the direct read R.
+Every new state gets a perturbation δ. Whoever reads it sees h + δ, except the equations
+that define the states of its own group: those read h itself, because D and the traces
+already count that path (LSTM: h from the new c). So a value may exist in several views,
+one for each group it leads to and one for the loss; views that agree share one
+evaluation. Old states vary in the view of the loss only: that derivative is the direct
+read R.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ def evaluate_views(
 ) -> list[Any]:
     """Outputs in the view of the loss.
 
-    ``owner``: the group of each new state; ``known``: values that are not computed again.
-    ``env``: values that are the same in every view, ``loss_env`` what the view of the loss reads
-    instead. ``run(i, operands)`` evaluates equation i.
+    ``owner``: the group of each new state; ``known``: values that are not computed
+    again. ``env``: values that are the same in every view, ``loss_env`` what the view
+    of the loss reads instead. ``run(i, operands)`` evaluates equation i.
     """
     views = _needed_views(equations, outputs, owner, env)
     raw: dict[tuple[Var, int], Any] = {}
@@ -64,7 +66,9 @@ def evaluate_views(
             key = tuple(map(id, operands))
             if key not in shared:
                 results = zip(eqn.outvars, run(i, operands), strict=True)
-                shared[key] = [known_value(known[v], x) if v in known else x for v, x in results]
+                shared[key] = [
+                    known_value(known[v], x) if v in known else x for v, x in results
+                ]
             for v, value in zip(eqn.outvars, shared[key], strict=True):
                 raw[v, view] = value
         for v in eqn.outvars:
@@ -116,9 +120,11 @@ def joint_outputs(
     inputs: Sequence[Any],
     deltas: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Outputs of a step whose groups are perturbed by ``deltas[g]``, each ``(*varshape, num_state)``.
+    """Outputs of a step whose groups are perturbed by ``deltas[g]``, each ``(*varshape,
+    num_state)``.
 
-    The derivative of a loss of the outputs by ``deltas[g]`` at zero is the signal of group g.
+    The derivative of a loss of the outputs by ``deltas[g]`` at zero is the signal of
+    group g.
     """
     closed = program.closed
     names = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
@@ -143,7 +149,8 @@ def _joint_targets(
     old: Sequence[Sequence[jax.Array]],
     feedback: Feedback,
 ) -> list[jax.Array]:
-    """The targets of one step as functions of tap results, perturbations and old states."""
+    """The targets of one step as functions of tap results, perturbations and old
+    states."""
     groups = stages.analysed.groups
     kept = dict(zip(stages.tap_results, ys, strict=True))
     fixed = {v: x for v, x in env.items() if v not in stages.differentiated}
@@ -169,7 +176,10 @@ def _joint_targets(
 
 
 def signals_of(
-    stages: Stages, env: Values, cotangents: Sequence[jax.Array], feedback: Feedback = {}
+    stages: Stages,
+    env: Values,
+    cotangents: Sequence[jax.Array],
+    feedback: Feedback = {},
 ) -> tuple[list[jax.Array], Signals]:
     """Targets of a step; one-step gradients of tap results, signals and direct reads.
 

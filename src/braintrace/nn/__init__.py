@@ -1,7 +1,8 @@
 """Layers whose weights are used through the marked ops of `braintrace.ops`.
 
-Every other public name of `brainstate.nn` is found here as well, unchanged: an unmodified layer
-is traced just as well, it only carries no mark for ``trace='marked'`` to find.
+Every other public name of `brainstate.nn` is found here as well, unchanged: an
+unmodified layer is traced just as well, it only carries no mark for ``trace='marked'``
+to find.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import brainstate
 
 from .conv import Conv1d, Conv2d, Conv3d
 from .embedding import Embedding
-from .linear import GroupedLinear, Linear, LoRA, ScaledWSLinear, SignedWLinear, SparseLinear
+from .linear import (
+    GroupedLinear,
+    Linear,
+    LoRA,
+    ScaledWSLinear,
+    SignedWLinear,
+    SparseLinear,
+)
 from .readout import FiringRate, LeakyRateReadout
 from .recurrent import (
     CFNCell,
@@ -59,7 +67,9 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(brainstate.nn, name)
     except AttributeError:
-        raise AttributeError(f'neither {__name__!r} nor brainstate.nn has an attribute {name!r}') from None
+        raise AttributeError(
+            f'neither {__name__!r} nor brainstate.nn has an attribute {name!r}'
+        ) from None
 
 
 def __dir__() -> list[str]:

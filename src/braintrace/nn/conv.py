@@ -27,7 +27,8 @@ def _convolve(self: Any, x: Any) -> ops.Result:
 
 
 def _plain_product(self: Any, x: Any, params: dict[str, Any]) -> ops.Result:
-    """The product of numbers alone, of which brainstate's constructor takes the output's shape.
+    """The product of numbers alone, of which brainstate's constructor takes the
+    output's shape.
 
     The unit of the input is not known there, so a bias with a unit could not be added.
     """

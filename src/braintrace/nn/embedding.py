@@ -14,8 +14,8 @@ from braintrace import ops
 class Embedding(brainstate.nn.Embedding):
     """Integer indices to rows of `weight`, through `ops.embedding`.
 
-    The row of `padding_idx` gets no gradient. With `max_norm` or `scale_grad_by_freq` the lookup
-    of brainstate, which has its own gradient, runs under the same mark.
+    The row of `padding_idx` gets no gradient. With `max_norm` or `scale_grad_by_freq`
+    the lookup of brainstate, which has its own gradient, runs under the same mark.
     """
 
     def update(self, indices: Any) -> ops.Result:
@@ -23,8 +23,15 @@ class Embedding(brainstate.nn.Embedding):
             with ops.mark('embedding'):
                 return super().update(indices)
         weight = self.weight.value
-        rows = ops.embedding(indices, jax.lax.stop_gradient(weight) if self.freeze else weight)
+        rows = ops.embedding(
+            indices, jax.lax.stop_gradient(weight) if self.freeze else weight
+        )
         if self.padding_idx is None:
             return rows
-        padding = jnp.expand_dims(jnp.asarray(indices) == self.padding_idx, range(-len(self.embedding_size), 0))
-        return jax.tree.map(lambda row: jnp.where(padding, jax.lax.stop_gradient(row), row), rows)
+        padding = jnp.expand_dims(
+            jnp.asarray(indices) == self.padding_idx,
+            range(-len(self.embedding_size), 0),
+        )
+        return jax.tree.map(
+            lambda row: jnp.where(padding, jax.lax.stop_gradient(row), row), rows
+        )

@@ -23,14 +23,17 @@ class Linear(brainstate.nn.Linear):
 
     def update(self, x: ArrayLike) -> ops.Result:
         params = self.weight.value
-        return ops.matmul(x, params['weight'], params.get('bias'), weight_fn=times(self.w_mask))
+        return ops.matmul(
+            x, params['weight'], params.get('bias'), weight_fn=times(self.w_mask)
+        )
 
 
 class GroupedLinear(brainstate.nn.Module):
     """One linear map per group, through `ops.grouped_matmul`.
 
-    `in_size` is (groups, inputs) and `out_size` (groups, outputs); inputs come as
-    (..., groups, inputs). `w_init` is called once per group, or is the whole (groups, inputs, outputs).
+    `in_size` is (groups, inputs) and `out_size` (groups, outputs); inputs come as (...,
+    groups, inputs). `w_init` is called once per group, or is the whole (groups, inputs,
+    outputs).
     """
 
     def __init__(
@@ -54,7 +57,10 @@ class GroupedLinear(brainstate.nn.Module):
         self.in_size, self.out_size = in_size, out_size
         (groups, inputs), outputs = in_size, out_size[1]
         if callable(w_init):
-            weight = jax.tree.map(lambda *drawn: jnp.stack(drawn), *[w_init((inputs, outputs)) for _ in range(groups)])
+            weight = jax.tree.map(
+                lambda *drawn: jnp.stack(drawn),
+                *[w_init((inputs, outputs)) for _ in range(groups)],
+            )
         else:
             weight = init.param(w_init, (groups, inputs, outputs), allow_none=False)
         params: dict[str, Any] = {'weight': weight}
@@ -71,7 +77,9 @@ class SignedWLinear(brainstate.nn.SignedWLinear):
     """``y = x @ (|weight| * w_sign)``: the signs of the connections are fixed."""
 
     def update(self, x: ArrayLike) -> ops.Result:
-        return ops.matmul(x, self.weight.value, weight_fn=lambda w: times(self.w_sign)(abs(w)))
+        return ops.matmul(
+            x, self.weight.value, weight_fn=lambda w: times(self.w_sign)(abs(w))
+        )
 
 
 class ScaledWSLinear(brainstate.nn.ScaledWSLinear):
@@ -81,10 +89,14 @@ class ScaledWSLinear(brainstate.nn.ScaledWSLinear):
         params = self.weight.value
 
         def standardised(weight: Any) -> Any:
-            weight = brainstate.nn.weight_standardization(weight, self.eps, params.get('gain'))
+            weight = brainstate.nn.weight_standardization(
+                weight, self.eps, params.get('gain')
+            )
             return times(self.w_mask)(weight)
 
-        return ops.matmul(x, params['weight'], params.get('bias'), weight_fn=standardised)
+        return ops.matmul(
+            x, params['weight'], params.get('bias'), weight_fn=standardised
+        )
 
 
 class SparseLinear(brainstate.nn.SparseLinear):
@@ -92,11 +104,14 @@ class SparseLinear(brainstate.nn.SparseLinear):
 
     def update(self, x: ArrayLike) -> ops.Result:
         params = self.weight.value
-        return ops.sparse_matmul(x, params['weight'], sparse_mat=self.spar_mat, bias=params.get('bias'))
+        return ops.sparse_matmul(
+            x, params['weight'], sparse_mat=self.spar_mat, bias=params.get('bias')
+        )
 
 
 class LoRA(brainstate.nn.LoRA):
-    """A low-rank map ``x @ (lora_a @ lora_b)``, added to `base_module(x)` where one is given."""
+    """A low-rank map ``x @ (lora_a @ lora_b)``, added to `base_module(x)` where one is
+    given."""
 
     def __call__(self, x: ArrayLike) -> ops.Result:
         params = self.weight.value

@@ -18,7 +18,8 @@ from .linear import KAIMING, ZERO
 
 
 class LeakyRateReadout(brainstate.nn.Module):
-    """A leaky integrator, ``r = exp(-dt / tau) * r + x @ weight``, with `dt` from `brainstate.environ`."""
+    """A leaky integrator, ``r = exp(-dt / tau) * r + x @ weight``, with `dt` from
+    `brainstate.environ`."""
 
     def __init__(
         self,
@@ -38,7 +39,9 @@ class LeakyRateReadout(brainstate.nn.Module):
         self._r_init = r_init
 
     def init_state(self, batch_size: int | None = None, **kwargs) -> None:
-        self.r = brainstate.HiddenState(init.param(self._r_init, self.out_size, batch_size))
+        self.r = brainstate.HiddenState(
+            init.param(self._r_init, self.out_size, batch_size)
+        )
 
     def reset_state(self, batch_size: int | None = None, **kwargs) -> None:
         self.r.value = init.param(self._r_init, self.out_size, batch_size)
@@ -53,21 +56,31 @@ class LeakyRateReadout(brainstate.nn.Module):
                     'for instance tau=5 * u.ms with brainstate.environ.set(dt=0.1 * u.ms)',
                 )
             )
-        self.r.value = jnp.exp(-u.maybe_decimal(dt / self.tau)) * self.r.value + ops.matmul(x, self.weight.value)
+        self.r.value = jnp.exp(
+            -u.maybe_decimal(dt / self.tau)
+        ) * self.r.value + ops.matmul(x, self.weight.value)
         return self.r.value
 
 
 class FiringRate(brainstate.nn.Module):
-    """A running mean of spikes, ``r = decay * r + (1 - decay) * spikes``, to hold firing rates near a target.
+    """A running mean of spikes, ``r = decay * r + (1 - decay) * spikes``, to hold
+    firing rates near a target.
 
-    Add :meth:`penalty` to the loss of a step: every parameter then gets its part, traced like the rest.
+    Add :meth:`penalty` to the loss of a step: every parameter then gets its part,
+    traced like the rest.
     """
 
-    def __init__(self, size: int | Sequence[int], decay: float = 0.99, name: str | None = None):
+    def __init__(
+        self, size: int | Sequence[int], decay: float = 0.99, name: str | None = None
+    ):
         super().__init__(name=name)  # type: ignore[call-arg]
         if not 0 < decay < 1:
             raise ValueError(
-                three_parts(f'FiringRate(decay={decay})', 'a running mean keeps a part of itself', '0 < decay < 1')
+                three_parts(
+                    f'FiringRate(decay={decay})',
+                    'a running mean keeps a part of itself',
+                    '0 < decay < 1',
+                )
             )
         self.in_size = self.out_size = size
         self.decay = decay
@@ -80,8 +93,13 @@ class FiringRate(brainstate.nn.Module):
         return self.r.value
 
     def penalty(self, target: float) -> ArrayLike:
-        """Half the mean squared distance to a target rate, in spikes a step, of each unit's mean over the batch."""
+        """Half the mean squared distance to a target rate, in spikes a step, of each
+        unit's mean over the batch."""
         if not isinstance(target, jax.core.Tracer) and not target > 0:
-            raise ValueError(three_parts(f'penalty({target})', 'a target rate is positive', 'penalty(0.02)'))
+            raise ValueError(
+                three_parts(
+                    f'penalty({target})', 'a target rate is positive', 'penalty(0.02)'
+                )
+            )
         rates = self.r.value.reshape(-1, *self.out_size).mean(0)  # type: ignore[union-attr]
         return 0.5 * jnp.mean((rates - target) ** 2) / target

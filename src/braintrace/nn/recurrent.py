@@ -1,7 +1,8 @@
 """Recurrent cells built from the marked `Linear`.
 
-Constructors, parameter names and state names follow the cells of `brainstate.nn`. Each cell maps
-`x` (..., num_in) to (..., num_out); ``[x, h]`` in a docstring is concatenation on the last axis.
+Constructors, parameter names and state names follow the cells of `brainstate.nn`. Each
+cell maps `x` (..., num_in) to (..., num_out); ``[x, h]`` in a docstring is
+concatenation on the last axis.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class _Cell(brainstate.nn.RNNCell):
         super().__init__(name=name)  # type: ignore[call-arg]
         self.num_in, self.num_out, self.num_state = num_in, num_out, num_out
         self.in_size, self.out_size = num_in, num_out
-        self.activation = _activation(self.usual_activation if activation is None else activation)
+        self.activation = _activation(
+            self.usual_activation if activation is None else activation
+        )
         self._state_init = state_init
         w_init = self.usual_w_init if w_init is None else w_init
         self._build(lambda inputs, outputs: Linear(inputs, outputs, w_init, b_init))
@@ -112,7 +115,8 @@ class GRUCell(_Cell):
 
 
 class MGUCell(_Cell):
-    """Minimal gated unit: ``f = sigmoid(Wf [x, h])``; ``h = (1 - f) h + f activation(Wh [x, f h])``."""
+    """Minimal gated unit: ``f = sigmoid(Wf [x, h])``; ``h = (1 - f) h + f activation(Wh
+    [x, f h])``."""
 
     def _build(self, linear: Layer) -> None:
         self.Wf = linear(self.num_in + self.num_out, self.num_out)
@@ -126,7 +130,8 @@ class MGUCell(_Cell):
 
 
 class LSTMCell(_Cell):
-    """``i, g, f, o = W [x, h]``; ``c = sigmoid(f + 1) c + sigmoid(i) act(g)``; ``h = sigmoid(o) act(c)``."""
+    """``i, g, f, o = W [x, h]``; ``c = sigmoid(f + 1) c + sigmoid(i) act(g)``; ``h =
+    sigmoid(o) act(c)``."""
 
     c: brainstate.HiddenState
     state_names = ('c', 'h')
@@ -144,10 +149,12 @@ class LSTMCell(_Cell):
 
 
 class URLSTMCell(_Cell):
-    """LSTM with uniform gate initialisation and a refine gate (Gu et al. 2020, arXiv 1910.09890).
+    """LSTM with uniform gate initialisation and a refine gate (Gu et al. 2020, arXiv
+    1910.09890).
 
-    ``f, r, v, o = W [x, h]``; forget ``f = sigmoid(f + bias)`` and refine ``r = sigmoid(r - bias)``
-    combine to ``g = 2 r f + (1 - 2 r) f²``; ``c = g c + (1 - g) act(v)``; ``h = sigmoid(o) act(c)``.
+    ``f, r, v, o = W [x, h]``; forget ``f = sigmoid(f + bias)`` and refine ``r =
+    sigmoid(r - bias)`` combine to ``g = 2 r f + (1 - 2 r) f²``; ``c = g c + (1 - g)
+    act(v)``; ``h = sigmoid(o) act(c)``.
     """
 
     c: brainstate.HiddenState
@@ -168,7 +175,9 @@ class URLSTMCell(_Cell):
     def _build(self, linear: Layer) -> None:
         n = self.num_out
         self.W = linear(self.num_in + n, 4 * n)
-        self.bias = brainstate.ParamState(jax.scipy.special.logit(brainstate.random.uniform(1 / n, 1 - 1 / n, (n,))))
+        self.bias = brainstate.ParamState(
+            jax.scipy.special.logit(brainstate.random.uniform(1 / n, 1 - 1 / n, (n,)))
+        )
 
     def update(self, x: ArrayLike) -> ops.Result:
         f, r, v, o = jnp.split(self.W(_join(x, self.h.value)), 4, axis=-1)
@@ -182,7 +191,8 @@ class URLSTMCell(_Cell):
 
 
 class MinimalRNNCell(_Cell):
-    """``z = activation(Wx x)``; ``u = sigmoid(Wu [h, z])``; ``h = u h + (1 - u) z`` (Chen 2017, arXiv 1711.06788)."""
+    """``z = activation(Wx x)``; ``u = sigmoid(Wu [h, z])``; ``h = u h + (1 - u) z``
+    (Chen 2017, arXiv 1711.06788)."""
 
     def _build(self, linear: Layer) -> None:
         self.Wx = linear(self.num_in, self.num_out)
@@ -196,9 +206,11 @@ class MinimalRNNCell(_Cell):
 
 
 class MiniGRU(_Cell):
-    """``z = sigmoid(Wz x)``; ``h = (1 - z) h + z activation(Wh x)`` (Feng et al. 2024, arXiv 2410.01201).
+    """``z = sigmoid(Wz x)``; ``h = (1 - z) h + z activation(Wh x)`` (Feng et al. 2024,
+    arXiv 2410.01201).
 
-    The gate sees the input only, so every position keeps to itself; the usual activation is none.
+    The gate sees the input only, so every position keeps to itself; the usual
+    activation is none.
     """
 
     usual_activation = 'identity'
@@ -214,7 +226,8 @@ class MiniGRU(_Cell):
 
 
 class MiniLSTM(_Cell):
-    """``f, i = sigmoid(Wf x), sigmoid(Wi x)``; ``h = (f h + i activation(Wh x)) / (f + i)`` (as `MiniGRU`)."""
+    """``f, i = sigmoid(Wf x), sigmoid(Wi x)``; ``h = (f h + i activation(Wh x)) / (f +
+    i)`` (as `MiniGRU`)."""
 
     usual_activation = 'identity'
 
@@ -224,7 +237,8 @@ class MiniLSTM(_Cell):
         self.Wh = linear(self.num_in, self.num_out)
 
     def update(self, x: ArrayLike) -> ops.Result:
-        # f / (f + i) is the sigmoid of log f - log i, which stays finite when both gates are shut.
+        # f / (f + i) is the sigmoid of log f - log i, which stays finite when both
+        # gates are shut.
         keep = sigmoid(log_sigmoid(self.Wf(x)) - log_sigmoid(self.Wi(x)))
         self.h.value = keep * self.h.value + (1 - keep) * self.activation(self.Wh(x))
         return self.h.value
@@ -233,7 +247,8 @@ class MiniLSTM(_Cell):
 class CFNCell(_Cell):
     """Chaos-free network (Laurent & von Brecht 2017, arXiv 1612.06212).
 
-    ``f, i = sigmoid(Wf [x, h]), sigmoid(Wi [x, h])``; ``h = f activation(h) + i activation(Wh x)``.
+    ``f, i = sigmoid(Wf [x, h]), sigmoid(Wi [x, h])``; ``h = f activation(h) + i
+    activation(Wh x)``.
     """
 
     def _build(self, linear: Layer) -> None:
@@ -251,9 +266,10 @@ class CFNCell(_Cell):
 class LRUCell(_Cell):
     """Linear recurrent unit (Orvieto et al. 2023, arXiv 2303.06349).
 
-    ``s = λ s + g B x``; ``y = Re(C s) + D x``, with a complex diagonal
-    ``λ = exp(-exp(nu_log) + i exp(theta_log))`` and ``g = exp(gamma_log)``. The complex state `s` of
-    size `num_hidden` (`num_out` unless given) is held as two real ones, `re` and `im`. At the start
+    ``s = λ s + g B x``; ``y = Re(C s) + D x``, with a complex diagonal ``λ =
+    exp(-exp(nu_log) + i exp(theta_log))`` and ``g = exp(gamma_log)``. The complex state
+    `s` of size `num_hidden` (`num_out` unless given) is held as two real ones, `re` and
+    `im`. At the start
     |λ| lies between `r_min` and `r_max` and the angle of λ between 0 and `max_phase`.
     """
 
@@ -272,26 +288,35 @@ class LRUCell(_Cell):
         state_init: Init = ZERO,
         name: str | None = None,
     ):
-        super().__init__(num_in, num_out, state_init=state_init, activation='identity', name=name)
+        super().__init__(
+            num_in, num_out, state_init=state_init, activation='identity', name=name
+        )
         self.num_state = n = num_out if num_hidden is None else num_hidden
         radius, phase = brainstate.random.uniform(1e-6, 1.0, (2, n))
         squared = r_min**2 + radius * (r_max**2 - r_min**2)
         self.nu_log = brainstate.ParamState(jnp.log(-0.5 * jnp.log(squared)))
         self.theta_log = brainstate.ParamState(jnp.log(max_phase * phase))
         self.gamma_log = brainstate.ParamState(0.5 * jnp.log(1 - squared))
-        self.B_re, self.B_im = _normal((num_in, n), 2 * num_in), _normal((num_in, n), 2 * num_in)
+        self.B_re, self.B_im = (
+            _normal((num_in, n), 2 * num_in),
+            _normal((num_in, n), 2 * num_in),
+        )
         self.C_re, self.C_im = _normal((n, num_out), n), _normal((n, num_out), n)
         self.D = _normal((num_in, num_out), num_in)
 
     def update(self, x: ArrayLike) -> ops.Result:
-        size = ops.element_wise(self.nu_log.value, weight_fn=lambda v: jnp.exp(-jnp.exp(v)))
+        size = ops.element_wise(
+            self.nu_log.value, weight_fn=lambda v: jnp.exp(-jnp.exp(v))
+        )
         angle = ops.element_wise(self.theta_log.value, weight_fn=jnp.exp)
         gamma = ops.element_wise(self.gamma_log.value, weight_fn=jnp.exp)
         cos, sin = size * jnp.cos(angle), size * jnp.sin(angle)
         re, im = self.re.value, self.im.value
         self.re.value = cos * re - sin * im + gamma * ops.matmul(x, self.B_re.value)
         self.im.value = sin * re + cos * im + gamma * ops.matmul(x, self.B_im.value)
-        y = ops.matmul(self.re.value, self.C_re.value) - ops.matmul(self.im.value, self.C_im.value)
+        y = ops.matmul(self.re.value, self.C_re.value) - ops.matmul(
+            self.im.value, self.C_im.value
+        )
         return y + ops.matmul(x, self.D.value)
 
 
@@ -300,13 +325,19 @@ def _join(*values: Any) -> jax.Array:
 
 
 def _normal(shape: tuple[int, int], precision: int) -> brainstate.ParamState:
-    return brainstate.ParamState(brainstate.random.normal(size=shape) / math.sqrt(precision))
+    return brainstate.ParamState(
+        brainstate.random.normal(size=shape) / math.sqrt(precision)
+    )
 
 
 def _activation(activation: Activation) -> Callable:
     if activation == 'identity':
         return lambda value: value
-    function = getattr(brainstate.nn, activation, None) if isinstance(activation, str) else activation
+    function = (
+        getattr(brainstate.nn, activation, None)
+        if isinstance(activation, str)
+        else activation
+    )
     if not callable(function):
         raise ValueError(
             three_parts(

@@ -1,6 +1,7 @@
 """Convolutions: every element of y is a patch of x times one filter.
 
-Letters: r rows (sample and place), g groups of features, c elements of a patch, o filters.
+Letters: r rows (sample and place), g groups of features, c elements of a patch, o
+filters.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .weight_use import BaseUse, WholeTrace, bind
 
 
 def _labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
-    """Image: through the windows, features of a group joined. Kernel: its output features."""
+    """Image: through the windows, features of a group joined. Kernel: its output
+    features."""
     p, d, out = eqn.params, eqn.params['dimension_numbers'], only(outs)
     image, kernel = (shape_of(v) for v in eqn.invars)
     along = [d.out_spec[1] if a == d.rhs_spec[0] else None for a in range(len(kernel))]
@@ -53,7 +55,8 @@ def _labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
 
 @dataclass(frozen=True, eq=False)
 class ConvolutionUse(BaseUse):
-    """A filter as the second operand of a convolution; ``params`` are those of the equation."""
+    """A filter as the second operand of a convolution; ``params`` are those of the
+    equation."""
 
     params: dict[str, Any]
 
@@ -100,7 +103,11 @@ class ConvolutionUse(BaseUse):
         return by_filter.reshape([shape[d] for d in spec]).transpose(np.argsort(spec))
 
     def gradient(
-        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box | None = None
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
     ) -> jax.Array:
         """Σ_t of patches times results, one step after the other."""
         if 0 not in steps:
@@ -128,7 +135,12 @@ class ConvolutionTrace(WholeTrace):
     @property
     def shape(self) -> tuple[int, ...]:
         groups, size, filters = self.use.sizes
-        return (math.prod(self.use.result.shape) // (groups * filters), groups, size, filters)
+        return (
+            math.prod(self.use.result.shape) // (groups * filters),
+            groups,
+            size,
+            filters,
+        )
 
     def plus(
         self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
@@ -149,10 +161,14 @@ class ConvolutionTrace(WholeTrace):
         return self.use.as_weight(jnp.sum(self.scaled(trace, credit), axis=0))
 
 
-def _use(eqn: Equation, operand: int, result: int, const: Const) -> ConvolutionUse | None:
+def _use(
+    eqn: Equation, operand: int, result: int, const: Const
+) -> ConvolutionUse | None:
     if operand != 1 or eqn.params['batch_group_count'] != 1:
         return None
     return bind(ConvolutionUse, eqn, operand, result, eqn.params)
 
 
-register(Operation('product', _labels, multiplies=True, use=_use), 'conv_general_dilated')
+register(
+    Operation('product', _labels, multiplies=True, use=_use), 'conv_general_dilated'
+)

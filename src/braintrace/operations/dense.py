@@ -1,4 +1,5 @@
-"""Dense products: ``dot_general``, and any product of two operands that an einsum describes."""
+"""Dense products: ``dot_general``, and any product of two operands that an einsum
+describes."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from .weight_use import BaseUse, bind
 
 
 class Axes(NamedTuple):
-    """One letter for each axis of x, w and y; ``contracted``: those summed over; ``shared``: those
-    of all three. The letter t is left free for time."""
+    """One letter for each axis of x, w and y; ``contracted``: those summed over;
+    ``shared``: those of all three. The letter t is left free for time."""
 
     x: str
     weight: str
@@ -69,7 +70,11 @@ class DenseUse(BaseUse):
         return 1 - self.operand
 
     def gradient(
-        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box | None = None
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
     ) -> jax.Array:
         """Σ_t x_t ⊗ ȳ_t: one matrix product with all steps and samples as rows."""
         if self.input not in steps:
@@ -90,8 +95,11 @@ class DenseUse(BaseUse):
         part = tuple(boxes.get(c, slice(None)) for c in weight)
         return jnp.zeros(self.weight.shape, gradient.dtype).at[part].set(gradient)
 
-    def _as_one_product(self, xs: jax.Array, y_bars: jax.Array, dtype: Any) -> jax.Array:
-        # The contracted axes come first: products whose left side runs along its rows are
+    def _as_one_product(
+        self, xs: jax.Array, y_bars: jax.Array, dtype: Any
+    ) -> jax.Array:
+        # The contracted axes come first: products whose left side runs along its rows
+        # are
         # faster on CPUs than transposed ones. The barrier keeps XLA from undoing that.
         x, weight, y, contracted, _ = self.axes
         rows = 't' + ''.join(c for c in x if c not in contracted)
@@ -112,10 +120,11 @@ class DenseUse(BaseUse):
 
 @dataclass(frozen=True, eq=False)
 class DenseTrace:
-    """(y, c): of y only the part that reaches the group, and the contracted axes c of x.
+    """(y, c): of y only the part that reaches the group, and the contracted axes c of
+    x.
 
-    Samples, the first axis of x and y, are solved one after the other: the trace of each is read
-    and written once a block, while it is in the cache.
+    Samples, the first axis of x and y, are solved one after the other: the trace of
+    each is read and written once a block, while it is in the cache.
     """
 
     use: DenseUse
@@ -129,7 +138,9 @@ class DenseTrace:
     @property
     def shape(self) -> tuple[int, ...]:
         axes = self.use.axes
-        sizes = dict(zip(axes.x, self.use.operand_shape(1 - self.use.operand), strict=True))
+        sizes = dict(
+            zip(axes.x, self.use.operand_shape(1 - self.use.operand), strict=True)
+        )
         rows = (p.stop - p.start for p in self.box)
         return (*rows, *(sizes[c] for c in axes.contracted))
 
@@ -187,19 +198,25 @@ class DenseTrace:
         over = lambda factor: factor.reshape(*factor.shape, *(1,) * len(contracted))
         new = {}
         for s in trace:
-            terms = [over(product[s, r]) * e for r, e in old.items() if (s, r) in product]
+            terms = [
+                over(product[s, r]) * e for r, e in old.items() if (s, r) in product
+            ]
             if s in rows:
-                # Without the barrier XLA forms the product by a slower, transposed kernel.
+                # Without the barrier XLA forms the product by a slower, transposed
+                # kernel.
                 left = jax.lax.optimization_barrier(jnp.moveaxis(rows[s], 0, -1))
                 subscripts = f'{y}t,t{x}->{y}{contracted}'
-                terms.append(jnp.einsum(subscripts, left, xs, preferred_element_type=dtype))
+                terms.append(
+                    jnp.einsum(subscripts, left, xs, preferred_element_type=dtype)
+                )
             new[s] = sum(terms[1:], terms[0]).astype(trace[s].dtype)
         found = [over(credit[s]) * e for s, e in old.items() if s in credit]
         zero = jnp.zeros(next(iter(old.values())).shape, dtype)
         return new, sum(found[1:], found[0]).astype(dtype) if found else zero
 
     def _as_weight(self, found: jax.Array, y: str) -> jax.Array:
-        """γ · ε of a part of y in the shape of w, summed over the axes that w does not have."""
+        """γ · ε of a part of y in the shape of w, summed over the axes that w does not
+        have."""
         axes, weight = self.use.axes, self.use.weight
         part = {c: p for c, p in zip(axes.y, self.box, strict=True) if c in axes.weight}
         gradient = jnp.einsum(f'{y}{axes.contracted}->{axes.weight}', found)
@@ -211,7 +228,8 @@ class DenseTrace:
 
 
 def product(subscripts: str | Callable[[Equation], str]) -> Operation:
-    """The record of a product of two operands, given as an einsum or a function of the equation.
+    """The record of a product of two operands, given as an einsum or a function of the
+    equation.
 
     >>> product('bi,io->bo').family
     'product'
@@ -235,8 +253,8 @@ def _contracted_axis(eqn: Equation, operand: int) -> int:
 def _kernel(eqn: Equation, operand: int) -> Kernel | None:
     """A matrix times a few rows of x, run from the left by the matrix's columns.
 
-    On CPUs that is faster for some 8 to 64 rows: the kernel then lays out x anew, which is
-    small, and not the weight.
+    On CPUs that is faster for some 8 to 64 rows: the kernel then lays out x anew, which
+    is small, and not the weight.
     """
     (left, _), (batch, _) = eqn.params['dimension_numbers']
     weight, x = eqn.invars[operand].aval, eqn.invars[1 - operand].aval
@@ -260,12 +278,17 @@ def _kernel(eqn: Equation, operand: int) -> Kernel | None:
     return Kernel(prepare, apply)
 
 
-def _split(eqn: Equation, operand: int, maker: Equation) -> Callable[..., list[Any]] | None:
+def _split(
+    eqn: Equation, operand: int, maker: Equation
+) -> Callable[..., list[Any]] | None:
     """``concatenate([x, h]) @ W`` as the parts ``x @ W[:i]`` and ``h @ W[i:]``."""
     (left, _), _ = eqn.params['dimension_numbers']
     if maker.primitive.name != 'concatenate' or len(left) != 1:
         return None
-    axis, weight_axis = _contracted_axis(eqn, 1 - operand), _contracted_axis(eqn, operand)
+    axis, weight_axis = (
+        _contracted_axis(eqn, 1 - operand),
+        _contracted_axis(eqn, operand),
+    )
     if maker.params['dimension'] != axis:
         return None
 
@@ -283,5 +306,6 @@ def _split(eqn: Equation, operand: int, maker: Equation) -> Callable[..., list[A
 
 
 register(
-    replace(product(dot_general_subscripts), kernel=_kernel, split=_split), 'dot_general'
+    replace(product(dot_general_subscripts), kernel=_kernel, split=_split),
+    'dot_general',
 )

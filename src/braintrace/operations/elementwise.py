@@ -29,7 +29,9 @@ class ElementwiseTrace(WholeTrace):
         self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
     ) -> jax.Array:
         slopes = self.use.slopes(fixed, steps, len(rows))
-        return trace + jnp.sum(cast(rows * slopes.astype(rows.dtype), trace.dtype), axis=0)
+        return trace + jnp.sum(
+            cast(rows * slopes.astype(rows.dtype), trace.dtype), axis=0
+        )
 
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
         return self.at_result(factor) * trace
@@ -119,14 +121,20 @@ register(
     'regularized_incomplete_beta rem rsqrt shift_left shift_right_arithmetic '
     'shift_right_logical sin sinh sqrt square tan tanh xor zeta exprel',
 )
-_LINEAR = Operation('elementwise', elementwise_labels, linear=True, use=_use, opens=_opens)
+_LINEAR = Operation(
+    'elementwise', elementwise_labels, linear=True, use=_use, opens=_opens
+)
 register(_LINEAR, 'sub neg convert_element_type copy copy_p')
 _SUM = Operation(
     'elementwise', elementwise_labels, linear=True, sum=True, use=_sum_use, opens=_opens
 )
 register(_SUM, 'add add_any')
 _QUOTIENT = Operation(
-    'elementwise', elementwise_labels, linear=_has_literal_divisor, use=_use, opens=_opens
+    'elementwise',
+    elementwise_labels,
+    linear=_has_literal_divisor,
+    use=_use,
+    opens=_opens,
 )
 register(_QUOTIENT, 'div')
 _PRODUCT = Operation(
@@ -141,7 +149,10 @@ register(_PRODUCT, 'mul')
 _FLAT = Operation('elementwise', elementwise_labels, constant_operands=None, use=_use)
 register(_FLAT, 'sign floor ceil round nextafter stop_gradient')
 _CUT = Operation(
-    'elementwise', elementwise_labels, lambda eqn: (0,) if is_whole_cut(eqn) else (), use=_use
+    'elementwise',
+    elementwise_labels,
+    lambda eqn: (0,) if is_whole_cut(eqn) else (),
+    use=_use,
 )
 register(_CUT, 'cut')
 # The surrogate spike of braintools.
@@ -149,5 +160,7 @@ _SPIKE = Operation('elementwise', elementwise_labels, (1,), use=_use, opens=_ope
 register(_SPIKE, 'heaviside_surrogate_gradient')
 _KEYED = Operation('elementwise', elementwise_labels, (0,), use=_use, opens=_opens)
 register(_KEYED, 'random_gamma')
-register(Operation('elementwise', _select_labels, use=_use, opens=_opens_choice), 'select_n')
+register(
+    Operation('elementwise', _select_labels, use=_use, opens=_opens_choice), 'select_n'
+)
 register(Operation('elementwise', _barrier_labels, use=_use), 'optimization_barrier')

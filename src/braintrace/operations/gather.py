@@ -1,4 +1,5 @@
-"""Gather and scatter: elements chosen by an index array. An embedding is a gather of rows."""
+"""Gather and scatter: elements chosen by an index array. An embedding is a gather of
+rows."""
 
 from __future__ import annotations
 
@@ -29,8 +30,11 @@ class _Window:
     index_batching: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def axis_map(self, operand: tuple[int, ...], windowed_rank: int) -> list[int | None]:
-        """For every operand axis, the axis of the windowed array that surely runs along it."""
+    def axis_map(
+        self, operand: tuple[int, ...], windowed_rank: int
+    ) -> list[int | None]:
+        """For every operand axis, the axis of the windowed array that surely runs along
+        it."""
         batch_axes = [a for a in range(windowed_rank) if a not in self.window_dims]
         windows = iter(self.window_dims)
         result: list[int | None] = []
@@ -49,12 +53,21 @@ class _Window:
     ) -> np.ndarray:
         """Flat operand index behind every element of the windowed array; -1 outside."""
         numbers = jax.lax.GatherDimensionNumbers(
-            self.window_dims, self.dropped, self.index_map, self.batching, self.index_batching
+            self.window_dims,
+            self.dropped,
+            self.index_map,
+            self.batching,
+            self.index_batching,
         )
         with jax.ensure_compile_time_eval():
             table = jnp.arange(int(np.prod(operand)), dtype=jnp.int32).reshape(operand)
             taken = jax.lax.gather(
-                table, jnp.asarray(indices), numbers, self.sizes, mode=mode, fill_value=-1
+                table,
+                jnp.asarray(indices),
+                numbers,
+                self.sizes,
+                mode=mode,
+                fill_value=-1,
             )
         return np.asarray(taken)
 
@@ -76,7 +89,10 @@ def _gather(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     indices = const(eqn.invars[1])
     if indices is None:
         return [project(out, window.axis_map(shape, out.ndim), shape), None]
-    return [gather_back(out, window.locations(shape, indices, eqn.params['mode']), shape), None]
+    return [
+        gather_back(out, window.locations(shape, indices, eqn.params['mode']), shape),
+        None,
+    ]
 
 
 def _scatter(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
@@ -114,7 +130,8 @@ def _scatter(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingTrace(WholeTrace):
-    """(v, y): for every element of y one entry for each of the v rows that it may be taken from."""
+    """(v, y): for every element of y one entry for each of the v rows that it may be
+    taken from."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,7 +170,9 @@ class EmbeddingUse(BaseUse):
         return EmbeddingTrace(self, positions, shape)
 
 
-def _gather_use(eqn: Equation, operand: int, result: int, const: Const) -> EmbeddingUse | None:
+def _gather_use(
+    eqn: Equation, operand: int, result: int, const: Const
+) -> EmbeddingUse | None:
     d, shape = eqn.params['dimension_numbers'], shape_of(eqn.invars[0])
     rank = len(shape_of(eqn.outvars[result]))
     rows = (

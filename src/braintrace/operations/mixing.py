@@ -1,4 +1,5 @@
-"""Operations about which nothing more is known than that they mix, or have no derivative."""
+"""Operations about which nothing more is known than that they mix, or have no
+derivative."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ register(
     Operation('none', mixing_labels, None),
     'iota rng_uniform rng_bit_generator threefry2x32 random_bits random_seed random_wrap '
     'random_unwrap random_fold_in random_split random_clone '
-    # Checks of brainstate: values that must not be batched, and conditions over a batch.
+    # Checks of brainstate: values that must not be batched, and conditions over a
+    # batch.
     'no_vmap unvmap_any unvmap_all unvmap_max',
 )

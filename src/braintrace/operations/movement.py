@@ -105,7 +105,9 @@ for _labels, _names in [
 
 
 def _same_size(small: Sequence[int], large: Sequence[int]) -> AxisMap:
-    return [d if n == m else None for d, (n, m) in enumerate(zip(small, large, strict=True))]
+    return [
+        d if n == m else None for d, (n, m) in enumerate(zip(small, large, strict=True))
+    ]
 
 
 def _starts(
@@ -116,7 +118,9 @@ def _starts(
     known = [v for v in values if v is not None]
     if len(known) < len(values):
         return None
-    at = [int(np.clip(v, 0, n - s)) for v, s, n in zip(known, sizes, limits, strict=True)]
+    at = [
+        int(np.clip(v, 0, n - s)) for v, s, n in zip(known, sizes, limits, strict=True)
+    ]
     return tuple(slice(a, a + s) for a, s in zip(at, sizes, strict=True))
 
 
@@ -131,7 +135,9 @@ def _dynamic_slice(eqn: Equation, outs: list[Labels], const: Const) -> list[Labe
     return [labels, *indices]
 
 
-def _dynamic_update_slice(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+def _dynamic_update_slice(
+    eqn: Equation, outs: list[Labels], const: Const
+) -> list[Labels]:
     out, shape, sizes = only(outs), shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     indices: list[Labels] = [None] * (len(eqn.invars) - 2)
     at = _starts(eqn, 2, sizes, shape, const)

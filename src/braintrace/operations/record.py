@@ -1,8 +1,8 @@
 """The record of an operation, and the registry of all that are known.
 
-One record serves a family of primitives. The analysis reads how elements of operands reach
-elements of results (labels); the lowering and the solver read how a weight is used. No other
-file asks for the name of a primitive to decide what to do with it.
+One record serves a family of primitives. The analysis reads how elements of operands
+reach elements of results (labels); the lowering and the solver read how a weight is
+used. No other file asks for the name of a primitive to decide what to do with it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ Const = Callable[[Any], np.ndarray | None]
 class LabelRule(Protocol):
     """Labels of an equation's operands from those of its results.
 
-    Sound if no element of an operand reaches a result element whose label differs from its
-    own. ``outs`` holds None for a result that reaches nothing.
+    Sound if no element of an operand reaches a result element whose label differs from
+    its own. ``outs`` holds None for a result that reaches nothing.
     """
 
-    def __call__(self, eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]: ...
+    def __call__(
+        self, eqn: Equation, outs: list[Labels], const: Const
+    ) -> list[Labels]: ...
 
 
 class Kernel(NamedTuple):
@@ -42,7 +44,8 @@ class Kernel(NamedTuple):
 
 
 class UseRule(Protocol):
-    """How an equation uses a weight; None where the family has no better way than any other."""
+    """How an equation uses a weight; None where the family has no better way than any
+    other."""
 
     def __call__(
         self, eqn: Equation, operand: int, result: int, const: Const
@@ -54,16 +57,16 @@ class Operation:
     """What the compiler knows about a family of primitives.
 
     ``labels``: which elements of the operands reach which of the results.
-    ``constant_operands``: operands without a derivative, or a function of the equation that
-    gives them; None for all of them.
-    ``linear``: whether derivatives need no value of an operand, or a function of the equation.
-    ``sum``: the result is the sum of the operands. ``multiplies``: it is their product.
-    ``use``: trace layout, weight gradient and factors of a weight among the operands.
-    ``opens``: which operands a change passes through at their own element when every choice
-    and gate is open; None if the derivative itself says so.
-    ``kernel``: a faster way to run the equation with this operand as a weight, if there is one.
-    ``split``: for an equation whose data operand was made by another, ``maker``: a function of
-    the weight and the maker's operands that gives parts whose sum is the result, or None.
+    ``constant_operands``: operands without a derivative, or a function of the equation
+    that gives them; None for all of them. ``linear``: whether derivatives need no value
+    of an operand, or a function of the equation. ``sum``: the result is the sum of the
+    operands. ``multiplies``: it is their product. ``use``: trace layout, weight
+    gradient and factors of a weight among the operands. ``opens``: which operands a
+    change passes through at their own element when every choice and gate is open; None
+    if the derivative itself says so. ``kernel``: a faster way to run the equation with
+    this operand as a weight, if there is one. ``split``: for an equation whose data
+    operand was made by another, ``maker``: a function of the weight and the maker's
+    operands that gives parts whose sum is the result, or None.
     """
 
     family: str
@@ -75,7 +78,9 @@ class Operation:
     use: UseRule | None = None
     opens: Callable[[Equation, list[bool]], list[bool]] | None = None
     kernel: Callable[[Equation, int], Kernel | None] | None = None
-    split: Callable[[Equation, int, Equation], Callable[..., list[Any]] | None] | None = None
+    split: (
+        Callable[[Equation, int, Equation], Callable[..., list[Any]] | None] | None
+    ) = None
 
     def differentiates(self, eqn: Equation, operand: int) -> bool:
         """Whether the results have a derivative with respect to an operand."""
@@ -93,10 +98,15 @@ class Operation:
         """Whether its weights multiply data from elsewhere, as a layer does."""
         return self.family == 'product'
 
-    def forward(self, eqn: Equation, ins: Sequence[Labels], const: Const) -> list[Labels]:
-        """Labels of the results from those of the operands: the backward rule run on index arrays."""
+    def forward(
+        self, eqn: Equation, ins: Sequence[Labels], const: Const
+    ) -> list[Labels]:
+        """Labels of the results from those of the operands: the backward rule run on
+        index arrays."""
         ends = np.cumsum([v.aval.size for v in eqn.outvars])
-        return forward_labels(eqn, ins, self.labels(eqn, element_numbers(eqn, ends), const), ends)
+        return forward_labels(
+            eqn, ins, self.labels(eqn, element_numbers(eqn, ends), const), ends
+        )
 
 
 def element_numbers(eqn: Equation, ends: np.ndarray) -> list[Labels]:
@@ -110,7 +120,8 @@ def element_numbers(eqn: Equation, ends: np.ndarray) -> list[Labels]:
 def forward_labels(
     eqn: Equation, ins: Sequence[Labels], reached: Sequence[Labels], ends: np.ndarray
 ) -> list[Labels]:
-    """Labels of results, given the numbered result element that each operand element reaches."""
+    """Labels of results, given the numbered result element that each operand element
+    reaches."""
     came: Labels = None
     for labels, numbers in zip(ins, reached, strict=True):
         if labels is not None and numbers is not None:
@@ -119,7 +130,9 @@ def forward_labels(
         return [None] * len(eqn.outvars)
     came = np.where(came == CONFLICT, NONE, came).astype(np.int32)
     parts = np.split(came, ends[:-1])
-    return [part.reshape(v.aval.shape) for v, part in zip(eqn.outvars, parts, strict=True)]
+    return [
+        part.reshape(v.aval.shape) for v, part in zip(eqn.outvars, parts, strict=True)
+    ]
 
 
 REGISTRY: dict[str, Operation] = {}
@@ -134,7 +147,11 @@ def operation_of(eqn: Equation) -> Operation | None:
 def use_of(eqn: Equation, operand: int, result: int, const: Const) -> WeightUse:
     """How an equation uses one of its operands as a weight."""
     operation = operation_of(eqn)
-    found = operation.use(eqn, operand, result, const) if operation and operation.use else None
+    found = (
+        operation.use(eqn, operand, result, const)
+        if operation and operation.use
+        else None
+    )
     return bind(AnyUse, eqn, operand, result) if found is None else found
 
 
@@ -156,10 +173,11 @@ def register_primitive(
 ) -> None:
     """Tell the compiler about a primitive of your own.
 
-    ``operation`` is an :class:`Operation`, e.g. ``operations.product('bi,io->bo')``; the name of
-    a family, ``'elementwise'`` (element e of every operand reaches element e of the result) or
-    ``'mixing'`` (any element may reach any other); or a function that gives labels.
-    ``constant_operands`` are those without a derivative, for a name or a function.
+    ``operation`` is an :class:`Operation`, e.g. ``operations.product('bi,io->bo')``;
+    the name of a family, ``'elementwise'`` (element e of every operand reaches element
+    e of the result) or ``'mixing'`` (any element may reach any other); or a function
+    that gives labels. ``constant_operands`` are those without a derivative, for a name
+    or a function.
     """
     name = primitive if isinstance(primitive, str) else primitive.name
     if isinstance(operation, str):
@@ -173,7 +191,9 @@ def register_primitive(
                 )
             )
         known = FAMILIES[operation]
-        operation = Operation(known.family, known.labels, constant_operands, use=known.use)
+        operation = Operation(
+            known.family, known.labels, constant_operands, use=known.use
+        )
     elif not isinstance(operation, Operation):
         operation = Operation('registered', operation, constant_operands)
     REGISTRY[name] = operation

@@ -80,6 +80,9 @@ for _labels, _names in [
     (axes(_along('axis', default=-1)), 'top_k'),
     (axes(_along('reduction_dimension')), 'approx_top_k'),
     (axes(_transformed), 'fft'),
-    (_reduce_window, 'reduce_window_sum reduce_window_max reduce_window_min reduce_window'),
+    (
+        _reduce_window,
+        'reduce_window_sum reduce_window_max reduce_window_min reduce_window',
+    ),
 ]:
     register(Operation('along', _labels), _names)

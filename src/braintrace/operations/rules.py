@@ -12,7 +12,8 @@ from .labels import NONE, Labels, join, project
 from .record import Const, LabelRule
 
 AxisMap = Sequence[int | None]
-"""For every axis of an operand, the result axis that runs along it; None if none does."""
+"""For every axis of an operand, the result axis that runs along it; None if none does.
+"""
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
@@ -80,11 +81,14 @@ def windows(
     base: Sequence[int],
     dilation: Sequence[int],
 ) -> np.ndarray:
-    """Labels of an array seen through sliding windows, joined over the windows that see an element."""
+    """Labels of an array seen through sliding windows, joined over the windows that see
+    an element."""
     labels: Labels = None
     for offset in np.ndindex(*sizes):
         seen, taken = [], []
-        axes_ = zip(shape, out.shape, offset, strides, padding, base, dilation, strict=True)
+        axes_ = zip(
+            shape, out.shape, offset, strides, padding, base, dilation, strict=True
+        )
         for n, m, k, stride, (low, _), b, d in axes_:
             at = np.arange(m) * stride + k * d - low
             ok = (at >= 0) & (at % b == 0) & (at // b < n)

@@ -1,4 +1,5 @@
-"""Sparse and event-driven products of brainevent: the operator is hidden in index arrays."""
+"""Sparse and event-driven products of brainevent: the operator is hidden in index
+arrays."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from .weight_use import BaseUse, FullTrace, WholeTrace, bind
 
 @dataclass(frozen=True, eq=False)
 class SynapseUse(BaseUse):
-    """One weight a synapse of a compressed sparse matrix; synapse e leads from ``pre[e]`` to
-    ``post[e]``. x has axes (pre, samples...), y has (post, samples...)."""
+    """One weight a synapse of a compressed sparse matrix; synapse e leads from
+    ``pre[e]`` to ``post[e]``. x has axes (pre, samples...), y has (post, samples...).
+    """
 
     pre: np.ndarray
     post: np.ndarray
@@ -30,9 +32,14 @@ class SynapseUse(BaseUse):
         return self.INPUT
 
     def gradient(
-        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box | None = None
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
     ) -> jax.Array:
-        """Σ_t of x at ``pre`` times ȳ at ``post``: no more than one entry a synapse at a time."""
+        """Σ_t of x at ``pre`` times ȳ at ``post``: no more than one entry a synapse at
+        a time."""
         if self.INPUT not in steps:
             return super().gradient(fixed, steps, y_bars, box)
         y_bars = padded(y_bars, box, self.result.shape)
@@ -94,8 +101,14 @@ class OpaqueProductUse(BaseUse):
 def _product_use(
     eqn: Equation, operand: int, result: int, const: Const
 ) -> OpaqueProductUse | None:
-    data = [k for k, v in enumerate(eqn.invars) if k != operand and is_differentiable(v)]
-    return bind(OpaqueProductUse, eqn, operand, result, data[0]) if len(data) == 1 else None
+    data = [
+        k for k, v in enumerate(eqn.invars) if k != operand and is_differentiable(v)
+    ]
+    return (
+        bind(OpaqueProductUse, eqn, operand, result, data[0])
+        if len(data) == 1
+        else None
+    )
 
 
 def _synapse_use(

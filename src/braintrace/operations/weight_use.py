@@ -1,8 +1,9 @@
-"""Uses of weights: y = op(x, w) as the solver sees it, and the trace of an operation of any kind.
+"""Uses of weights: y = op(x, w) as the solver sees it, and the trace of an operation of
+any kind.
 
-A trace has one array a component of the states that y can reach. D acts at the position that
-each element of y reaches, so every layout keeps the order of y. Letters: t steps, y elements
-of the result, w elements of the weight, p positions of the group.
+A trace has one array a component of the states that y can reach. D acts at the position
+that each element of y reaches, so every layout keeps the order of y. Letters: t steps,
+y elements of the result, w elements of the weight, p positions of the group.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
 
 @dataclass(frozen=True, eq=False)
 class BaseUse(ABC):
-    """What all uses share. ``apply(operands)`` gives y; ``operand`` is the number of the weight."""
+    """What all uses share. ``apply(operands)`` gives y; ``operand`` is the number of
+    the weight."""
 
     apply: Callable[[Sequence[Any]], Any]
     operand: int
@@ -53,7 +55,8 @@ class BaseUse(ABC):
 
     @property
     def trace_dtype(self) -> Any:
-        """Type of ε: the precision of y; complex if the weight is, since components are real."""
+        """Type of ε: the precision of y; complex if the weight is, since components are
+        real."""
         real = jnp.finfo(self.result.dtype).dtype
         complex_ = is_complex(self.weight.dtype)
         return jnp.promote_types(real, jnp.complex64) if complex_ else real
@@ -68,7 +71,11 @@ class BaseUse(ABC):
         return self.apply([weight if k == self.operand else operands[k] for k in count])
 
     def gradient(
-        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box | None = None
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
     ) -> jax.Array:
         """Σ_t of y_bars[t] · ∂y_t/∂w, by reverse mode over all steps at once."""
         steps = {k: self._as_operand(k, x) for k, x in steps.items()}
@@ -109,12 +116,16 @@ class BaseUse(ABC):
 U = TypeVar('U', bound=BaseUse)
 
 
-def bind(kind: Callable[..., U], eqn: Equation, operand: int, result: int, *more: Any) -> U:
+def bind(
+    kind: Callable[..., U], eqn: Equation, operand: int, result: int, *more: Any
+) -> U:
     """The use of one operand of an equation, for one of its results."""
     shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
     aval = eqn.outvars[result].aval
     apply = lambda operands: evaluate_equation(eqn, operands)[result]
-    return kind(apply, operand, shapes, jax.ShapeDtypeStruct(aval.shape, aval.dtype), *more)
+    return kind(
+        apply, operand, shapes, jax.ShapeDtypeStruct(aval.shape, aval.dtype), *more
+    )
 
 
 # ---------------------------------------------------------------- layouts
@@ -167,7 +178,11 @@ class WholeTrace(ABC):
         old = {s: e.astype(sum_type(self.use.trace_dtype)) for s, e in trace.items()}
         new = {}
         for s in trace:
-            terms = [self.scaled(e, product[s, r]) for r, e in old.items() if (s, r) in product]
+            terms = [
+                self.scaled(e, product[s, r])
+                for r, e in old.items()
+                if (s, r) in product
+            ]
             total = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(old[s])
             if s in rows:
                 total = self.plus(total, fixed, steps, rows[s])
@@ -208,7 +223,8 @@ class FullTrace(WholeTrace):
 
 
 class AnyUse(BaseUse):
-    """An operation of any kind: gradients by reverse mode, the full influence as a trace."""
+    """An operation of any kind: gradients by reverse mode, the full influence as a
+    trace."""
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return FullTrace(self, positions, shape)

@@ -1,7 +1,15 @@
 """One time step of a model as a jaxpr whose variables have roles."""
 
 from .normal import normal_form
-from .slicing import Cuts, cut_equation_at, cut_inside, equations_between, slice_back, slice_between, with_cuts
+from .slicing import (
+    Cuts,
+    cut_equation_at,
+    cut_inside,
+    equations_between,
+    slice_back,
+    slice_between,
+    with_cuts,
+)
 from .step import Hidden, Leaf, OtherState, Parameter, Path, StepProgram
 
 __all__ = [

@@ -1,11 +1,22 @@
-"""A step program from a bare jaxpr, given which of its variables are hidden states and parameters."""
+"""A step program from a bare jaxpr, given which of its variables are hidden states and
+parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..compat import Atom, ClosedJaxpr, Jaxpr, Var, close, consts_of, is_var, make_jaxpr, open_jaxpr
+from ..compat import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    Var,
+    close,
+    consts_of,
+    is_var,
+    make_jaxpr,
+    open_jaxpr,
+)
 from ..errors import three_parts
 from .normal import normal_form
 from .step import Hidden, Parameter, Path, StepProgram, distinct_outputs, path_name
@@ -26,12 +37,19 @@ def program_of_jaxpr(
     pairs: dict[Path, tuple[Var, Var]] = {}
     for outvar, invar in hidden_outvar_to_invar.items():
         path = outvar_to_hidden_path[outvar]
-        _check(path, invar in invars and invar_to_hidden_path.get(invar) == path, 'the inputs')
+        _check(
+            path,
+            invar in invars and invar_to_hidden_path.get(invar) == path,
+            'the inputs',
+        )
         _check(path, any(v is outvar for v in outvars), 'the outputs')
         _check(path, path in path_to_state, 'path_to_state')
         pairs[path] = invar, outvar
     paths = [path for path in path_to_state if path in pairs]
-    places = {path: next(i for i, v in enumerate(outvars) if v is pairs[path][1]) for path in paths}
+    places = {
+        path: next(i for i, v in enumerate(outvars) if v is pairs[path][1])
+        for path in paths
+    }
 
     # The normal form may know an output by another variable than the caller does.
     closed = distinct_outputs(normal_form(given), list(places.values()))
@@ -41,8 +59,13 @@ def program_of_jaxpr(
     return StepProgram(
         closed,
         inputs=tuple(v for v in closed.jaxpr.invars if v not in taken),
-        parameters=tuple(Parameter(('weight', i), (), v) for i, v in enumerate(weights)),
-        hidden=tuple(_hidden(path, pairs[path][0], new[path], path_to_state[path]) for path in paths),
+        parameters=tuple(
+            Parameter(('weight', i), (), v) for i, v in enumerate(weights)
+        ),
+        hidden=tuple(
+            _hidden(path, pairs[path][0], new[path], path_to_state[path])
+            for path in paths
+        ),
         others=(),
         outputs=tuple(closed.jaxpr.outvars),
     )
@@ -53,23 +76,33 @@ def _hidden(path: Path, old: Var, new: Var, state: Any) -> Hidden:
 
 
 def _closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """The program with its constants; those of an open one, whose values are not known, are its first inputs."""
+    """The program with its constants; those of an open one, whose values are not known,
+    are its first inputs."""
     body, consts = open_jaxpr(jaxpr), consts_of(jaxpr)
     if len(consts) == len(body.constvars):
         return close(body, consts)
-    return close(make_jaxpr([], [*body.constvars, *body.invars], body.outvars, body.eqns))
+    return close(
+        make_jaxpr([], [*body.constvars, *body.invars], body.outvars, body.eqns)
+    )
 
 
 def _renamed(closed: ClosedJaxpr, names: Sequence[tuple[int, Var]]) -> ClosedJaxpr:
-    """The program with these outputs under these names, except for a name that an input has."""
+    """The program with these outputs under these names, except for a name that an input
+    has."""
     jaxpr = closed.jaxpr
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     name: dict[Atom, Var] = {jaxpr.outvars[i]: v for i, v in names if v not in inputs}
     if all(old is new for old, new in name.items()):
         return closed
     rename = lambda atoms: [name.get(v, v) if is_var(v) else v for v in atoms]
-    equations = [e.replace(invars=rename(e.invars), outvars=rename(e.outvars)) for e in jaxpr.eqns]
-    return close(make_jaxpr(jaxpr.constvars, jaxpr.invars, rename(jaxpr.outvars), equations), closed.consts)
+    equations = [
+        e.replace(invars=rename(e.invars), outvars=rename(e.outvars))
+        for e in jaxpr.eqns
+    ]
+    return close(
+        make_jaxpr(jaxpr.constvars, jaxpr.invars, rename(jaxpr.outvars), equations),
+        closed.consts,
+    )
 
 
 def _check(path: Path, holds: bool, where: str) -> None:

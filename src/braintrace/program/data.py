@@ -27,7 +27,8 @@ class MultiStepData:
 
 
 def first_step(inputs: Any) -> Any:
-    """The inputs of one step: marks are taken off, and of several steps the first is kept."""
+    """The inputs of one step: marks are taken off, and of several steps the first is
+    kept."""
 
     def unmarked(x: Any) -> Any:
         if isinstance(x, MultiStepData):

@@ -1,9 +1,10 @@
 """Normal form: calls inlined everywhere, dead equations dropped.
 
-``jit``, ``remat`` and every other plain call disappear; ``scan``, ``while``, ``cond`` and the
-custom-derivative calls stay, with bodies in normal form. Results of a scan leave a program by way
-of a copy, so that there is an operand to cut. What cannot be differentiated (``while``, callbacks) gets operands
-without a derivative. Values do not change, nor do derivatives where JAX has any.
+``jit``, ``remat`` and every other plain call disappear; ``scan``, ``while``, ``cond``
+and the custom-derivative calls stay, with bodies in normal form. Results of a scan
+leave a program by way of a copy, so that there is an operand to cut. What cannot be
+differentiated (``while``, callbacks) gets operands without a derivative. Values do not
+change, nor do derivatives where JAX has any.
 """
 
 from __future__ import annotations
@@ -44,18 +45,30 @@ def normal_form(closed: ClosedJaxpr) -> ClosedJaxpr:
         _emit(eqn, names, consts, equations)
     outvars = [_read(names, v) for v in jaxpr.outvars]
     equations = drop_dead(_copied(equations, outvars), outvars)
-    used = {v for eqn in equations for v in eqn.invars if is_var(v)} | {v for v in outvars if is_var(v)}
+    used = {v for eqn in equations for v in eqn.invars if is_var(v)} | {
+        v for v in outvars if is_var(v)
+    }
     consts = {v: c for v, c in consts.items() if v in used}
-    return close(make_jaxpr(list(consts), jaxpr.invars, outvars, equations, like=jaxpr), list(consts.values()))
+    return close(
+        make_jaxpr(list(consts), jaxpr.invars, outvars, equations, like=jaxpr),
+        list(consts.values()),
+    )
 
 
 def _copied(equations: list[Equation], outvars: list[Atom]) -> list[Equation]:
-    """The equations with a copy after each scan that makes one of the outputs; all read the copy."""
+    """The equations with a copy after each scan that makes one of the outputs; all read
+    the copy."""
     wanted = {v for v in outvars if is_var(v)}
     result: list[Equation] = []
     for eqn in equations:
-        raw = {v: new_var(v.aval) for v in eqn.outvars if v in wanted} if structure(eqn) == 'scan' else {}
-        result.append(eqn.replace(outvars=[raw.get(v, v) for v in eqn.outvars]) if raw else eqn)
+        raw = (
+            {v: new_var(v.aval) for v in eqn.outvars if v in wanted}
+            if structure(eqn) == 'scan'
+            else {}
+        )
+        result.append(
+            eqn.replace(outvars=[raw.get(v, v) for v in eqn.outvars]) if raw else eqn
+        )
         result += [copy_equation(r, v) for v, r in raw.items()]
     return result
 
@@ -75,8 +88,11 @@ def _read(names: dict[Var, Atom], atom: Atom) -> Atom:
     return names.get(atom, atom) if is_var(atom) else atom
 
 
-def _emit(eqn: Equation, names: dict[Var, Atom], consts: dict[Var, Any], out: list[Equation]) -> None:
-    """Append an equation, its operands renamed; a call becomes the equations of its body."""
+def _emit(
+    eqn: Equation, names: dict[Var, Atom], consts: dict[Var, Any], out: list[Equation]
+) -> None:
+    """Append an equation, its operands renamed; a call becomes the equations of its
+    body."""
     operands = [_read(names, v) for v in eqn.invars]
     if structure(eqn) != 'call':
         bodies = {sub.key: _normal_body(sub.jaxpr) for sub in sub_programs(eqn)}
@@ -96,7 +112,13 @@ def _emit(eqn: Equation, names: dict[Var, Atom], consts: dict[Var, Any], out: li
         consts[local[var]] = value
     for inner in body.eqns:
         fresh = [new_var(v.aval) for v in inner.outvars]
-        moved = inlined(inner, eqn, sub.jaxpr, invars=[_read(local, v) for v in inner.invars], outvars=fresh)
+        moved = inlined(
+            inner,
+            eqn,
+            sub.jaxpr,
+            invars=[_read(local, v) for v in inner.invars],
+            outvars=fresh,
+        )
         local.update(zip(inner.outvars, fresh, strict=True))
         _emit(moved, names, consts, out)
     for var, result in zip(eqn.outvars, body.outvars, strict=True):

@@ -73,7 +73,9 @@ def _cut_one(i: int, eqn: Equation, cuts: Cuts, out: list[Equation]) -> None:
 
 def _cut_body(jaxpr: Any, cuts: Cuts) -> Any:
     body = open_jaxpr(jaxpr)
-    cut = make_jaxpr(body.constvars, body.invars, body.outvars, with_cuts(body.eqns, cuts), like=body)
+    cut = make_jaxpr(
+        body.constvars, body.invars, body.outvars, with_cuts(body.eqns, cuts), like=body
+    )
     return close(cut, consts_of(jaxpr)) if isinstance(jaxpr, ClosedJaxpr) else cut
 
 
@@ -92,7 +94,8 @@ def equations_between(
     cuts: Cuts,
     edges: Collection[tuple[int, int]],
 ) -> list[int]:
-    """Indices of the equations that lead from sources to targets along edges that carry credit.
+    """Indices of the equations that lead from sources to targets along edges that carry
+    credit.
 
     ``edges`` holds (i, k) where gradient passes operand k of equation i.
     """
@@ -116,7 +119,8 @@ def equations_between(
 
 
 def cut_equation_at(i: int, eqn: Equation, cuts: Cuts) -> list[Equation]:
-    """Equation i with its cuts: those of its operands before it, those inside it in place."""
+    """Equation i with its cuts: those of its operands before it, those inside it in
+    place."""
     out: list[Equation] = []
     _cut_one(i, eqn, cuts, out)
     return out
@@ -131,7 +135,8 @@ def slice_between(
 ) -> Jaxpr:
     """The program that leads from sources to targets along edges that carry credit.
 
-    Everything else it reads becomes one of its ``constvars``, so no work outside the path is repeated.
+    Everything else it reads becomes one of its ``constvars``, so no work outside the
+    path is repeated.
     """
     kept = equations_between(equations, sources, targets, cuts, edges)
     body = [e for i in kept for e in cut_equation_at(i, equations[i], cuts)]
@@ -139,9 +144,13 @@ def slice_between(
 
 
 def slice_back(
-    equations: Sequence[Equation], producer: Mapping[Var, int], sources: Sequence[Var], target: Atom
+    equations: Sequence[Equation],
+    producer: Mapping[Var, int],
+    sources: Sequence[Var],
+    target: Atom,
 ) -> Jaxpr:
-    """Everything that leads from sources to a target; what else it reads becomes ``constvars``."""
+    """Everything that leads from sources to a target; what else it reads becomes
+    ``constvars``."""
     kept: set[int] = set()
     todo = [target]
     while todo:
@@ -152,8 +161,12 @@ def slice_back(
     return _with_constvars(sources, [target], [equations[i] for i in sorted(kept)])
 
 
-def _with_constvars(sources: Sequence[Var], targets: Sequence[Atom], body: list[Equation]) -> Jaxpr:
+def _with_constvars(
+    sources: Sequence[Var], targets: Sequence[Atom], body: list[Equation]
+) -> Jaxpr:
     made = {v for eqn in body for v in eqn.outvars} | set(sources)
     reads = [v for eqn in body for v in eqn.invars] + list(targets)
-    constvars = [v for v in dict.fromkeys(v for v in reads if is_var(v)) if v not in made]
+    constvars = [
+        v for v in dict.fromkeys(v for v in reads if is_var(v)) if v not in made
+    ]
     return make_jaxpr(constvars, sources, targets, body)

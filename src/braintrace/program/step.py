@@ -1,7 +1,7 @@
 """The step program: jaxpr plus the role of every input and output.
 
-The front ends make it, the analysis reads it. Nothing here knows a framework: a state object is
-opaque and kept only so that records can hand it back to the user.
+The front ends make it, the analysis reads it. Nothing here knows a framework: a state
+object is opaque and kept only so that records can hand it back to the user.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from ..compat import Atom, ClosedJaxpr, Var, close, copy_equation, is_var, make_jaxpr, new_var
+from ..compat import (
+    Atom,
+    ClosedJaxpr,
+    Var,
+    close,
+    copy_equation,
+    is_var,
+    make_jaxpr,
+    new_var,
+)
 from ..errors import three_parts
 
 Path = tuple[Any, ...]
@@ -35,7 +44,9 @@ class Hidden:
     @property
     def positions(self) -> np.ndarray:
         """Position of every element: states kept on a trailing axis share theirs."""
-        numbers = np.arange(int(np.prod(self.varshape)), dtype=np.int32).reshape(self.varshape)
+        numbers = np.arange(int(np.prod(self.varshape)), dtype=np.int32).reshape(
+            self.varshape
+        )
         if self.invar.aval.shape == self.varshape:
             return numbers
         return np.broadcast_to(numbers[..., None], self.invar.aval.shape)
@@ -57,7 +68,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class OtherState:
-    """One array of a state that is neither hidden nor a parameter; ``outvar`` is None if only read."""
+    """One array of a state that is neither hidden nor a parameter; ``outvar`` is None
+    if only read."""
 
     path: Path
     leaf: Leaf
@@ -93,7 +105,10 @@ def path_name(path: Path) -> str:
 
 def check_shapes(closed: ClosedJaxpr, values: Sequence[Any]) -> None:
     """Raise unless the values have the shapes of the program's inputs."""
-    expected, got = [v.aval.shape for v in closed.jaxpr.invars], [np.shape(x) for x in values]
+    expected, got = (
+        [v.aval.shape for v in closed.jaxpr.invars],
+        [np.shape(x) for x in values],
+    )
     if got != expected:
         raise ValueError(
             three_parts(
@@ -105,10 +120,11 @@ def check_shapes(closed: ClosedJaxpr, values: Sequence[Any]) -> None:
 
 
 def distinct_outputs(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxpr:
-    """Give each of these outputs a variable of its own that an equation defines, and every constant one a variable.
+    """Give each of these outputs a variable of its own that an equation defines, and
+    every constant one a variable.
 
-    A state passed through unchanged, set to a constant, or set to the same value as another state
-    becomes a copy, so that a variable stands for one new state only.
+    A state passed through unchanged, set to a constant, or set to the same value as
+    another state becomes a copy, so that a variable stands for one new state only.
     """
     jaxpr = closed.jaxpr
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -120,4 +136,7 @@ def distinct_outputs(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxpr:
             copies.append(copy_equation(out, outvars[i]))
         if i in places:
             taken.add(outvars[i])
-    return close(make_jaxpr(jaxpr.constvars, jaxpr.invars, outvars, [*jaxpr.eqns, *copies]), closed.consts)
+    return close(
+        make_jaxpr(jaxpr.constvars, jaxpr.invars, outvars, [*jaxpr.eqns, *copies]),
+        closed.consts,
+    )

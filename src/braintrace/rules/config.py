@@ -33,8 +33,9 @@ PARTS = {
 class ETraceConfig:
     """A learning rule put together from its parts.
 
-    ``decay``: of factorised traces (a decay, a rank, or a pair) or the number of a scalar leak.
-    ``kappa=0.0`` means no filter: it is the same configuration as one with ``trace_filter='none'``.
+    ``decay``: of factorised traces (a decay, a rank, or a pair) or the number of a
+    scalar leak. ``kappa=0.0`` means no filter: it is the same configuration as one with
+    ``trace_filter='none'``.
     """
 
     trace_factorization: str = 'per_param'
@@ -53,7 +54,11 @@ class ETraceConfig:
             value = getattr(self, part)
             if value not in allowed:
                 raise ValueError(
-                    three_parts(f'{part}={value!r}', 'there is no such part', one_of(allowed, value))
+                    three_parts(
+                        f'{part}={value!r}',
+                        'there is no such part',
+                        one_of(allowed, value),
+                    )
                 )
         if self.kappa is not None and as_decay('kappa', self.kappa) == 0:
             object.__setattr__(self, 'trace_filter', 'none')
@@ -61,7 +66,9 @@ class ETraceConfig:
         for is_wrong, why, instead in self._contradictions():
             if is_wrong:
                 raise ValueError(three_parts(self.name, why, instead))
-        _ = self.rule  # refuses parts that do not fit together, and numbers out of range
+        _ = (
+            self.rule
+        )  # refuses parts that do not fit together, and numbers out of range
 
     @property
     def name(self) -> str:
@@ -77,7 +84,10 @@ class ETraceConfig:
         """(whether parts and numbers disagree, why, what to write instead)."""
         kind, schedule = self.trace_factorization, self.update_schedule
         factors, windows = kind == 'io_factorized', schedule == 'window'
-        projection, full = kind == 'random_projection', self.recurrence_scope != 'diagonal'
+        projection, full = (
+            kind == 'random_projection',
+            self.recurrence_scope != 'diagonal',
+        )
         leaks = self.temporal_recursion == 'scalar_leak'
         return [
             (

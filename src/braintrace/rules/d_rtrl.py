@@ -9,4 +9,6 @@ from .rule import Rule
 @register('D_RTRL')
 def d_rtrl() -> Rule:
     """One trace for each weight, carried through each position's own states."""
-    return Rule('D_RTRL', use='the default: spiking and gated units with memory of their own')
+    return Rule(
+        'D_RTRL', use='the default: spiking and gated units with memory of their own'
+    )

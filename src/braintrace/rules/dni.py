@@ -11,11 +11,13 @@ from .rule import NoTrace, Rule, Window
 
 @register('DNI', check={'window': 2})
 def dni(window: int = 10, predictor: SyntheticGradient | None = None) -> Rule:
-    """Exact windows of k steps, and from what follows each the credit that a predictor expects.
+    """Exact windows of k steps, and from what follows each the credit that a predictor
+    expects.
 
-    The predictor learns whenever the learner is given a sequence, from the credit that comes back
-    to each window's start. ``learner(x)`` alone is a window of one step: it uses the predictor but
-    does not train it, and expects the credit of losses that are neither scaled nor masked.
+    The predictor learns whenever the learner is given a sequence, from the credit that
+    comes back to each window's start. ``learner(x)`` alone is a window of one step: it
+    uses the predictor but does not train it, and expects the credit of losses that are
+    neither scaled nor masked.
     """
     window = as_count('window', window)
     predictor = SyntheticGradient() if predictor is None else predictor

@@ -1,4 +1,5 @@
-"""e-prop: the trace of D-RTRL, low-passed by κ, multiplied by the error at the read-out."""
+"""e-prop: the trace of D-RTRL, low-passed by κ, multiplied by the error at the
+read-out."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ def eprop(
 ) -> Rule:
     """The trace of D_RTRL, low-passed, multiplied by the error at the read-out.
 
-    ``feedback``: 'symmetric' sends the error back by the read-out's own weights, 'random' by fixed
-    random ones, 'adaptive' by random ones whose distance to the read-out's shrinks with every
-    call; or a :class:`FixedRandomFeedback`. Between layers it goes back by their own weights.
-    ``kappa_filter_decay``: the filter's κ; None and 0.0 mean no filter.
-    ``random_feedback_key``: a whole number or a key of JAX.
+    ``feedback``: 'symmetric' sends the error back by the read-out's own weights,
+    'random' by fixed random ones, 'adaptive' by random ones whose distance to the
+    read-out's shrinks with every call; or a :class:`FixedRandomFeedback`. Between
+    layers it goes back by their own weights. ``kappa_filter_decay``: the filter's κ;
+    None and 0.0 mean no filter. ``random_feedback_key``: a whole number or a key of
+    JAX.
     """
     kappa = as_filter(kappa_filter_decay)
     signal = feedback_signal(feedback, random_feedback_key)

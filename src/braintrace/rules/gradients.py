@@ -6,8 +6,8 @@ approximate    the rule replaces part of the gradient; the reason says which
 one step       no credit from later steps
 none           no gradient
 
-A parameter's credit class says what exact local traces (D-RTRL) would give. This file adds what the rule
-itself leaves out or replaces.
+A parameter's credit class says what exact local traces (D-RTRL) would give. This file
+adds what the rule itself leaves out or replaces.
 """
 
 from __future__ import annotations
@@ -22,18 +22,27 @@ from .rule import RandomProjection, Reach, Rule
 
 EQUAL, LOCAL, APPROXIMATE = 'equal to BPTT', 'local', 'approximate'
 ONE_STEP, NONE = 'one step', 'none'
-WITH_EXACT_TRACES = {'exact': EQUAL, 'local': LOCAL, 'instantaneous': ONE_STEP, 'none': NONE}
-"""What each credit class means where the traces are exact and the loss's own signal reads them."""
+WITH_EXACT_TRACES = {
+    'exact': EQUAL,
+    'local': LOCAL,
+    'instantaneous': ONE_STEP,
+    'none': NONE,
+}
+"""What each credit class means where the traces are exact and the loss's own signal
+reads them."""
 
 
 class SiteFacts(NamedTuple):
-    """One use of a parameter that a local rule keeps a trace of, or teaches by its own signal.
+    """One use of a parameter that a local rule keeps a trace of, or teaches by its own
+    signal.
 
-    ``factorised``: the trace is a product of an input part and a state part. ``leak``: λ where D_t is λ times the
-    identity at all positions and steps, 0 where nothing is remembered; None elsewhere. ``steady_path``: ∂h/∂y is the
-    same at all steps. ``steady_input``: so is x. ``read``: an output reads a state that y reaches within the step, at
-    that step or the next. ``feedback``: the loss reaches the states through weights that random feedback replaces.
-    ``stored``: the type of the stored trace, where it is narrower than the states.
+    ``factorised``: the trace is a product of an input part and a state part. ``leak``:
+    λ where D_t is λ times the identity at all positions and steps, 0 where nothing is
+    remembered; None elsewhere. ``steady_path``: ∂h/∂y is the same at all steps.
+    ``steady_input``: so is x. ``read``: an output reads a state that y reaches within
+    the step, at that step or the next. ``feedback``: the loss reaches the states
+    through weights that random feedback replaces. ``stored``: the type of the stored
+    trace, where it is narrower than the states.
     """
 
     factorised: bool = False
@@ -48,9 +57,10 @@ class SiteFacts(NamedTuple):
 class ParameterFacts(NamedTuple):
     """What is known of one parameter array.
 
-    ``credit`` and ``reason``: its credit class. ``temporal``: it moves a state that matters at a later step.
-    ``moves_states``: it moves any state. ``felt``: outputs of the same step depend on it. ``untraced``: it has uses
-    that could have a trace, but were not chosen for one. ``complete``: it reaches no more states than within the n
+    ``credit`` and ``reason``: its credit class. ``temporal``: it moves a state that
+    matters at a later step. ``moves_states``: it moves any state. ``felt``: outputs of
+    the same step depend on it. ``untraced``: it has uses that could have a trace, but
+    were not chosen for one. ``complete``: it reaches no more states than within the n
     steps of SnAp.
     """
 
@@ -80,9 +90,18 @@ def _in_windows(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
         return ParameterGradient(EQUAL, facts.reason)
     assert rule.window is not None
     if rule.window.steps is None:
-        return ParameterGradient(EQUAL, 'reverse mode through all steps of a call; nothing is carried to the next call')
-    after = 'a learned predictor stands for the credit of later ones' if rule.predictor else 'later ones send no credit'
-    return ParameterGradient(APPROXIMATE, f'exact inside windows of {rule.window.steps} steps; {after}')
+        return ParameterGradient(
+            EQUAL,
+            'reverse mode through all steps of a call; nothing is carried to the next call',
+        )
+    after = (
+        'a learned predictor stands for the credit of later ones'
+        if rule.predictor
+        else 'later ones send no credit'
+    )
+    return ParameterGradient(
+        APPROXIMATE, f'exact inside windows of {rule.window.steps} steps; {after}'
+    )
 
 
 def _by_influence(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
@@ -97,22 +116,39 @@ def _by_influence(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
         return ParameterGradient(EQUAL, 'its influence on every state is carried')
     steps = f'{rule.trace.n} step{"s" * (rule.trace.n != 1)}'
     if facts.complete:
-        return ParameterGradient(EQUAL, f'every state it ever reaches, it reaches within {steps}')
-    return ParameterGradient(APPROXIMATE, f'states that it reaches after more than {steps} are left out')
+        return ParameterGradient(
+            EQUAL, f'every state it ever reaches, it reaches within {steps}'
+        )
+    return ParameterGradient(
+        APPROXIMATE, f'states that it reaches after more than {steps} are left out'
+    )
 
 
 def _by_traces(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
     # What no output of a step depends on has no signal, unless a modulator replaces it.
     if facts.credit == 'none' and not rule.is_modulated and not rule.deep:
         return ParameterGradient(NONE, facts.reason)
-    apart = rule.recursion != JacobianRecursion() and not facts.felt and not any(site.read for site in facts.sites)
+    apart = (
+        rule.recursion != JacobianRecursion()
+        and not facts.felt
+        and not any(site.read for site in facts.sites)
+    )
     if apart and not rule.is_modulated:
         carried = 'the rule carries nothing from one state of a unit to another'
-        return ParameterGradient(NONE, f'no output reads the states that it moves within a step, and {carried}')
-    replaced = list(dict.fromkeys(reason for site in facts.sites for reason in replacements(rule, site)))
+        return ParameterGradient(
+            NONE,
+            f'no output reads the states that it moves within a step, and {carried}',
+        )
+    replaced = list(
+        dict.fromkeys(
+            reason for site in facts.sites for reason in replacements(rule, site)
+        )
+    )
     if facts.untraced and facts.temporal:
         if not facts.sites and not rule.deep:
-            return ParameterGradient(ONE_STEP, 'no trace of it is kept (the option trace=)')
+            return ParameterGradient(
+                ONE_STEP, 'no trace of it is kept (the option trace=)'
+            )
         which = 'some of its uses have' if facts.sites else 'beyond a call it has'
         replaced.append(f'{which} no trace (the option trace=)')
     if replaced:
@@ -121,14 +157,18 @@ def _by_traces(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
     if rule.deep and facts.credit != 'exact':
         inside = 'inside a call credit also passes from layer to layer; otherwise'
         return ParameterGradient(LOCAL, f'{inside}: {facts.reason}')
-    own = facts.sites and (rule.decay is not None or rule.recursion != JacobianRecursion())
-    # A rule with a recursion of its own: say that it was looked at and found to be the exact one here.
+    own = facts.sites and (
+        rule.decay is not None or rule.recursion != JacobianRecursion()
+    )
+    # A rule with a recursion of its own: say that it was looked at and found to be the
+    # exact one here.
     as_exact = "; the rule's own trace is the exact one here" if own else ''
     return ParameterGradient(WITH_EXACT_TRACES[facts.credit], facts.reason + as_exact)
 
 
 def replacements(rule: Rule, site: SiteFacts) -> Iterator[str]:
-    """What a local rule has in place of the exact trace and of the loss's own signal; nothing where it has both."""
+    """What a local rule has in place of the exact trace and of the loss's own signal;
+    nothing where it has both."""
     if site.factorised and not _factors_are_exact(rule, site):
         yield _factors(rule)
     number = rule.recursion.decay if isinstance(rule.recursion, ScalarLeak) else None
@@ -140,7 +180,11 @@ def replacements(rule: Rule, site: SiteFacts) -> Iterator[str]:
         yield 'a modulator replaces the gradient of the loss'
     if isinstance(rule.signal, RandomFeedback) and site.feedback:
         fixed = rule.signal.align is None
-        weights = 'fixed random weights' if fixed else 'random weights that approach those of the read-out'
+        weights = (
+            'fixed random weights'
+            if fixed
+            else 'random weights that approach those of the read-out'
+        )
         yield f'errors come back through {weights}, not through the read-out'
     if site.stored is not None:
         yield f'the trace is stored in {site.stored}'
@@ -156,18 +200,25 @@ def _factors(rule: Rule) -> str:
 
 
 def _factors_are_exact(rule: Rule, site: SiteFacts) -> bool:
-    """Whether (Σ_s (α_f m)^(t-s) (1-α_f) f_s) · (Σ_s α_x^(t-s) x_s) / (1-α_f^t) is Σ_s λ^(t-s) f_s x_s.
+    """Whether (Σ_s (α_f m)^(t-s) (1-α_f) f_s) · (Σ_s α_x^(t-s) x_s) / (1-α_f^t) is Σ_s
+    λ^(t-s) f_s x_s.
 
-    m is what multiplies the state part from step to step: λ itself, or 1 where a number replaces the Jacobian.
+    m is what multiplies the state part from step to step: λ itself, or 1 where a number
+    replaces the Jacobian.
     """
     if rule.decay is None or site.leak is None:
         return False
     decay_x, decay_f = rule.decay
     kept = site.leak if rule.recursion == JacobianRecursion() else 1.0
-    # A steady f leaves the state part f itself if nothing of it decays, or if all of it does.
+    # A steady f leaves the state part f itself if nothing of it decays, or if all of it
+    # does.
     if site.steady_path and _same(decay_x, site.leak) and (decay_f == 0 or kept == 1):
         return True
-    return site.steady_input and _same(decay_x, decay_f) and _same(kept * decay_f, site.leak)
+    return (
+        site.steady_input
+        and _same(decay_x, decay_f)
+        and _same(kept * decay_f, site.leak)
+    )
 
 
 def _same(a: float | None, b: float) -> bool:

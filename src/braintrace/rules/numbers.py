@@ -11,16 +11,23 @@ from ..errors import three_parts
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy or JAX as one of Python's; anything else as it is, but True and False as no number."""
-    if getattr(value, 'ndim', None) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    """A number of NumPy or JAX as one of Python's; anything else as it is, but True and
+    False as no number."""
+    if getattr(value, 'ndim', None) == 0 and not jnp.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    ):
         value = value.item()
     return None if isinstance(value, bool) else value
 
 
 def as_decays(name: str, value: Any) -> tuple[float, float]:
     """The decays of both sides, from one, a rank, or a pair."""
-    pair = tuple(map(_plain, value if isinstance(value, (tuple, list)) else (value, value)))
-    fits = lambda d: isinstance(d, (int, float)) and (d >= 1 if isinstance(d, int) else 0 <= d < 1)
+    pair = tuple(
+        map(_plain, value if isinstance(value, (tuple, list)) else (value, value))
+    )
+    fits = lambda d: (
+        isinstance(d, (int, float)) and (d >= 1 if isinstance(d, int) else 0 <= d < 1)
+    )
     if len(pair) != 2 or not all(map(fits, pair)):
         raise ValueError(
             three_parts(
@@ -37,7 +44,11 @@ def as_decay(name: str, value: Any) -> float:
     """A decay from 0 to below 1."""
     found = _plain(value)
     if not isinstance(found, (int, float)) or not 0 <= found < 1:
-        raise ValueError(three_parts(f'{name}={value!r}', 'a decay lies between 0 and 1', f'{name}=0.9'))
+        raise ValueError(
+            three_parts(
+                f'{name}={value!r}', 'a decay lies between 0 and 1', f'{name}=0.9'
+            )
+        )
     return found
 
 
@@ -45,7 +56,13 @@ def as_positive(name: str, value: Any) -> float:
     """A number that scales."""
     found = _plain(value)
     if not isinstance(found, (int, float)) or not 0 < found < float('inf'):
-        raise ValueError(three_parts(f'{name}={value!r}', 'it scales, and is positive and finite', f'{name}=0.1'))
+        raise ValueError(
+            three_parts(
+                f'{name}={value!r}',
+                'it scales, and is positive and finite',
+                f'{name}=0.1',
+            )
+        )
     return found
 
 
@@ -53,7 +70,11 @@ def as_count(name: str, value: Any) -> int:
     """A whole number from 1."""
     found = _plain(value)
     if not isinstance(found, int) or found < 1:
-        raise ValueError(three_parts(f'{name}={value!r}', 'it counts', f'a whole number from 1, as {name}=20'))
+        raise ValueError(
+            three_parts(
+                f'{name}={value!r}', 'it counts', f'a whole number from 1, as {name}=20'
+            )
+        )
     return found
 
 
@@ -65,5 +86,11 @@ def as_seed(name: str, value: Any) -> int:
     if getattr(found, 'dtype', None) == jnp.uint32 and found.size:
         found = int(found.ravel()[-1])
     if not isinstance(found, int):
-        raise ValueError(three_parts(f'{name}={value!r}', 'it starts random numbers', f'a whole number, as {name}=0'))
+        raise ValueError(
+            three_parts(
+                f'{name}={value!r}',
+                'it starts random numbers',
+                f'a whole number, as {name}=0',
+            )
+        )
     return found

@@ -12,13 +12,15 @@ from .rule import Rule
 
 @register('OSTLRecurrent')
 def ostl_recurrent() -> Rule:
-    """Online spatio-temporal learning with the Jacobian of the unit's own states: D_RTRL's trace."""
+    """Online spatio-temporal learning with the Jacobian of the unit's own states:
+    D_RTRL's trace."""
     return Rule('OSTLRecurrent', use='the same trace under the name of its paper')
 
 
 @register('OSTLFeedforward')
 def ostl_feedforward(decay_or_rank: Any = 0.9) -> Rule:
-    """Traces of inputs and of states apart that decay by a number, whatever the units do."""
+    """Traces of inputs and of states apart that decay by a number, whatever the units
+    do."""
     return Rule(
         'OSTLFeedforward',
         Factorised(as_decays('decay_or_rank', decay_or_rank)),

@@ -1,4 +1,5 @@
-"""OTTT: a presynaptic trace ε_x = λ ε_x + x_t; the other side is that of the step itself."""
+"""OTTT: a presynaptic trace ε_x = λ ε_x + x_t; the other side is that of the step
+itself."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from .rule import Rule
 
 @register('OTTT')
 def ottt(leak: float = 0.9) -> Rule:
-    """A leaky trace of the inputs; the other side is that of the step itself. Memory linear in
-    inputs."""
+    """A leaky trace of the inputs; the other side is that of the step itself. Memory
+    linear in inputs."""
     return Rule(
         'OTTT',
         Factorised((as_decay('leak', leak), 0.0)),

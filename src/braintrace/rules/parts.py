@@ -1,4 +1,5 @@
-"""What a rule may be given as a whole: feedback, a filter, a mean of gradients, a predictor."""
+"""What a rule may be given as a whole: feedback, a filter, a mean of gradients, a
+predictor."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ from .numbers import as_count, as_decay, as_positive, as_seed
 
 @dataclass(frozen=True)
 class FixedRandomFeedback:
-    """Weights that carry errors back from a read-out: random, of the read-out's own shape, and kept.
+    """Weights that carry errors back from a read-out: random, of the read-out's own
+    shape, and kept.
 
-    ``scale``: their standard deviation; by default one over the root of the read-out's inputs. ``align``: what each
-    call of the learner leaves of their distance to the read-out's weights, whose own changes they follow at once, as
-    under the updates of Kolen and Pollack; None keeps them as they are.
+    ``scale``: their standard deviation; by default one over the root of the read-out's
+    inputs. ``align``: what each call of the learner leaves of their distance to the
+    read-out's weights, whose own changes they follow at once, as under the updates of
+    Kolen and Pollack; None keeps them as they are.
     """
 
     key: int = 0
@@ -34,7 +37,11 @@ class FixedRandomFeedback:
 
     def __call__(self, place: int, shape: Sequence[int], dtype: Any) -> jax.Array:
         """The weights of one read-out of a model."""
-        scale = self.scale if self.scale is not None else 1 / max(shape[0] if shape else 1, 1) ** 0.5
+        scale = (
+            self.scale
+            if self.scale is not None
+            else 1 / max(shape[0] if shape else 1, 1) ** 0.5
+        )
         key = jax.random.fold_in(jax.random.key(self.key), place)
         return scale * jax.random.normal(key, tuple(shape), dtype)
 
@@ -59,9 +66,11 @@ def as_filter(value: float | KappaFilter | None) -> float | None:
 
 @dataclass(frozen=True)
 class GradExpon:
-    """A running mean of gradients: ḡ = decay · ḡ + (1 - decay) · g, without the pull of its start at zero.
+    """A running mean of gradients: ḡ = decay · ḡ + (1 - decay) · g, without the pull of
+    its start at zero.
 
-    A pure function of trees: ``mean, state = GradExpon(0.9)(gradients, state)``, first with ``state=None``.
+    A pure function of trees: ``mean, state = GradExpon(0.9)(gradients, state)``, first
+    with ``state=None``.
     """
 
     decay: float
@@ -73,18 +82,24 @@ class GradExpon:
         """The mean after these gradients, and the state for the next."""
         start = (jax.tree.map(jnp.zeros_like, gradients), jnp.zeros(()))
         mean, count = start if state is None else state
-        mean = jax.tree.map(lambda m, g: self.decay * m + (1 - self.decay) * g, mean, gradients)
+        mean = jax.tree.map(
+            lambda m, g: self.decay * m + (1 - self.decay) * g, mean, gradients
+        )
         count = count + 1
-        corrected = jax.tree.map(lambda m: m / (1 - self.decay**count).astype(m.dtype), mean)
+        corrected = jax.tree.map(
+            lambda m: m / (1 - self.decay**count).astype(m.dtype), mean
+        )
         return corrected, (mean, count)
 
 
 @dataclass(frozen=True)
 class SyntheticGradient:
-    """A predictor of the credit that a group's states get from the future: one hidden layer over its units.
+    """A predictor of the credit that a group's states get from the future: one hidden
+    layer over its units.
 
-    ``width``: of the hidden layer; ``rate``: 1 takes the largest step that a bound of the error's curvature allows,
-    whatever the size of states and credit. It starts by predicting nothing, so that learning starts as truncated BPTT.
+    ``width``: of the hidden layer; ``rate``: 1 takes the largest step that a bound of
+    the error's curvature allows, whatever the size of states and credit. It starts by
+    predicting nothing, so that learning starts as truncated BPTT.
     """
 
     width: int = 64
@@ -96,40 +111,65 @@ class SyntheticGradient:
         object.__setattr__(self, 'rate', as_positive('rate', self.rate))
         object.__setattr__(self, 'seed', as_seed('seed', self.seed))
 
-    def init(self, shapes: Sequence[tuple[int, tuple[int, ...], Any]]) -> list[jax.Array]:
+    def init(
+        self, shapes: Sequence[tuple[int, tuple[int, ...], Any]]
+    ) -> list[jax.Array]:
         """Weights for groups of so many states of a shape and type."""
         weights: list[jax.Array] = []
         for g, (count, shape, dtype) in enumerate(shapes):
             size = count * (shape[-1] if shape else 1)
             key = jax.random.fold_in(jax.random.key(self.seed), g)
-            weights.append(jax.random.normal(key, (size, self.width), dtype) / size**0.5)
+            weights.append(
+                jax.random.normal(key, (size, self.width), dtype) / size**0.5
+            )
             weights.append(jnp.zeros(self.width, dtype))
             weights.append(jnp.zeros((self.width, size), dtype))
             weights.append(jnp.zeros(size, dtype))
         return weights
 
-    def __call__(self, weights: Sequence[jax.Array], states: list[dict[int, jax.Array]]) -> list[dict[int, jax.Array]]:
+    def __call__(
+        self, weights: Sequence[jax.Array], states: list[dict[int, jax.Array]]
+    ) -> list[dict[int, jax.Array]]:
         """The credit of every state."""
         found = []
         for g, parts in enumerate(states):
             _, y = _layers(weights[4 * g : 4 * g + 4], _side_by_side(parts))
             pieces = jnp.split(y, len(parts), axis=-1)
-            found.append({i: p.reshape(parts[i].shape) for i, p in zip(parts, pieces, strict=True)})
+            found.append(
+                {
+                    i: p.reshape(parts[i].shape)
+                    for i, p in zip(parts, pieces, strict=True)
+                }
+            )
         return found
 
-    def lesson(self, weights: Sequence[jax.Array], states: list, right: list) -> tuple[jax.Array, list[jax.Array]]:
-        """Mean squared distance to the right credit, and the change of the weights that it asks for.
+    def lesson(
+        self, weights: Sequence[jax.Array], states: list, right: list
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Mean squared distance to the right credit, and the change of the weights that
+        it asks for.
 
-        The gradient is divided by a bound of the error's curvature, so that with a rate up to 1 no lesson overshoots.
+        The gradient is divided by a bound of the error's curvature, so that with a rate
+        up to 1 no lesson overshoots.
         """
         error: Any = 0.0
         changes: list[jax.Array] = []
         for g, (parts, credit) in enumerate(zip(states, right, strict=True)):
-            own, x, wanted = weights[4 * g : 4 * g + 4], _side_by_side(parts), _side_by_side(credit)
+            own, x, wanted = (
+                weights[4 * g : 4 * g + 4],
+                _side_by_side(parts),
+                _side_by_side(credit),
+            )
             wrong = lambda w, x=x, wanted=wanted: _layers(w, x)[1] - wanted
-            squares = lambda w, wrong=wrong: jnp.mean(jnp.sum(wrong(w) ** 2, axis=-1)) / 2
+            squares = lambda w, wrong=wrong: (
+                jnp.mean(jnp.sum(wrong(w) ** 2, axis=-1)) / 2
+            )
             hidden, _ = _layers(own, x)
-            inner = ((1 - hidden**2) ** 2) @ jnp.sum(own[2] ** 2, axis=1) * (1 + jnp.sum(x**2, axis=-1))
+            inner = (
+                ((1 - hidden**2) ** 2)
+                @ jnp.sum(own[2] ** 2, axis=1)
+                * (1 + jnp.sum(x**2, axis=-1))
+            )
             curvature = 1 + jnp.mean(jnp.sum(hidden**2, axis=-1) + inner)
             error = error + jnp.mean(wrong(own) ** 2)
             changes += [-self.rate * d / curvature for d in jax.grad(squares)(own)]

@@ -1,4 +1,5 @@
-"""All rules by name. A file in this folder registers its rule; nothing else need be changed."""
+"""All rules by name. A file in this folder registers its rule; nothing else need be
+changed."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from .rule import Rule
 
 @dataclass(frozen=True, eq=False)
 class Preset:
-    """A named rule: ``make(**options)`` gives it, with the docstring that its learner has.
+    """A named rule: ``make(**options)`` gives it, with the docstring that its learner
+    has.
 
-    ``title`` is the name of its learner class, ``name`` the key in lower case. ``check``: options
-    for tests on short sequences.
+    ``title`` is the name of its learner class, ``name`` the key in lower case.
+    ``check``: options for tests on short sequences.
     """
 
     title: str
@@ -63,4 +65,6 @@ def named(name: str) -> Preset:
     for key in (plain, plain.replace('_', '')):
         if key in PRESETS:
             return PRESETS[key]
-    raise ValueError(three_parts(f'rule={name!r}', 'there is no such rule', one_of(PRESETS, name)))
+    raise ValueError(
+        three_parts(f'rule={name!r}', 'there is no such rule', one_of(PRESETS, name))
+    )

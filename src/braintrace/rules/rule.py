@@ -6,7 +6,8 @@
     signal      what it is multiplied by: the derivative of the loss, random feedback, a modulator
     window      how far exact reverse mode reaches: not at all, k steps, a whole sequence
 
-Parts that cannot be combined are refused where they meet, in :meth:`Rule.__post_init__`.
+Parts that cannot be combined are refused where they meet, in
+:meth:`Rule.__post_init__`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ TracePart = PerParameter | Factorised | NoTrace | Coupled | Reach | RandomProjec
 
 @dataclass(frozen=True)
 class Window:
-    """Exact reverse mode inside windows of ``steps``; None for one over the whole sequence.
+    """Exact reverse mode inside windows of ``steps``; None for one over the whole
+    sequence.
 
     ``predictor``: of the credit that the end of a window gets from what follows it.
     """
@@ -97,9 +99,10 @@ class Window:
 class Rule:
     """A learning rule: its parts, and what to know of it.
 
-    ``exact_when``: where its gradient is BPTT's. ``cost``: memory of what it carries and time, in B
-    batch, I inputs, H units, S states of a unit, T steps. ``use``: when to take it. ``deep``: credit
-    passes from layer to layer inside a call. ``multi_step``: every call is an exact window.
+    ``exact_when``: where its gradient is BPTT's. ``cost``: memory of what it carries
+    and time, in B batch, I inputs, H units, S states of a unit, T steps. ``use``: when
+    to take it. ``deep``: credit passes from layer to layer inside a call.
+    ``multi_step``: every call is an exact window.
     """
 
     name: str
@@ -168,7 +171,8 @@ class Rule:
 
     @property
     def is_local(self) -> bool:
-        """Whether traces belong to positions; otherwise one influence on all states is kept."""
+        """Whether traces belong to positions; otherwise one influence on all states is
+        kept."""
         return not isinstance(self.trace, Coupled | Reach | RandomProjection)
 
     @property
@@ -183,7 +187,8 @@ class Rule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether local traces follow D and are multiplied by the derivative of the loss."""
+        """Whether local traces follow D and are multiplied by the derivative of the
+        loss."""
         exact = self.recursion == JacobianRecursion() and self.filter is None
         return self.is_local and exact and isinstance(self.signal, Symmetric)
 
@@ -204,7 +209,8 @@ class Rule:
 
     @property
     def has_exact_windows(self) -> bool:
-        """Whether reverse mode goes through the whole of every step, not along kept paths only."""
+        """Whether reverse mode goes through the whole of every step, not along kept
+        paths only."""
         return self.multi_step or not self.has_trace
 
     @property
@@ -223,8 +229,8 @@ class Rule:
     ) -> BlockSolver | InfluenceSolver:
         """Solves sequences of a step by this rule.
 
-        ``is_traced``: whether the parameters of a tap are traced. ``dtype``: of stored traces.
-        ``every_component``: windows may send credit to every state.
+        ``is_traced``: whether the parameters of a tap are traced. ``dtype``: of stored
+        traces. ``every_component``: windows may send credit to every state.
         """
         trace = self.trace
         if isinstance(trace, Coupled | Reach | RandomProjection):
@@ -234,9 +240,11 @@ class Rule:
         return BlockSolver(step, Traces(step, storage, *given), self.signal)
 
     def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
-        """What the rule keeps for itself at first: a modulator, a count, or a predictor's weights.
+        """What the rule keeps for itself at first: a modulator, a count, or a
+        predictor's weights.
 
-        ``groups``: states per position, shape and type of every group, once they are known.
+        ``groups``: states per position, shape and type of every group, once they are
+        known.
         """
         if self.predictor is not None:
             return None if groups is None else self.predictor.init(groups)
@@ -246,13 +254,15 @@ class Rule:
 
     @property
     def _counts(self) -> bool:
-        """Whether the number of gradients so far matters: to random signs, or aligned feedback."""
+        """Whether the number of gradients so far matters: to random signs, or aligned
+        feedback."""
         if isinstance(self.trace, RandomProjection):
             return True
         return isinstance(self.signal, RandomFeedback) and self.signal.align is not None
 
     def next_state(self, state: Any, solved: Solved | None) -> Any:
-        """The rule's state after a gradient; ``solved``: what a sequence gave, if it was one."""
+        """The rule's state after a gradient; ``solved``: what a sequence gave, if it
+        was one."""
         if self.predictor is not None:
             if solved is None:
                 return state

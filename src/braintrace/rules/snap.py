@@ -11,8 +11,8 @@ from .rule import Reach, Rule
 def snap(n: int = 1) -> Rule:
     """The influence of each parameter on the states that it reaches within n steps.
 
-    What is kept is that of the paper; a loss reads it through the whole of its own step, and not
-    only through what will be kept.
+    What is kept is that of the paper; a loss reads it through the whole of its own
+    step, and not only through what will be kept.
     """
     n = as_count('n', n)
     return Rule(

@@ -11,8 +11,8 @@ from .rule import RandomProjection, Rule
 def uoro(seed: int = 0) -> Rule:
     """One random direction in place of the whole influence: noisy, right in the mean.
 
-    No two calls draw the same: the signs come from ``seed`` and from how often the learner was
-    called.
+    No two calls draw the same: the signs come from ``seed`` and from how often the
+    learner was called.
     """
     return Rule(
         'UORO',

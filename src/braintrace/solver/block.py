@@ -1,8 +1,8 @@
 """One block: K consecutive steps, forward in time and then all derivatives at once.
 
-Letters: t steps of the block, h positions, s components of a position, y results of taps.
-Values of a group are kept apart by component, so products of small matrices are written out
-and entries that are zero by structure never appear.
+Letters: t steps of the block, h positions, s components of a position, y results of
+taps. Values of a group are kept apart by component, so products of small matrices are
+written out and entries that are zero by structure never appear.
 
     γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t                     credit, backward inside the block
     gradient = Σ_t ∂ℓ_t/∂θ + Σ_t (∂h_t/∂θ|local)ᵀ γ_t    one product for each weight
@@ -35,7 +35,8 @@ from .recursion import Recursion
 def forward(
     step: CompiledStep, constants: Values, states: Values, inputs: Values
 ) -> tuple[Values, Values]:
-    """The states after a block, and what its steps leave: projections, kept values, old states."""
+    """The states after a block, and what its steps leave: projections, kept values, old
+    states."""
     projected = jax.vmap(lambda xs: step.project(constants, xs))(inputs)
     old_keys = [old for old, _ in step.hidden]
 
@@ -48,14 +49,17 @@ def forward(
 
 
 def with_new_states(step: CompiledStep, steps: Values, last: Values) -> Values:
-    """Steps with their new hidden states: the old ones of the next step; ``last``: those after all."""
+    """Steps with their new hidden states: the old ones of the next step; ``last``:
+    those after all."""
     new = Values()
     for old_key, new_key in step.hidden:
         new[new_key] = jnp.concatenate([steps[old_key][1:], last[old_key][None]])
     return steps | new
 
 
-def completed(step: CompiledStep, constants: Values, steps: Values, last: Values) -> Values:
+def completed(
+    step: CompiledStep, constants: Values, steps: Values, last: Values
+) -> Values:
     """Everything that derivative programs read, for all steps of a block at once."""
     steps = with_new_states(step, steps, last)
     return jax.vmap(lambda values: step.complete(constants, values))(steps)
@@ -87,7 +91,8 @@ def derivatives(
         targets, found = step.signals(constants, safe, cotangents)
         outputs = step.outputs(constants, values)
         if block.mask is not None:
-            # Derivatives were taken at other values; the losses are those of the model itself.
+            # Derivatives were taken at other values; the losses are those of the model
+            # itself.
             targets = [outputs[key] for key in step.targets]
         return targets, outputs.pick(step.aux), *found
 
@@ -104,8 +109,11 @@ def transitions(step: CompiledStep, constants: Values, steps: Values) -> list[Ja
 def pull(
     step: CompiledStep, constants: Values, steps: Values, credit: Sequence[Components]
 ) -> list[Values]:
-    """(∂h_t/∂y)ᵀ γ_t of every group, step and tap result y that reaches a component of γ."""
-    return jax.vmap(lambda values, mine: step.pull(constants, values, mine))(steps, list(credit))
+    """(∂h_t/∂y)ᵀ γ_t of every group, step and tap result y that reaches a component of
+    γ."""
+    return jax.vmap(lambda values, mine: step.pull(constants, values, mine))(
+        steps, list(credit)
+    )
 
 
 def backward_credit(
@@ -118,7 +126,9 @@ def backward_credit(
 ) -> tuple[list[Components], list[Components]]:
     """γ_t of every step and group from γ at the block's end; and γ at its start."""
 
-    def one(credit: list[Components], at: tuple) -> tuple[list[Components], list[Components]]:
+    def one(
+        credit: list[Components], at: tuple
+    ) -> tuple[list[Components], list[Components]]:
         earlier = []
         *parts, dead = at
         for later, signal, read, jacobian in zip(credit, *parts, strict=True):
@@ -127,7 +137,11 @@ def backward_credit(
                 total[i] = x + later[i] if i in later else x
             mine = {}
             for j, like in later.items():
-                terms = [d * total[i] for (i, k), d in jacobian.items() if k == j and i in total]
+                terms = [
+                    d * total[i]
+                    for (i, k), d in jacobian.items()
+                    if k == j and i in total
+                ]
                 terms += [read[j]] if j in read else []
                 mine[j] = _sum(terms, like)
             earlier.append(mine)
@@ -154,7 +168,11 @@ def products_to_end(
     def one(product: Jacobian, now: Jacobian) -> tuple[Jacobian, Jacobian]:
         earlier = {}
         for i, j in product:
-            terms = [product[i, k] * d for (k, m), d in now.items() if m == j and (i, k) in product]
+            terms = [
+                product[i, k] * d
+                for (k, m), d in now.items()
+                if m == j and (i, k) in product
+            ]
             earlier[i, j] = _sum(terms, product[i, j])
         return earlier, product
 
@@ -163,7 +181,9 @@ def products_to_end(
 
 
 def _sum(terms: Sequence[jax.Array], like: jax.Array) -> jax.Array:
-    return sum(terms[1:], terms[0]).astype(like.dtype) if terms else jnp.zeros_like(like)
+    return (
+        sum(terms[1:], terms[0]).astype(like.dtype) if terms else jnp.zeros_like(like)
+    )
 
 
 # ---------------------------------------------------------------- gradients of weights
@@ -179,8 +199,8 @@ def weight_gradients(
 ) -> Values:
     """Gradient of every weight: one pull-back of each tap over all steps of the block.
 
-    ``results`` holds the one-step gradients of tap results that count, ``local[g]`` what the
-    credit of group g adds; their sum is zero outside of its box in ``boxes``.
+    ``results`` holds the one-step gradients of tap results that count, ``local[g]``
+    what the credit of group g adds; their sum is zero outside of its box in ``boxes``.
     """
     total = Values()
     for tap in step.taps:
@@ -209,7 +229,9 @@ def _reaches_states(tap: Tap, local: Sequence[Values]) -> bool:
 def _without_silent_steps(data: Operands, y_bars: Mapping[Key, jax.Array]) -> Operands:
     """Operands with ones at steps that no gradient reaches: 0 · NaN would be NaN."""
     rows = lambda x: x.reshape(len(x), -1)
-    silent = jnp.stack([jnp.all(rows(y) == 0, axis=1) for y in y_bars.values()]).all(axis=0)
+    silent = jnp.stack([jnp.all(rows(y) == 0, axis=1) for y in y_bars.values()]).all(
+        axis=0
+    )
 
     def spare(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -20,7 +20,8 @@ def length_of(steps: Any) -> int:
 def over_blocks(
     body: Body, carry: Any, steps: Any, block: int, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """Run ``body`` over blocks of steps, forward or in reverse; the last block may be shorter.
+    """Run ``body`` over blocks of steps, forward or in reverse; the last block may be
+    shorter.
 
     Results of all blocks are joined along time.
     """

@@ -3,9 +3,9 @@
     ε_x = α_x ε_x + x_t        ε_f = α_f D_t ε_f + (1 - α_f) ∂h_t/∂y_t
     gradient_t = (L_t · ε_f) ⊗ ε_x / (1 - α_f^t)
 
-An element-wise parameter has x = 1 and ∂h/∂y taken through to the parameter; where ε_f has no
-memory, so that only ε_x has one, x is the slope ∂y/∂w at the element. Letters: t steps, y
-elements of the site's result, s components.
+An element-wise parameter has x = 1 and ∂h/∂y taken through to the parameter; where ε_f
+has no memory, so that only ε_x has one, x is the slope ∂y/∂w at the element. Letters: t
+steps, y elements of the site's result, s components.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class FactorLayout:
 
     @property
     def _dtype(self) -> Any:
-        """Of both parts: they are sums over steps, and half precision would lose most of them."""
+        """Of both parts: they are sums over steps, and half precision would lose most
+        of them."""
         return sum_type(self.use.result.dtype)
 
     def init(self, components: Sequence[int]) -> FactorTrace:
@@ -84,7 +85,8 @@ class FactorLayout:
     def drive(
         self, fixed: Operands, steps: Operands, rows: Components, length: int
     ) -> tuple[jax.Array, Components]:
-        """x_t and ∂h_t/∂y_t of every step, the latter taken through to an element-wise parameter."""
+        """x_t and ∂h_t/∂y_t of every step, the latter taken through to an element-wise
+        parameter."""
         rows = {s: row[:, *self.box] for s, row in rows.items()}
         if self.use.input is not None:
             return steps[self.use.input].astype(self._dtype), rows
@@ -102,7 +104,8 @@ class FactorLayout:
         jacobian: Jacobian,
         after: Sequence[int],
     ) -> FactorTrace:
-        """One step of both recursions; ``after``: the components of ε_f that are wanted."""
+        """One step of both recursions; ``after``: the components of ε_f that are
+        wanted."""
         decay_x, decay_f = self.decay
         new: Components = {}
         for s in after:
@@ -117,12 +120,15 @@ class FactorLayout:
         return FactorTrace(decay_x * old.x + x, new, old.steps + 1)
 
     def result_gradient(self, trace: FactorTrace, signals: Components) -> jax.Array:
-        """signal · ε_f at every element of y, corrected for the start of the trace at zero."""
+        """signal · ε_f at every element of y, corrected for the start of the trace at
+        zero."""
         count = trace.steps.astype(jnp.finfo(self._dtype).dtype)
         seen = jnp.maximum(1 - self.decay[1] ** count, jnp.finfo(count.dtype).tiny)
         scale = jnp.where(trace.steps == 0, 0.0, 1 / seen)
         terms = [self._here(x) * trace.f[s] for s, x in signals.items() if s in trace.f]
-        total = sum(terms[1:], terms[0]) if terms else jnp.zeros(self._shape, self._dtype)
+        total = (
+            sum(terms[1:], terms[0]) if terms else jnp.zeros(self._shape, self._dtype)
+        )
         return (total * scale).astype(self._dtype)
 
     def gradient(

@@ -4,8 +4,9 @@
     SparseInfluence   SnAp-n   only on states that a parameter reaches within n steps
     RankOneInfluence  UORO     s̃ ⊗ θ̃, whose mean over random signs is G
 
-The gradient of a step is ∂ℓ_t/∂θ + ∂ℓ_t/∂s_{t-1} · G_{t-1}, both by reverse mode of the whole
-step: nothing is cut. Letters: n numbers that parameters are made of, m numbers that states are.
+The gradient of a step is ∂ℓ_t/∂θ + ∂ℓ_t/∂s_{t-1} · G_{t-1}, both by reverse mode of the
+whole step: nothing is cut. Letters: n numbers that parameters are made of, m numbers
+that states are.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ class Influence(ABC):
 
     @abstractmethod
     def advance(
-        self, advance: Advance, parameters: Values, states: Values, trace: Carried, seed: Any
+        self,
+        advance: Advance,
+        parameters: Values,
+        states: Values,
+        trace: Carried,
+        seed: Any,
     ) -> Any:
         """The influence after a step; ``seed`` differs from call to call."""
 
@@ -70,7 +76,9 @@ class Influence(ABC):
         """States that carry a derivative."""
         states = self.step.states
         return tuple(
-            key for key in self.step.written if jnp.issubdtype(states[key].dtype, jnp.inexact)
+            key
+            for key in self.step.written
+            if jnp.issubdtype(states[key].dtype, jnp.inexact)
         )
 
     @cached_property
@@ -104,8 +112,11 @@ class Influence(ABC):
             start = end
         return found
 
-    def pushed(self, advance: Advance, primals: tuple, tangents: tuple) -> tuple[Values, Values]:
-        """A step and its forward derivative; the reverse one transposed where that is all there is."""
+    def pushed(
+        self, advance: Advance, primals: tuple, tangents: tuple
+    ) -> tuple[Values, Values]:
+        """A step and its forward derivative; the reverse one transposed where that is
+        all there is."""
         if self.step.has_forward_mode:
             return jax.jvp(advance, primals, tangents)
         new, pull = jax.vjp(advance, *primals)
@@ -125,7 +136,12 @@ class _Columns(Influence):
         return column
 
     def advance(
-        self, advance: Advance, parameters: Values, states: Values, trace: Carried, seed: Any
+        self,
+        advance: Advance,
+        parameters: Values,
+        states: Values,
+        trace: Carried,
+        seed: Any,
     ) -> jax.Array:
         flat, to_states = ravel_pytree(states)
 
@@ -134,7 +150,9 @@ class _Columns(Influence):
             column = self._unpacked(column, k)
             unit = jnp.zeros(self.count, jnp.finfo(self.dtype).dtype).at[k].set(1)
             tangents = (self.as_parameters(unit), to_states(column.astype(flat.dtype)))
-            moved, _ = ravel_pytree(self.pushed(advance, (parameters, states), tangents)[1])
+            moved, _ = ravel_pytree(
+                self.pushed(advance, (parameters, states), tangents)[1]
+            )
             return self._packed(moved, k).astype(self.dtype)
 
         size = min(_COLUMNS, self.count)
@@ -162,7 +180,8 @@ class WholeInfluence(_Columns):
 
 @dataclass(frozen=True)
 class SparseInfluence(_Columns):
-    """(n, width): for every parameter the states that it reaches within ``reach`` steps."""
+    """(n, width): for every parameter the states that it reaches within ``reach``
+    steps."""
 
     reach: int
 
@@ -177,15 +196,18 @@ class SparseInfluence(_Columns):
         return jnp.append(column, 0)[jnp.asarray(self.reached)[k]]
 
     def _dot(self, influence: jax.Array, bar: jax.Array) -> jax.Array:
-        return jnp.sum(influence * jnp.append(bar, 0)[jnp.asarray(self.reached)], axis=1)
+        return jnp.sum(
+            influence * jnp.append(bar, 0)[jnp.asarray(self.reached)], axis=1
+        )
 
     @cached_property
     def _paths(self) -> tuple[np.ndarray, np.ndarray]:
-        """(n, m) and (m, m): whether each parameter, and each state, moves each state in one step.
+        """(n, m) and (m, m): whether each parameter, and each state, moves each state
+        in one step.
 
-        Found at random parameters, states and inputs with every gate open: whatever moves at
-        any of them is reached. An element that never acts, as the row of a symbol not drawn,
-        counts as the others of its column do.
+        Found at random parameters, states and inputs with every gate open: whatever
+        moves at any of them is reached. An element that never acts, as the row of a
+        symbol not drawn, counts as the others of its column do.
         """
         rng = np.random.default_rng(0)
         parts = (self.step.parameters, self.step.states, self.step.inputs)
@@ -194,7 +216,9 @@ class SparseInfluence(_Columns):
             patterns = []
             for scale in np.geomspace(0.1, 3.0, _DRAWS):
                 draw = [
-                    Values((key, _drawn(like, rng, scale)) for key, like in part.items())
+                    Values(
+                        (key, _drawn(like, rng, scale)) for key, like in part.items()
+                    )
                     for part in parts
                 ]
                 patterns.append(np.asarray(moves(*draw)))
@@ -212,7 +236,8 @@ class SparseInfluence(_Columns):
 
     @cached_property
     def reached(self) -> np.ndarray:
-        """(n, width): the states that each parameter reaches within ``reach`` steps, then padding."""
+        """(n, width): the states that each parameter reaches within ``reach`` steps,
+        then padding."""
         found = self._within_reach
         width = max(int(found.sum(axis=1).max()), 1)
         order = np.argsort(~found, axis=1, kind='stable')[:, :width]
@@ -220,7 +245,8 @@ class SparseInfluence(_Columns):
 
     @cached_property
     def is_complete(self) -> dict[Key, bool]:
-        """For each parameter whether it never reaches more states than within ``reach`` steps."""
+        """For each parameter whether it never reaches more states than within ``reach``
+        steps."""
         further = _one_step_on(self._within_reach, self._paths[1]) & ~self._within_reach
         found, start = {}, 0
         for key, like in self.step.parameters.items():
@@ -230,24 +256,32 @@ class SparseInfluence(_Columns):
         return found
 
     def _by_column(self, direct: np.ndarray) -> np.ndarray:
-        """What each parameter reaches at once; if nothing, what those with the same last index do."""
+        """What each parameter reaches at once; if nothing, what those with the same
+        last index do."""
         parts, start = [], 0
         for like in self.step.parameters.values():
             size = self._numbers(like)
             last = like.shape[-1] if like.shape else 1
             part = direct[start : start + size].reshape(-1, last, self.places)
-            part = np.where(part.any(-1, keepdims=True), part, part.any(0, keepdims=True))
+            part = np.where(
+                part.any(-1, keepdims=True), part, part.any(0, keepdims=True)
+            )
             parts.append(part.reshape(size, self.places))
             start += size
         return np.concatenate(parts)
 
     def _moves(self, parameters: Values, states: Values, inputs: Values) -> jax.Array:
-        """(m, n + m): where the derivative of a step by parameters and states is not zero."""
+        """(m, n + m): where the derivative of a step by parameters and states is not
+        zero."""
         flat, to_states = ravel_pytree(states.pick(self.moving))
 
-        def moved(changes: jax.Array, real: jax.Array, imaginary: jax.Array) -> jax.Array:
+        def moved(
+            changes: jax.Array, real: jax.Array, imaginary: jax.Array
+        ) -> jax.Array:
             changed = jax.tree.map(jnp.add, parameters, self.as_parameters(changes))
-            tangent = jax.lax.complex(real, imaginary) if jnp.iscomplexobj(flat) else real
+            tangent = (
+                jax.lax.complex(real, imaginary) if jnp.iscomplexobj(flat) else real
+            )
             old = states | to_states(flat + tangent.astype(flat.dtype))
             new = self.step.run_open(changed, old, inputs)
             numbers, _ = ravel_pytree(new.pick(self.moving))
@@ -279,12 +313,20 @@ class RankOneInfluence(Influence):
     def _factors(self, trace: Carried) -> tuple[Values, Values]:
         states, parameters = trace.value
         by_state = zip(self.moving, states, strict=True)
-        return Values(by_state), Values(zip(self.step.parameters, parameters, strict=True))
+        return Values(by_state), Values(
+            zip(self.step.parameters, parameters, strict=True)
+        )
 
     def advance(
-        self, advance: Advance, parameters: Values, states: Values, trace: Carried, seed: Any
+        self,
+        advance: Advance,
+        parameters: Values,
+        states: Values,
+        trace: Carried,
+        seed: Any,
     ) -> tuple[list, list]:
-        """Both factors after a step, balanced so that neither grows more than the other."""
+        """Both factors after a step, balanced so that neither grows more than the
+        other."""
         s, theta = self._factors(trace)
         key = jax.random.fold_in(jax.random.key(self.seed), seed)
         key = jax.random.fold_in(key, trace.steps)
@@ -300,7 +342,9 @@ class RankOneInfluence(Influence):
         past = jnp.sqrt((_norm(theta) + tiny) / (_norm(pushed) + tiny))
         now = jnp.sqrt((_norm(pulled) + tiny) / (_norm(nu) + tiny))
         s = jax.tree.map(lambda a, b: (past * a + now * b).astype(a.dtype), pushed, nu)
-        theta = jax.tree.map(lambda a, b: (a / past + b / now).astype(a.dtype), theta, pulled)
+        theta = jax.tree.map(
+            lambda a, b: (a / past + b / now).astype(a.dtype), theta, pulled
+        )
         return list(s.pick(self.moving).values()), list(theta.values())
 
     def gradient(self, trace: Carried, bar: Values) -> Values:
@@ -317,7 +361,9 @@ def _signs(key: jax.Array, like: jax.Array) -> jax.Array:
     return jax.lax.complex(*parts)
 
 
-def _drawn(like: jax.ShapeDtypeStruct, rng: np.random.Generator, scale: float) -> jax.Array:
+def _drawn(
+    like: jax.ShapeDtypeStruct, rng: np.random.Generator, scale: float
+) -> jax.Array:
     if jnp.issubdtype(like.dtype, jnp.inexact):
         return jnp.asarray(rng.normal(size=like.shape, scale=scale), like.dtype)
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
@@ -340,11 +386,14 @@ def _no_gradient(parameters: Values) -> Values:
 
 
 def _in_types_of(parameters: Values, gradients: Values) -> Values:
-    return Values((key, x.astype(parameters[key].dtype)) for key, x in gradients.items())
+    return Values(
+        (key, x.astype(parameters[key].dtype)) for key, x in gradients.items()
+    )
 
 
 class InfluenceSolver:
-    """Solves sequences of one step by carrying an influence forward. Pure, as a BlockSolver is."""
+    """Solves sequences of one step by carrying an influence forward. Pure, as a
+    BlockSolver is."""
 
     def __init__(self, step: CompiledStep, influence: Influence):
         self.step = step
@@ -400,7 +449,9 @@ class InfluenceSolver:
         start = (states, traces[0], _no_gradient(parameters))
         (states, trace, total), values = jax.lax.scan(one, start, (inputs, weights))
         gradients = _in_types_of(parameters, total)
-        return Solved(gradients, values[loss], values.pick(self.step.aux), states, [trace])
+        return Solved(
+            gradients, values[loss], values.pick(self.step.aux), states, [trace]
+        )
 
     def evolve(
         self,
@@ -412,8 +463,12 @@ class InfluenceSolver:
         rule_state: Any = 0,
     ) -> Solved:
         """Advance states and influence without a loss; auxiliary values come along."""
-        values, states, traces = self.run(parameters, states, traces, inputs, rule_state)
-        return Solved(Values(), jnp.zeros(0), values.pick(self.step.aux), states, traces)
+        values, states, traces = self.run(
+            parameters, states, traces, inputs, rule_state
+        )
+        return Solved(
+            Values(), jnp.zeros(0), values.pick(self.step.aux), states, traces
+        )
 
     def run(
         self,
@@ -423,11 +478,14 @@ class InfluenceSolver:
         inputs: Values,
         rule_state: Any = 0,
     ) -> tuple[Values, Values, list]:
-        """A few steps: targets and auxiliary values of each, next states, next influence."""
+        """A few steps: targets and auxiliary values of each, next states, next
+        influence."""
 
         def one(carry: tuple, xs: Values) -> tuple[tuple, Values]:
             states, trace = carry
-            states, trace, values = self._moved(parameters, states, trace, xs, rule_state)
+            states, trace, values = self._moved(
+                parameters, states, trace, xs, rule_state
+            )
             return (states, trace), values
 
         (states, trace), values = jax.lax.scan(one, (states, traces[0]), inputs)

@@ -1,7 +1,8 @@
 """Steps that contribute nothing, whatever they hold.
 
-A masked step has cotangents of zero only, so its part of a gradient is zero. Computed, it is
-0 · x, and NaN where x is NaN or infinite. So values are replaced before they are multiplied:
+A masked step has cotangents of zero only, so its part of a gradient is zero. Computed,
+it is 0 · x, and NaN where x is NaN or infinite. So values are replaced before they are
+multiplied:
 
     silent   no loss of the step counts. Its states may still pass credit from later steps to
              earlier ones, so only NaN is replaced, which no later loss can have read
@@ -33,7 +34,8 @@ class Mask(NamedTuple):
 
     @classmethod
     def of(cls, cotangents: Sequence[jax.Array], later: Any = True) -> Mask:
-        """From cotangents (t, ...) of all targets; ``later``: whether all steps that follow are dead."""
+        """From cotangents (t, ...) of all targets; ``later``: whether all steps that
+        follow are dead."""
         zero = [jnp.all(c.reshape(len(c), -1) == 0, axis=1) for c in cotangents]
         silent = jnp.all(jnp.stack(zero), axis=0)
         until_end = jax.lax.cummin(silent.astype(jnp.int32), reverse=True).astype(bool)
@@ -46,7 +48,8 @@ class Mask(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The steps of a block: values as they are, values that derivatives may read, and the mask."""
+    """The steps of a block: values as they are, values that derivatives may read, and
+    the mask."""
 
     values: Values
     safe: Values
@@ -55,10 +58,13 @@ class Block(NamedTuple):
     @classmethod
     def of(cls, values: Values, mask: Mask | None) -> Block:
         """The same with NaN replaced at silent steps."""
-        return cls(values, values if mask is None else without_nan(values, mask.silent), mask)
+        return cls(
+            values, values if mask is None else without_nan(values, mask.silent), mask
+        )
 
     def operands(self, tap: Tap, constants: Values) -> tuple[Operands, Operands]:
-        """Operands of a tap that stay the same, and those of each step, finite at silent ones."""
+        """Operands of a tap that stay the same, and those of each step, finite at
+        silent ones."""
         fixed, data = tap.operands(constants, self.values)
         if self.mask is not None:
             data = finite(data, self.mask.silent, 0.0 if tap.multiplies else _FILL)
@@ -95,7 +101,9 @@ def _replaced(tree: Any, steps: Any, is_bad: Any, fill: float) -> Any:
 
 def zero_at(tree: Any, steps: jax.Array) -> Any:
     """Arrays that are exactly zero at some steps; one step, or t first."""
-    return jax.tree.map(lambda x: jnp.where(_beside(steps, x), jnp.zeros_like(x), x), tree)
+    return jax.tree.map(
+        lambda x: jnp.where(_beside(steps, x), jnp.zeros_like(x), x), tree
+    )
 
 
 def _beside(steps: jax.Array | np.ndarray, x: jax.Array) -> Any:

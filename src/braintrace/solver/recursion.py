@@ -1,11 +1,12 @@
-"""How the traces of a group continue from step to step, and which component a signal reads.
+"""How the traces of a group continue from step to step, and which component a signal
+reads.
 
     Jacobian     ε_t = D_t ε_{t-1} + ∂h_t/∂θ
     ScalarLeak   ε_t = λ ε_{t-1} + ∂h_t/∂θ
     filter κ     ē_t = κ ē_{t-1} + ε_t, and signals read ē in place of ε
 
-A filter makes a second set of components, numbered after the first: one larger recursion of
-the same kind,
+A filter makes a second set of components, numbered after the first: one larger
+recursion of the same kind,
 
     (ε, ē)_t = ((M, 0), (M, κ)) (ε, ē)_{t-1} + (1, 1) ∂h_t/∂θ
 
@@ -58,8 +59,8 @@ class ScalarLeak:
 class Recursion:
     """The recursion of one group's traces.
 
-    ``every_component``: credit may come back to every old state, even to those that no later
-    local step reads (exact windows).
+    ``every_component``: credit may come back to every old state, even to those that no
+    later local step reads (exact windows).
     """
 
     group: Group
@@ -85,19 +86,25 @@ class Recursion:
         if self.kappa is None:
             return own
         filtered = {(self.size + i, j) for i, j in own}
-        return own | filtered | {(self.size + i, self.size + i) for i in range(self.size)}
+        return (
+            own | filtered | {(self.size + i, self.size + i) for i in range(self.size)}
+        )
 
     @cached_property
     def alive(self) -> tuple[int, ...]:
-        """Components whose old values matter: to the next step's recursion, or to a target."""
+        """Components whose old values matter: to the next step's recursion, or to a
+        target."""
         read = {j for _, j in self.pattern}
         direct = {self._read(j) for j in self.group.direct}
         every = range(self.size if self.kappa is None else 2 * self.size)
-        return tuple(j for j in every if self.every_component or j in read or j in direct)
+        return tuple(
+            j for j in every if self.every_component or j in read or j in direct
+        )
 
     @cached_property
     def closure(self) -> frozenset[tuple[int, int]]:
-        """(i, k) of living components where k can matter for i now or at any later time."""
+        """(i, k) of living components where k can matter for i now or at any later
+        time."""
         found = {(i, i) for i in self.alive}
         while True:
             steps = {(k, j) for k, j in self.pattern if j in self.alive}
@@ -113,7 +120,9 @@ class Recursion:
     def carried(self, y: Key) -> tuple[int, ...]:
         """Living components that a tap's result can reach at any later time: its trace."""
         reached = self._reached(y)
-        return tuple(s for s in self.alive if any((s, k) in self.closure for k in reached))
+        return tuple(
+            s for s in self.alive if any((s, k) in self.closure for k in reached)
+        )
 
     def after(self, y: Key) -> tuple[int, ...]:
         """Components that a tap's result or its past can reach in one step."""
@@ -130,12 +139,15 @@ class Recursion:
         return {j: jnp.zeros(shape, dtypes[j % self.size]) for j in self.alive}
 
     def transition(self, jacobian: Jacobian, like: Components) -> Jacobian:
-        """The recursion's own matrix for all steps of a block; ``like``: an array a state."""
+        """The recursion's own matrix for all steps of a block; ``like``: an array a
+        state."""
         own = self.kind.transition(jacobian, like)
         if self.kappa is None:
             return own
         filtered = {(self.size + i, j): d for (i, j), d in own.items()}
-        kept = {(self.size + i,) * 2: jnp.full_like(x, self.kappa) for i, x in like.items()}
+        kept = {
+            (self.size + i,) * 2: jnp.full_like(x, self.kappa) for i, x in like.items()
+        }
         return own | filtered | kept
 
     def reading(self, signals: Components) -> Components:

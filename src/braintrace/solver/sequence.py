@@ -1,8 +1,8 @@
 """A whole sequence, block by block: one pass with traces, or two passes without any.
 
-    one pass     blocks forward in time, traces carried: memory does not grow with the sequence
-    two passes   forward keeping states, then blocks in reverse carrying credit; no trace
-    windows      reverse mode inside windows, traces or a predictor across them
+one pass     blocks forward in time, traces carried: memory does not grow with the sequence
+two passes   forward keeping states, then blocks in reverse carrying credit; no trace
+windows      reverse mode inside windows, traces or a predictor across them
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from .window import run_window, window_gradient
 
 
 class Solved(NamedTuple):
-    """What a sequence gives: gradients of parameters, losses and auxiliary values of every step.
+    """What a sequence gives: gradients of parameters, losses and auxiliary values of
+    every step.
 
-    ``predictor_update``, ``predictor_error``: the change of a predictor's weights, its error.
+    ``predictor_update``, ``predictor_error``: the change of a predictor's weights, its
+    error.
     """
 
     gradients: Values
@@ -58,17 +60,22 @@ class Predictor(Protocol):
         ...
 
     def lesson(
-        self, weights: Sequence[jax.Array], states: list[Components], target: list[Components]
+        self,
+        weights: Sequence[jax.Array],
+        states: list[Components],
+        target: list[Components],
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """The distance of the prediction from a target, and the change of weights it calls for."""
+        """The distance of the prediction from a target, and the change of weights it
+        calls for."""
         ...
 
 
 class BlockSolver:
-    """Solves sequences of one step by blocks. Pure: states and traces go in and come out.
+    """Solves sequences of one step by blocks. Pure: states and traces go in and come
+    out.
 
-    ``rule_state``, in every call, is what a rule keeps for itself: a modulator, a count of
-    updates, the weights of a predictor.
+    ``rule_state``, in every call, is what a rule keeps for itself: a modulator, a count
+    of updates, the weights of a predictor.
     """
 
     def __init__(self, step: CompiledStep, traces: Traces, signal: Any = None):
@@ -109,11 +116,12 @@ class BlockSolver:
         return plain and isinstance(self.signal, Symmetric)
 
     def block_length(self, steps: int, carried: bool) -> int:
-        """Steps to solve together: what a block keeps should stay in the processor's cache.
+        """Steps to solve together: what a block keeps should stay in the processor's
+        cache.
 
-        A block reads and writes the gradients and all of the traces it carries, so it may keep a
-        quarter of what the former and half of what the latter take. A length that divides the
-        steps needs no second program for the rest.
+        A block reads and writes the gradients and all of the traces it carries, so it
+        may keep a quarter of what the former and half of what the latter take. A length
+        that divides the steps needs no second program for the rest.
         """
         least, room = 8, 2**20
         if carried:
@@ -137,7 +145,8 @@ class BlockSolver:
         rule_state: Any = None,
         masked: bool = True,
     ) -> Solved:
-        """Forward keeping old states, then blocks in reverse carrying credit; no trace at all.
+        """Forward keeping old states, then blocks in reverse carrying credit; no trace
+        at all.
 
         ``masked``: some of the weights may be zero.
         """
@@ -170,7 +179,9 @@ class BlockSolver:
 
         start = (self.traces.no_credit(), self._no_gradient(), jnp.asarray(True))
         given = (inputs | kept, weights)
-        (_, total, _), (losses, aux) = over_blocks(back, start, given, block, reverse=True)
+        (_, total, _), (losses, aux) = over_blocks(
+            back, start, given, block, reverse=True
+        )
         gradients = self._of_parameters(parameters, states, total)
         return Solved(gradients, losses, aux, states | last, [])
 
@@ -203,9 +214,15 @@ class BlockSolver:
         return Solved(gradients, losses, aux, states | last, traces)
 
     def evolve(
-        self, parameters: Values, states: Values, traces: Trace, inputs: Values, block: int
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        block: int,
     ) -> Solved:
-        """Advance states and traces without a loss; auxiliary values of every step come along."""
+        """Advance states and traces without a loss; auxiliary values of every step come
+        along."""
         step = self.step
         constants = step.constants(parameters, states)
 
@@ -218,7 +235,9 @@ class BlockSolver:
                 traces, _ = self.traces.advance_silently(
                     constants, done, traces, self._no_gradient(), self.traces.no_signal
                 )
-            aux = jax.vmap(lambda values: step.outputs(constants, values).pick(step.aux))(steps)
+            aux = jax.vmap(
+                lambda values: step.outputs(constants, values).pick(step.aux)
+            )(steps)
             return (last, traces), aux
 
         start = (states.pick(step.written), traces)
@@ -242,9 +261,9 @@ class BlockSolver:
     ) -> Solved:
         """Reverse mode inside windows of a length; traces or a predictor across them.
 
-        ``fresh``: nothing came before the sequence and nothing follows it. ``unit``: the weight
-        here of a loss that counts 1 for the predictor, whose weights are ``rule_state``.
-        ``masked``: some of the weights may be zero.
+        ``fresh``: nothing came before the sequence and nothing follows it. ``unit``:
+        the weight here of a loss that counts 1 for the predictor, whose weights are
+        ``rule_state``. ``masked``: some of the weights may be zero.
         """
         step = self.step
         constants = step.constants(parameters, states)
@@ -267,8 +286,12 @@ class BlockSolver:
                 step, parameters, states, inputs, [weights], deep, credit_after, masked
             )
             if predictor:
-                start = [dict(enumerate(group.components(states))) for group in step.groups]
-                target = jax.tree.map(lambda x: (x / unit).astype(x.dtype), found.credit)
+                start = [
+                    dict(enumerate(group.components(states))) for group in step.groups
+                ]
+                target = jax.tree.map(
+                    lambda x: (x / unit).astype(x.dtype), found.credit
+                )
                 counts = jnp.where(fresh & (number == 0), 0.0, 1.0) * all_finite(start)
                 start = finite(start, jnp.asarray(True))
                 distance, change = predictor.lesson(rule_state, start, target)
@@ -309,7 +332,12 @@ class BlockSolver:
         if traces:
             constants = self.step.constants(parameters, states)
             traces, _ = self._across(
-                constants, states, inputs, traces, self._no_gradient(), self.traces.no_signal
+                constants,
+                states,
+                inputs,
+                traces,
+                self._no_gradient(),
+                self.traces.no_signal,
             )
         return values, new, traces
 
@@ -339,9 +367,11 @@ class BlockSolver:
         predictor: Predictor | None = None,
         rule_state: Any = None,
     ) -> Values:
-        """Gradient of a window for cotangents of its targets: reverse mode inside, γ_0 · ε_0 across.
+        """Gradient of a window for cotangents of its targets: reverse mode inside, γ_0
+        · ε_0 across.
 
-        ``predictor``: of the credit that the end of the window gets from a loss of weight one.
+        ``predictor``: of the credit that the end of the window gets from a loss of
+        weight one.
         """
         credit_after = None
         if predictor:
@@ -420,7 +450,9 @@ class BlockSolver:
         results = found.results
         if traces_of.factorised:
             results = self._less_factorised(constants, block, found, local)
-        gradients = weight_gradients(step, constants, block, results, local, traces_of.rest)
+        gradients = weight_gradients(
+            step, constants, block, results, local, traces_of.rest
+        )
         total = add(total, gradients)
         traces, total = traces_of.advance(constants, block, view, traces, total, first)
         return (last, traces, total), found
@@ -428,14 +460,17 @@ class BlockSolver:
     def _less_factorised(
         self, constants: Values, block: Block, found: Derivatives, local: list[Values]
     ) -> Values:
-        """One-step gradients without those that factors replace; ``local`` is changed in place.
+        """One-step gradients without those that factors replace; ``local`` is changed
+        in place.
 
-        Factors replace the local one-step gradient of their sites. Where the result acts on more
-        than their group, the rest of it stays.
+        Factors replace the local one-step gradient of their sites. Where the result
+        acts on more than their group, the rest of it stays.
         """
         alone = {y for y, box in self.traces.rest.items() if box is None}
         results = found.results.pick(y for y in found.results if y not in alone)
-        now = block.zero_if_silent(pull(self.step, constants, block.safe, found.signals))
+        now = block.zero_if_silent(
+            pull(self.step, constants, block.safe, found.signals)
+        )
         for g, y in self.traces.factorised_results:
             local[g].pop(y, None)
             if y in results:
@@ -452,7 +487,8 @@ class BlockSolver:
         credit: Sequence[Components],
         dead: jax.Array | bool = True,
     ) -> tuple[Trace, Values]:
-        """Traces after a window without signals of its own; γ_0 · ε_0 is added to the gradient.
+        """Traces after a window without signals of its own; γ_0 · ε_0 is added to the
+        gradient.
 
         ``dead``: neither the window nor what follows it has a signal.
         """
@@ -462,7 +498,9 @@ class BlockSolver:
         total = self.traces.add_factor_gradients(
             total, traces, credit, constants, steps, dead
         )
-        return self.traces.advance_silently(constants, steps, traces, total, credit, dead)
+        return self.traces.advance_silently(
+            constants, steps, traces, total, credit, dead
+        )
 
     # ------------------------------------------------------------ gradients of parameters
 
@@ -485,7 +523,9 @@ class BlockSolver:
                 total[key] = jnp.sum(cotangent, axis=0)
         return total
 
-    def _of_parameters(self, parameters: Values, states: Values, total: Values) -> Values:
+    def _of_parameters(
+        self, parameters: Values, states: Values, total: Values
+    ) -> Values:
         """Gradients of parameters from those of the weights that they determine."""
         weights = lambda p: self.step.constants(p, states).pick(self.step.weights)
         values, pull_back = jax.vjp(weights, parameters)
@@ -496,6 +536,7 @@ class BlockSolver:
 def _predicted(
     predictor: Predictor, weights: Sequence[jax.Array], states: list[Components]
 ) -> list[Components]:
-    """Predicted credit; none for states that are not finite, as after the end of a padded sequence."""
+    """Predicted credit; none for states that are not finite, as after the end of a
+    padded sequence."""
     found = predictor(weights, finite(states, jnp.asarray(True)))
     return zero_at(found, ~all_finite(states))

@@ -1,8 +1,8 @@
 """Learning signals: what the traces are multiplied by.
 
-    Symmetric        L_t, the derivative of the loss
-    RandomFeedback   L_t with other weights in place of the read-outs' on the way back
-    Modulated        a number the caller gives, for each step, sample or neuron
+Symmetric        L_t, the derivative of the loss
+RandomFeedback   L_t with other weights in place of the read-outs' on the way back
+Modulated        a number the caller gives, for each step, sample or neuron
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Symmetric:
 class RandomFeedback:
     """The derivative of the loss, sent back from read-outs by other weights.
 
-    ``weights(n, shape, dtype)`` gives those of read-out n. ``align``: what one update leaves of
-    their distance to the read-out's own weights, if they follow; ``rule_state`` counts updates.
+    ``weights(n, shape, dtype)`` gives those of read-out n. ``align``: what one update
+    leaves of their distance to the read-out's own weights, if they follow;
+    ``rule_state`` counts updates.
     """
 
     weights: Callable[[int, tuple[int, ...], Any], jax.Array]
@@ -65,7 +66,9 @@ class RandomFeedback:
         feedback = self._feedback(step, constants, rule_state)
 
         def one(values: Values, cotangents: list[jax.Array]) -> SignalsAndReads:
-            _, (_, signals, reads) = step.signals(constants, values, cotangents, feedback)
+            _, (_, signals, reads) = step.signals(
+                constants, values, cotangents, feedback
+            )
             return signals, reads
 
         return jax.vmap(one)(steps, list(cotangents))
@@ -94,7 +97,8 @@ class RandomFeedback:
 
 @dataclass(frozen=True)
 class Modulated:
-    """A modulator in place of the derivative of the loss: ``rule_state``, or the step's own."""
+    """A modulator in place of the derivative of the loss: ``rule_state``, or the step's
+    own."""
 
     def __call__(
         self,

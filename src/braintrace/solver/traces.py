@@ -1,6 +1,8 @@
-"""The traces of a step: which there are, how a block advances them, and their gradients.
+"""The traces of a step: which there are, how a block advances them, and their
+gradients.
 
-Letters: t steps of the block, y elements of a site's result, s components of a position.
+Letters: t steps of the block, y elements of a site's result, s components of a
+position.
 
     ε_K = P_0 ε_0 + Σ_t P_t ∂h_t/∂w        one visit a block, by the site's own layout
     gradient += γ_0 · ε_0
@@ -53,7 +55,8 @@ class PerParameter:
 
 @dataclass(frozen=True)
 class Factorised:
-    """An input part and a state part for each site, with decays (x, f); memory linear in units.
+    """An input part and a state part for each site, with decays (x, f); memory linear
+    in units.
 
     A site that does not factorise keeps a trace for each weight.
     """
@@ -76,7 +79,8 @@ class TracedSite(NamedTuple):
 
 
 class RecursionView(NamedTuple):
-    """A block's derivatives as the traces' recursion sees them: with its components and matrices."""
+    """A block's derivatives as the traces' recursion sees them: with its components and
+    matrices."""
 
     signals: list[Components]
     reads: list[Components]
@@ -87,8 +91,9 @@ class RecursionView(NamedTuple):
 class Traces:
     """All traces of a step under one rule.
 
-    ``is_traced(tap)``: whether the parameters of a tap are traced; the others keep their one-step
-    gradient. ``dtype``: how traces are stored, if not in the precision of the results.
+    ``is_traced(tap)``: whether the parameters of a tap are traced; the others keep
+    their one-step gradient. ``dtype``: how traces are stored, if not in the precision
+    of the results.
     """
 
     step: CompiledStep
@@ -160,7 +165,8 @@ class Traces:
 
     @cached_property
     def owner(self) -> tuple[int, ...]:
-        """For every trace the first with the same ε_f: results that enter one sum share it."""
+        """For every trace the first with the same ε_f: results that enter one sum share
+        it."""
         first: dict[Any, int] = {}
         found = []
         for n, (site, _, layout) in enumerate(self.sites):
@@ -178,7 +184,9 @@ class Traces:
         Outside of it the factors replace the one-step gradient as a whole.
         """
         pairs = self.factorised_results
-        return {result: self.step.other_effects(group, result) for group, result in pairs}
+        return {
+            result: self.step.other_effects(group, result) for group, result in pairs
+        }
 
     def init(self) -> Trace:
         """Traces at the start of a sequence."""
@@ -197,7 +205,11 @@ class Traces:
         if self.dtype is None:
             return dtype
         # A complex trace needs a complex type of at least the precision asked for.
-        return jnp.promote_types(self.dtype, jnp.complex64) if is_complex(dtype) else self.dtype
+        return (
+            jnp.promote_types(self.dtype, jnp.complex64)
+            if is_complex(dtype)
+            else self.dtype
+        )
 
     # ------------------------------------------------------------ credit
 
@@ -211,7 +223,8 @@ class Traces:
         return [recursion.no_credit() for recursion in self.recursions]
 
     def view(self, found: Derivatives, learning: SignalsAndReads) -> RecursionView:
-        """The block as the recursion sees it; ``learning``: the signals that the rule uses."""
+        """The block as the recursion sees it; ``learning``: the signals that the rule
+        uses."""
         signals, reads, matrices = [], [], []
         parts = (self.recursions, found.signals, *learning, found.transitions)
         for recursion, true, signal, read, jacobian in zip(*parts, strict=True):
@@ -225,7 +238,8 @@ class Traces:
     ) -> list[Components]:
         """What the rule adds to the one-step gradient of the new states, step by step.
 
-        Credit plus the rule's signal, less the true signal that the one-step gradient holds.
+        Credit plus the rule's signal, less the true signal that the one-step gradient
+        holds.
         """
         added = []
         parts = (self.recursions, found.signals, view.signals, credit)
@@ -233,7 +247,9 @@ class Traces:
             total = recursion.folded(mine)
             for i, x in recursion.folded(signal).items():
                 total[i] = total[i] + x if i in total else x
-            added.append({i: total[i] - x if i in total else -x for i, x in true.items()})
+            added.append(
+                {i: total[i] - x if i in total else -x for i, x in true.items()}
+            )
         return added
 
     def of_traced(self, local: list[Values]) -> list[Values]:
@@ -254,14 +270,19 @@ class Traces:
         total: Values,
         credit: Sequence[Components],
     ) -> tuple[Trace, Values]:
-        """Traces after a block, and ``total`` with their gradients added; ``credit``: γ_0."""
+        """Traces after a block, and ``total`` with their gradients added; ``credit``:
+        γ_0."""
         operands = [_operands(traced, constants, block) for traced in self.sites]
-        new, total = self._advance_factors(constants, operands, block, view, traces, total)
+        new, total = self._advance_factors(
+            constants, operands, block, view, traces, total
+        )
         if not self.has_block_traces:
             return new, total
         length = length_of(block.values)
         pairs = zip(self.recursions, view.transitions, strict=True)
-        products = [products_to_end(recursion, matrix, length) for recursion, matrix in pairs]
+        products = [
+            products_to_end(recursion, matrix, length) for recursion, matrix in pairs
+        ]
         cotangents = []
         for recursion, (to_end, _) in zip(self.recursions, products, strict=True):
             named = {}
@@ -297,7 +318,8 @@ class Traces:
         traces: Trace,
         total: Values,
     ) -> tuple[Trace, Values]:
-        """Factorised traces after the block and their gradients; one loop over its steps for all."""
+        """Factorised traces after the block and their gradients; one loop over its
+        steps for all."""
         layouts, owner = self.factorised, self.owner
         new: Trace = list(traces)
         if not layouts:
@@ -364,7 +386,10 @@ class Traces:
         length = length_of(steps)
         block = Block.of(steps, Mask.of_silence(length, dead))
         silent = [
-            {i: jnp.zeros((length, *group.shape), dtype) for i, dtype in enumerate(group.dtypes)}
+            {
+                i: jnp.zeros((length, *group.shape), dtype)
+                for i, dtype in enumerate(group.dtypes)
+            }
             for group in self.step.groups
         ]
         matrices = transitions(self.step, constants, block.safe)
@@ -381,7 +406,8 @@ class Traces:
         steps: Values,
         dead: jax.Array,
     ) -> Values:
-        """Add γ_0 · ε_0 of factorised traces at the start of a window of completed steps."""
+        """Add γ_0 · ε_0 of factorised traces at the start of a window of completed
+        steps."""
         start = jax.tree.map(lambda x: x[:1], steps)
         first = Block(start, start, None)
         for n, layout in self.factorised.items():
@@ -396,7 +422,8 @@ class Traces:
     def _rows(
         self, constants: Values, steps: Values, cotangents: list[dict[int, Components]]
     ) -> list[dict[Key, Components]]:
-        """Pull-backs to every group's tap results, one for each named cotangent: (t, y)."""
+        """Pull-backs to every group's tap results, one for each named cotangent: (t,
+        y)."""
         found: list[dict[Key, Components]] = [{} for _ in self.step.groups]
         names = sorted({s for named in cotangents for s in named})
         for s in names:
@@ -413,8 +440,8 @@ def _operands(
 ) -> tuple[Operands, Operands]:
     """Operands of a site that stay the same, and those of each step.
 
-    A state that is made without any data has none of the latter: all operands but the weight
-    are repeated.
+    A state that is made without any data has none of the latter: all operands but the
+    weight are repeated.
     """
     fixed, data = block.operands(traced.tap, constants)
     if data:
@@ -427,4 +454,6 @@ def _operands(
 
 def add(total: Values, more: Mapping[Key, Any]) -> Values:
     """Two sets of gradients in one; the first says which."""
-    return Values((key, x + more[key] if key in more else x) for key, x in total.items())
+    return Values(
+        (key, x + more[key] if key in more else x) for key, x in total.items()
+    )

@@ -14,7 +14,8 @@ from .masking import Mask, finite, without_nan
 
 
 class Window(NamedTuple):
-    """What a window gives: gradients of parameters, credit at its start, and its values."""
+    """What a window gives: gradients of parameters, credit at its start, and its
+    values."""
 
     gradients: Values
     credit: list[Components]
@@ -31,11 +32,12 @@ def run_window(
     deep: bool = False,
     mask: Mask | None = None,
 ) -> tuple[Values, list[jax.Array], Values]:
-    """Run steps one after the other: the last states, targets and auxiliary values of all.
+    """Run steps one after the other: the last states, targets and auxiliary values of
+    all.
 
-    ``deep``: paths from one position to another across time are cut. At silent steps of the mask
-    no gradient enters from what only targets need, and derivatives are taken at values without
-    NaN; all values are those of the step itself.
+    ``deep``: paths from one position to another across time are cut. At silent steps of
+    the mask no gradient enters from what only targets need, and derivatives are taken
+    at values without NaN; all values are those of the step itself.
     """
     run = step.run_deep if deep else step.run
     fixed = states.pick(v for v in states if v not in step.written)
@@ -82,8 +84,8 @@ def window_gradient(
 ) -> Window:
     """Reverse mode through a window for cotangents (t, ...) of its targets.
 
-    ``credit_after(states)``: the credit that the states at its end get from what follows.
-    ``masked``: the cotangents of some steps may be zero.
+    ``credit_after(states)``: the credit that the states at its end get from what
+    follows. ``masked``: the cotangents of some steps may be zero.
     """
     mask = _mask(step, cotangents) if masked else None
     parts = lambda states: [group.components(states) for group in step.groups]
@@ -95,7 +97,9 @@ def window_gradient(
         new, targets, aux = run_window(step, parameters, moved, inputs, deep, mask)
         return (targets, parts(new)), (new, targets, aux)
 
-    (targets, end), pull, found = jax.vjp(window, parameters, parts(states), has_aux=True)
+    (targets, end), pull, found = jax.vjp(
+        window, parameters, parts(states), has_aux=True
+    )
     after = jax.tree.map(jnp.zeros_like, end)
     if credit_after is not None:
         later = credit_after([dict(enumerate(components)) for components in end])
@@ -111,7 +115,9 @@ def window_gradient(
 def _mask(step: CompiledStep, cotangents: Sequence[jax.Array]) -> Mask | None:
     """Silent: nothing but new states has a cotangent; dead: neither has any later step."""
     new = {key for _, key in step.carried}
-    outputs = [c for key, c in zip(step.targets, cotangents, strict=True) if key not in new]
+    outputs = [
+        c for key, c in zip(step.targets, cotangents, strict=True) if key not in new
+    ]
     if not outputs:
         return None
     return Mask(Mask.of(outputs).silent, Mask.of(cotangents).dead)

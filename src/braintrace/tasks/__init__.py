@@ -1,7 +1,7 @@
 """Tasks that an ordinary computer can check, drawn from a NumPy generator.
 
-Every task gives :class:`Trials`: inputs (time, batch, channels), targets of every step, and the weight of its loss.
-``reference`` says what others reached, and how.
+Every task gives :class:`Trials`: inputs (time, batch, channels), targets of every step,
+and the weight of its loss. ``reference`` says what others reached, and how.
 """
 
 from dataclasses import fields
@@ -9,7 +9,13 @@ from functools import partial
 from typing import Any
 
 from ..errors import one_of, three_parts
-from .memory import Adding, Copying, DelayedMatchToSample, EvidenceAccumulation, PatternGeneration
+from .memory import (
+    Adding,
+    Copying,
+    DelayedMatchToSample,
+    EvidenceAccumulation,
+    PatternGeneration,
+)
 from .randman import Randman
 from .recordings import NMNIST, SHD, Digits
 from .series import Series
@@ -39,16 +45,32 @@ def task(name: str, **options: Any) -> Task:
     25
     """
     if name not in TASKS:
-        raise ValueError(three_parts(f'a task {name!r}', 'there is none by this name', one_of(TASKS, name)))
-    known = {f.name: f.default for f in fields(getattr(TASKS[name], 'func', TASKS[name])) if f.init}
+        raise ValueError(
+            three_parts(
+                f'a task {name!r}', 'there is none by this name', one_of(TASKS, name)
+            )
+        )
+    known = {
+        f.name: f.default
+        for f in fields(getattr(TASKS[name], 'func', TASKS[name]))
+        if f.init
+    }
     is_number = lambda x: isinstance(x, (int, float)) and x >= 0
-    if wrong := [n for n, v in options.items() if is_number(known.get(n)) and not is_number(v)]:
+    if wrong := [
+        n for n, v in options.items() if is_number(known.get(n)) and not is_number(v)
+    ]:
         told = ', '.join(f'{n}={options[n]!r}' for n in wrong)
         raise ValueError(
-            three_parts(f'task {name!r} with {told}', 'it counts or measures', 'a number, not a negative one')
+            three_parts(
+                f'task {name!r} with {told}',
+                'it counts or measures',
+                'a number, not a negative one',
+            )
         )
     try:
         return TASKS[name](**options)
     except TypeError as error:
         wanted = f'options among {", ".join(known)}'
-        raise ValueError(three_parts(f'task {name!r} with {options}', str(error), wanted)) from error
+        raise ValueError(
+            three_parts(f'task {name!r} with {options}', str(error), wanted)
+        ) from error

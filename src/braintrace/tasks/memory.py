@@ -17,9 +17,11 @@ def poisson(rng: np.random.Generator, rates: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EvidenceAccumulation:
-    """Cues to the left and to the right, a pause, then the question: which side had more?
+    """Cues to the left and to the right, a pause, then the question: which side had
+    more?
 
-    Forty Poisson inputs in four groups: left, right, recall, noise. Steps are milliseconds.
+    Forty Poisson inputs in four groups: left, right, recall, noise. Steps are
+    milliseconds.
     """
 
     cues: int = 7
@@ -54,19 +56,26 @@ class EvidenceAccumulation:
         sides = np.where(rng.random((self.cues, size)) < self.rarer, 1 - likely, likely)
         rates = np.zeros((self.steps, size, 4, self.group), np.float32)
         for i in range(self.cues):
-            rates[i * self.every : i * self.every + self.cue, np.arange(size), sides[i]] = self.rate
+            rates[
+                i * self.every : i * self.every + self.cue, np.arange(size), sides[i]
+            ] = self.rate
         rates[-self.recall :, :, 2] = self.rate
         rates[:, :, 3] = self.noise
         spikes = poisson(rng, rates)
         more = (sides.sum(0) * 2 > self.cues).astype(np.int32)
         weights = np.zeros(self.steps, np.float32)
         weights[-self.recall :] = 1
-        return Trials(spikes.reshape(self.steps, size, -1), np.broadcast_to(more, (self.steps, size)), weights)
+        return Trials(
+            spikes.reshape(self.steps, size, -1),
+            np.broadcast_to(more, (self.steps, size)),
+            weights,
+        )
 
 
 @dataclass(frozen=True)
 class DelayedMatchToSample:
-    """A sample direction, a delay, a test direction: do they match? Poisson inputs tuned to directions."""
+    """A sample direction, a delay, a test direction: do they match? Poisson inputs
+    tuned to directions."""
 
     channels: int = 100
     directions: int = 8
@@ -78,7 +87,9 @@ class DelayedMatchToSample:
 
     outputs: ClassVar[int] = 2
     kind: ClassVar[str] = 'decision'
-    reference: ClassVar[str] = 'accuracy 0.95 and more (200 GIF units, τ 100, τ_I2 1500, Adam 1e-3, batch 128)'
+    reference: ClassVar[str] = (
+        'accuracy 0.95 and more (200 GIF units, τ 100, τ_I2 1500, Adam 1e-3, batch 128)'
+    )
 
     @property
     def inputs(self) -> int:
@@ -94,16 +105,26 @@ class DelayedMatchToSample:
         """Draw trials; half of them match. The answer counts while the test is shown."""
         match = rng.integers(0, 2, size)
         first = rng.integers(0, self.directions, size)
-        second = np.where(match, first, (first + rng.integers(1, self.directions, size)) % self.directions)
+        second = np.where(
+            match,
+            first,
+            (first + rng.integers(1, self.directions, size)) % self.directions,
+        )
         preferred = np.arange(self.channels) / self.channels * 2 * np.pi
-        bump = lambda d: np.exp(4 * (np.cos(preferred - 2 * np.pi * d[:, None] / self.directions) - 1))
+        bump = lambda d: np.exp(
+            4 * (np.cos(preferred - 2 * np.pi * d[:, None] / self.directions) - 1)
+        )
         rates = np.full((self.steps, size, self.channels), self.background, np.float32)
         start = self.fixation + self.shown
         rates[self.fixation : start] += self.rate * bump(first)
         rates[start + self.delay :] += self.rate * bump(second)
         weights = np.zeros(self.steps, np.float32)
         weights[start + self.delay :] = 1
-        return Trials(poisson(rng, rates), np.broadcast_to(match.astype(np.int32), (self.steps, size)), weights)
+        return Trials(
+            poisson(rng, rates),
+            np.broadcast_to(match.astype(np.int32), (self.steps, size)),
+            weights,
+        )
 
 
 @dataclass(frozen=True)
@@ -170,12 +191,15 @@ class Adding:
         targets[-1, :, 0] = (numbers * marks).sum(0)
         weights = np.zeros(self.steps, np.float32)
         weights[-1] = 1
-        return Trials(np.stack([numbers, marks], -1).astype(np.float32), targets, weights)
+        return Trials(
+            np.stack([numbers, marks], -1).astype(np.float32), targets, weights
+        )
 
 
 @dataclass(frozen=True)
 class PatternGeneration:
-    """A sum of sines to be drawn in time, from Poisson inputs that are the same in every trial."""
+    """A sum of sines to be drawn in time, from Poisson inputs that are the same in
+    every trial."""
 
     steps: int = 1000
     channels: int = 20
@@ -184,7 +208,9 @@ class PatternGeneration:
 
     outputs: ClassVar[int] = 1
     kind: ClassVar[str] = 'values'
-    reference: ClassVar[str] = 'the task of Bellec 2020, figure 2; learned when the output follows the pattern'
+    reference: ClassVar[str] = (
+        'the task of Bellec 2020, figure 2; learned when the output follows the pattern'
+    )
 
     @property
     def inputs(self) -> int:
@@ -199,7 +225,9 @@ class PatternGeneration:
             (1, 2, 3, 5), fixed.uniform(0.5, 2, 4), fixed.uniform(0, 2 * np.pi, 4), strict=True
         )]  # fmt: skip
         pattern = np.sum(parts, axis=0)
-        spikes = (fixed.random((self.steps, 1, self.channels)) < self.rate).astype(np.float32)
+        spikes = (fixed.random((self.steps, 1, self.channels)) < self.rate).astype(
+            np.float32
+        )
         targets = (pattern / np.abs(pattern).max()).astype(np.float32)[:, None, None]
         shape = (self.steps, size)
         return Trials(

@@ -13,10 +13,12 @@ from .trials import Trials
 
 @dataclass(frozen=True)
 class Randman:
-    """Each class is a smooth random manifold of spike times: every unit fires once, at a time its manifold gives.
+    """Each class is a smooth random manifold of spike times: every unit fires once, at
+    a time its manifold gives.
 
-    A point of a class is ``dimensions`` numbers; the time of a unit is a sum of sines of them, fading with the
-    frequency by ``smoothness``. What tells the classes apart is when units fire, never how often.
+    A point of a class is ``dimensions`` numbers; the time of a unit is a sum of sines
+    of them, fading with the frequency by ``smoothness``. What tells the classes apart
+    is when units fire, never how often.
     """
 
     classes: int = 10
@@ -27,7 +29,9 @@ class Randman:
     seed: int = 0
 
     kind: ClassVar[str] = 'decision'
-    reference: ClassVar[str] = 'solved above 0.9 by spiking networks with a hidden layer (Zenke and Vogels 2021)'
+    reference: ClassVar[str] = (
+        'solved above 0.9 by spiking networks with a hidden layer (Zenke and Vogels 2021)'
+    )
 
     frequencies: ClassVar[int] = 10
 
@@ -42,9 +46,12 @@ class Randman:
         return self.classes
 
     def times(self, labels: np.ndarray, points: np.ndarray) -> np.ndarray:
-        """Spike times in [0, 1] of every unit, for points (size, dimensions) of the given classes."""
+        """Spike times in [0, 1] of every unit, for points (size, dimensions) of the
+        given classes."""
         low, high = _range(self)
-        return np.clip((self.heights(labels, points) - low[labels]) / (high - low)[labels], 0, 1)
+        return np.clip(
+            (self.heights(labels, points) - low[labels]) / (high - low)[labels], 0, 1
+        )
 
     def heights(self, labels: np.ndarray, points: np.ndarray) -> np.ndarray:
         """Spike times before they are brought into [0, 1]."""
@@ -53,7 +60,9 @@ class Randman:
         height, phase = fixed.random(shape), fixed.random(shape)
         order = np.arange(1, self.frequencies + 1)
         angles = 2 * np.pi * (order * points[:, None, :, None] + phase[labels])
-        return np.prod(np.sum(height[labels] * np.sin(angles) / order**self.smoothness, -1), -1)
+        return np.prod(
+            np.sum(height[labels] * np.sin(angles) / order**self.smoothness, -1), -1
+        )
 
     def batch(self, rng: np.random.Generator, size: int) -> Trials:
         """Draw trials; the answer counts at every step."""
@@ -70,5 +79,7 @@ class Randman:
 def _range(task: Randman) -> tuple[np.ndarray, np.ndarray]:
     """The least and the largest height of every class and unit, of many points."""
     grid = np.random.default_rng(task.seed + 1).random((2000, task.dimensions))
-    known = np.stack([task.heights(np.full(len(grid), c), grid) for c in range(task.classes)])
+    known = np.stack(
+        [task.heights(np.full(len(grid), c), grid) for c in range(task.classes)]
+    )
     return known.min(1), known.max(1)

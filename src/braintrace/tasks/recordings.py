@@ -1,4 +1,5 @@
-"""Recorded data: digits that ship with scikit-learn, and loaders for files of SHD and N-MNIST that are on disk."""
+"""Recorded data: digits that ship with scikit-learn, and loaders for files of SHD and
+N-MNIST that are on disk."""
 
 from __future__ import annotations
 
@@ -18,23 +19,36 @@ def _decisions(inputs: np.ndarray, labels: np.ndarray, last: int) -> Trials:
     steps = len(inputs)
     weights = np.zeros(steps, np.float32)
     weights[-last:] = 1
-    return Trials(inputs.astype(np.float32), np.broadcast_to(labels.astype(np.int32), (steps, len(labels))), weights)
+    return Trials(
+        inputs.astype(np.float32),
+        np.broadcast_to(labels.astype(np.int32), (steps, len(labels))),
+        weights,
+    )
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Handwritten digits of 8 × 8, read pixel by pixel or row by row; a fifth is held out by ``test``."""
+    """Handwritten digits of 8 × 8, read pixel by pixel or row by row; a fifth is held
+    out by ``test``."""
 
     by: str = 'pixel'
     test: bool = False
 
     outputs: ClassVar[int] = 10
     kind: ClassVar[str] = 'decision'
-    reference: ClassVar[str] = 'a linear classifier of the whole picture: accuracy 0.96 on the held-out fifth'
+    reference: ClassVar[str] = (
+        'a linear classifier of the whole picture: accuracy 0.96 on the held-out fifth'
+    )
 
     def __post_init__(self) -> None:
         if self.by not in ('pixel', 'row'):
-            raise ValueError(three_parts(f'by={self.by!r}', 'pictures are read in one of two ways', "'pixel' or 'row'"))
+            raise ValueError(
+                three_parts(
+                    f'by={self.by!r}',
+                    'pictures are read in one of two ways',
+                    "'pixel' or 'row'",
+                )
+            )
 
     @property
     def inputs(self) -> int:
@@ -61,7 +75,11 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError(
-            three_parts('the digits task', 'the pictures ship with scikit-learn', "pip install 'braintrace[data]'")
+            three_parts(
+                'the digits task',
+                'the pictures ship with scikit-learn',
+                "pip install 'braintrace[data]'",
+            )
         ) from error
     found = load_digits()
     return found.images.reshape(-1, 64) / 16, found.target
@@ -69,7 +87,8 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class SHD:
-    """Spoken digits as spikes of 700 channels (Heidelberg, Cramer 2020), from its HDF5 file on disk."""
+    """Spoken digits as spikes of 700 channels (Heidelberg, Cramer 2020), from its HDF5
+    file on disk."""
 
     file: str | Path
     steps: int = 100
@@ -79,7 +98,9 @@ class SHD:
     channels: ClassVar[int] = 700
     outputs: ClassVar[int] = 20
     kind: ClassVar[str] = 'decision'
-    reference: ClassVar[str] = 'accuracy 0.71 recurrent LIF by BPTT (Cramer 2020); 0.8 and more with adaptation'
+    reference: ClassVar[str] = (
+        'accuracy 0.71 recurrent LIF by BPTT (Cramer 2020); 0.8 and more with adaptation'
+    )
 
     @property
     def inputs(self) -> int:
@@ -94,7 +115,11 @@ class SHD:
         for k, i in enumerate(chosen):
             when = np.asarray(times[i], float) / self.seconds * self.steps
             kept = when < self.steps
-            np.add.at(counts, (when[kept].astype(int), k, np.asarray(units[i])[kept] // self.group), 1)  # type: ignore[arg-type]
+            np.add.at(
+                counts,
+                (when[kept].astype(int), k, np.asarray(units[i])[kept] // self.group),
+                1,
+            )  # type: ignore[arg-type]
         return _decisions(counts, labels[chosen], self.steps // 2)
 
 
@@ -104,20 +129,31 @@ def _read_shd(file: str) -> tuple[Any, Any, np.ndarray]:
         import h5py
     except ImportError as error:
         raise ImportError(
-            three_parts('the SHD task', 'its files are HDF5', "pip install 'braintrace[data]'")
+            three_parts(
+                'the SHD task', 'its files are HDF5', "pip install 'braintrace[data]'"
+            )
         ) from error
     try:
         with h5py.File(file) as found:
-            return found['spikes']['times'][:], found['spikes']['units'][:], np.asarray(found['labels'])
+            return (
+                found['spikes']['times'][:],
+                found['spikes']['units'][:],
+                np.asarray(found['labels']),
+            )
     except (OSError, KeyError) as error:
         raise ValueError(
-            three_parts(f'file={file!r}', f'it is no file of SHD: {error}', 'shd_train.h5 or shd_test.h5, unpacked')
+            three_parts(
+                f'file={file!r}',
+                f'it is no file of SHD: {error}',
+                'shd_train.h5 or shd_test.h5, unpacked',
+            )
         ) from error
 
 
 @dataclass(frozen=True)
 class NMNIST:
-    """Digits seen by a moving event camera, 34 × 34 × 2 (Orchard 2015), from the folder of one part on disk."""
+    """Digits seen by a moving event camera, 34 × 34 × 2 (Orchard 2015), from the folder
+    of one part on disk."""
 
     folder: str | Path
     steps: int = 100
@@ -126,7 +162,9 @@ class NMNIST:
     side: ClassVar[int] = 34
     outputs: ClassVar[int] = 10
     kind: ClassVar[str] = 'decision'
-    reference: ClassVar[str] = 'accuracy 0.97 and more by fully connected spiking networks'
+    reference: ClassVar[str] = (
+        'accuracy 0.97 and more by fully connected spiking networks'
+    )
 
     @property
     def inputs(self) -> int:
@@ -151,7 +189,11 @@ def events(content: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
     """Column, row, polarity and microseconds of every event of 40 bits."""
     if len(content) % 5:
         raise ValueError(
-            three_parts(f'a recording of {len(content)} bytes', 'every event takes five', 'a .bin file of N-MNIST')
+            three_parts(
+                f'a recording of {len(content)} bytes',
+                'every event takes five',
+                'a .bin file of N-MNIST',
+            )
         )
     x, y, *rest = np.frombuffer(content, np.uint8).reshape(-1, 5).T.astype(int)
     return x, y, rest[0] >> 7, (rest[0] & 127) << 16 | rest[1] << 8 | rest[2]
@@ -162,6 +204,10 @@ def _nmnist_files(folder: str) -> tuple[Path, ...]:
     found = tuple(sorted(Path(folder).glob('[0-9]/*.bin')))
     if not found:
         raise ValueError(
-            three_parts(f'folder={folder!r}', 'it has no 0/*.bin to 9/*.bin', "N-MNIST's Train or Test, unpacked")
+            three_parts(
+                f'folder={folder!r}',
+                'it has no 0/*.bin to 9/*.bin',
+                "N-MNIST's Train or Test, unpacked",
+            )
         )
     return found

@@ -13,7 +13,8 @@ from .trials import Trials
 
 @dataclass(frozen=True)
 class Series:
-    """The next value of a chaotic series, each sample on a stretch of its own; mean 0 and variance 1."""
+    """The next value of a chaotic series, each sample on a stretch of its own; mean 0
+    and variance 1."""
 
     name: str = 'mackey_glass'
     steps: int = 1000
@@ -32,13 +33,23 @@ class Series:
         """Draw stretches."""
         makers = {'mackey_glass': _mackey_glass, 'lorenz': _lorenz, 'henon': _henon}
         if self.name not in makers:
-            raise ValueError(three_parts(f'name={self.name!r}', 'there is no such series', one_of(makers, self.name)))
+            raise ValueError(
+                three_parts(
+                    f'name={self.name!r}',
+                    'there is no such series',
+                    one_of(makers, self.name),
+                )
+            )
         values = makers[self.name](rng, self.steps + 1, size)
-        values = ((values - values.mean(0)) / values.std(0)).astype(np.float32)[..., None]
+        values = ((values - values.mean(0)) / values.std(0)).astype(np.float32)[
+            ..., None
+        ]
         return Trials(values[:-1], values[1:], np.ones(self.steps, np.float32))
 
 
-def _mackey_glass(rng: np.random.Generator, steps: int, size: int, tau: int = 17, inner: int = 10) -> np.ndarray:
+def _mackey_glass(
+    rng: np.random.Generator, steps: int, size: int, tau: int = 17, inner: int = 10
+) -> np.ndarray:
     """dx/dt = 0.2 x(t-τ)/(1 + x(t-τ)^10) - 0.1 x, one value a unit of time."""
     lag, dt, skip = tau * inner, 1 / inner, 300
     past = 1.2 + 0.2 * (rng.random((lag, size)) - 0.5)
@@ -51,7 +62,9 @@ def _mackey_glass(rng: np.random.Generator, steps: int, size: int, tau: int = 17
     return np.array(found[skip:])
 
 
-def _lorenz(rng: np.random.Generator, steps: int, size: int, dt: float = 0.01, inner: int = 5) -> np.ndarray:
+def _lorenz(
+    rng: np.random.Generator, steps: int, size: int, dt: float = 0.01, inner: int = 5
+) -> np.ndarray:
     """x of the Lorenz system, one value in 0.05 units of time."""
     state = rng.normal(size=(3, size)) + np.array([[1.0], [1.0], [20.0]])
 

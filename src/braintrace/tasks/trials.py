@@ -8,7 +8,8 @@ import numpy as np
 
 
 class Trials(NamedTuple):
-    """A batch: inputs (time, batch, channels), targets (time, batch, ...) and weights (time,) of the losses."""
+    """A batch: inputs (time, batch, channels), targets (time, batch, ...) and weights
+    (time,) of the losses."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -18,8 +19,9 @@ class Trials(NamedTuple):
 class Task(Protocol):
     """A source of trials.
 
-    ``kind``: 'classes', one of ``outputs`` at every step; 'decision', one for each trial; 'values', ``outputs`` numbers
-    at every step. ``reference``: what others reached, and how.
+    ``kind``: 'classes', one of ``outputs`` at every step; 'decision', one for each
+    trial; 'values', ``outputs`` numbers at every step. ``reference``: what others
+    reached, and how.
     """
 
     kind: ClassVar[str]
