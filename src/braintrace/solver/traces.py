@@ -359,8 +359,8 @@ class Traces:
 
         start = {n: traces[n] for n in layouts}
         at = (drives, *view)
-        last, found = jax.lax.scan(one_step, start, at)
-        all_y_bars, all_xs = found
+        found: Any = jax.lax.scan(one_step, start, at)
+        last, (all_y_bars, all_xs) = found
         for n, layout in layouts.items():
             new[n] = last[n]
             for y_bar, x in zip(all_y_bars[owner[n]], all_xs[n], strict=True):

@@ -115,11 +115,9 @@ class SHD:
         for k, i in enumerate(chosen):
             when = np.asarray(times[i], float) / self.seconds * self.steps
             kept = when < self.steps
-            np.add.at(
-                counts,
-                (when[kept].astype(int), k, np.asarray(units[i])[kept] // self.group),
-                1,
-            )  # type: ignore[arg-type]
+            channels = np.asarray(units[i])[kept] // self.group
+            at: Any = (when[kept].astype(int), k, channels)
+            np.add.at(counts, at, 1)
         return _decisions(counts, labels[chosen], self.steps // 2)
 
 
