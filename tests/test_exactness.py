@@ -1675,6 +1675,23 @@ def test_nothing_is_traced_twice():
     assert len(traced) == 1  # whatever is then asked of it
 
 
+def test_a_step_is_analysed_once_whatever_is_asked_of_it(monkeypatch):
+    learner, data, step_fn, traced = counted()
+    analysed = []
+    analyse = braintrace.learner.binding.analyse
+    monkeypatch.setattr(
+        braintrace.learner.binding,
+        'analyse',
+        lambda program: analysed.append(program) or analyse(program),
+    )
+    learner.etrace_grad(data.xs, data.ys, step_fn=step_fn, fresh=True)
+    learner.etrace_grad(data.xs, data.ys, step_fn=step_fn)
+    learner.reset_state()
+    learner.etrace_evolve(data.xs, data.ys, step_fn=step_fn)
+    learner.gradient_check(data.xs, data.ys, step_fn=step_fn, rules=['d_rtrl', 'rflo'])
+    assert len(traced) == len(analysed) == 1
+
+
 class Restartable(nn.Module):
     """The model `tied`, whose states `init_all_states` makes anew."""
 

@@ -82,6 +82,24 @@ def learn(product, rule):
     return gradients, shapes
 
 
+def test_the_report_names_an_operation_without_factors():
+    """A primitive that is not registered has no factors: its parameter keeps a trace for each weight, and says so."""
+    unknown = new_product('unknown_product')
+    learner = braintrace.compile(
+        Net(lambda x, w: unknown.bind(x, w)),
+        'pp_prop',
+        jnp.zeros((B, N_IN)),
+        batch_size=B,
+    )
+    given = learner.report.gradients['feed']
+    assert 'no factors are known for unknown_product' in given.reason
+    assert 'test_own_primitive.py' in given.reason
+    plain = braintrace.compile(
+        Net(jnp.matmul), 'pp_prop', jnp.zeros((B, N_IN)), batch_size=B
+    )
+    assert plain.report.gradients['feed'].kind == 'approximate'
+
+
 @pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop', 'eprop', 'ottt', 'rflo'])
 def test_own_product_is_treated_like_dot_general(registered, rule):
     own, own_shapes = learn(lambda x, w: registered.bind(x, w), rule)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..analysis.diagnostics import CompilationRecord
 from ..analysis.report import ParameterGradient
+from ..compat import short_source
 from ..compiled_step import Site
 from ..lowering.step_facts import StepFacts
 from ..program import Parameter
@@ -111,7 +112,15 @@ class _Facts:
             read=self.step.is_read(site.group, site.result),
             feedback=self.step.passes_feedback(site.group),
             stored=jnp.dtype(traces.dtype).name if narrow else None,
+            without_factors=self._without_factors(traces, site),
         )
+
+    def _without_factors(self, traces: Traces, site: Site) -> str | None:
+        """Operation and line of a site that a factorised rule cannot factorise."""
+        if self.rule.decay is None or site.factorises:
+            return None
+        tap = next((t.tap for t in traces.sites if t.site is site), None)
+        return None if tap is None else f'{tap.operation} ({short_source(tap.source)})'
 
     def _leak(self, site: Site) -> float | None:
         """λ where D is λ times the identity for the site; 0 without memory."""

@@ -33,8 +33,8 @@ reads them."""
 
 
 class SiteFacts(NamedTuple):
-    """One use of a parameter that a local rule keeps a trace of, or teaches by its own
-    signal.
+    """One use of a parameter that a local rule keeps a trace of, or whose gradient its
+    own signal gives.
 
     ``factorised``: the trace is a product of an input part and a state part. ``leak``:
     λ where D_t is λ times the identity at all positions and steps, 0 where nothing is
@@ -42,7 +42,9 @@ class SiteFacts(NamedTuple):
     ``steady_input``: so is x. ``read``: an output reads a state that y reaches within
     the step, at that step or the next. ``feedback``: the loss reaches the states
     through weights that random feedback replaces. ``stored``: the type of the stored
-    trace, where it is narrower than the states.
+    trace, where it is narrower than the states. ``without_factors``: the operation and
+    its line, where a factorised rule keeps a trace for each weight because the
+    operation's record has no factors.
     """
 
     factorised: bool = False
@@ -52,6 +54,7 @@ class SiteFacts(NamedTuple):
     read: bool = True
     feedback: bool = True
     stored: str | None = None
+    without_factors: str | None = None
 
 
 class ParameterFacts(NamedTuple):
@@ -157,6 +160,12 @@ def _by_traces(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
     if rule.deep and facts.credit != 'exact':
         inside = 'inside a call credit also passes from layer to layer; otherwise'
         return ParameterGradient(LOCAL, f'{inside}: {facts.reason}')
+    lacking = [s.without_factors for s in facts.sites if s.without_factors]
+    if lacking:
+        where = ', '.join(dict.fromkeys(lacking))
+        kept = f'no factors are known for {where}, so a trace for each weight is kept'
+        kind = WITH_EXACT_TRACES[facts.credit]
+        return ParameterGradient(kind, f'{facts.reason}; {kept}')
     own = facts.sites and (
         rule.decay is not None or rule.recursion != JacobianRecursion()
     )
