@@ -16,7 +16,7 @@ test: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
 
 zoo: $(READY)
-	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal $(addprefix tests/test_,zoo.py learner.py engine.py exactness.py rules.py gradients.py functions.py flax.py equinox.py)
+	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal $(addprefix tests/test_,zoo.py learner.py engine.py exactness.py rules.py gradients.py masking.py types.py functions.py flax.py equinox.py)
 
 conformance: $(READY)  # every rule on every model, for hours; RULE=rtrl: by one rule
 	ZOO=all RULE=$(RULE) JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_conformance.py
