@@ -63,14 +63,13 @@ def lif(m, x):
     """Membrane and adaptation, a counter, a read-out of the old membrane, a parameter nobody reads."""
     spike = jax.nn.sigmoid(m.V.value)
     m.a.value = 0.8 * m.a.value + spike
-    m.V.value = (
-        0.9 * m.V.value + x @ m.w.value + spike @ m.rec.value - m.a.value
-    )  # the line that mixes
+    drive = 0.9 * m.V.value + x @ m.w.value
+    m.V.value = drive + spike @ m.rec.value - m.a.value  # the line that mixes
     m.count.value = m.count.value + 1
     return spike @ m.out.value
 
 
-MIXING_LINE = inspect.getsourcelines(lif)[1] + 4
+MIXING_LINE = inspect.getsourcelines(lif)[1] + 5
 
 
 def make_lif():
