@@ -1143,7 +1143,7 @@ def cut_before_each_step(name):
 
 
 @pytest.mark.parametrize(
-    'name', ['gru', 'adaptive_lif', *(['tied', 'lstm'] if ALL else [])]
+    'name', ['gru', *(['adaptive_lif', 'tied', 'lstm'] if ALL else [])]
 )
 def test_multi_step_calls_are_windows_of_one_step(name):
     data = data_of(name)

@@ -232,7 +232,7 @@ def pull_site(graph, site, env, y_bar):
     return pull(y_bar)
 
 
-@pytest.mark.parametrize('case', list(CASES)[:: 1 if ALL else 5], indirect=True)
+@pytest.mark.parametrize('case', list(CASES)[:: 1 if ALL else 7], indirect=True)
 def test_numbers(case):
     model, inputs = case.build()
     before = [s.value for s in model.states().values()]
