@@ -374,13 +374,13 @@ class Drawing:
         head = {'marker-end': f'url(#head-{kind})'}
         return tag(
             'path',
-            tag('title', self._told(e)),
+            tag('title', self._description(e)),
             d=self._path(e),
             class_=f'way {kind}',
             **head,
         )
 
-    def _told(self, e: Edge) -> str:
+    def _description(self, e: Edge) -> str:
         way = f'{self.boxes[e.source].title} → {self.boxes[e.target].title}'
         notes = ['value of the last step'] * e.delayed + ['no gradient passes'] * (
             not e.differentiable
@@ -463,8 +463,8 @@ def _ranges(numbers: Sequence[int]) -> str:
             parts[-1].append(n)
         else:
             parts.append([n])
-    told = [str(p[0]) if len(p) == 1 else f'{p[0]}–{p[-1]}' for p in parts]
-    return ','.join(told[:2]) + ('…' if len(told) > 2 else '')
+    ranges = [str(p[0]) if len(p) == 1 else f'{p[0]}–{p[-1]}' for p in parts]
+    return ','.join(ranges[:2]) + ('…' if len(ranges) > 2 else '')
 
 
 def _n(value: float) -> str:

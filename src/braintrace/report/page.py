@@ -1,8 +1,8 @@
 """The report as a page of HTML: the model drawn, a table of parameters, memory, and
 every loss with its source.
 
-The page stands alone: its style and its little script are inside, and nothing is
-fetched. It depends on the report only, and so it is the same for the same model.
+The page is one file with its style and script inside; nothing is loaded from elsewhere.
+It depends on the report only, so the same model gives the same page.
 """
 
 from __future__ import annotations
@@ -10,14 +10,21 @@ from __future__ import annotations
 import html
 import linecache
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from ..analysis.diagnostics import (
+    LEVELS,
+    RELATIONS,
+    CompilationRecord,
+    DiagnosticKind,
+    DiagnosticLevel,
+)
 from ..compat import short_source
-from .chart import KNOWN_AS, Node
-from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
+from ..text import shape_text, size_text, use_name
+from .chart import Node
 from .drawing import Box, Drawing, Row
 from .markup import Markup, style_of, tag, together
 
@@ -30,7 +37,7 @@ LOCAL = (
 )
 ONE_STEP = (
     'the gradient of one step',
-    'no credit from later steps: it learns from the step in which it acts only',
+    'no credit from later steps: only the loss of the step in which it is used counts',
 )
 NONE = 'no gradient', 'no path leads from it to an output, or only such as are cut'
 CLASSES = {
@@ -62,7 +69,7 @@ WORDS = {
     'position': 'one element of a hidden state, batch included',
     'hidden group': 'states of one shape that meet position by position, such as the potential and the adaptation '
     'of the same neurons',
-    'trace': 'what a rule carries forward in time for an operation: how its parameters moved the states',
+    'trace': 'what a rule carries forward in time for an operation: the derivative of the states by its parameters',
     'cut': 'a path from one position to another over which no credit is carried from step to step; '
     'the gradient of the step itself is whole',
 }
@@ -101,15 +108,6 @@ def framed(text: str) -> str:
     return f'<iframe title="report of braintrace" srcdoc="{inner}" style="{style}"></iframe>'
 
 
-def size_text(n: float) -> str:
-    """Bytes for people."""
-    for unit in ('B', 'KiB', 'MiB'):
-        if n < 1024:
-            return f'{n:.0f} {unit}' if unit == 'B' else f'{n:.1f} {unit}'
-        n /= 1024
-    return f'{n:.1f} GiB'
-
-
 class _Page:
     """The parts of one report."""
 
@@ -128,13 +126,13 @@ class _Page:
         chips = [
             tag('li', _chip(name, f'{n} {name}')) for name, n in counts.items() if n
         ]
-        told = [f'{n} {self.kinds[name][0]}' for name, n in counts.items() if n]
+        counted = [f'{n} {self.kinds[name][0]}' for name, n in counts.items() if n]
         total = sum(counts.values())
         rule = self.report.rule
         gives = 'exact local traces give' if rule is None else f'{rule.name} gives'
         sentence = 'The step reads no parameter.'
-        if told:
-            sentence = f'Of {total} parameter array{"s" * (total != 1)}, {gives} {_listed(told)}.'
+        if counted:
+            sentence = f'Of {total} parameter array{"s" * (total != 1)}, {gives} {_listed(counted)}.'
         lines = [tag('p', sentence)]
         if rule is not None:
             lines.append(
@@ -165,11 +163,11 @@ class _Page:
             len(self.report.hidden_groups),
             sum(n.kind == 'operation' for n in self.chart.nodes),
         )
-        told = (
+        caption = (
             f'{sites} operation{"s" * (sites != 1)} with parameters and {groups} hidden group{"s" * (groups != 1)}, '
             f'from inputs on the left to outputs on the right.'
         )
-        svg = drawing.svg(f'The model {self.report.model}', told)
+        svg = drawing.svg(f'The model {self.report.model}', caption)
         keys = [
             ('now', 'inside a step'),
             ('last', 'from the last step'),
@@ -190,7 +188,7 @@ class _Page:
             'ul', *(tag('li', line(kind), text) for kind, text in keys), class_='legend'
         )
         figure = tag(
-            'figure', _scroll('The model', svg), tag('figcaption', told, legend)
+            'figure', _scroll('The model', svg), tag('figcaption', caption, legend)
         )
         return _section('model', 'Model', figure)
 
@@ -199,13 +197,8 @@ class _Page:
         if node.kind == 'group':
             group = self.report.hidden_groups[node.groups[0]]
             rows += _at_most([Row(name) for name in node.names])
-            rows.append(Row(f'positions {_shape(group.varshape)}', faint=True))
-            rows.append(
-                Row(
-                    f'{group.num_state} state{"s" * (group.num_state != 1)} each',
-                    faint=True,
-                )
-            )
+            sizes = self.report.size_of_group(group).split(', ')
+            rows += [Row(text, faint=True) for text in sizes]
             if any(
                 e.source == e.target == n and e.differentiable for e in self.chart.edges
             ):
@@ -214,39 +207,15 @@ class _Page:
             rows += _at_most(
                 [Row(name, self.gradients[name].kind) for name in node.parameters]
             )
+            rows.append(Row(self.report.size_of_operation(node), faint=True))
             rows.append(self._trace_row(node))
         elif node.shape is not None:
-            rows.append(Row(_shape(node.shape), faint=True))
+            rows.append(Row(shape_text(node.shape), faint=True))
         return Box(node.kind, node.title, rows, node.cuts)
 
     def _trace_row(self, node: Node) -> Row:
-        traces = self.report.traces
-        if not node.groups:
-            exact = all(
-                self.credit[name].context['credit'] == 'exact'
-                for name in node.parameters
-            )
-            full = 'it reaches no hidden state position by position'
-            return Row(
-                'no trace needed' if exact else 'no trace', full=full, faint=True
-            )
-        if traces is None:
-            return Row('can carry a trace', faint=True)
-        paths = {tuple(self.report.hidden_groups[g].hidden_paths) for g in node.groups}
-        own = [
-            shapes
-            for (names, operation, hidden, *_), shapes in traces.items()
-            if {*names} <= {*node.parameters}
-            and operation in node.names
-            and hidden in paths
-        ]
-        if own:
-            arrays = [array for shapes in own for array in shapes]
-            size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
-            full = ' + '.join(f'{_shape(shape)} {dtype}' for shape, dtype in arrays)
-            return Row(f'trace {size_text(size)}', full=f'trace of {full}', faint=True)
-        shared = any({*names} & {*node.parameters} for names, *_ in traces)
-        return Row('trace of the whole net' if shared else 'no trace', faint=True)
+        text, full = self.report.trace_of_operation(node)
+        return Row(text, full=full or None, faint=True)
 
     # ------------------------------------------------------------ the table
 
@@ -285,11 +254,13 @@ class _Page:
         shape, given = shapes.get(name), self.gradients[name]
         uses = self.chart.operations_of(name)
         groups = sorted({g for node in uses for g in node.groups})
-        sources = dict.fromkeys(node.source for node in uses if node.source)
+        sources = dict.fromkeys(
+            (node.source, node.library) for node in uses if node.source
+        )
         cells = [
             (tag('code', name), None),
             (
-                '–' if shape is None else _shape(shape),
+                '–' if shape is None else shape_text(shape),
                 -1 if shape is None else math.prod(shape),
             ),
             (_chip(given.kind), list(self.kinds).index(given.kind)),
@@ -297,8 +268,7 @@ class _Page:
             (', '.join(map(str, groups)) or '–', groups[0] if groups else 1e9),
             (', '.join(dict.fromkeys(node.title for node in uses)) or '–', None),
             (
-                together(*(tag('div', short_source(s), title=s) for s in sources))
-                or '–',
+                together(*(_places(*lines) for lines in sources)) or '–',
                 None,
             ),
         ]
@@ -313,17 +283,9 @@ class _Page:
 
     def memory(self, plan: Any) -> Markup:
         """Bars of what a sequence needs, and of every trace."""
-        ways = [
-            (
-                'one pass, traces carried' if plan.traces else 'one pass, in windows',
-                plan.one_pass,
-            )
+        tables = [
+            _bars(f'Temporary memory of a sequence of {plan.steps} steps', plan.ways)
         ]
-        ways += (
-            [] if plan.two_pass is None else [('two passes, no trace', plan.two_pass)]
-        )
-        ways += [('BPTT', plan.bptt)]
-        tables = [_bars(f'Temporary memory of a sequence of {plan.steps} steps', ways)]
         if plan.traces:
             total = size_text(sum(plan.traces.values()))
             traces = [(self._trace_name(key), n) for key, n in plan.traces.items()]
@@ -337,10 +299,12 @@ class _Page:
 
     def _trace_name(self, key: tuple) -> str:
         names, operation, *_ = key
-        shapes = [_shape(shape) for shape, _ in (self.report.traces or {}).get(key, ())]
-        told = _at_most([Row(name) for name in names])
+        shapes = [
+            shape_text(shape) for shape, _ in (self.report.traces or {}).get(key, ())
+        ]
+        shown = _at_most([Row(name) for name in names])
         return (
-            f'{", ".join(row.text for row in told)} in {KNOWN_AS.get(operation, operation)} '
+            f'{", ".join(row.text for row in shown)} in {use_name(operation)} '
             + ' + '.join(shapes)
         )
 
@@ -352,6 +316,8 @@ class _Page:
         places: dict[str | None, list[CompilationRecord]] = {}
         for record in self.report.diagnostics:
             shown = self._for_this_rule(record)
+            if shown.kind in RELATIONS:
+                continue
             if (
                 shown.kind is not DiagnosticKind.CREDIT
                 or shown.level >= DiagnosticLevel.NOTICE
@@ -429,6 +395,14 @@ def _bars(caption: str, rows: Sequence[tuple[str, int]]) -> Markup:
     return tag('table', tag('caption', caption), tag('tbody', *lines), class_='bars')
 
 
+def _places(source: str, library: str | None) -> Markup:
+    """The user's own line, and below it that of the layer it calls."""
+    own = tag('div', short_source(source), title=source)
+    if library is None:
+        return own
+    return together(own, tag('div', f'in {short_source(library)}', title=library))
+
+
 def _excerpt(source: str | None) -> Markup:
     """The lines around a place in the user's code, if they can be read."""
     file, _, number = (source or '').rpartition(':')
@@ -485,10 +459,6 @@ def _at_most(rows: list[Row]) -> list[Row]:
         *rows[: MOST_ROWS - 1],
         Row(f'and {len(rest)} more', full=', '.join(row.text for row in rest)),
     ]
-
-
-def _shape(shape: Iterable[int]) -> str:
-    return '×'.join(map(str, shape)) or 'scalar'
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
+from ..analysis.diagnostics import (
+    RELATIONS,
+    CompilationRecord,
+    DiagnosticKind,
+    DiagnosticLevel,
+    ParameterGradient,
+)
+from ..analysis.groups import HiddenGroup
+from ..analysis.sites import HiddenParamOpRelation
+from ..compat import short_source
 from ..errors import printable
 from ..program import Path, StepProgram
 from ..program.step import path_name
-from .chart import Chart, ChartMaker
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
-from .groups import HiddenGroup
+from ..text import shape_text, size_text
+from .chart import Chart, ChartMaker, Node
 from .page import framed, page
-from .sites import HiddenParamOpRelation
 
 
-class ParameterGradient(NamedTuple):
-    """What a parameter gets, and why: ``kind`` is a credit class, or what a learning
-    rule gives.
+def source_of(node: Node) -> str:
+    """Where an operation was written, shortened: the layer of a library, and the user's
+    own line that calls it."""
+    own = short_source(node.source or '')
+    library = node.library and short_source(node.library)
+    return f'{library}, called at {own}' if library else own
 
-    A rule gives 'equal to BPTT', 'local', 'approximate', 'one step' or 'none'.
+
+class Counts(dict[str, int]):
+    """How often each kind was found.
+
+    The sizes of the report's parts, 'warnings' and 'errors' can be read by name too;
+    they are not among the keys, whose values sum to the number of diagnostics.
     """
 
-    kind: str
-    reason: str
+    def __init__(self, kinds: Mapping[str, int], sizes: Mapping[str, int]):
+        super().__init__(kinds)
+        self.sizes = sizes
+
+    def __missing__(self, name: str) -> int:
+        return self.sizes[name]
 
 
 @dataclass(frozen=True, repr=False)
 class CompilationReport:
-    """All that a compilation found, to be read by a person.
+    """The findings of a compilation, as text and as a page.
 
     ``etrace_weights`` maps parameters with a site to their credit class, in a learner's
     report to what its rule gives them; ``excluded_weights`` those without one to the
@@ -51,14 +73,22 @@ class CompilationReport:
     rule: Any = None
     traces: dict[tuple, Any] | None = None
     gives: dict[str, ParameterGradient] | None = None
-    counts: dict[str, int] = field(init=False)
+    counts: Counts = field(init=False)
 
     def __post_init__(self) -> None:
         kinds = Counter(
             str(r.kind) for r in self.diagnostics if r.kind is not DiagnosticKind.CREDIT
         )
         found = Counter(given.kind for given in self.gradients.values())
-        object.__setattr__(self, 'counts', {**found, **kinds})
+        levels = Counter(r.level for r in self.diagnostics)
+        sizes = {
+            'hidden_groups': len(self.hidden_groups),
+            'etrace_weights': len(self.etrace_weights),
+            'excluded_weights': len(self.excluded_weights),
+            'warnings': levels[DiagnosticLevel.WARNING],
+            'errors': levels[DiagnosticLevel.ERROR],
+        }
+        object.__setattr__(self, 'counts', Counts({**found, **kinds}, sizes))
 
     @property
     def credits(self) -> tuple[CompilationRecord, ...]:
@@ -111,9 +141,7 @@ class CompilationReport:
         lines += ['Hidden groups']
         for group in self.hidden_groups:
             names = ', '.join(path_name(p) for p in group.hidden_paths)
-            lines.append(
-                f'  {group.index}: {names}   positions {group.varshape}, states per position {group.num_state}'
-            )
+            lines.append(f'  {group.index}: {names}   {self.size_of_group(group)}')
         by = (
             'exact local traces would give (credit class)'
             if self.rule is None
@@ -128,6 +156,7 @@ class CompilationReport:
         lines += [
             f'  {name:{width}}  {kind:13}  {reason}' for name, kind, reason in rows
         ]
+        lines += self._operation_lines()
         if self.dynamic_states:
             lines += [
                 '',
@@ -137,12 +166,72 @@ class CompilationReport:
         shown = [
             r
             for r in self.diagnostics
-            if r.kind is not DiagnosticKind.CREDIT and r.level >= level
+            if r.kind not in (DiagnosticKind.CREDIT, *RELATIONS) and r.level >= level
         ]
         if shown:
             lines += ['', 'Diagnostics', *(f'  {r!r}' for r in shown)]
         # Names come from the user's model: none of them may control the terminal.
         return '\n'.join(map(printable, lines))
+
+    # ------------------------------------------------------------ words for sizes
+
+    def size_of_group(self, group: HiddenGroup) -> str:
+        """Positions and states of a hidden group."""
+        states = f'{group.num_state} state{"s" * (group.num_state != 1)} each'
+        return f'positions {shape_text(group.varshape)}, {states}'
+
+    def size_of_operation(self, node: Node) -> str:
+        """Shapes of the parameters of an operation, and of its result."""
+        shapes = {p.name: p.invar.aval.shape for p in self.program.parameters}
+        own = ', '.join(shape_text(shapes[name]) for name in node.parameters)
+        return f'{own} → {shape_text(node.shape or ())}'
+
+    def trace_of_operation(self, node: Node) -> tuple[str, str]:
+        """The trace of an operation: its size in words, and all that there is to say."""
+        if not node.groups:
+            credit = {r.context['name']: r.context['credit'] for r in self.credits}
+            exact = all(credit[name] == 'exact' for name in node.parameters)
+            full = 'it reaches no hidden state position by position'
+            return 'no trace needed' if exact else 'no trace', full
+        if self.traces is None:
+            return 'can carry a trace', ''
+        paths = {tuple(self.hidden_groups[g].hidden_paths) for g in node.groups}
+        own = [
+            shapes
+            for (names, operation, hidden, *_), shapes in self.traces.items()
+            if {*names} <= {*node.parameters}
+            and operation in node.names
+            and hidden in paths
+        ]
+        if own:
+            arrays = [array for shapes in own for array in shapes]
+            size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
+            full = ' + '.join(f'{shape_text(shape)} {dtype}' for shape, dtype in arrays)
+            return f'trace {size_text(size)}', f'trace of {full}'
+        shared = any({*names} & {*node.parameters} for names, *_ in self.traces)
+        return 'trace of the whole net' if shared else 'no trace', ''
+
+    def _operation_lines(self) -> list[str]:
+        """Every use of parameters, with its sizes, its trace and its source."""
+        rows = [
+            (
+                ', '.join(node.parameters),
+                node.title,
+                self.size_of_operation(node),
+                self.trace_of_operation(node)[0],
+                source_of(node),
+            )
+            for node in self.chart.nodes
+            if node.kind == 'operation'
+        ]
+        if not rows:
+            return []
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        padded = lambda row: [
+            text.ljust(width) for text, width in zip(row, widths, strict=False)
+        ]
+        lines = ['  '.join(['', *padded(row), row[-1]]).rstrip() for row in rows]
+        return ['', 'Operations, with their sizes', *lines]
 
     def show(
         self,
@@ -153,8 +242,8 @@ class CompilationReport:
         print(self.to_str(level), file=file or sys.stdout)
 
     def to_html(self, file: Any = None, *, memory: Any = None) -> str:
-        """The report as a page that stands alone; written to a file (a path, or open
-        for text) if one is given.
+        """The report as one self-contained page; written to a file (a path, or open for
+        text) if one is given.
 
         ``memory``: a plan of :meth:`Learner.memory_plan`, to be drawn as bars.
         """
@@ -173,7 +262,9 @@ class CompilationReport:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __repr__(self) -> str:
-        counts = ', '.join(f'{n} {name}' for name, n in self.counts.items())
+        counts = ', '.join(
+            f'{n} {name}' for name, n in self.counts.items() if name not in RELATIONS
+        )
         rule = '' if self.rule is None else f'{self.rule.name}; '
         return f'CompilationReport({rule}{len(self.hidden_groups)} hidden group(s); {counts})'
 

@@ -1,4 +1,4 @@
-"""The model as boxes and arrows: who feeds whom inside a step and from step to step,
+"""The model as boxes and arrows: what feeds what inside a step and from step to step,
 and which arrows are cut."""
 
 from __future__ import annotations
@@ -7,18 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..compat import Atom, Equation, Var, is_var, source_line
+from ..analysis.dependence import Bits, flow, of, union
+from ..analysis.diagnostics import CompilationRecord, DiagnosticKind
+from ..analysis.facts import Facts
+from ..analysis.groups import HiddenGroup
+from ..analysis.sites import HiddenParamOpRelation, weight_operands
+from ..compat import Atom, Equation, Var, is_var, library_line, source_line
 from ..operations import operation_of
 from ..program import Parameter, Path, StepProgram
 from ..program.step import path_name
-from .dependence import Bits, flow, of, union
-from .diagnostics import CompilationRecord, DiagnosticKind
-from .facts import Facts
-from .groups import HiddenGroup
-from .sites import HiddenParamOpRelation, weight_operands
+from ..text import use_name
 
-KNOWN_AS = {'dot_general': 'matmul', 'conv_general_dilated': 'conv', 'mul': 'scale'}
-"""Primitives under the names that people know them by."""
 MOST = 4
 """More inputs, outputs or other states than these share one box."""
 
@@ -38,7 +37,8 @@ class Node:
 
     An operation is one use of ``parameters``, with the biases added right after it;
     ``groups`` are those it reaches position by position, and ``cuts`` the numbers of
-    records of cuts inside it. A group has its own number there.
+    records of cuts inside it. A group has its own number there. ``source``: the user's
+    own line; ``library``: that of the layer it calls, if it calls one.
     """
 
     kind: str
@@ -49,6 +49,7 @@ class Node:
     groups: tuple[int, ...] = ()
     source: str | None = None
     cuts: tuple[int, ...] = ()
+    library: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class _Use:
     equations: list[int]
     parameters: list[Parameter]
     source: str
+    library: str | None
     groups: dict[int, None] = field(default_factory=dict)
 
 
@@ -124,7 +126,8 @@ class ChartMaker:
             )
         uses: dict[int, _Use] = {}
         for i, eqn in equations.items():
-            use = _Use([i], self._parameters(eqn), source_line(eqn), reached[i])
+            places = source_line(eqn), library_line(eqn)
+            use = _Use([i], self._parameters(eqn), *places, reached[i])
             reads = union(behind[v] for v in eqn.outvars).reads
             before = next((uses[j] for j in uses if bits[j] == reads), None)
             if before and _adds(eqn):
@@ -169,7 +172,7 @@ class ChartMaker:
                     self.program.equations[i].primitive.name for i in use.equations
                 )
             )
-            title = ' + '.join(KNOWN_AS.get(name, name) for name in used)
+            title = ' + '.join(map(use_name, used))
             shape = self.program.equations[use.equations[-1]].outvars[0].aval.shape
             parameters = tuple(p.name for p in use.parameters)
             node = Node(
@@ -180,6 +183,7 @@ class ChartMaker:
                 parameters,
                 tuple(use.groups),
                 use.source,
+                library=use.library,
             )
             found.append((node, use.equations))
         for group in self.groups:
