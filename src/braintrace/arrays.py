@@ -5,6 +5,8 @@ Half precision, real and complex numbers may meet in one product.
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -69,12 +71,27 @@ def _known_value_jvp(primals: Any, tangents: Any) -> Any:
 
 def picked(values: jax.Array, positions: np.ndarray) -> jax.Array:
     """Values by flat position, zero where that is negative; no gather if they keep
-    their order."""
+    their order, or that of transposed axes."""
+    order = _order_of_axes(values.shape, positions)
+    if order is not None:
+        return jnp.transpose(values, order)
     flat = values.reshape(-1)
     if np.array_equal(positions.reshape(-1), np.arange(len(flat))):
         return flat.reshape(positions.shape)
     found = flat[np.maximum(positions, 0)]
     return found if (positions >= 0).all() else jnp.where(positions >= 0, found, 0)
+
+
+def _order_of_axes(
+    shape: tuple[int, ...], positions: np.ndarray
+) -> tuple[int, ...] | None:
+    """The order in which axes of an array are, if positions are its elements."""
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    for order in itertools.permutations(range(len(shape))):
+        seen = numbers.transpose(order)
+        if seen.shape == positions.shape and np.array_equal(seen, positions):
+            return order
+    return None
 
 
 def box_of(positions: np.ndarray) -> Box:
@@ -90,3 +107,26 @@ def padded(part: jax.Array, box: Box | None, shape: tuple[int, ...]) -> jax.Arra
         return part
     sides = [(p.start, n - p.stop) for p, n in zip(box, shape, strict=True)]
     return jnp.pad(part, [(0, 0)] * (part.ndim - len(sides)) + sides)
+
+
+def summed_by(values: jax.Array, index: np.ndarray, size: int) -> jax.Array:
+    """Values (..., *index.shape) added up by their index: (..., size); none below 0."""
+    repeated = []
+    for axis in range(index.ndim):
+        if (index == np.take(index, [0], axis)).all():
+            repeated.append(axis)
+    first = values.ndim - index.ndim
+    values = jnp.sum(values, axis=tuple(first + axis for axis in repeated))
+    index = index[*(0 if a in repeated else slice(None) for a in range(index.ndim))]
+    values, flat = values.reshape(*values.shape[:first], -1), index.reshape(-1)
+    if np.array_equal(flat, np.arange(size)):
+        return values
+    # An index beyond the end is dropped.
+    places = np.where(flat < 0, size, flat)
+    start = jnp.zeros((*values.shape[:first], size), values.dtype)
+    return start.at[..., places].add(values, mode='drop')
+
+
+def runs_on_mesh() -> bool:
+    """Whether the program that is traced now will be split over devices."""
+    return not jax.sharding.get_abstract_mesh().empty

@@ -205,7 +205,14 @@ def replace_sub_programs(
     return eqn.replace(params=params)
 
 
-_CONTROL = {'scan': 'scan', 'while': 'while', 'cond': 'cond'}
+loop_p = jex.Primitive('loop')
+"""A while loop that can be differentiated in reverse; ``program/loops.py`` says how."""
+loop_p.multiple_results = True
+loop_linear_p = jex.Primitive('loop_linear')
+"""Its derivative, a linear function of tangents or of cotangents."""
+loop_linear_p.multiple_results = True
+
+_CONTROL = {'scan': 'scan', 'while': 'while', 'cond': 'cond', 'loop': 'scan'}
 _CUSTOM = ('custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr')
 
 
@@ -251,28 +258,62 @@ _CALLBACKS = ('pure_callback', 'io_callback')
 
 
 def is_opaque(eqn: Equation) -> bool:
-    """True for what JAX cannot differentiate in reverse: loops of unknown length, calls
-    of Python code."""
-    return structure(eqn) == 'while' or eqn.primitive.name in _CALLBACKS
+    """True for what cannot be differentiated in reverse: calls of Python code, and loops
+    of unknown length that ``program/loops.py`` does not follow.
+
+    Without differentiable results there is nothing to differentiate.
+    """
+    known = structure(eqn) != 'while' and eqn.primitive.name not in _CALLBACKS
+    return not known and any(map(is_differentiable, eqn.outvars))
 
 
 class Scan(NamedTuple):
-    """A scan equation: operands are consts, carry, xs; results are carry, ys."""
+    """A scan, or a loop: operands are consts, carry, xs; results are carry, ys.
+
+    Before them a loop has operands that only its condition reads: ``num_ignored``.
+    ``key``: the name of the body among the sub-programs.
+    """
 
     body: ClosedJaxpr
     num_consts: int
     num_carry: int
-    length: int
+    num_ignored: int = 0
+    key: tuple[str, int | None] = ('jaxpr', None)
 
 
 def read_scan(eqn: Equation) -> Scan:
-    """The parts of a scan equation."""
+    """The parts of a scan or loop equation."""
     p = eqn.params
+    if eqn.primitive is loop_p:
+        body, first = p['body_jaxpr'], p['cond_nconsts']
+        key = ('body_jaxpr', None)
+        return Scan(body, p['body_nconsts'], len(eqn.outvars), first, key)
     if 'ft_in' in p:  # since JAX 0.11: a tree of consts, carry and xs
         num_consts, num_carry, _ = map(len, p['ft_in'].unpack())
     else:
         num_consts, num_carry = p['num_consts'], p['num_carry']
-    return Scan(p['jaxpr'], num_consts, num_carry, p['length'])
+    return Scan(p['jaxpr'], num_consts, num_carry)
+
+
+def trip_count(eqn: Equation) -> int | None:
+    """How often the body of an equation is run; None for a loop of unknown length."""
+    kind = structure(eqn)
+    if kind in ('scan', 'while'):
+        return eqn.params.get('length')
+    return 1
+
+
+def in_float32(eqn: Equation) -> Equation:
+    """A product that adds up in float32, whatever its operands are."""
+    if eqn.params.get('preferred_element_type') is None:
+        return eqn
+    return eqn.replace(params={**eqn.params, 'preferred_element_type': jnp.float32})
+
+
+def read_while(eqn: Equation) -> dict[str, Any]:
+    """The parts of a while equation: condition, body, how many constants each has."""
+    names = ('cond_jaxpr', 'body_jaxpr', 'cond_nconsts', 'body_nconsts')
+    return {name: eqn.params[name] for name in names}
 
 
 def read_branches(eqn: Equation) -> Sequence[ClosedJaxpr]:
@@ -361,6 +402,89 @@ def copy_equation(a: Atom, out: Var) -> Equation:
     return _new_equation([a], [out], jex.primitives.copy_p, {}, frozenset())
 
 
+# ---------------------------------------------------------------- kernels
+
+
+def kernel_primitive(
+    name: str,
+    *,
+    shape: Callable[..., tuple[tuple[int, ...], Any]],
+    portable: Callable[..., Any],
+    kernel: Callable[..., Any],
+    transposes: dict[int, Callable[..., Any]],
+    batched: Callable[..., tuple[Any, int] | None] | None = None,
+) -> Primitive:
+    """A primitive with a kernel of its own on CPUs, and JAX code for other platforms.
+
+    ``shape(*operands, **params)`` gives shape and type of the result, ``portable`` and
+    ``kernel`` the result itself. It is linear in each of the operands that have a
+    transpose: ``transposes[k](cotangent, *operands, **params)``, where operand k is not
+    known. ``batched(operands, has_axis, **params)`` runs many cases at once, given which
+    operands have a leading axis of cases: the result and the axis of cases in it. Where
+    it gives None, the cases run one after the other.
+    """
+    primitive = jex.Primitive(name)
+
+    @functools.cache
+    def compiled(params: tuple) -> Callable[..., Any]:
+        return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+    @primitive.def_impl
+    def impl(*operands: Any, **params: Any) -> Any:
+        return compiled(tuple(sorted(params.items())))(*operands)
+
+    @primitive.def_abstract_eval
+    def abstract(*operands: Any, **params: Any) -> Any:
+        return jax.core.ShapedArray(*shape(*operands, **params))
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        out = primitive.bind(*primals, **params)
+        terms = []
+        for k in transposes:
+            if not isinstance(tangents[k], ad.Zero):
+                moved = [*primals[:k], tangents[k], *primals[k + 1 :]]
+                terms.append(primitive.bind(*moved, **params))
+        zero = ad.Zero(jax.typeof(out).to_tangent_aval())
+        return out, sum(terms[1:], terms[0]) if terms else zero
+
+    def transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
+        found: list[Any] = [None] * len(operands)
+        for k, pull in transposes.items():
+            if ad.is_undefined_primal(operands[k]):
+                is_zero = isinstance(cotangent, ad.Zero)
+                zero = ad.Zero(operands[k].aval)
+                found[k] = zero if is_zero else pull(cotangent, *operands, **params)
+        return found
+
+    def batch(operands: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+        has_axis = [d is not None for d in dims]
+        moved = [
+            jnp.moveaxis(x, d, 0) if has else x
+            for x, d, has in zip(operands, dims, has_axis, strict=True)
+        ]
+        found = batched(moved, has_axis, **params) if batched else None
+        if found is not None:
+            return found
+        cases = [x for x, has in zip(moved, has_axis, strict=True) if has]
+
+        def one(case: list[Any]) -> Any:
+            rest = iter(case)
+            filled = [
+                next(rest) if has else x for x, has in zip(moved, has_axis, strict=True)
+            ]
+            return primitive.bind(*filled, **params)
+
+        return jax.lax.map(one, cases), 0
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch
+    lowered = functools.partial(mlir.lower_fun, multiple_results=False)
+    mlir.register_lowering(primitive, lowered(portable))
+    mlir.register_lowering(primitive, lowered(kernel), platform='cpu')
+    return primitive
+
+
 # ---------------------------------------------------------------- where an equation was written
 
 _TOOLS = ('jax', 'jaxlib', 'numpy', 'saiunit', 'brainunit', 'brainevent')
@@ -374,6 +498,7 @@ _MODELS = (
     'optax',
 )
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_FRONTENDS = _HERE + 'frontends'
 _STDLIB = os.path.dirname(functools.__file__) + os.sep
 
 
@@ -397,7 +522,7 @@ def _own_line(frames: Sequence[tuple[str, int]]) -> str | None:
     """``file:line`` of the first frame that is the user's, else of the first of a
     library of models."""
     frames = [f for f in frames if not _is_tool(f[0])]
-    models = [f for f in frames if _is_of(f[0], _MODELS) or f[0].startswith(_HERE)]
+    models = [f for f in frames if _in_library(f[0])]
     own = [f for f in frames if f not in models]
     return next((f'{file}:{line}' for file, line in own + models), None)
 
@@ -405,26 +530,69 @@ def _own_line(frames: Sequence[tuple[str, int]]) -> str | None:
 def source_line(eqn: Equation) -> str:
     """``file:line`` of the user's own code that made this equation.
 
-    Where no frame is the user's, the innermost frame of the library the model comes
-    from.
+    Where no frame is the user's, that of the library the model comes from.
     """
+    own, library = _places(eqn)
+    return own or library or 'unknown source'
+
+
+def library_line(eqn: Equation) -> str | None:
+    """``file:line`` of the layer of a library that made this equation, where the user's
+    own code called one."""
+    own, library = _places(eqn)
+    return library if own else None
+
+
+def source_text(eqn: Equation) -> str:
+    """The place where an equation was written, shortened: the user's own line, and that
+    of the layer it calls."""
+    own, library = short_source(source_line(eqn)), library_line(eqn)
+    return own if library is None else f'{short_source(library)}, called at {own}'
+
+
+def _places(eqn: Equation) -> tuple[str | None, str | None]:
+    """``file:line`` of the user's innermost frame, and of the layer of a library that
+    it called; either may be None."""
     stack = eqn.source_info.traceback
-    frames = [] if stack is None else [(f.file_name, f.line_num) for f in stack.frames]
-    outside = next(
-        (
-            i
-            for i, (file, _) in enumerate(frames)
-            if file.startswith(_HERE + 'frontends')
-        ),
-        len(frames),
-    )
-    return _own_line(frames[:outside]) or 'unknown source'
+    frames = [] if stack is None else list(stack.frames)
+    first = [i for i, f in enumerate(frames) if f.file_name.startswith(_FRONTENDS)]
+    frames = [
+        f for f in frames[: min(first, default=None)] if not _is_tool(f.file_name)
+    ]
+    users = [i for i, f in enumerate(frames) if not _in_library(f.file_name)]
+    inside = frames[: users[0]] if users else frames
+    # The frame nearest to the user's is the layer's own; those further inside, such as
+    # that of a linear map, are the same for many layers.
+    layers = [f for f in inside if _is_layer(f)] or ([] if users else inside[:1])
+    line = lambda f: f'{f.file_name}:{f.line_num}'
+    own = line(frames[users[0]]) if users else None
+    return own, line(layers[-1]) if layers else None
+
+
+def _in_library(file: str) -> bool:
+    """Whether a file is of a library of layers, this package's included; its ready-made
+    networks are models."""
+    if file.startswith(_HERE):
+        return not file.startswith(_HERE + 'networks')
+    return _is_of(file, _MODELS)
+
+
+def _is_layer(frame: Any) -> bool:
+    """Whether a frame of a library is in the code of a layer."""
+    file = frame.file_name
+    if frame.function_name.rpartition('.')[2] == '__call__':
+        return not _is_of(file, ('brainstate',))  # its modules define update
+    if file.startswith(_HERE):
+        return file.startswith(_HERE + 'nn')
+    whole = _is_of(file, ('brainstate', 'flax', 'equinox'))
+    return not whole or f'{os.sep}nn{os.sep}' in file
 
 
 def short_source(source: str) -> str:
-    """A place in a file for people: from its package, or from the working folder, if it
+    """A place in a file, shortened: from its package, or from the working folder, if it
     is in one of them."""
     *_, rest = source.rpartition('-packages' + os.sep)
+    rest = rest.removeprefix(os.path.dirname(_HERE.rstrip(os.sep)) + os.sep)
     return rest.removeprefix(os.getcwd() + os.sep)
 
 
@@ -434,9 +602,7 @@ def failing_line(error: BaseException) -> str:
     frames = [
         (f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)
     ]
-    calls = [
-        i for i, (file, _) in enumerate(frames) if file.startswith(_HERE + 'frontends')
-    ]
+    calls = [i for i, (file, _) in enumerate(frames) if file.startswith(_FRONTENDS)]
     place = _own_line(frames[max(calls, default=-1) + 1 :][::-1])
     if place is None:
         return ''
@@ -456,8 +622,8 @@ def from_library(jaxpr: Any) -> bool:
 def inlined(eqn: Equation, caller: Equation, body: Any, **changes: Any) -> Equation:
     """An equation of a called program as it stands in the calling one.
 
-    Programs of library functions are cached by JAX and remember their first caller, so
-    there the line of this call counts. Names of scopes add up.
+    Programs of library functions are cached by JAX with the source line of their first
+    caller, so there the line of this call is used. Names of scopes add up.
     """
     info = eqn.source_info
     if from_library(body):

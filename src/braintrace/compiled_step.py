@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -200,8 +201,10 @@ class Group:
     ``pattern``: (i, j) where the new component i can depend on the old component j.
     ``direct``: components of old states that a target reads without any new state
     between. ``reached``: the components of the new states that each tap result can
-    reach. ``components(values)`` splits the old states among ``values`` into real
-    arrays of the positions' shape, and ``states(components)`` puts them together again.
+    reach. ``shared``: tap results of which one element reaches several positions; in
+    their sites y has one element for each position. ``components(values)`` splits the
+    old states among ``values`` into real arrays of the positions' shape, and
+    ``states(components)`` puts them together again.
     """
 
     name: Any
@@ -212,11 +215,42 @@ class Group:
     reached: Mapping[Key, tuple[int, ...]]
     components: Callable[[Mapping[Key, Any]], list[jax.Array]]
     states: Callable[[Sequence[jax.Array]], Values]
+    shared: frozenset[Key] = frozenset()
 
     @property
     def size(self) -> int:
         """Components: states of a position."""
         return len(self.dtypes)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A product u · W by which the new states of a group reach a linear read-out.
+
+    Each position of the group acts on at most one element of u. Y is a read-out with a
+    memory of its own, a group of one state per position that decays by constant
+    factors; or there is no Y, and the product leads to targets without any memory.
+
+    ``source`` names u. ``states`` and ``old_states``: the components of ``lower`` that
+    u depends on, new and old ones. ``slopes(constants, values)`` gives ∂u/∂h for each
+    of the new and of the old ones, at the positions of ``lower``. ``pull(constants,
+    values, found, feedback)`` gives what Y (or, without Y, the targets) sends back to
+    u, at the same positions; ``found`` holds the derivatives of the step, of which the
+    signal of Y (or the gradient of the product) is read, and ``feedback`` replaces W.
+    ``decays``: (κ, which positions of Y decay by it, None for all of them), empty where
+    they are no constants. ``is_complete``: these states reach Y by no path but the
+    links between the two groups.
+    """
+
+    lower: int
+    readout: int | None
+    source: Key
+    states: tuple[int, ...]
+    old_states: tuple[int, ...]
+    decays: tuple[tuple[float, np.ndarray | None], ...]
+    is_complete: bool
+    slopes: Callable[[Values, Values], tuple[Components, Components]]
+    pull: Callable[[Values, Values, Signals, Mapping[Any, Any]], jax.Array]
 
 
 class Signals(NamedTuple):
@@ -257,8 +291,6 @@ class CompiledStep:
     """Further values that are returned for every step."""
     groups: tuple[Group, ...]
     taps: tuple[Tap, ...]
-    readouts: Mapping[Any, Key]
-    """Products with weights between hidden states and targets: the weight of each."""
     weights: tuple[Key, ...]
     """All values that gradients are summed for: weights of taps, and constant targets.
     """
@@ -300,8 +332,26 @@ class CompiledStep:
     does."""
     has_forward_mode: bool = True
     """Whether ``run`` can be differentiated forward."""
+    find_readouts: Callable[[], Mapping[Any, Key]] = dict
+    """Finds :attr:`readouts`, which few rules need."""
+    find_links: Callable[[], tuple[Link, ...]] = tuple
+    """Finds :attr:`links`."""
     modulator: Callable[[Values, Values], jax.Array] | None = None
     """(constants, values): the modulator that the step itself computes, if it does."""
+    slopes: Callable[[Values, Values], list[Values]] | None = None
+    """(constants, values): ∂h/∂y at every position, components by group and shared
+    result y."""
+
+    @cached_property
+    def readouts(self) -> Mapping[Any, Key]:
+        """Products with weights between hidden states and targets, or between hidden
+        states and a linear read-out that is a state itself: the weight of each."""
+        return self.find_readouts()
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """Products that lead from groups to linear read-outs."""
+        return self.find_links()
 
     @property
     def written(self) -> tuple[Key, ...]:

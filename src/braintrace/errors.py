@@ -1,4 +1,5 @@
-"""Errors of the package, each told in three parts."""
+"""Errors of the package, each with three parts: what was written, why it fails, the
+fix."""
 
 from __future__ import annotations
 
@@ -6,13 +7,19 @@ import difflib
 from collections.abc import Iterable
 
 
-def three_parts(wrote: str, why: str, instead: str) -> str:
-    """The text of an error: what was written, why it cannot work, what to write
-    instead."""
-    return f'{wrote}\n  {_WHY}{why}\n  what to write instead: {instead}'
+def three_parts(written: str, why: str, fix: str) -> str:
+    """The text of an error: what was written, why it does not work, how to fix it.
+
+    >>> print(three_parts('batch_size=0', 'a batch has samples', 'batch_size=1 or more'))
+    batch_size=0
+      Why: a batch has samples
+      Fix: batch_size=1 or more
+    """
+    return f'{written}\n  {_WHY}{why}\n  {_FIX}{fix}'
 
 
-_WHY = 'why it cannot work: '
+_WHY = 'Why: '
+_FIX = 'Fix: '
 
 
 def printable(text: object, keep: str = '') -> str:
@@ -27,8 +34,7 @@ def printable(text: object, keep: str = '') -> str:
 
 
 def one_of(choices: Iterable[str], given: object = '') -> str:
-    """What to write instead of a name that is not known: one of these, the nearest
-    first."""
+    """The fix for an unknown name: one of these, the nearest first."""
     names = list(choices)
     near = difflib.get_close_matches(str(given).lower(), names, 1)
     named = ', '.join(repr(name) for name in dict.fromkeys([*near, *names]))
@@ -36,8 +42,15 @@ def one_of(choices: Iterable[str], given: object = '') -> str:
 
 
 def is_explained(error: BaseException) -> bool:
-    """Whether an error is told in three parts."""
-    return _WHY in str(error)
+    """Whether the text of an error has the three parts."""
+    text = str(error)
+    return f'\n  {_WHY}' in text and f'\n  {_FIX}' in text
+
+
+class UnknownName(KeyError):
+    """A name that a mapping does not have; its text is shown as it is written."""
+
+    __str__ = Exception.__str__
 
 
 class CompilationError(Exception):
@@ -46,3 +59,7 @@ class CompilationError(Exception):
 
 class NotSupportedError(Exception):
     """A well-formed request that this package does not serve."""
+
+
+class CreditWarning(UserWarning):
+    """Some parameters of a compiled model get no gradient, or little of it."""

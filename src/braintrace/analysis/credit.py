@@ -22,14 +22,17 @@ from ..compat import (
     is_opaque,
     is_var,
     is_whole_cut,
+    library_line,
     open_jaxpr,
-    short_source,
     source_line,
+    source_text,
     structure,
     sub_programs,
 )
+from ..errors import CompilationError, three_parts
 from ..program import Hidden, Parameter, Path
 from ..program.step import path_name
+from ..text import operation_name
 from .dependence import of, union
 from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .facts import Facts
@@ -37,7 +40,11 @@ from .groups import HiddenGroup
 from .positions import Cut, Positions
 from .sites import HiddenParamOpRelation
 
-UNFELT = 'no output of its step feels it, and no credit comes back from later ones'
+Links = frozenset[tuple[int, int]]
+"""Pairs (group, read-out) whose traces carry the memory of the read-out."""
+NO_CREDIT = (
+    'no output of its step depends on it, and no credit comes back from later ones'
+)
 """Begins the reason of a parameter that BPTT would teach and traces cannot."""
 
 
@@ -129,25 +136,13 @@ class CreditAnalysis:
 
     @cached_property
     def _opaque(self) -> list[tuple[Equation, int]]:
-        """What has no reverse derivative, and the bits whose credit ends there."""
-        equations = self.facts.program.equations
-        source = {e.outvars[0]: e.invars[0] for e in equations if is_whole_cut(e)}
-        found = []
-        for eqn in equations:
-            bits = self._grads([source.get(v, v) for v in eqn.invars if is_var(v)])
-            found += [(e, bits) for e in _opaque_in(eqn) if bits]
-        return found
+        return opaque_equations(self.facts)
 
     def _stopped(self, bits: int) -> list[str]:
         return [f'no credit passes {_at(e)}' for e, into in self._opaque if into & bits]
 
     def _cuts(self, g: int, bits: int) -> list[Cut]:
         return [c for c in self.positions[g].found if c.bits.grads & bits]
-
-    @cached_property
-    def _leaks(self) -> list[list[str]]:
-        """Why credit that reached each group is not all carried on."""
-        return [self._leaks_of(g) for g in range(len(self.groups))]
 
     @cached_property
     def _making(self) -> list[list[Equation]]:
@@ -184,13 +179,14 @@ class CreditAnalysis:
         return next((e for e in doors if self._grads(e.outvars) & bits), None)
 
     @cached_property
-    def _crossings(self) -> list[list[str]]:
+    def _crossings(self) -> list[dict[int, str]]:
         """The other groups that each group feeds, in words."""
         return [self._crossings_of(g) for g in range(len(self.groups))]
 
-    def _crossings_of(self, g: int) -> list[str]:
+    def _crossings_of(self, g: int) -> dict[int, str]:
         old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
-        name, found = _names(self.groups[g].hidden_paths), []
+        name = _names(self.groups[g].hidden_paths)
+        found: dict[int, str] = {}
         for other, live in enumerate(self._live_groups):
             fed = (
                 self._new[other] & (old | new) if live else self._passed_on[other] & old
@@ -199,20 +195,21 @@ class CreditAnalysis:
                 passage = self._passage(g, other) or self._passage(
                     g, other, within=True
                 )
-                where = f' ({short_source(source_line(passage))})' if passage else ''
-                found.append(
-                    f'{name} feeds {_names(self.groups[other].hidden_paths)}, another group{where}'
-                )
+                where = f' ({source_text(passage)})' if passage else ''
+                fed_paths = _names(self.groups[other].hidden_paths)
+                found[other] = f'{name} feeds {fed_paths}, another group{where}'
         return found
 
-    def _leaks_of(self, g: int) -> list[str]:
+    def _leaks_of(self, g: int, linked: Links = frozenset()) -> list[str]:
+        """Why credit that reached a group is not all carried on."""
         old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
         name = _names(self.groups[g].hidden_paths)
         found = [
             f'{name} feeds itself across positions, cut at {_at(c.eqn)}'
             for c in self._cuts(g, old)[:1]
         ]
-        found += self._crossings[g]
+        crossings = self._crossings[g].items()
+        found += [text for other, text in crossings if (g, other) not in linked]
         for state in self._live_others:
             if self._grads([state.outvar]) & (old | new):
                 found.append(
@@ -237,8 +234,14 @@ class CreditAnalysis:
             seen & new or read & old for new, old in new_and_old
         )
 
-    def judge(self, parameter: Parameter) -> tuple[str, str]:
-        """Credit class of one parameter array, and the reason."""
+    def judge(
+        self, parameter: Parameter, linked: Links = frozenset()
+    ) -> tuple[str, str]:
+        """Credit class of one parameter array, and the reason.
+
+        ``linked``: pairs of groups (g, read-out) where traces carry all that g does to
+        the read-out.
+        """
         bit = self.facts.bit[parameter.invar]
         stopped = self._stopped(bit)
         if not self._all_results & bit:
@@ -254,39 +257,60 @@ class CreditAnalysis:
         if not reached and not others and not stopped:
             return 'exact', 'acts on outputs of its own step only'
         into = lambda g: _names(self.groups[g].hidden_paths)
-        lost = [
-            f'path to {into(g)} cut at {_at(c.eqn)}: {c.reason}'
-            for g in reached
-            for c in self._cuts(g, bit)
-        ]
-        lost += [leak for g in met for leak in self._leaks[g]]
+        cuts: dict[tuple, str] = {}
+        for g in reached:
+            for c in self._cuts(g, bit):
+                text = f'path to {into(g)} cut at {_at(c.eqn)}: {c.reason}'
+                cuts.setdefault((g, c.reason, _key(c.eqn)), text)
+        lost = list(cuts.values())
+        lost += [leak for g in met for leak in self._leaks_of(g, linked)]
         lost += [
             f'feeds {path_name(o.path)}, which is not a hidden state' for o in others
         ]
         lost = list(dict.fromkeys([*lost, *stopped]))
-        told = lambda lost: (
+        shown = lambda lost: (
             lost[0] + (f' (and {len(lost) - 1} more)' if len(lost) > 1 else '')
         )
         sites = [s for s in self.sites if parameter in s.parameters]
+        remembered = {g for g, _ in linked}
         carried = [
-            g for s in sites for g in s.hidden_groups if self._remembers[g.index]
+            g
+            for s in sites
+            for g in s.hidden_groups
+            if self._remembers[g.index] or g.index in remembered
         ]
         if lost and not self._is_felt(bit, carried):
             return (
                 'none',
-                f'{UNFELT}: {[*(x for g in met for x in self._crossings[g]), *lost][0]}',
+                f'{NO_CREDIT}: {[*self._feeding(met), *lost][0]}',
             )
         if not carried:
             why = (
-                told(lost) if lost else 'no state keeps its value position by position'
+                shown(lost) if lost else 'no state keeps its value position by position'
             )
             return 'instantaneous', why
         if lost:
-            return 'local', told(lost)
+            return 'local', shown(lost)
         return (
             'exact',
             f'every path into {_names(carried[0].hidden_paths)} keeps its position',
         )
+
+    def _feeding(self, groups: Sequence[int]) -> list[str]:
+        return [text for g in groups for text in self._crossings[g].values()]
+
+    def readouts_of(self, parameter: Parameter, linked: Links) -> list[str]:
+        """Names of the read-outs to which a parameter's groups are linked."""
+        bit = self.facts.bit[parameter.invar]
+        pairs = sorted(pair for pair in linked if self._new[pair[0]] & bit)
+        names = (_names(self.groups[readout].hidden_paths) for _, readout in pairs)
+        return list(dict.fromkeys(names))
+
+    def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
+        """Pairs (g, other) of groups where a parameter moves g and g feeds the other."""
+        bit = self.facts.bit[parameter.invar]
+        met = [g for g in range(len(self.groups)) if self._new[g] & bit]
+        return [(g, other) for g in met for other in self._crossings[g]]
 
     def is_temporal(self, parameter: Parameter) -> bool:
         """Whether the parameter moves a state whose old value matters at a later step."""
@@ -312,6 +336,14 @@ class CreditAnalysis:
                 DiagnosticLevel.NOTICE,
                 f'{path_name(path)} is neither read nor written by the step',
             )
+        for path in self.facts.program.constant_hidden:
+            yield CompilationRecord(
+                DiagnosticKind.CONSTANT_STATE,
+                DiagnosticLevel.NOTICE,
+                f'{path_name(path)} is read and never written by the step: it is a '
+                'constant, and has no trace',
+                context={'state': path},
+            )
         yield from self._credit_records()
 
     @cached_property
@@ -331,7 +363,7 @@ class CreditAnalysis:
         return found
 
     def _cut_records(self) -> Iterator[CompilationRecord]:
-        found: dict[tuple[str, Path | None], CompilationRecord] = {}
+        found: dict[tuple, CompilationRecord] = {}
         for g, positions in enumerate(self.positions):
             hidden = tuple(self.groups[g].hidden_paths)
             old = self.facts.old(self.members[g])
@@ -348,13 +380,15 @@ class CreditAnalysis:
                     message = (
                         f'{what} → {_names(hidden)} cut at {_at(cut.eqn)}: {cut.reason}'
                     )
-                    if (message, path) not in found:
+                    key = (hidden, path, cut.reason, _key(cut.eqn))
+                    if key not in found:
                         context = {
                             'source': source_line(cut.eqn),
+                            'library': library_line(cut.eqn),
                             'operand': cut.operand,
                             'elements': cut.elements,
                         }
-                        found[message, path] = CompilationRecord(
+                        found[key] = CompilationRecord(
                             DiagnosticKind.CUT,
                             DiagnosticLevel.NOTICE,
                             message,
@@ -363,7 +397,7 @@ class CreditAnalysis:
                             hidden,
                             {**context, 'equations': []},
                         )
-                    places = found[message, path].context['equations']
+                    places = found[key].context['equations']
                     if equation is not None and equation not in places:
                         places.append(equation)
         yield from found.values()
@@ -400,7 +434,7 @@ class CreditAnalysis:
                 yield CompilationRecord(
                     DiagnosticKind.PROBED if probed else DiagnosticKind.MISSING_RULE,
                     DiagnosticLevel.NOTICE if probed else DiagnosticLevel.WARNING,
-                    f'primitive {name!r} at {short_source(line)} has no rule: {told}; '
+                    f'primitive {name!r} at {source_text(eqn)} has no rule: {told}; '
                     f'say how it treats positions with braintrace.register_primitive({name!r}, ...)',
                     name,
                     None,
@@ -413,15 +447,11 @@ class CreditAnalysis:
         for eqn, _ in self._opaque:
             line, name = source_line(eqn), eqn.primitive.name
             instead = 'give it one with jax.custom_vjp, or write it in JAX'
-            if name == 'while':
-                name, instead = (
-                    'while loop',
-                    'write a loop of fixed length (lax.scan, or fori_loop with static bounds)',
-                )
             yield CompilationRecord(
                 DiagnosticKind.NOT_DIFFERENTIABLE,
                 DiagnosticLevel.WARNING,
-                f'{name} at {short_source(line)} has no reverse derivative: no credit passes it; {instead}',
+                f'{operation_name(name)} at {source_text(eqn)} has no reverse derivative: '
+                f'no credit passes it; {instead}',
                 eqn.primitive.name,
                 context={'source': line},
             )
@@ -438,7 +468,7 @@ class CreditAnalysis:
                 DiagnosticKind.OTHER_STATE,
                 DiagnosticLevel.NOTICE,
                 f'{path_name(state.path)} carries differentiable information from step to step but is not a '
-                'hidden state: credit through it ends with the step',
+                'hidden state: credit through it ends with the step; a brainstate.HiddenState keeps it',
                 hidden_paths=hidden,
                 context={'state': state.path},
             )
@@ -490,6 +520,39 @@ def _credit_record(
     )
 
 
+def opaque_equations(facts: Facts) -> list[tuple[Equation, int]]:
+    """What has no reverse derivative, and the bits whose credit ends there."""
+    equations = facts.program.equations
+    source = {e.outvars[0]: e.invars[0] for e in equations if is_whole_cut(e)}
+    found = []
+    for eqn in equations:
+        read = [source.get(v, v) for v in eqn.invars if is_var(v)]
+        bits = union(of(facts.total, v) for v in read).grads
+        found += [(e, bits) for e in _opaque_in(eqn) if bits]
+    return found
+
+
+def check_loops(facts: Facts) -> None:
+    """Raise if credit is lost in a loop of unknown length.
+
+    Such loops are followed, except where they print or call Python code.
+    """
+    hidden = facts.program.hidden
+    wanted = facts.parameters | facts.old(hidden) | facts.new(hidden)
+    for eqn, bits in opaque_equations(facts):
+        if structure(eqn) == 'while' and bits & wanted:
+            raise CompilationError(
+                three_parts(
+                    f'a while loop with side effects at {source_text(eqn)}',
+                    'parameters or hidden states act on its results, and reverse mode '
+                    'runs its rounds again, so it would print or call back again too',
+                    'the loop without jax.debug or callbacks in it; a loop of fixed '
+                    'length (jax.lax.scan, fori_loop with static bounds); or '
+                    'jax.lax.stop_gradient on what it reads, if no gradient is needed',
+                )
+            )
+
+
 def _opaque_in(eqn: Equation) -> Iterator[Equation]:
     """What has no reverse derivative in an equation: itself, or equations of its body
     where no rule of its own does."""
@@ -502,7 +565,12 @@ def _opaque_in(eqn: Equation) -> Iterator[Equation]:
 
 
 def _at(eqn: Equation) -> str:
-    return f'{eqn.primitive.name} ({short_source(source_line(eqn))})'
+    return f'{operation_name(eqn.primitive.name)} ({source_text(eqn)})'
+
+
+def _key(eqn: Equation) -> tuple[str, str]:
+    """Equations of one operation and one line of the user's are reported once."""
+    return eqn.primitive.name, source_line(eqn)
 
 
 def _names(paths: Sequence[Path]) -> str:

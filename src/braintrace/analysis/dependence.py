@@ -125,6 +125,7 @@ def carry_fixpoint(
 
 def _scan(eqn: Equation, operands: list[Bits]) -> list[Bits]:
     scan = read_scan(eqn)
+    operands = operands[scan.num_ignored :]
     a, b = scan.num_consts, scan.num_consts + scan.num_carry
     carry, ys = carry_fixpoint(scan.body, operands[:a], operands[a:b], operands[b:])
     return [*carry, *ys]

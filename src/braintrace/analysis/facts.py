@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from ..compat import Var
+from ..compat import Atom, Var
 from ..program import Hidden, StepProgram
 from .constants import Constants
-from .dependence import Bits, flow
+from .dependence import Bits, flow, of, union
 from .positions import Credit, Positions, find_positions
 
 
@@ -72,6 +73,20 @@ class Facts:
         """Sources of every value by any path."""
         return self._flow(None)
 
+    def ever_behind(self, atoms: Iterable[Atom]) -> int:
+        """Bits of all that these values depend on, in their own step or by states that
+        earlier steps left."""
+        p, total = self.program, self.total
+        every: list[Any] = [*p.hidden, *p.others]
+        states = [(self.bit[state.invar], state.outvar) for state in every]
+        found = union(of(total, atom) for atom in atoms).grads
+        while True:
+            passed = [new for old, new in states if new is not None and found & old]
+            more = found | union(of(total, new) for new in passed).grads
+            if more == found:
+                return found
+            found = more
+
     @cached_property
     def _split(self) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
         behind: dict[Var, Bits] = {}
@@ -88,9 +103,9 @@ class Facts:
         """Sources of each new hidden state by paths through no other new state."""
         return self._split[1]
 
-    def within(self, group: tuple[Hidden, ...]) -> Within:
+    def through(self, group: tuple[Hidden, ...]) -> SourcesThrough:
         """Sources of every value by paths through no new state but those of the group."""
-        return Within(self, group)
+        return SourcesThrough(self, group)
 
     def is_weight(self, bits: Bits) -> bool:
         """Depends on parameters, and on nothing but parameters and constants."""
@@ -123,17 +138,25 @@ class Facts:
         All have one shape; paths lead through no new states but those in ``through``.
         """
         jaxpr = self.program.closed.jaxpr
-        credit = Credit(self.parameters | self.old(old), self.data)
+        before = self.old(old)
+        credit = Credit(self.parameters | before, self.data, before)
         starts = [(h.outvar, h.positions) for h in new]
         keep = {h.invar: h.positions for h in old}
         stop = self.new_bit.keys() - {h.outvar for h in through}
         size = int(np.prod(new[0].varshape))
         return find_positions(
-            jaxpr, self.within(through), credit, starts, keep, stop, size, self.constant
+            jaxpr,
+            self.through(through),
+            credit,
+            starts,
+            keep,
+            stop,
+            size,
+            self.constant,
         )
 
 
-class Within(Mapping[Var, Bits]):
+class SourcesThrough(Mapping[Var, Bits]):
     """A view of the direct sources in which some new hidden states are not barriers."""
 
     def __init__(self, facts: Facts, through: tuple[Hidden, ...]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..compat import ClosedJaxpr, Jaxpr, Var
 from ..errors import CompilationError, three_parts
@@ -13,22 +13,27 @@ from ..frontends import extract
 from ..frontends.brainstate import path_mapping
 from ..program import Hidden, Path, StepProgram
 from ..program.bare import program_of_jaxpr
-from .credit import CreditAnalysis
+from ..program.step import path_name
+from .credit import CreditAnalysis, check_loops
+from .dependence import of
 from .diagnostics import CompilationRecord, DiagnosticKind
 from .facts import Facts
 from .groups import HiddenGroup, group_hidden, make_group
 from .perturbation import HiddenPerturbation, add_perturbation
 from .positions import Positions
-from .report import CompilationReport
+from .relations import relation_records
 from .sites import HiddenParamOpRelation, find_sites
+
+if TYPE_CHECKING:
+    from ..report import CompilationReport
 
 GroupsByPath = dict[Path, HiddenGroup]
 Groups = tuple[tuple[HiddenGroup, ...], GroupsByPath]
 
 
 class ETraceGraph(NamedTuple):
-    """A compiled model: who remembers, who feeds whom, and what was given up on the
-    way."""
+    """A compiled model: its hidden groups, the uses of its parameters, and the paths
+    that were cut."""
 
     module_info: Any
     hidden_groups: tuple[HiddenGroup, ...]
@@ -56,7 +61,10 @@ class ETraceGraph(NamedTuple):
 
     @property
     def report(self) -> CompilationReport:
-        """The findings, to be read by a person."""
+        """The findings as a readable report."""
+        # The report is above this layer, so it is imported only where it is made.
+        from ..report import CompilationReport
+
         credits = self.explain(kind=DiagnosticKind.CREDIT)
         traced = dict.fromkeys(r.weight_path for r in credits if r.hidden_paths)
         first = {r.weight_path: r.context['credit'] for r in reversed(credits)}
@@ -139,6 +147,7 @@ class Analysed(NamedTuple):
 def analyse(program: StepProgram) -> Analysed:
     """Groups and positions of a step program."""
     facts = Facts(program)
+    check_loops(facts)
     members = group_hidden(facts)
     positions = [facts.positions(group, group, group) for group in members]
     pairs = enumerate(zip(members, positions, strict=True))
@@ -205,6 +214,7 @@ def graph_of(
     credit = CreditAnalysis(
         analysed.facts, analysed.members, analysed.groups, analysed.positions, sites
     )
+    found = tuple(credit.records())
     return ETraceGraph(
         module_info=info.add_jaxpr_outs(
             _extra_outputs(program, analysed.groups, sites)
@@ -213,7 +223,10 @@ def graph_of(
         hid_path_to_group=analysed.by_path,
         hidden_param_op_relations=sites,
         hidden_perturb=add_perturbation(program) if include_hidden_perturb else None,
-        diagnostics=tuple(credit.records()),
+        diagnostics=(
+            *found,
+            *relation_records(program, analysed.groups, sites, found),
+        ),
     )
 
 
@@ -236,14 +249,45 @@ def _extra_outputs(
     return [v for v in dict.fromkeys(wanted) if v not in returned]
 
 
+def kept_in_other_states(program: StepProgram) -> list[Path]:
+    """Paths of states whose new value depends on their own old value and on a parameter,
+    and that are not hidden states."""
+    facts = Facts(program)
+    found = []
+    for other in program.others:
+        if other.outvar is None:
+            continue
+        grads = of(facts.total, other.outvar).grads
+        if grads & facts.bit[other.invar] and grads & facts.parameters:
+            found.append(other.path)
+    return list(dict.fromkeys(found))
+
+
 def check_hidden(program: StepProgram) -> None:
     """Raise unless the step writes a hidden state."""
     if not program.hidden:
+        read = ', '.join(map(path_name, program.constant_hidden))
+        kept = kept_in_other_states(program)
+        if kept:
+            names = ', '.join(map(path_name, kept))
+            raise CompilationError(
+                three_parts(
+                    f'a model whose step writes no hidden state: {names} '
+                    f'{"is" if len(kept) == 1 else "are"} kept from step to step in '
+                    'another kind of state',
+                    'eligibility traces belong to states that depend on their own past '
+                    'values, and only a brainstate.HiddenState is one',
+                    'brainstate.HiddenState in place of brainstate.State or '
+                    f'brainstate.ShortTermState for {names}',
+                )
+            )
         raise CompilationError(
             three_parts(
-                'a model whose step writes no hidden state',
-                'eligibility traces live in states that depend on their own past; there are none',
-                'keep what the model remembers in a brainstate.HiddenState; train a memoryless model by plain grad',
+                'a model whose step writes no hidden state'
+                + (f' and only reads {read}' if read else ''),
+                'eligibility traces belong to states that depend on their own past values, and there are none',
+                'keep values that the next step needs in a brainstate.HiddenState; '
+                'train a model without such values by jax.grad',
             )
         )
 

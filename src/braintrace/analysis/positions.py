@@ -1,10 +1,14 @@
 """Position analysis: run the program backward on its own index map.
 
 Every new hidden state of a group starts with its own position numbers; the pass hands
-labels back through the families' rules. Where one element would reach two positions the
-edge is cut, masked element by element. Old states of the group keep only edges that
+labels back through the families' rules. Old states of the group keep only edges that
 lead to their own position, and so D_t is block-diagonal by construction: along edges
 that remain, the label never changes.
+
+A trace has one row for each pair of an element and a position it reaches. So an element
+may reach several positions as long as each position is reached by one element: a value
+that is broadcast has as many pairs as there are positions, no more than a dense layer.
+Beyond that the edge is cut, masked element by element.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +42,15 @@ from ..operations import (
     forward_labels,
     operation_of,
 )
-from ..operations.labels import CONFLICT, NONE, Labels, join, join_over
+from ..operations.labels import (
+    CONFLICT,
+    NONE,
+    Labels,
+    join,
+    join_over,
+    sources_of,
+    sources_through,
+)
 from ..program.slicing import Cuts
 from .constants import Constants
 from .dependence import Bits, carry_fixpoint, flow, of
@@ -58,9 +70,14 @@ class Cut:
 
 @dataclass
 class Positions:
-    """What a pass found: labels, the edges that carry credit, cuts and gaps."""
+    """What a pass found: labels, the edges that carry credit, cuts and gaps.
+
+    ``sources`` has the values of which an element reaches several positions: the
+    element that reaches each position, flat. Their labels say CONFLICT there.
+    """
 
     labels: dict[Var, np.ndarray] = field(default_factory=dict)
+    sources: dict[Var, np.ndarray] = field(default_factory=dict)
     edges: set[tuple[int, int]] = field(default_factory=set)
     cuts: Cuts = field(default_factory=Cuts)
     found: list[Cut] = field(default_factory=list)
@@ -70,18 +87,36 @@ class Positions:
 @dataclass(frozen=True)
 class Credit:
     """Which values matter to one group: those with a gradient from these sources, met
-    with data."""
+    with data. ``old``: the sources among them that are old states."""
 
     sources: int
     data: int
+    old: int = -1
 
     def __call__(self, bits: Bits) -> bool:
         return bool(bits.grads & self.sources) and bool(bits.reads & self.data)
+
+    def reaches(self, bits: Bits) -> bool:
+        """Whether old states of the group reach a value."""
+        return bool(bits.grads & self.old)
 
 
 FAN_OUT = 'one element reaches several positions'
 PARTED = 'its uses reach different positions'
 MOVED = 'a position reaches another position'
+
+
+class Use(NamedTuple):
+    """What one operand of an equation reaches: labels, and sources if there are any."""
+
+    equation: int
+    operand: int
+    labels: np.ndarray
+    sources: Labels
+
+    def pairs(self, size: int) -> np.ndarray:
+        """The element that reaches each position; CONFLICT where several do."""
+        return sources_of(self.labels, size) if self.sources is None else self.sources
 
 
 class _Pass:
@@ -96,7 +131,9 @@ class _Pass:
         const: Constants,
         out: Positions,
         opaque: bool = False,
+        is_body: bool = False,
     ):
+        self.is_body = is_body
         self.jaxpr, self.env, self.credit, self.size, self.const = (
             jaxpr,
             env,
@@ -105,7 +142,7 @@ class _Pass:
             const,
         )
         self.out, self.opaque = out, opaque
-        self.uses: dict[Var, list[tuple[int, int, np.ndarray]]] = defaultdict(list)
+        self.uses: dict[Var, list[Use]] = defaultdict(list)
         self.reading: dict[Var, list[tuple[int, int]]] = defaultdict(list)
         self.starts: dict[Var, Labels] = {}
         self.keep: Mapping[Var, np.ndarray] = {}
@@ -131,7 +168,7 @@ class _Pass:
                 if o is not None:
                     self.out.labels[v] = o
             for k, edge in enumerate(self.operands(i, eqn, outs)):
-                self.use(i, k, eqn, edge)
+                self.use(i, k, eqn, outs, edge)
         for v in (*self.jaxpr.invars, *self.jaxpr.constvars):
             labels = self.resolve(v)
             if labels is not None:
@@ -146,8 +183,10 @@ class _Pass:
         bits = of(self.env, eqn.invars[k])
         self.out.found.append(Cut(eqn, k, reason, bits, int(mask.sum())))
 
-    def use(self, i: int, k: int, eqn: Equation, edge: Labels) -> None:
-        """Note what one operand reaches; elements that reach several positions are cut."""
+    def use(
+        self, i: int, k: int, eqn: Equation, outs: list[Labels], edge: Labels
+    ) -> None:
+        """Note what one operand reaches; elements with too many pairs are cut."""
         if edge is None or not self.matters(eqn.invars[k]):
             return
         operation = operation_of(eqn)
@@ -157,11 +196,77 @@ class _Pass:
             and not operation.differentiates(eqn, k)
         ):
             return
-        if not self.opaque and (conflict := edge == CONFLICT).any():
-            self.cut(i, k, conflict, FAN_OUT)
-            edge = np.where(conflict, NONE, edge).astype(np.int32)
+        sources: Labels = None
+        if not self.opaque and (edge == CONFLICT).any():
+            sources = self.sources_of(i, k, eqn, outs)
+            if sources is None:
+                pairs = self.pair_count(i, k, eqn, outs)
+                edge = self.without_conflicts(i, k, edge, pairs)
         if (edge != NONE).any():
-            self.uses[eqn.invars[k]].append((i, k, edge))
+            self.uses[eqn.invars[k]].append(Use(i, k, edge, sources))
+
+    def without_conflicts(
+        self, i: int, k: int, edge: np.ndarray, pairs: int
+    ) -> np.ndarray:
+        """The labels of an operand whose elements with several positions are cut."""
+        conflict = edge == CONFLICT
+        limit = max(edge.size, self.size)
+        reason = FAN_OUT
+        if pairs > limit:
+            reason = f'{reason} ({pairs:,} pairs, a trace holds up to {limit:,})'
+        self.cut(i, k, conflict, reason)
+        return np.where(conflict, NONE, edge).astype(np.int32)
+
+    def pair_count(self, i: int, k: int, eqn: Equation, outs: list[Labels]) -> int:
+        """Pairs of an element of an operand and a position it reaches."""
+        operand, operation, count = eqn.invars[k].aval, operation_of(eqn), 0
+        for v, labels in zip(eqn.outvars, outs, strict=True):
+            if labels is not None:
+                sources = self.out.sources.get(v)
+                reached = labels if sources is None else sources
+                count += int((reached >= 0).sum())
+        if operation is not None and operation.fan_in is not None:
+            return count * operation.fan_in(eqn, k)
+        if self.origins_of(i, k, eqn) is not None:
+            return count
+        return count * operand.size
+
+    def sources_of(
+        self, i: int, k: int, eqn: Equation, outs: list[Labels]
+    ) -> np.ndarray | None:
+        """The element of an operand that reaches each position, if no two do.
+
+        States reach positions as states: of them each element has one position only.
+        Nor are pairs followed inside of loops and branches.
+        """
+        operand = eqn.invars[k]
+        if self.is_body or operand in self.keep or operand in self.starts:
+            return None
+        origins = self.origins_of(i, k, eqn)
+        if origins is None:
+            return None
+        found: Labels = None
+        for v, labels, origin in zip(eqn.outvars, outs, origins, strict=True):
+            if labels is not None:
+                sources = self.out.sources.get(v)
+                more = sources_through(labels, sources, origin, self.size)
+                found = join(found, more)
+        return None if found is None or (found == CONFLICT).any() else found
+
+    def origins_of(self, i: int, k: int, eqn: Equation) -> list[np.ndarray] | None:
+        """The element of an operand that each element of the results comes from."""
+        operation = operation_of(eqn)
+        if operation is not None and operation.origins is not None:
+            return operation.origins(eqn, k, self.const)
+        if structure(eqn) not in ('none', 'custom', 'call'):
+            return None
+        ends = np.cumsum([v.aval.size for v in eqn.outvars])
+        reached = self.operands(i, eqn, element_numbers(eqn, ends))[k]
+        if reached is None or (reached == CONFLICT).any():
+            return None
+        parts = np.split(sources_of(reached, int(ends[-1])), ends[:-1])
+        pairs = zip(eqn.outvars, parts, strict=True)
+        return [part.reshape(v.aval.shape) for v, part in pairs]
 
     def resolve(self, v: Var) -> Labels:
         """The label of a variable from all its uses; uses that disagree with it are
@@ -169,19 +274,67 @@ class _Pass:
         uses = self.uses.pop(v, [])
         start = self.starts.get(v)
         labels = start
-        for _, _, edge in uses:
-            labels = join(labels, edge)
+        for use in uses:
+            labels = join(labels, use.labels)
         if self.opaque or labels is None:
             return labels
+        if (labels == CONFLICT).any():
+            if (sources := self.shared_sources(v, uses)) is not None:
+                self.out.sources[v] = sources
+                for use in uses:
+                    self.keep_edge(v, use)
+                return labels
+            uses, labels = self.without_sources(uses), start
+            for use in uses:
+                labels = join(labels, use.labels)
+            if labels is None:
+                return None
         wanted = self.wanted(v, labels, start)
-        for i, k, edge in uses:
+        for use in uses:
+            edge = use.labels
             wrong = (edge >= 0) & (edge != wanted) & (wanted != CONFLICT)
             if wrong.any():
-                self.cut(i, k, wrong, MOVED if v in self.keep else PARTED)
+                reason = MOVED if v in self.keep else PARTED
+                self.cut(use.equation, use.operand, wrong, reason)
             if ((edge >= 0) & ~wrong).any():
-                self.out.edges.add((i, k))
-                self.reading[v].append((i, k))
+                self.keep_edge(v, use)
         return self.settle(labels, wanted, start, uses)
+
+    def keep_edge(self, v: Var, use: Use) -> None:
+        """Note an edge that carries credit."""
+        self.out.edges.add((use.equation, use.operand))
+        self.reading[v].append((use.equation, use.operand))
+
+    def shared_sources(self, v: Var, uses: Sequence[Use]) -> np.ndarray | None:
+        """The element of a value that reaches each position by any use, if no two do.
+
+        A value that old states reach keeps its uses by one position alone: to share it
+        would cut those states' own positions as well.
+        """
+        if self.is_body or v in self.keep or v in self.starts:
+            return None
+        alone = [use for use in uses if use.sources is None]
+        if alone and self.credit.reaches(of(self.env, v)):
+            return None
+        found: Labels = None
+        for use in uses:
+            found = join(found, use.pairs(self.size))
+        return None if found is None or (found == CONFLICT).any() else found
+
+    def without_sources(self, uses: Sequence[Use]) -> list[Use]:
+        """Uses of which elements with several positions are cut."""
+        found = []
+        for use in uses:
+            if use.sources is None:
+                found.append(use)
+                continue
+            pairs = int((use.sources >= 0).sum())
+            labels = self.without_conflicts(
+                use.equation, use.operand, use.labels, pairs
+            )
+            if (labels != NONE).any():
+                found.append(use._replace(labels=labels, sources=None))
+        return found
 
     def wanted(self, v: Var, labels: np.ndarray, start: Labels) -> np.ndarray:
         """The position each element should keep; CONFLICT where any will do."""
@@ -225,11 +378,15 @@ class _Pass:
         return origins
 
     def settle(
-        self, labels: np.ndarray, wanted: np.ndarray, start: Labels, uses: Sequence
+        self,
+        labels: np.ndarray,
+        wanted: np.ndarray,
+        start: Labels,
+        uses: Sequence[Use],
     ) -> Labels:
         reached = np.zeros(labels.shape, bool) if start is None else start >= 0
-        for _, _, edge in uses:
-            reached = reached | (edge == wanted)
+        for use in uses:
+            reached = reached | (use.labels == wanted)
         fixed = np.where(reached, wanted, NONE)
         labels = np.where(wanted == CONFLICT, labels, fixed).astype(np.int32)
         return labels if (labels != NONE).any() else None
@@ -266,9 +423,9 @@ class _Pass:
         const = Constants(
             jaxpr, dict(zip(body.invars, operands, strict=False)), self.const
         )
-        return _Pass(
-            body, flow(body, inputs), self.credit, self.size, const, Positions(), opaque
-        )
+        env = flow(body, inputs)
+        given = (body, env, self.credit, self.size, const, Positions(), opaque)
+        return _Pass(*given, is_body=True)
 
     def custom(self, eqn: Equation, outs: list[Labels]) -> list[Labels]:
         """A call with its own derivative cannot be cut inside: conflicts come out to
@@ -312,8 +469,13 @@ class _Pass:
         """Labels of the carry grow to a fixpoint; in the body a carry keeps the
         position it ends at."""
         scan = read_scan(eqn)
+        ignored = eqn.invars[: scan.num_ignored]
+        operands = eqn.invars[scan.num_ignored :]
+        if self.opaque and scan.key != ('jaxpr', None):
+            # A derivative that is not known might follow the condition of a loop.
+            return MIXING.labels(eqn, outs, self.const)
         a, b = scan.num_consts, scan.num_consts + scan.num_carry
-        bits = self.bits(eqn.invars)
+        bits = self.bits(operands)
         carry_bits, _ = carry_fixpoint(scan.body, bits[:a], bits[a:b], bits[b:])
         carry = list(outs[: scan.num_carry])
         results = list(zip(eqn.outvars, outs, strict=True))[scan.num_carry :]
@@ -321,7 +483,7 @@ class _Pass:
         while True:
             inner = self.body(
                 scan.body,
-                eqn.invars[:a],
+                operands[:a],
                 [*bits[:a], *carry_bits, *bits[b:]],
                 self.opaque,
             )
@@ -340,12 +502,12 @@ class _Pass:
             if all(_same(c, g) for c, g in zip(carry, grown, strict=True)):
                 break
             carry = grown
-        self.enter(i, ('jaxpr', None), inner)
+        self.enter(i, scan.key, inner)
         labels = [inner.out.labels.get(v) for v in invars]
         for k in range(b, len(invars)):
             if (found := labels[k]) is not None:
-                labels[k] = np.broadcast_to(found, eqn.invars[k].aval.shape)
-        return labels
+                labels[k] = np.broadcast_to(found, operands[k].aval.shape)
+        return [*(None for _ in ignored), *labels]
 
     def over_rounds(self, v: Var, labels: Labels) -> Labels:
         """One label for all rounds of a loop; elements that reach another position each

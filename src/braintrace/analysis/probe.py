@@ -1,10 +1,10 @@
-"""Numerical probes where no rule tells what reaches what.
+"""Numerical probes of dependence where no rule gives it.
 
 For primitives without a rule: does element e reach only element e? The reverse
-derivative is asked, not the value, since a spike does not move under a small change.
-Cotangents select the elements whose index has a given bit; no gradient may appear
-elsewhere. For calls with a derivative of their own: does that derivative reach further
-than the body of the call?
+derivative is tested, not the value, since a spike does not change under a small
+perturbation. Cotangents select the elements whose index has a given bit; no gradient
+may appear elsewhere. For calls with a derivative of their own: does that derivative
+reach further than the body of the call?
 """
 
 from __future__ import annotations

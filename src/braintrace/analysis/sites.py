@@ -34,7 +34,11 @@ class HiddenParamOpRelation(NamedTuple):
     ``weight_jaxpr`` computes the operand ``weight_var`` from the arrays of
     ``parameters``. ``y_to_hidden_group_jaxprs[g]`` leads from y to the new states of
     ``hidden_groups[g]``, and ``y_positions[g]`` gives the position that each element of
-    y reaches there, -1 for none.
+    y reaches there, -1 for none and -2 for several. Where there are several,
+    ``y_sources[g]`` gives the element of y that reaches each position, flat, -1 for
+    none; else it is None.
+    ``path_classification`` says of each connected hidden state how the parameters reach
+    it: 'all_direct', or 'mixed' if another way of theirs into the same group is cut.
     """
 
     primitive: Primitive
@@ -52,6 +56,8 @@ class HiddenParamOpRelation(NamedTuple):
     weight_jaxpr: Jaxpr
     y_positions: tuple[np.ndarray, ...]
     marked: bool
+    path_classification: dict[Path, str]
+    y_sources: tuple[np.ndarray | None, ...] = ()
 
     def dict(self) -> dict[str, Any]:
         """The record as a dictionary."""
@@ -135,6 +141,13 @@ def _site(
         for path, out in zip(group.hidden_paths, group.hidden_outvars, strict=True)
         if out is y or any(out in e.outvars for e in program.eqns)
     ]
+    own = sum(facts.bit[p.invar] for p in parameters)
+    cut = {
+        path
+        for group, found in into
+        if any(c.bits.grads & own for c in found.found)
+        for path in group.hidden_paths
+    }
     data = [
         v for v in eqn.invars if is_var(v) and of(facts.total, v).reads & facts.data
     ]
@@ -154,4 +167,8 @@ def _site(
         weight_jaxpr=weight_jaxpr,
         y_positions=tuple(found.labels[y] for _, found in into),
         marked=any(MARK in scope(e) for e in (eqn, *weight_jaxpr.eqns)),
+        path_classification={
+            path: 'mixed' if path in cut else 'all_direct' for path in connected
+        },
+        y_sources=tuple(found.sources.get(y) for _, found in into),
     )

@@ -22,6 +22,7 @@ from ..analysis.groups import HiddenGroup
 from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Jaxpr, Var, evaluate, is_var
 from ..errors import printable, three_parts
+from ..frontends import class_as_model
 from ..frontends.brainstate import extract_module_info, is_module, trace_step
 from ..program import Path
 from ..program.data import first_step
@@ -35,6 +36,8 @@ class SiteJacobian(NamedTuple):
 
     ``hidden_to_y[g]`` has shape ``(*y.shape, num_state)``: element e of y reaches one
     position of the group, and the last axis holds the derivative of each state there.
+    Where elements of y reach several positions it has shape ``(*varshape, num_state)``:
+    the derivative at every position by the element that reaches it, ``y_sources``.
     """
 
     x: jax.Array | None
@@ -54,6 +57,25 @@ def state_jacobian(
         pull(jnp.zeros_like(new).at[..., s].set(1))[0] for s in range(new.shape[-1])
     ]
     return jnp.stack(columns, axis=-1)
+
+
+def shared_jacobian(
+    group: HiddenGroup, program: Jaxpr, y: jax.Array, constants: Sequence[Any]
+) -> jax.Array:
+    """∂h/∂y, ``(*varshape, num_state)``, where one element of y reaches each position.
+
+    A tangent of ones at all elements gives the derivative by that one. Forward mode is
+    the transpose of reverse mode, which every operation has.
+    """
+    new, pull = jax.vjp(
+        lambda y: group.concat_hidden(evaluate(program, constants, y)), y
+    )
+    along = jax.linear_transpose(lambda bar: pull(bar)[0], new)
+    slopes = along(jnp.ones_like(y))[0]
+    if jnp.iscomplexobj(y):
+        # As a pull-back has it: ∂h/∂Re y - i ∂h/∂Im y.
+        return slopes - 1j * along(1j * jnp.ones_like(y))[0]
+    return slopes
 
 
 class ETraceGraphExecutor:
@@ -80,6 +102,8 @@ class ETraceGraphExecutor:
         *,
         trained: bool = False,
     ):
+        if isinstance(model, type):
+            raise class_as_model(model)
         if not is_module(model):
             raise TypeError(
                 three_parts(
@@ -112,6 +136,11 @@ class ETraceGraphExecutor:
             analysed = analyse(info.program)
             self._graph = graph_of(info, analysed=analysed)
             self.analysed = analysed
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether there is a graph."""
+        return self._graph is not None
 
     @property
     def graph(self) -> ETraceGraph:
@@ -200,14 +229,18 @@ class ETraceGraphExecutor:
         program = site.weight_jaxpr
         constants = [env[v] for v in program.constvars]
         (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
-        jacobians = {
-            group.index: state_jacobian(
-                group, to_hidden, env[site.y_var], [env[v] for v in to_hidden.constvars]
+        jacobians = {}
+        for group, to_hidden, sources in zip(
+            site.hidden_groups,
+            site.y_to_hidden_group_jaxprs,
+            site.y_sources,
+            strict=True,
+        ):
+            jacobian = state_jacobian if sources is None else shared_jacobian
+            constants = [env[v] for v in to_hidden.constvars]
+            jacobians[group.index] = jacobian(
+                group, to_hidden, env[site.y_var], constants
             )
-            for group, to_hidden in zip(
-                site.hidden_groups, site.y_to_hidden_group_jaxprs, strict=True
-            )
-        }
         return SiteJacobian(
             None if site.x_var is None else env[site.x_var], weight, jacobians
         )
@@ -244,12 +277,11 @@ class ETraceGraphExecutor:
         group out, each ``(*varshape, num_state)``.
         """
         results, env, flat = self._run(args, kwargs)
-        graph, program = self.graph, self.graph.module_info.program
+        graph, analysed = self.graph, self.analysed
+        assert analysed is not None  # compiled with the graph
 
         def perturbed(deltas: list[jax.Array]) -> Any:
-            return graph.module_info.outputs(
-                joint_outputs(program, graph.hidden_groups, flat, deltas)
-            )
+            return graph.module_info.outputs(joint_outputs(analysed, flat, deltas))
 
         zeros = [
             jnp.zeros_like(group.concat_hidden([env[v] for v in group.hidden_invars]))

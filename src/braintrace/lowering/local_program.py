@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ..analysis.groups import HiddenGroup
 from ..analysis.positions import Positions
 from ..compat import Equation, Var, is_var
@@ -31,6 +33,13 @@ class LocalProgram:
     def taps(self) -> tuple[Var, ...]:
         """Results of taps that reach the group."""
         return tuple(v for v in self.tap_results if v in self.positions.labels)
+
+    @cached_property
+    def shared(self) -> dict[Var, np.ndarray]:
+        """Results of taps of which an element reaches several positions: the element
+        that reaches each position."""
+        shape, sources = self.group.varshape, self.positions.sources
+        return {v: sources[v].reshape(shape) for v in self.taps if v in sources}
 
     @cached_property
     def indices(self) -> list[int]:

@@ -16,7 +16,6 @@ from ..compat import (
     Atom,
     Equation,
     Var,
-    evaluate_equation,
     has_reverse_only,
     is_var,
     scope,
@@ -34,11 +33,12 @@ from ..compiled_step import (
     Tap,
     Values,
 )
-from ..operations import operation_of, use_of
+from ..operations import SharedUse, operation_of, run_equation, use_of
 from ..program import cut_inside
 from .effects import effect_box, effects_beyond
+from .links import ReadoutLinks
 from .local_program import LocalProgram
-from .local_step import local_jacobian, local_pull
+from .local_step import local_jacobian, local_pull, local_slopes
 from .rewrite import split_products
 from .run import run_deep, run_open, run_whole
 from .stages import Stages
@@ -110,7 +110,6 @@ class _Lowering:
             aux=stages.aux,
             groups=tuple(map(self._group, stages.locals)),
             taps=tuple(self._tap(i, tap) for i, tap in stages.taps.items()),
-            readouts=self._readouts(),
             weights=stages.weights,
             constant_targets=stages.constant_targets,
             kept_bytes=self._kept_bytes(),
@@ -122,11 +121,14 @@ class _Lowering:
             signals=self.signals,
             transition=self.transition,
             pull=self.pull,
+            slopes=self.slopes,
             run=partial(run_whole, stages),
             run_deep=partial(run_deep, stages),
             run_open=partial(run_open, stages),
             other_effects=self.other_effects,
             has_forward_mode=not any(map(has_reverse_only, stages.equations)),
+            find_readouts=lambda: self._links.products,
+            find_links=lambda: self._links.links,
             modulator=None
             if modulator is None
             else lambda const, at: (const | at)[modulator],
@@ -199,6 +201,11 @@ class _Lowering:
         pairs = zip(self.stages.locals, credit, strict=True)
         return [local_pull(self.stages, local, env, mine) for local, mine in pairs]
 
+    def slopes(self, constants: Values, values: Values) -> list[Values]:
+        """∂h/∂y by group, for results that positions share."""
+        env = constants | values
+        return [local_slopes(self.stages, local, env) for local in self.stages.locals]
+
     def other_effects(self, group: int, result: Var) -> Box | None:
         """The part of a tap's result that acts on more than the group."""
         return effect_box(self._effects[group], result)
@@ -223,6 +230,7 @@ class _Lowering:
                 if group.hidden_invars[k] in direct
             ),
             reached={y: local.reached(y) for y in local.taps},
+            shared=frozenset(local.shared),
             components=lambda env: group.components(
                 [env[v] for v in group.hidden_invars]
             ),
@@ -273,6 +281,10 @@ class _Lowering:
                 result = equation.outvars.index(v)
                 for k in tap.weights:
                     use = use_of(equation, k, result, self.stages.facts.constant)
+                    positions = local.positions.labels[v]
+                    if v in local.shared:
+                        use = SharedUse(use, local.shared[v])
+                        positions = use.positions
                     has_input = use.input is None or use.input in tap.data
                     found.append(
                         Site(
@@ -280,7 +292,7 @@ class _Lowering:
                             result=v,
                             group=g,
                             use=use,
-                            positions=local.positions.labels[v],
+                            positions=positions,
                             enters=local.sum_of(v),
                             factorises=use.factorises and has_input,
                         )
@@ -320,9 +332,10 @@ class _Lowering:
     ) -> Values:
         """Gradient of every weight operand: one pull-back over all steps of a block."""
         length = len(next(iter(y_bars.values())))
-        if len(weights) == 1 and len(equation.outvars) == 1:
-            (k,), (y,) = weights, equation.outvars
-            use = use_of(equation, k, 0, self.stages.facts.constant)
+        if len(weights) == 1 and len(y_bars) == 1:
+            (k,), (y,) = weights, y_bars
+            result = equation.outvars.index(y)
+            use = use_of(equation, k, result, self.stages.facts.constant)
             box = boxes.get(y)
             y_bar = y_bars[y] if box is None else y_bars[y][:, *box]
             return Values({equation.invars[k]: use.gradient(fixed, steps, y_bar, box)})
@@ -330,7 +343,7 @@ class _Lowering:
         def block(moving: Operands) -> list[Any]:
             def one(step: Operands) -> list[Any]:
                 values = {**fixed, **step, **moving}
-                results = evaluate_equation(
+                results = run_equation(
                     equation, [values[k] for k in range(len(values))]
                 )
                 return [
@@ -349,14 +362,9 @@ class _Lowering:
             total[v] = total[v] + grad if v in total else grad
         return total
 
-    def _readouts(self) -> dict[tuple[int, int], Var]:
-        """Products with weights between hidden states and targets."""
-        stages, found = self.stages, {}
-        for i in stages.needed(stages.targets, stages.new_states):
-            tap, operation = stages.taps.get(i), operation_of(stages.equations[i])
-            if tap and tap.data and operation and operation.is_product:
-                found.update({(i, k): tap.equation.invars[k] for k in tap.weights})
-        return found
+    @cached_property
+    def _links(self) -> ReadoutLinks:
+        return ReadoutLinks(self.stages)
 
     def _kept_bytes(self) -> int:
         stages = self.stages

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 
 from ..arrays import known_value
-from ..compat import Equation, Var, evaluate_equation, sub_programs
+from ..compat import Equation, Var, sub_programs
 from ..compiled_step import Values
+from ..operations import run_equation
 
 
 def replay(
@@ -28,7 +29,7 @@ def replay(
     places = [i for i, v in enumerate(equation.outvars) if v in kept]
     ys = [kept[equation.outvars[i]] for i in places]
     if data and any(sub_programs(equation)):
-        results = evaluate_equation(equation, operands)
+        results = run_equation(equation, operands)
         ys = [known_value(y, results[i] + y) for i, y in zip(places, ys, strict=True)]
     elif data:
         ys = _replayed(equation, tuple(data), tuple(places), ys, list(operands))
@@ -52,7 +53,7 @@ def _replayed_jvp(
         filled = list(operands)
         for k, x in zip(data, moving, strict=True):
             filled[k] = x
-        results = evaluate_equation(equation, filled)
+        results = run_equation(equation, filled)
         return [results[i] for i in places]
 
     given = [operands[k] for k in data]

@@ -134,6 +134,7 @@ def _moved(found: Positions, splits: dict[int, _Split], places: list[int]) -> Po
     moved = replace(
         found,
         labels=dict(found.labels),
+        sources=dict(found.sources),
         edges={(places[i], k) for i, k in found.edges if i not in splits},
         cuts=Cuts(
             {
@@ -161,6 +162,9 @@ def _carry_over(
     labels: np.ndarray,
 ) -> None:
     moved.labels.update(dict.fromkeys(split.sums, labels))
+    sources = found.sources.get(split.equations[-1].outvars[0])
+    if sources is not None:
+        moved.sources.update(dict.fromkeys(split.sums, sources))
     for n, eqn in enumerate(split.equations):
         for k, v in enumerate(eqn.invars):
             if v in split.sums:

@@ -17,16 +17,15 @@ import jax.numpy as jnp
 from ..compat import (
     Atom,
     Var,
-    evaluate_equation,
     has_own_derivative,
     is_differentiable,
     is_var,
 )
 from ..compiled_step import Values
-from ..operations import operation_of
+from ..operations import operation_of, run_equation
 from .local_step import new_components
 from .stages import Stages
-from .views import evaluate_views, owner_of
+from .views import cuts_between_new_states, evaluate_views, owner_of
 
 Run = Callable[[int, list[Any]], list[Any]]
 """(i, operands): the results of equation i."""
@@ -118,6 +117,7 @@ def run_deep(
         env.pick(hidden),
         delta,
         _silenced(stages, silent),
+        cutting=cuts_between_new_states(stages.analysed),
     )
     return _result(stages, states, results)
 
@@ -146,7 +146,7 @@ def _silenced(stages: Stages, silent: jax.Array | None) -> Run:
             operands = [
                 _without_gradient(silent, x) if enters(v) else x for v, x in pairs
             ]
-        return evaluate_equation(eqn, operands)
+        return run_equation(eqn, operands)
 
     return run
 
@@ -179,7 +179,7 @@ def run_open(
 
     def run(i: int, operands: list[Any]) -> list[Any]:
         eqn, operation = stages.equations[i], operation_of(stages.equations[i])
-        results = evaluate_equation(eqn, operands)
+        results = run_equation(eqn, operands)
         varies = [is_var(v) and v in varying for v in eqn.invars]
         if operation is None:
             passes = varies if has_own_derivative(eqn) else []

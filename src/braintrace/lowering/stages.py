@@ -22,9 +22,9 @@ import jax
 from ..analysis.dependence import Bits, of, union
 from ..analysis.facts import Facts
 from ..analysis.graph import Analysed
-from ..compat import Atom, Equation, Var, evaluate_equation, is_var, new_var
+from ..compat import Atom, Equation, Var, is_var, new_var
 from ..compiled_step import Values
-from ..operations import operation_of
+from ..operations import operation_of, run_equation
 from ..operations.record import Kernel
 from ..program import StepProgram
 from .local_program import LocalProgram
@@ -82,7 +82,7 @@ class Stages:
                 env[eqn.outvars[0]] = prepared.kernel.apply(env[prepared.weight], x)
                 continue
             operands = [env[v] if is_var(v) else v.val for v in eqn.invars]
-            results = zip(eqn.outvars, evaluate_equation(eqn, operands), strict=True)
+            results = zip(eqn.outvars, run_equation(eqn, operands), strict=True)
             env.update((v, x) for v, x in results if v not in env)
         return env
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,9 +14,8 @@ import numpy as np
 from ..analysis.credit import CreditAnalysis
 from ..analysis.dependence import Bits, flow, of, union
 from ..analysis.sites import find_sites
-from ..compat import Var, is_var
+from ..compat import Jaxpr, Var, is_var
 from ..compiled_step import Jacobian, Values
-from ..operations import operation_of
 from ..program import Parameter
 from .local_program import LocalProgram
 from .local_step import local_jacobian, local_pull
@@ -95,7 +94,7 @@ class StepFacts:
         found = []
         for local in self.stages.locals:
             jacobian = lambda env, local=local: local_jacobian(self.stages, local, env)
-            found.append(_constant_entries(*self._derivative(local, jacobian)))
+            found.append(_constant_entries(*self.derivative(local, jacobian)))
         return found
 
     def path_is_steady(self, group: int, y: Var) -> bool:
@@ -111,12 +110,12 @@ class StepFacts:
                 i: local_pull(self.stages, local, env, {i: one})[y] for i in reached
             }
 
-        variables, sources, _ = self._derivative(local, rows)
+        variables, sources, _ = self.derivative(local, rows)
         total, data = self.stages.facts.total, self.stages.facts.data
         moving = {v for v in variables if of(total, v).reads & data}
         return all(not moving & found for found in sources.values())
 
-    def _derivative(
+    def derivative(
         self, local: LocalProgram, derivative: Callable[[Values], dict]
     ) -> tuple[list[Var], dict, Callable]:
         """The variables that a derivative depends on, those behind each result, and the
@@ -133,42 +132,46 @@ class StepFacts:
 
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
         closed, results = jax.make_jaxpr(run, return_shape=True)(shapes)
-        env = flow(closed.jaxpr, [Bits(1 << n, 0) for n in range(len(variables))])
-        reads = [of(env, v).reads for v in closed.jaxpr.outvars]
-        behind = [
-            frozenset(v for n, v in enumerate(variables) if r >> n & 1) for r in reads
-        ]
+        behind = _sources(closed.jaxpr, variables)
         # Results are flattened in the order of their sorted keys.
         return variables, dict(zip(sorted(results), behind, strict=True)), run
 
+    @staticmethod
+    def sources(
+        function: Callable[[list[Any]], Any], variables: list[Var], shapes: list[Any]
+    ) -> frozenset[Var]:
+        """The variables that the one result of a function of their values depends on."""
+        (behind,) = _sources(jax.make_jaxpr(function)(shapes).jaxpr, variables)
+        return behind
+
     # ------------------------------------------------------------ feedback
 
-    @cached_property
-    def _readouts(self) -> list[int]:
-        """Products between states and outputs whose weights random feedback replaces."""
-        stages, found = self.stages, []
-        for i in stages.needed(stages.program.outputs, stages.new_states):
-            tap, operation = stages.taps.get(i), operation_of(stages.equations[i])
-            if tap and tap.data and operation and operation.is_product:
-                found.append(i)
-        return found
-
-    def passes_feedback(self, group: int) -> bool:
+    def passes_feedback(
+        self, group: int, readouts: Collection[tuple[int, int]]
+    ) -> bool:
         """Whether the loss may reach a group through replaced weights.
 
-        Always, if the read-out is not in this step.
+        ``readouts``: (equation, operand) of these. Always, if the read-out is not in
+        this step.
         """
         stages, facts = self.stages, self.stages.facts
-        if not self._readouts:
+        if not readouts:
             return True
         members = stages.analysed.members[group]
         bits = facts.old(members) | facts.new(members)
         data = [
             stages.equations[i].invars[k]
-            for i in self._readouts
+            for i, _ in readouts
             for k in stages.taps[i].data
         ]
         return any(of(facts.total, v).grads & bits for v in data if is_var(v))
+
+
+def _sources(jaxpr: Jaxpr, variables: list[Var]) -> list[frozenset[Var]]:
+    """The variables behind each result of a program whose inputs are their values."""
+    env = flow(jaxpr, [Bits(1 << n, 0) for n in range(len(variables))])
+    reads = [of(env, v).reads for v in jaxpr.outvars]
+    return [frozenset(v for n, v in enumerate(variables) if r >> n & 1) for r in reads]
 
 
 def _constant_entries(

@@ -3,8 +3,12 @@ outputs.
 
 Every new state gets a perturbation δ. Whoever reads it sees h + δ, except the equations
 that define the states of its own group: those read h itself, because D and the traces
-already count that path (LSTM: h from the new c). So a value may exist in several views,
-one for each group it leads to and one for the loss; views that agree share one
+already count that path (LSTM: h from the new c). Where such a path is cut it is counted
+nowhere else, so at the cut these equations read the perturbed value too (two layers with
+a skip connection: the upper layer's product with the lower one's new state).
+
+So a value may exist in several views: one for each group it leads to, one for the loss,
+and one with all new states perturbed, which is read at cuts. Views that agree share one
 evaluation. Old states vary in the view of the loss only: that derivative is the direct
 read R.
 """
@@ -17,15 +21,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ..analysis.dependence import of
+from ..analysis.graph import Analysed
 from ..analysis.groups import HiddenGroup
 from ..arrays import known_value
-from ..compat import Atom, Equation, Var, evaluate_equation, is_var
+from ..compat import Atom, Equation, Var, is_var
 from ..compiled_step import Signals, Values
+from ..operations import run_equation
 from .replay import replay
 from .stages import Stages
 
 LOSS = -1
+PERTURBED = -2
+
+Cutting = Mapping[int, Mapping[tuple[int, int], np.ndarray]]
+"""By group: (equation, operand) where the way to its new states is cut, with the mask
+of the elements that are."""
 
 
 def evaluate_views(
@@ -37,14 +50,16 @@ def evaluate_views(
     delta: Mapping[Var, Any],
     run: Callable[[int, list[Any]], list[Any]],
     known: Mapping[Var, Any] = {},
+    cutting: Cutting = {},
 ) -> list[Any]:
     """Outputs in the view of the loss.
 
     ``owner``: the group of each new state; ``known``: values that are not computed
     again. ``env``: values that are the same in every view, ``loss_env`` what the view
-    of the loss reads instead. ``run(i, operands)`` evaluates equation i.
+    of the loss reads instead. ``run(i, operands)`` evaluates equation i. ``cutting``:
+    cuts between new states of one group.
     """
-    views = _needed_views(equations, outputs, owner, env)
+    views = _needed_views(equations, outputs, owner, env, cutting)
     raw: dict[tuple[Var, int], Any] = {}
     perturbed: dict[Var, Any] = {}
 
@@ -59,10 +74,18 @@ def evaluate_views(
             return perturbed[atom]
         return raw[atom, view]
 
+    def operand(i: int, k: int, atom: Atom, view: int) -> Any:
+        mask = cutting.get(view, {}).get((i, k))
+        if mask is None:
+            return read(atom, view)
+        if mask.all():
+            return read(atom, PERTURBED)
+        return jnp.where(mask, read(atom, PERTURBED), read(atom, view))
+
     for i, eqn in enumerate(equations):
         shared: dict[tuple[int, ...], list[Any]] = {}
         for view in sorted(set().union(*(views[v] for v in eqn.outvars))):
-            operands = [read(v, view) for v in eqn.invars]
+            operands = [operand(i, k, v, view) for k, v in enumerate(eqn.invars)]
             key = tuple(map(id, operands))
             if key not in shared:
                 results = zip(eqn.outvars, run(i, operands), strict=True)
@@ -82,6 +105,7 @@ def _needed_views(
     outputs: Sequence[Atom],
     owner: Mapping[Var, int],
     env: Mapping[Var, Any],
+    cutting: Cutting,
 ) -> dict[Var, set[int]]:
     """Which views of each variable the outputs need."""
     views: dict[Var, set[int]] = defaultdict(set)
@@ -92,11 +116,28 @@ def _needed_views(
 
     for atom in outputs:
         want(atom, {LOSS})
-    for eqn in reversed(equations):
+    for i, eqn in reversed(list(enumerate(equations))):
         needed: set[int] = set().union(*(views[v] for v in eqn.outvars))
-        for atom in eqn.invars if needed else ():
+        for k, atom in enumerate(eqn.invars) if needed else ():
             want(atom, needed)
+            if any((i, k) in cutting.get(view, {}) for view in needed):
+                want(atom, {PERTURBED})
     return views
+
+
+def cuts_between_new_states(analysed: Analysed) -> Cutting:
+    """Cuts on the way from new states of a group to new states of the same group."""
+    facts, found = analysed.facts, {}
+    equations = facts.program.equations
+    parts = zip(analysed.members, analysed.positions, strict=True)
+    for g, (members, positions) in enumerate(parts):
+        new = facts.new(members)
+        found[g] = {
+            (i, k): mask
+            for (i, k), mask in positions.cuts.edges.items()
+            if of(facts.total, equations[i].invars[k]).grads & new
+        }
+    return found
 
 
 def owner_of(groups: Sequence[HiddenGroup]) -> dict[Var, int]:
@@ -115,8 +156,7 @@ def _by_state(
 
 
 def joint_outputs(
-    program: Any,
-    groups: Sequence[HiddenGroup],
+    analysed: Analysed,
     inputs: Sequence[Any],
     deltas: Sequence[jax.Array],
 ) -> list[jax.Array]:
@@ -126,14 +166,22 @@ def joint_outputs(
     The derivative of a loss of the outputs by ``deltas[g]`` at zero is the signal of
     group g.
     """
+    program, groups = analysed.facts.program, analysed.groups
     closed = program.closed
     names = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     env = dict(zip(names, [*closed.consts, *inputs], strict=True))
-    run = lambda i, operands: evaluate_equation(closed.jaxpr.eqns[i], operands)
+    run = lambda i, operands: run_equation(closed.jaxpr.eqns[i], operands)
     components = [[delta[..., i] for i in range(delta.shape[-1])] for delta in deltas]
     delta = _by_state(groups, components)
     return evaluate_views(
-        closed.jaxpr.eqns, program.outputs, owner_of(groups), env, {}, delta, run
+        closed.jaxpr.eqns,
+        program.outputs,
+        owner_of(groups),
+        env,
+        {},
+        delta,
+        run,
+        cutting=cuts_between_new_states(analysed),
     )
 
 
@@ -162,7 +210,7 @@ def _joint_targets(
     def run(i: int, operands: list[Any]) -> list[Any]:
         eqn, tap = stages.equations[i], stages.taps.get(i)
         if tap is None:
-            return evaluate_equation(eqn, operands)
+            return run_equation(eqn, operands)
         operands = [feedback.get((i, k), x) for k, x in enumerate(operands)]
         replayed = replay(eqn, tap.data, operands, {v: kept[v] for v in tap.results})
         return [replayed.get(v, env.get(v)) for v in eqn.outvars]
@@ -171,7 +219,15 @@ def _joint_targets(
     known = {v: env[v] for v in (*owner, *stages.anchors) if v in env}
     delta = _by_state(groups, deltas)
     return evaluate_views(
-        stages.equations, stages.targets, owner, fixed, loss_env, delta, run, known
+        stages.equations,
+        stages.targets,
+        owner,
+        fixed,
+        loss_env,
+        delta,
+        run,
+        known,
+        cuts_between_new_states(stages.analysed),
     )
 
 

@@ -18,8 +18,10 @@ from .record import (
     forward_labels,
     operation_of,
     register_primitive,
+    run_equation,
     use_of,
 )
+from .weight_use import SharedUse
 
 __all__ = [
     'ELEMENTWISE',
@@ -28,10 +30,12 @@ __all__ = [
     'Const',
     'LabelRule',
     'Operation',
+    'SharedUse',
     'element_numbers',
     'forward_labels',
     'operation_of',
     'product',
     'register_primitive',
+    'run_equation',
     'use_of',
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from ..compat import Equation, is_var, is_whole_cut
 from ..compiled_step import Operands, TraceLayout
 from .labels import Labels
 from .record import FAMILIES, Const, Operation, register
-from .rules import elementwise_labels, nothing
-from .weight_use import BaseUse, WholeTrace, bind
+from .rules import elementwise_labels, elementwise_origins, nothing
+from .weight_use import BaseUse, SharedUse, WholeTrace, bind
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,9 @@ class ElementwiseUse(BaseUse):
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return ElementwiseTrace(self, positions, shape)
+
+    def shared_layout(self, shared: SharedUse) -> TraceLayout:
+        return ElementwiseTrace(shared, shared.positions, shared.sources.shape)
 
 
 def _use(eqn: Equation, operand: int, result: int, const: Const) -> ElementwiseUse:
@@ -109,7 +113,13 @@ def _has_literal_divisor(eqn: Equation) -> bool:
     return not is_var(eqn.invars[1])
 
 
-ELEMENTWISE = Operation('elementwise', elementwise_labels, use=_use, opens=_opens)
+def _record(**facts: Any) -> Operation:
+    """A record of the family; ``facts``: what is known beside its labels."""
+    facts = {'labels': elementwise_labels, 'use': _use, **facts}
+    return Operation('elementwise', origins=elementwise_origins, **facts)
+
+
+ELEMENTWISE = _record(opens=_opens)
 FAMILIES['elementwise'] = ELEMENTWISE
 register(
     ELEMENTWISE,
@@ -121,46 +131,20 @@ register(
     'regularized_incomplete_beta rem rsqrt shift_left shift_right_arithmetic '
     'shift_right_logical sin sinh sqrt square tan tanh xor zeta exprel',
 )
-_LINEAR = Operation(
-    'elementwise', elementwise_labels, linear=True, use=_use, opens=_opens
-)
-register(_LINEAR, 'sub neg convert_element_type copy copy_p')
-_SUM = Operation(
-    'elementwise', elementwise_labels, linear=True, sum=True, use=_sum_use, opens=_opens
-)
-register(_SUM, 'add add_any')
-_QUOTIENT = Operation(
-    'elementwise',
-    elementwise_labels,
-    linear=_has_literal_divisor,
-    use=_use,
-    opens=_opens,
-)
-register(_QUOTIENT, 'div')
-_PRODUCT = Operation(
-    'elementwise',
-    elementwise_labels,
-    linear=_has_literal_factor,
-    multiplies=True,
-    use=_use,
-    opens=_opens_product,
-)
-register(_PRODUCT, 'mul')
-_FLAT = Operation('elementwise', elementwise_labels, constant_operands=None, use=_use)
-register(_FLAT, 'sign floor ceil round nextafter stop_gradient')
-_CUT = Operation(
-    'elementwise',
-    elementwise_labels,
-    lambda eqn: (0,) if is_whole_cut(eqn) else (),
-    use=_use,
-)
-register(_CUT, 'cut')
-# The surrogate spike of braintools.
-_SPIKE = Operation('elementwise', elementwise_labels, (1,), use=_use, opens=_opens)
-register(_SPIKE, 'heaviside_surrogate_gradient')
-_KEYED = Operation('elementwise', elementwise_labels, (0,), use=_use, opens=_opens)
-register(_KEYED, 'random_gamma')
+register(_record(linear=True, opens=_opens), 'sub neg convert_element_type copy copy_p')
+register(_record(linear=True, sum=True, use=_sum_use, opens=_opens), 'add add_any')
+register(_record(linear=_has_literal_divisor, opens=_opens), 'div')
 register(
-    Operation('elementwise', _select_labels, use=_use, opens=_opens_choice), 'select_n'
+    _record(linear=_has_literal_factor, multiplies=True, opens=_opens_product), 'mul'
 )
+register(
+    _record(constant_operands=None), 'sign floor ceil round nextafter stop_gradient'
+)
+register(
+    _record(constant_operands=lambda eqn: (0,) if is_whole_cut(eqn) else ()), 'cut'
+)
+# The surrogate spike of braintools.
+register(_record(constant_operands=(1,), opens=_opens), 'heaviside_surrogate_gradient')
+register(_record(constant_operands=(0,), opens=_opens), 'random_gamma')
+register(_record(labels=_select_labels, opens=_opens_choice), 'select_n')
 register(Operation('elementwise', _barrier_labels, use=_use), 'optimization_barrier')

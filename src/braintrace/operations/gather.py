@@ -95,6 +95,16 @@ def _gather(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     ]
 
 
+def _gather_origins(
+    eqn: Equation, operand: int, const: Const
+) -> list[np.ndarray] | None:
+    indices = const(eqn.invars[1])
+    if indices is None:
+        return None
+    shape, mode = shape_of(eqn.invars[0]), eqn.params['mode']
+    return [_window_of(eqn).locations(shape, indices, mode)]
+
+
 def _scatter(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     p, out = eqn.params, only(outs)
     shape, updates = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
@@ -185,7 +195,9 @@ def _gather_use(
     return bind(EmbeddingUse, eqn, operand, result) if rows else None
 
 
-register(Operation('movement', _gather, use=_gather_use), 'gather')
+register(
+    Operation('movement', _gather, origins=_gather_origins, use=_gather_use), 'gather'
+)
 register(
     Operation('movement', _scatter),
     'scatter scatter-add scatter_add scatter-mul scatter_mul scatter-sub scatter_sub '

@@ -2,6 +2,10 @@
 
 NONE reaches no new hidden state of the group, a number p reaches only position p,
 CONFLICT reaches more than one. A label array is None where every element is NONE.
+
+Where an element reaches several positions, and no position is reached by two elements,
+the same pairs are held the other way round, as sources: for every position, flat, the
+one element that reaches it.
 """
 
 from __future__ import annotations
@@ -73,3 +77,23 @@ def gather_back(
         .astype(np.int32)
         .reshape(shape)
     )
+
+
+def sources_of(labels: np.ndarray, size: int) -> np.ndarray:
+    """The element that reaches each of ``size`` positions; CONFLICT where several do."""
+    reaches = labels.reshape(-1) != NONE
+    elements = np.where(reaches, np.arange(labels.size), NONE).astype(np.int32)
+    return gather_back(elements, labels, (size,))
+
+
+def sources_through(
+    labels: np.ndarray, sources: Labels, origins: np.ndarray, size: int
+) -> np.ndarray:
+    """Sources of an operand, from the labels or the sources of a result.
+
+    ``origins``: the element of the operand that each element of the result comes from.
+    """
+    if sources is None:
+        return gather_back(origins.astype(np.int32), labels, (size,))
+    came = origins.reshape(-1)[np.maximum(sources, 0)]
+    return np.where(sources >= 0, came, sources).astype(np.int32)

@@ -9,7 +9,15 @@ import numpy as np
 from ..compat import Equation
 from .labels import NONE, Labels, project
 from .record import Const, Operation, register
-from .rules import AxisMap, all_or_nothing, axes, nothing, only, shape_of
+from .rules import (
+    AxisMap,
+    all_or_nothing,
+    axes,
+    nothing,
+    only,
+    origins_along,
+    shape_of,
+)
 
 
 def _reshape(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
@@ -20,11 +28,15 @@ def _reshape(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     return [labels] + [None] * (len(eqn.invars) - 1)
 
 
-def _broadcast(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+def _broadcast_axes(eqn: Equation, k: int) -> AxisMap:
     shape, out = shape_of(eqn.invars[0]), eqn.params['shape']
     runs_along = zip(eqn.params['broadcast_dimensions'], shape, strict=True)
-    axis_map = [d if n == out[d] else None for d, n in runs_along]
-    return [project(only(outs), axis_map, shape)] + [None] * (len(eqn.invars) - 1)
+    return [d if n == out[d] else None for d, n in runs_along]
+
+
+def _broadcast(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
+    labels = project(only(outs), _broadcast_axes(eqn, 0), shape_of(eqn.invars[0]))
+    return [labels] + [None] * (len(eqn.invars) - 1)
 
 
 def _tile(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
@@ -32,6 +44,12 @@ def _tile(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     sizes = [n for pair in zip(eqn.params['reps'], shape, strict=True) for n in pair]
     copies = only(outs).reshape(sizes)
     return [project(copies, range(1, copies.ndim, 2), shape)]
+
+
+def _tile_origins(eqn: Equation, operand: int, const: Const) -> list[np.ndarray]:
+    shape = shape_of(eqn.invars[0])
+    numbers = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
+    return [np.tile(numbers, eqn.params['reps'])]
 
 
 def _reverse(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
@@ -84,7 +102,6 @@ def _pad(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
 _LINEAR_MOVES = [
     (_reshape, 'reshape squeeze expand_dims'),
     (axes(lambda e, k: np.argsort(e.params['permutation']).tolist()), 'transpose'),
-    (_broadcast, 'broadcast_in_dim'),
     (_reverse, 'rev'),
     (_slice, 'slice'),
     (_split, 'split'),
@@ -92,8 +109,14 @@ _LINEAR_MOVES = [
 ]
 for _labels, _names in _LINEAR_MOVES:
     register(Operation('movement', _labels, linear=True), _names)
+register(
+    Operation(
+        'movement', _broadcast, linear=True, origins=origins_along(_broadcast_axes)
+    ),
+    'broadcast_in_dim',
+)
+register(Operation('movement', _tile, origins=_tile_origins), 'tile')
 for _labels, _names in [
-    (_tile, 'tile'),
     (_stack, 'stack'),
     (_unstack, 'unstack'),
     (_pad, 'pad'),

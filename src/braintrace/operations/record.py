@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..compat import Equation, Primitive
+from ..compat import Equation, Primitive, evaluate_equation
 from ..compiled_step import WeightUse
 from ..errors import three_parts
 from .labels import CONFLICT, NONE, Labels, gather_back, join
@@ -33,6 +33,17 @@ class LabelRule(Protocol):
     def __call__(
         self, eqn: Equation, outs: list[Labels], const: Const
     ) -> list[Labels]: ...
+
+
+class OriginRule(Protocol):
+    """For every element of each result, the one element of an operand it comes from.
+
+    NONE where it comes from none; None if some element comes from several.
+    """
+
+    def __call__(
+        self, eqn: Equation, operand: int, const: Const
+    ) -> list[np.ndarray] | None: ...
 
 
 class Kernel(NamedTuple):
@@ -56,7 +67,9 @@ class UseRule(Protocol):
 class Operation:
     """What the compiler knows about a family of primitives.
 
-    ``labels``: which elements of the operands reach which of the results.
+    ``labels``: which elements of the operands reach which of the results. ``origins``:
+    the same seen from the results, for operations that repeat elements of an operand.
+    ``fan_in``: how many elements of an operand reach one element of the result.
     ``constant_operands``: operands without a derivative, or a function of the equation
     that gives them; None for all of them. ``linear``: whether derivatives need no value
     of an operand, or a function of the equation. ``sum``: the result is the sum of the
@@ -66,12 +79,16 @@ class Operation:
     if the derivative itself says so. ``kernel``: a faster way to run the equation with
     this operand as a weight, if there is one. ``split``: for an equation whose data
     operand was made by another, ``maker``: a function of the weight and the maker's
-    operands that gives parts whose sum is the result, or None.
+    operands that gives parts whose sum is the result, or None. ``run``: a function of
+    the equation that gives another way to run it, operands to results with the same
+    derivatives; None where it runs as it is.
     """
 
     family: str
     labels: LabelRule
     constant_operands: Sequence[int] | Callable[[Equation], Sequence[int]] | None = ()
+    origins: OriginRule | None = None
+    fan_in: Callable[[Equation, int], int] | None = None
     linear: bool | Callable[[Equation], bool] = False
     sum: bool = False
     multiplies: bool = False
@@ -81,6 +98,7 @@ class Operation:
     split: (
         Callable[[Equation, int, Equation], Callable[..., list[Any]] | None] | None
     ) = None
+    run: Callable[[Equation], Callable[[Sequence[Any]], list[Any]] | None] | None = None
 
     def differentiates(self, eqn: Equation, operand: int) -> bool:
         """Whether the results have a derivative with respect to an operand."""
@@ -142,6 +160,13 @@ REGISTRY: dict[str, Operation] = {}
 def operation_of(eqn: Equation) -> Operation | None:
     """The operation of an equation; None if its primitive is not registered."""
     return REGISTRY.get(eqn.primitive.name)
+
+
+def run_equation(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation, by a kernel where its operation has one."""
+    operation = operation_of(eqn)
+    run = operation.run(eqn) if operation and operation.run else None
+    return evaluate_equation(eqn, operands) if run is None else run(operands)
 
 
 def use_of(eqn: Equation, operand: int, result: int, const: Const) -> WeightUse:

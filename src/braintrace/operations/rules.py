@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..compat import Equation
-from .labels import NONE, Labels, join, project
-from .record import Const, LabelRule
+from .labels import NONE, Labels, join, join_over, project
+from .record import Const, LabelRule, OriginRule
 
 AxisMap = Sequence[int | None]
 """For every axis of an operand, the result axis that runs along it; None if none does.
@@ -57,9 +57,49 @@ def axes(axis_map: Callable[[Equation, int], AxisMap]) -> LabelRule:
     return lambda eqn, outs, const: merge(eqn, outs, axis_map)
 
 
+def origins_along(axis_map: Callable[[Equation, int], AxisMap]) -> OriginRule:
+    """The origins of an operation that is described by its axes."""
+
+    def origins(eqn: Equation, operand: int, const: Const) -> list[np.ndarray] | None:
+        shape, result_axes = shape_of(eqn.invars[operand]), axis_map(eqn, operand)
+        pairs = list(zip(shape, result_axes, strict=True))
+        if any(axis is None and n != 1 for n, axis in pairs):
+            return None
+        along = [axis for axis in result_axes if axis is not None]
+        sizes = [n for n, axis in pairs if axis is not None]
+        numbers = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(sizes)
+        numbers = numbers.transpose(np.argsort(along))
+        found = []
+        for v in eqn.outvars:
+            out = shape_of(v)
+            aligned = [out[a] if a in along else 1 for a in range(len(out))]
+            found.append(np.broadcast_to(numbers.reshape(aligned), out))
+        return found
+
+    return origins
+
+
+def fan_in_along(
+    axis_map: Callable[[Equation, int], AxisMap],
+) -> Callable[[Equation, int], int]:
+    """The fan-in of an operation that is described by its axes."""
+
+    def fan_in(eqn: Equation, k: int) -> int:
+        pairs = zip(shape_of(eqn.invars[k]), axis_map(eqn, k), strict=True)
+        return int(np.prod([n for n, axis in pairs if axis is None]))
+
+    return fan_in
+
+
 def mixing_labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     """Any element of any operand may reach any element of any result."""
-    return merge(eqn, outs, lambda e, k: [None] * len(shape_of(e.invars[k])))
+    label: Labels = None
+    for out in (o for o in outs if o is not None):
+        label = join(label, join_over(out, range(out.ndim)))
+    if label is None:
+        return [None] * len(eqn.invars)
+    # Views of one number: an operand may have very many elements.
+    return [np.broadcast_to(label, shape_of(v)) for v in eqn.invars]
 
 
 def _aligned(eqn: Equation, k: int) -> AxisMap:
@@ -70,6 +110,8 @@ def _aligned(eqn: Equation, k: int) -> AxisMap:
 
 elementwise_labels = axes(_aligned)
 """Element e of every operand reaches element e of the result."""
+elementwise_origins = origins_along(_aligned)
+"""Element e of the result comes from element e of the operand, broadcast or not."""
 
 
 def windows(

@@ -18,9 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import cast, is_complex, padded, picked, sum_type
+from ..arrays import cast, is_complex, padded, picked, sum_type, summed_by
 from ..compat import Equation, evaluate_equation
-from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from ..compiled_step import (
+    Box,
+    Components,
+    Jacobian,
+    Operands,
+    TraceLayout,
+    WeightUse,
+)
+from .labels import NONE
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +119,99 @@ class BaseUse(ABC):
     @abstractmethod
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         """The storage of its trace."""
+
+    def shared_layout(self, shared: SharedUse) -> TraceLayout:
+        """The storage of its trace where positions share elements of y."""
+        return FullTrace(shared, shared.positions, shared.sources.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedUse:
+    """A use whose result has elements that several positions read.
+
+    Seen from the positions it has one element a position, y' = y[sources], and their
+    gradients add up where they share an element.
+    """
+
+    use: WeightUse
+    sources: np.ndarray
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The position of each element of y': its own, or none."""
+        own = np.arange(self.sources.size).reshape(self.sources.shape)
+        return np.where(self.sources >= 0, own, NONE).astype(np.int32)
+
+    @property
+    def operand(self) -> int:
+        """The number of the operand that is the weight."""
+        return self.use.operand
+
+    @property
+    def weight(self) -> jax.ShapeDtypeStruct:
+        """Shape and type of the weight."""
+        return self.use.weight
+
+    @property
+    def result(self) -> jax.ShapeDtypeStruct:
+        """Shape and type of y'."""
+        return jax.ShapeDtypeStruct(self.sources.shape, self.use.result.dtype)
+
+    @property
+    def trace_dtype(self) -> Any:
+        """Type of ε."""
+        return self.use.trace_dtype
+
+    @property
+    def input(self) -> int | None:
+        """The operand x if y is linear in both x and w."""
+        return self.use.input
+
+    @property
+    def factorises(self) -> bool:
+        """Whether ∂h/∂w can be written as a product of an input and a state part."""
+        return self.use.factorises
+
+    @property
+    def adds(self) -> bool:
+        """Whether y is a sum with w."""
+        return self.use.adds
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        """Shape of one operand."""
+        return self.use.operand_shape(operand)
+
+    def _summed(self, bars: jax.Array) -> jax.Array:
+        """Values (..., y') added up at the elements of y."""
+        shape = self.use.result.shape
+        found = summed_by(bars, self.sources, int(np.prod(shape)))
+        return found.reshape(*found.shape[:-1], *shape)
+
+    def gradient(
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
+    ) -> jax.Array:
+        """Σ_t of y_bars[t] · ∂y'_t/∂w in the shape of w."""
+        whole = padded(y_bars, box, self.sources.shape)
+        return self.use.gradient(fixed, steps, self._summed(whole))
+
+    def slopes(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
+        """∂y'/∂w (t, y') of an element-wise use."""
+        found = self.use.slopes(fixed, steps, length)
+        return jax.vmap(lambda x: picked(x, self.sources))(found)
+
+    def spread(self, y_bar: jax.Array) -> jax.Array:
+        """Sum, for each element of w, over the elements of y' that share it."""
+        return self.use.spread(self._summed(y_bar))
+
+    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
+        """The storage of its trace."""
+        if isinstance(self.use, BaseUse):
+            return self.use.shared_layout(self)
+        return FullTrace(self, positions, shape)
 
 
 U = TypeVar('U', bound=BaseUse)

@@ -51,7 +51,7 @@ def program_of_jaxpr(
         for path in paths
     }
 
-    # The normal form may know an output by another variable than the caller does.
+    # In the normal form an output may be another variable than in the given program.
     closed = distinct_outputs(normal_form(given), list(places.values()))
     closed = _renamed(closed, [(i, pairs[path][1]) for path, i in places.items()])
     new = {path: closed.jaxpr.outvars[i] for path, i in places.items()}

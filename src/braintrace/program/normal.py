@@ -2,9 +2,10 @@
 
 ``jit``, ``remat`` and every other plain call disappear; ``scan``, ``while``, ``cond``
 and the custom-derivative calls stay, with bodies in normal form. Results of a scan
-leave a program by way of a copy, so that there is an operand to cut. What cannot be
-differentiated (``while``, callbacks) gets operands without a derivative. Values do not
-change, nor do derivatives where JAX has any.
+leave a program by way of a copy, so that there is an operand to cut. A ``while`` with
+differentiable results becomes a loop that reverse mode can follow. What cannot be
+differentiated (callbacks) gets operands without a derivative. Values do not change, nor
+do derivatives where JAX has any.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ..compat import (
     structure,
     sub_programs,
 )
+from .loops import followed
 
 
 def normal_form(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -95,6 +97,8 @@ def _emit(
     body."""
     operands = [_read(names, v) for v in eqn.invars]
     if structure(eqn) != 'call':
+        eqn = followed(eqn.replace(invars=operands))
+        operands = list(eqn.invars)
         bodies = {sub.key: _normal_body(sub.jaxpr) for sub in sub_programs(eqn)}
         eqn = replace_sub_programs(eqn, bodies) if bodies else eqn
         if is_opaque(eqn):

@@ -1,13 +1,13 @@
 """The step program: jaxpr plus the role of every input and output.
 
-The front ends make it, the analysis reads it. Nothing here knows a framework: a state
-object is opaque and kept only so that records can hand it back to the user.
+The front ends make it, the analysis reads it. Nothing here depends on a framework: a
+state object is opaque and kept only so that records can return it to the user.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class Parameter:
     path: Path
     leaf: Leaf
     invar: Var
+    state: Any = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -87,6 +88,9 @@ class StepProgram:
     hidden: tuple[Hidden, ...]
     others: tuple[OtherState, ...]
     outputs: tuple[Atom, ...]
+    constant_hidden: tuple[Path, ...] = ()
+    """Hidden states of the model that the step reads and never writes; they are among
+    ``others``."""
     untouched_hidden: tuple[Path, ...] = ()
     """Hidden states of the model that the step neither reads nor writes."""
     untouched_parameters: tuple[Path, ...] = ()

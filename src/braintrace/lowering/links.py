@@ -1,0 +1,523 @@
+"""Links: the products by which hidden states reach linear read-outs.
+
+A read-out with a memory of its own is a group Y of one state per position,
+
+    Y_t = κ Y_{t-1} + u_t · W,
+
+that no other group reads. Here u is a function of the states of another group h, in
+which each position of h acts on at most one element. Nothing is matched by
+name or layer: κ is found by folding constants, and the path from u to Y may hold any
+operations whose derivative no data reaches. A read-out without memory is a product
+between states and targets; it is a link as well, for rules that are given a κ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..analysis.dependence import of
+from ..analysis.groups import HiddenGroup
+from ..analysis.positions import Credit, find_positions
+from ..compat import (
+    Atom,
+    Var,
+    is_differentiable,
+    is_var,
+    make_jaxpr,
+)
+from ..compiled_step import Components, Link, Signals, Values
+from ..operations import operation_of, run_equation
+from .local_step import local_jacobian
+from .replay import replay
+from .stages import Stages
+from .step_facts import StepFacts
+
+MOST_DECAYS = 16
+"""Distinct κ of one read-out, each of which needs a trace of its own."""
+
+Feedback = Mapping[tuple[int, int], Any]
+Edge = tuple[int, int]
+"""(equation, operand)"""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A product that a group reaches position by position, on the way to a read-out.
+
+    ``elements``: the element of u that each position of the group acts on, -1 for none.
+    """
+
+    edge: Edge
+    lower: int
+    readout: int | None
+    elements: np.ndarray = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ReadoutLinks:
+    """All links of a step, and the products whose weights random feedback replaces."""
+
+    stages: Stages
+
+    # ------------------------------------------------------------ results
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """The links of the step, in program order."""
+        candidates = self._candidates
+        edges: dict[tuple[int, int], set[Edge]] = {}
+        for c in candidates:
+            if c.readout is not None:
+                edges.setdefault((c.lower, c.readout), set()).add(c.edge)
+        complete = {
+            (lower, readout)
+            for (lower, readout), mine in edges.items()
+            if not self._reaches_otherwise(lower, readout, mine)
+        }
+        return tuple(
+            self._link(c, (c.lower, c.readout) in complete) for c in candidates
+        )
+
+    @cached_property
+    def products(self) -> dict[Edge, Var]:
+        """The weight of every read-out's product, by (equation, operand).
+
+        Products between states and targets, and those by which other groups drive a
+        read-out that is a state.
+        """
+        stages, facts, found = self.stages, self.stages.facts, {}
+        indices = set(stages.needed(stages.targets, stages.new_states))
+        for readout in self._readouts:
+            others = self._bits_except(readout)
+            for i in self._making(readout):
+                data = stages.taps[i].data if i in stages.taps else ()
+                inputs = [stages.equations[i].invars[k] for k in data]
+                if any(of(facts.direct, v).grads & others for v in inputs):
+                    indices.add(i)
+        for i in sorted(indices):
+            tap = stages.taps.get(i)
+            if tap and tap.data and self._is_product(i):
+                found.update({(i, k): tap.equation.invars[k] for k in tap.weights})
+        return found
+
+    def why_not(self, lower: int, readout: int) -> str | None:
+        """Why traces cannot hold what a group remembers of another, and what to write.
+
+        None where they can, and where the second is no read-out but feeds others.
+        """
+        if self._feeds(readout):
+            return None
+        links = [x for x in self.links if (x.lower, x.readout) == (lower, readout)]
+        if any(link.is_complete for link in links):
+            return None
+        if self._group(readout).num_state > 1:
+            return 'it has several states per position; a leaky read-out has one'
+        if readout not in self._readouts:
+            return 'its memory is not linear; a leaky read-out decays by a constant'
+        if self._readouts[readout] is None:
+            return 'its decay is a parameter; write the decay as a constant'
+        if not self._classes(readout):
+            return f'it has more than {MOST_DECAYS} different decays; use fewer'
+        return (
+            'the read-out is not a product of weights with a function of each unit in the '
+            'same step; write it as y = κ y + f(h) @ W, after the new h'
+        )
+
+    # ------------------------------------------------------------ read-outs
+
+    @cached_property
+    def _steps(self) -> StepFacts:
+        return StepFacts(self.stages)
+
+    def _is_product(self, i: int) -> bool:
+        operation = operation_of(self.stages.equations[i])
+        return operation is not None and operation.is_product
+
+    def _group(self, g: int) -> HiddenGroup:
+        return self.stages.analysed.groups[g]
+
+    def _bits(self, g: int) -> int:
+        """Bits of the states of a group, new and old."""
+        facts, members = self.stages.facts, self.stages.analysed.members[g]
+        return facts.new(members) | facts.old(members)
+
+    def _bits_except(self, g: int) -> int:
+        every = range(len(self.stages.analysed.groups))
+        return sum(self._bits(other) for other in every if other != g)
+
+    def _making(self, g: int) -> list[int]:
+        """Equations that make a group's new states from other new states."""
+        own = set(self._group(g).hidden_outvars)
+        return self.stages.needed(own, self.stages.new_states - own)
+
+    @cached_property
+    def _readouts(self) -> dict[int, np.ndarray | None]:
+        """Groups that are linear read-outs: κ at each position, None where no constant."""
+        found = {}
+        for g, group in enumerate(self.stages.analysed.groups):
+            if group.num_state == 1 and self._is_fed(g) and not self._feeds(g):
+                steady, decay = self._decay(g)
+                if steady:
+                    found[g] = decay
+        return found
+
+    def _is_fed(self, g: int) -> bool:
+        """Whether states of other groups reach the group."""
+        facts, others = self.stages.facts, self._bits_except(g)
+        new = self._group(g).hidden_outvars
+        return any(facts.behind[v].grads & others for v in new if v in facts.behind)
+
+    def _feeds(self, g: int) -> bool:
+        """Whether the group reaches new states of others, or mixes across time.
+
+        What others remember of it would have to be carried as well.
+        """
+        facts, members = self.stages.facts, self.stages.analysed.members
+        old = facts.old(members[g])
+        across = any(
+            facts.behind[h.outvar].grads & self._bits(g)
+            for other, mine in enumerate(members)
+            for h in mine
+            if other != g and h.outvar in facts.behind
+        )
+        cuts = self.stages.analysed.positions[g].found
+        return across or any(cut.bits.grads & old for cut in cuts)
+
+    def _decay(self, g: int) -> tuple[bool, np.ndarray | None]:
+        """Whether no data reaches D of the group, and its values where they are
+        constant."""
+        stages, local = self.stages, self.stages.locals[g]
+        if (0, 0) not in local.pattern:
+            return False, None
+        jacobian = lambda env: local_jacobian(stages, local, env)
+        variables, sources, run = self._steps.derivative(local, jacobian)
+        if self._reads_data(sources[0, 0]):
+            return False, None
+        if sources[0, 0]:
+            return True, None
+        with jax.ensure_compile_time_eval():
+            zeros = [np.zeros(v.aval.shape, v.aval.dtype) for v in variables]
+            return True, np.asarray(run(zeros)[0, 0])
+
+    def _reads_data(self, variables: Iterable[Var]) -> bool:
+        facts = self.stages.facts
+        return any(of(facts.total, v).reads & facts.data for v in variables)
+
+    def _classes(self, g: int) -> tuple[tuple[float, np.ndarray | None], ...]:
+        """Distinct κ of a read-out, with the positions that have each."""
+        decay = self._readouts[g]
+        if decay is None:
+            return ()
+        values = [float(x) for x in np.unique(decay) if x != 0]
+        if not 0 < len(values) <= MOST_DECAYS:
+            return ()
+        if len(values) == 1 and np.all(decay):
+            return ((values[0], None),)
+        return tuple((x, decay == np.asarray(x, decay.dtype)) for x in values)
+
+    # ------------------------------------------------------------ finding links
+
+    @cached_property
+    def _candidates(self) -> list[_Candidate]:
+        found: list[_Candidate] = []
+        taken: set[Edge] = set()
+        for readout in self._readouts:
+            mine = []
+            for edge in self._products_in(self._making(readout)):
+                if self._is_steady(edge, readout):
+                    mine += self._from_groups(edge, readout)
+            last = [c for c in mine if not any(self._leads_to(c, d) for d in mine)]
+            found += last
+            taken |= {c.edge for c in last}
+        stages, direct = self.stages, []
+        for edge in self._products_in(stages.needed(stages.targets, stages.new_states)):
+            if edge not in taken and edge[0] in stages.taps:
+                direct += self._from_groups(edge, None)
+        # The first product counts: what follows it is part of the way to the targets.
+        found += [c for c in direct if not any(self._leads_to(d, c) for d in direct)]
+        return found
+
+    def _products_in(self, indices: Iterable[int]) -> list[Edge]:
+        """(equation, data operand) of products with weights or constants."""
+        facts, found = self.stages.facts, []
+        for i in indices:
+            if not self._is_product(i):
+                continue
+            for k, v in enumerate(self.stages.equations[i].invars):
+                rest = [
+                    x for j, x in enumerate(self.stages.equations[i].invars) if j != k
+                ]
+                fixed = not any(of(facts.total, x).reads & facts.data for x in rest)
+                if fixed and is_var(v) and is_differentiable(v):
+                    found.append((i, k))
+        return found
+
+    def _leads_to(self, first: _Candidate, then: _Candidate) -> bool:
+        """Whether the result of one product is part of the input of another."""
+        if first.lower != then.lower or first.edge == then.edge:
+            return False
+        i, (j, k) = first.edge[0], then.edge
+        u = self.stages.equations[j].invars[k]
+        return i in self.stages.needed([u], self.stages.new_states)
+
+    def _from_groups(self, edge: Edge, readout: int | None) -> list[_Candidate]:
+        """The groups that reach an operand position by position."""
+        found = []
+        for g in range(len(self.stages.analysed.groups)):
+            elements = None if g == readout else self._elements(edge, g)
+            if elements is not None:
+                found.append(_Candidate(edge, g, readout, elements))
+        return found
+
+    def _elements(self, edge: Edge, g: int) -> np.ndarray | None:
+        """The element of the operand that each position of a group acts on."""
+        facts, u = self.stages.facts, self._source(edge)
+        members = self.stages.analysed.members[g]
+        if not of(facts.direct, u).grads & self._bits(g):
+            return None
+        labels = self._labels(u, g)
+        if labels is None:
+            return None
+        elements = np.full(int(np.prod(members[0].varshape)), -1, np.int32)
+        for h in members:
+            for v in (h.outvar, h.invar):
+                mine = labels.get(v)
+                reached = np.zeros(0, int) if mine is None else mine.ravel()
+                # States on a trailing axis share their positions.
+                for position, element in zip(
+                    h.positions.ravel(), reached, strict=False
+                ):
+                    if element >= 0 and elements[position] not in (-1, element):
+                        return None
+                    if element >= 0:
+                        elements[position] = element
+        return elements if (elements >= 0).any() else None
+
+    def _labels(self, u: Var, g: int) -> dict[Var, np.ndarray] | None:
+        """The element of u that each element of a group's states reaches.
+
+        None where one reaches several.
+        """
+        stages, facts = self.stages, self.stages.facts
+        numbers = np.arange(u.aval.size, dtype=np.int32).reshape(u.aval.shape)
+        if u in stages.new_states:
+            return {u: numbers}
+        equations = [stages.equations[i] for i in stages.needed([u], stages.new_states)]
+        made = {v for eqn in equations for v in eqn.outvars}
+        read = (v for eqn in equations for v in eqn.invars if is_var(v))
+        inputs = list(dict.fromkeys(v for v in read if v not in made))
+        found = find_positions(
+            make_jaxpr([], inputs, [u], equations),
+            facts.direct,
+            Credit(self._bits(g), facts.data),
+            [(u, numbers)],
+            {},
+            (),
+            u.aval.size,
+            facts.constant,
+        )
+        return None if found.cuts else found.labels
+
+    def _source(self, edge: Edge) -> Var:
+        i, k = edge
+        return self.stages.equations[i].invars[k]
+
+    def _is_steady(self, edge: Edge, readout: int) -> bool:
+        """Whether ∂Y/∂u depends on parameters and constants only."""
+        stages = self.stages
+        u, read = self._source(edge), self._read_between(edge, readout)
+        constant = stages.facts.constant
+        known = Values((v, constant(v)) for v in read if constant.knows(v))
+        variables = [v for v in read if v not in known]
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+
+        def slope(values: list[Any]) -> jax.Array:
+            env = known | Values(zip(variables, values, strict=True))
+            state = lambda x: self._state_of(edge, readout, env, x, {})
+            value, pull = jax.vjp(state, env[u])
+            return pull(jnp.ones_like(value))[0]
+
+        return not self._reads_data(self._steps.sources(slope, variables, shapes))
+
+    def _between(self, edge: Edge, readout: int) -> list[int]:
+        """Equations on the way from an operand to the read-out's new state."""
+        moved = set(self.stages.equations[edge[0]].outvars)
+        found = [edge[0]]
+        for i in self._making(readout):
+            eqn = self.stages.equations[i]
+            if i != edge[0] and any(is_var(v) and v in moved for v in eqn.invars):
+                moved |= set(eqn.outvars)
+                found.append(i)
+        return sorted(found)
+
+    def _read_between(self, edge: Edge, readout: int) -> list[Var]:
+        """What the equations from an operand to the read-out read beside each other."""
+        equations = [self.stages.equations[i] for i in self._between(edge, readout)]
+        made = {v for eqn in equations for v in eqn.outvars}
+        read = [v for eqn in equations for v in eqn.invars if is_var(v)]
+        return list(dict.fromkeys(v for v in read if v not in made))
+
+    def _reaches_otherwise(self, lower: int, readout: int, edges: set[Edge]) -> bool:
+        """Whether a group reaches a read-out by any path but its links."""
+        stages, facts = self.stages, self.stages.facts
+        members = stages.analysed.members[lower]
+        bits = facts.new(members) | facts.old(members)
+        mine = {v for h in members for v in (h.invar, h.outvar)}
+        done: set[Atom] = set()
+        todo: list[Atom] = list(self._group(readout).hidden_outvars)
+        start = set(todo)
+        while todo:
+            v = todo.pop()
+            if v in mine:
+                return True
+            stops = v in stages.new_states and v not in start
+            if v in done or stops or v not in facts.producer:
+                continue
+            done.add(v)
+            i = facts.producer[v]
+            eqn, operation = stages.equations[i], operation_of(stages.equations[i])
+            for k, x in enumerate(eqn.invars):
+                passes = operation is None or operation.differentiates(eqn, k)
+                carries = is_var(x) and bool(of(facts.direct, x).grads & bits)
+                if (i, k) not in edges and passes and carries:
+                    todo.append(x)
+        return False
+
+    # ------------------------------------------------------------ derivatives
+
+    def _link(self, c: _Candidate, is_complete: bool) -> Link:
+        facts, group = self.stages.facts, self._group(c.lower)
+        read = of(facts.direct, self._source(c.edge)).grads
+        owners = list(enumerate(group.owners))
+        new = [facts.new_bit[v] for v in group.hidden_outvars]
+        old = [facts.bit[v] for v in group.hidden_invars]
+        states = tuple(s for s, k in owners if read & new[k])
+        old_states = tuple(s for s, k in owners if read & old[k])
+        decays = () if c.readout is None else self._classes(c.readout)
+
+        def slopes(constants: Values, values: Values) -> tuple[Components, Components]:
+            new, old = self._slopes(c, constants | values)
+            return {s: new[s] for s in states}, {s: old[s] for s in old_states}
+
+        return Link(
+            lower=c.lower,
+            readout=c.readout,
+            source=self._source(c.edge),
+            states=states,
+            old_states=old_states,
+            decays=decays,
+            is_complete=is_complete and bool(decays),
+            slopes=slopes,
+            pull=lambda constants, values, found, feedback: self._pull(
+                c, constants | values, found, feedback
+            ),
+        )
+
+    def _slopes(
+        self, c: _Candidate, env: Values
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """∂u/∂h of new and of old states at the positions of h."""
+        stages, group = self.stages, self._group(c.lower)
+        u = self._source(c.edge)
+        new = group.components([env[v] for v in group.hidden_outvars])
+        old = group.components([env[v] for v in group.hidden_invars])
+        fixed = {v: x for v, x in env.items() if v not in stages.differentiated}
+        fixed.update((v, env[v]) for v in stages.new_states if v in env)
+        kept = {v: env[v] for v in stages.tap_results if v in env}
+
+        def source(new: list[jax.Array], old: list[jax.Array]) -> jax.Array:
+            known = dict(fixed)
+            known.update(
+                zip(group.hidden_invars, group.from_components(old), strict=True)
+            )
+            known.update(
+                zip(group.hidden_outvars, group.from_components(new), strict=True)
+            )
+            for i in stages.needed([u], known):
+                eqn, tap = stages.equations[i], stages.taps.get(i)
+                operands = [known[v] if is_var(v) else v.val for v in eqn.invars]
+                if tap:
+                    mine = {v: kept[v] for v in tap.results}
+                    known.update(replay(eqn, tap.data, operands, mine))
+                else:
+                    results = run_equation(eqn, operands)
+                    known.update(zip(eqn.outvars, results, strict=True))
+            return known[u]
+
+        value, pull = jax.vjp(source, new, old)
+        # Each position acts on one element, so that one pull-back has every slope.
+        return pull(jnp.ones_like(value))
+
+    def _pull(
+        self, c: _Candidate, env: Values, found: Signals, feedback: Feedback
+    ) -> jax.Array:
+        """What a read-out sends back to u, at the positions of the lower group."""
+        i, u = c.edge[0], env[self._source(c.edge)]
+        if c.readout is None:
+            (y,) = self.stages.taps[i].results
+            bar = found.results[y]
+            result = lambda x: self._product(c.edge, env, x, feedback)
+        else:
+            readout = c.readout
+            bar = found.signals[readout][0]
+            result = lambda x: self._state_of(c.edge, readout, env, x, feedback)
+        value, pull = jax.vjp(result, u)
+        (q,) = pull(bar.astype(value.dtype))
+        shape = self._group(c.lower).varshape
+        if np.array_equal(c.elements, np.arange(q.size)):
+            return q.reshape(shape)
+        taken = q.reshape(-1)[np.maximum(c.elements, 0)]
+        return jnp.where(c.elements >= 0, taken, 0).astype(q.dtype).reshape(shape)
+
+    def _operands(
+        self, i: int, env: Mapping[Var, Any], feedback: Feedback
+    ) -> list[Any]:
+        read = lambda v: env[v] if is_var(v) else v.val
+        invars = enumerate(self.stages.equations[i].invars)
+        return [feedback[i, k] if (i, k) in feedback else read(v) for k, v in invars]
+
+    def _product(
+        self, edge: Edge, env: Mapping[Var, Any], x: Any, feedback: Feedback
+    ) -> jax.Array:
+        operands = self._operands(edge[0], env, feedback)
+        operands[edge[1]] = x
+        return run_equation(self.stages.equations[edge[0]], operands)[0]
+
+    def _state_of(
+        self,
+        edge: Edge,
+        readout: int,
+        env: Mapping[Var, Any],
+        x: Any,
+        feedback: Feedback,
+    ) -> jax.Array:
+        """The read-out's new state as a function of the operand u of one product."""
+        known = dict(env)
+        for v in self._read_between(edge, readout):
+            if v not in known and v is not self._source(edge):
+                known.update(self._computed(v, env))
+        for i in self._between(edge, readout):
+            eqn = self.stages.equations[i]
+            if i == edge[0]:
+                known[eqn.outvars[0]] = self._product(edge, known, x, feedback)
+                continue
+            results = run_equation(eqn, self._operands(i, known, feedback))
+            known.update(zip(eqn.outvars, results, strict=True))
+        group = self._group(readout)
+        return group.components([known[v] for v in group.hidden_outvars])[0]
+
+    def _computed(self, v: Var, env: Mapping[Var, Any]) -> Values:
+        """A value that the loop did not keep."""
+        known = dict(env)
+        for i in self.stages.needed([v], known):
+            operands = self._operands(i, known, {})
+            results = run_equation(self.stages.equations[i], operands)
+            known.update(zip(self.stages.equations[i].outvars, results, strict=True))
+        return Values({v: known[v]})

@@ -1,0 +1,263 @@
+"""Loops over the synapses of a compressed sparse matrix, compiled by numba for CPUs.
+
+Letters: e synapses in the order of the matrix, r rows, c columns, k the samples (or
+steps and samples) of a neuron, which lie next to each other in memory. Synapses of row r
+are ``starts[r]`` to ``starts[r + 1]``, and ``indices[e]`` is the column of each. One
+weight for all synapses is an array of length one.
+
+Neurons whose entries are all zero are skipped, so that the cost of spikes is that of the
+neurons that fire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+# Sums may be reordered for the vector unit; infinities and NaN keep their meaning.
+compiled = numba.njit(fastmath={'reassoc', 'contract', 'nsz'}, nogil=True)
+
+
+@compiled
+def is_live(values: Any) -> bool:
+    """Whether any entry of a row differs from zero."""
+    total = values.dtype.type(0)
+    for k in range(len(values)):
+        total += abs(values[k])
+    return total != 0
+
+
+@compiled
+def to_columns(weights: Any, indices: Any, starts: Any, x: Any, y: Any) -> None:
+    """y[c] = Σ_r w[r, c] x[r]."""
+    shared = len(weights) == 1
+    samples = x.shape[1]
+    y[:] = 0
+    if samples == 1:
+        for r in range(x.shape[0]):
+            value = x[r, 0]
+            if value != 0:
+                for e in range(starts[r], starts[r + 1]):
+                    y[indices[e], 0] += weights[0 if shared else e] * value
+        return
+    for r in range(x.shape[0]):
+        if is_live(x[r]):
+            for e in range(starts[r], starts[r + 1]):
+                c = indices[e]
+                weight = weights[0 if shared else e]
+                for k in range(samples):
+                    y[c, k] += weight * x[r, k]
+
+
+@compiled
+def to_rows(weights: Any, indices: Any, starts: Any, x: Any, y: Any) -> None:
+    """y[r] = Σ_c w[r, c] x[c]."""
+    shared = len(weights) == 1
+    samples = x.shape[1]
+    if samples == 1:
+        for r in range(y.shape[0]):
+            total = y.dtype.type(0)
+            for e in range(starts[r], starts[r + 1]):
+                total += weights[0 if shared else e] * x[indices[e], 0]
+            y[r, 0] = total
+        return
+    live = np.zeros(x.shape[0], np.bool_)
+    count = 0
+    for c in range(x.shape[0]):
+        live[c] = is_live(x[c])
+        count += live[c]
+    # The test of every synapse pays only where it often saves a row of x.
+    tests = 2 * count < len(live)
+    for r in range(y.shape[0]):
+        for k in range(samples):
+            y[r, k] = 0
+        for e in range(starts[r], starts[r + 1]):
+            c = indices[e]
+            if not tests or live[c]:
+                weight = weights[0 if shared else e]
+                for k in range(samples):
+                    y[r, k] += weight * x[c, k]
+
+
+@compiled
+def at_synapses(indices: Any, starts: Any, rows: Any, columns: Any, out: Any) -> None:
+    """out[e] = Σ_k rows[r, k] columns[c, k]."""
+    length = rows.shape[1]
+    for r in range(rows.shape[0]):
+        if is_live(rows[r]):
+            for e in range(starts[r], starts[r + 1]):
+                c = indices[e]
+                total = out.dtype.type(0)
+                for k in range(length):
+                    total += rows[r, k] * columns[c, k]
+                out[e] = total
+        else:
+            for e in range(starts[r], starts[r + 1]):
+                out[e] = 0
+
+
+def make_trace_kernel(
+    pre_is_row: bool,
+    has_rows: tuple[bool, ...],
+    has_factor: tuple[bool, ...],
+    has_credit: tuple[bool, ...],
+) -> Callable[..., None]:
+    """One visit of a trace with one entry a synapse, sample and component s.
+
+        ε_s[e, k] = Σ_r factor_sr[post, k] ε_r[e, k] + Σ_t row_s[post, t, k] x[pre, t, k]
+        gradient[e] = Σ_s Σ_k credit_s[post, k] ε_s[e, k] before that
+
+    Arguments: indices, starts, x, all rows, factors and credits, old traces; new traces
+    and the gradient. Those that are not there by structure are not read.
+    """
+    if len(has_rows) == 1:
+        return _visit_of_one(pre_is_row, has_rows[0], has_factor[0], has_credit[0])
+    states = len(has_rows)
+    rows_at = 3
+    factors_at = rows_at + states
+    credit_at = factors_at + states * states
+    old_at = credit_at + states
+    new_at = old_at + states
+    end = new_at + states
+
+    @compiled
+    def visit(*given: Any) -> None:
+        indices, starts, x = given[0], given[1], given[2]
+        rows, factors = given[rows_at:factors_at], given[factors_at:credit_at]
+        credits, old = given[credit_at:old_at], given[old_at:new_at]
+        new, gradient = given[new_at:end], given[end]
+        samples = old[0].shape[1]
+        steps = x.shape[1] // samples
+        found = np.zeros((states, samples), x.dtype)
+        for row in range(len(starts) - 1):
+            for e in range(starts[row], starts[row + 1]):
+                pre, post = indices[e], indices[e]
+                if pre_is_row:
+                    pre = row
+                else:
+                    post = row
+                total = x.dtype.type(0)
+                for s in range(states):
+                    here = found[s]
+                    here[:] = 0
+                    if has_credit[s]:
+                        credit, before = credits[s][post], old[s][e]
+                        for k in range(samples):
+                            total += credit[k] * before[k]
+                    for r in range(states):
+                        if has_factor[s * states + r]:
+                            factor, before = factors[s * states + r][post], old[r][e]
+                            for k in range(samples):
+                                here[k] += factor[k] * before[k]
+                    if has_rows[s]:
+                        left, right = rows[s][post], x[pre]
+                        for t in range(steps):
+                            for k in range(samples):
+                                at = t * samples + k
+                                here[k] += left[at] * right[at]
+                gradient[e] = total
+                # The new trace may lie where the old one does.
+                for s in range(states):
+                    for k in range(samples):
+                        new[s][e, k] = found[s, k]
+
+    return visit
+
+
+def _visit_of_one(
+    pre_is_row: bool, has_rows: bool, has_factor: bool, has_credit: bool
+) -> Callable[..., None]:
+    """The same for a single component, without the choice among arrays.
+
+    One sample has a loop of its own: a test inside of the loops would keep them from the
+    vector unit.
+    """
+
+    @compiled
+    def of_one_sample(
+        indices: Any,
+        starts: Any,
+        x: Any,
+        rows: Any,
+        factor: Any,
+        credit: Any,
+        old: Any,
+        new: Any,
+        gradient: Any,
+    ) -> None:
+        zero = x.dtype.type(0)
+        for row in range(len(starts) - 1):
+            for e in range(starts[row], starts[row + 1]):
+                pre, post = indices[e], indices[e]
+                if pre_is_row:
+                    pre = row
+                else:
+                    post = row
+                before = old[e, 0]
+                gradient[e] = credit[post, 0] * before if has_credit else zero
+                found = factor[post, 0] * before if has_factor else zero
+                if has_rows:
+                    for t in range(x.shape[1]):
+                        found += rows[post, t] * x[pre, t]
+                new[e, 0] = found
+
+    @compiled
+    def of_samples(
+        indices: Any,
+        starts: Any,
+        x: Any,
+        rows: Any,
+        factor: Any,
+        credit: Any,
+        old: Any,
+        new: Any,
+        gradient: Any,
+    ) -> None:
+        zero = x.dtype.type(0)
+        samples = old.shape[1]
+        steps = x.shape[1] // samples
+        found = np.zeros(samples, x.dtype)
+        for row in range(len(starts) - 1):
+            for e in range(starts[row], starts[row + 1]):
+                pre, post = indices[e], indices[e]
+                if pre_is_row:
+                    pre = row
+                else:
+                    post = row
+                total = zero
+                for k in range(samples):
+                    before = old[e, k]
+                    if has_credit:
+                        total += credit[post, k] * before
+                    found[k] = factor[post, k] * before if has_factor else zero
+                gradient[e] = total
+                if has_rows:
+                    for t in range(steps):
+                        at = t * samples
+                        for k in range(samples):
+                            found[k] += rows[post, at + k] * x[pre, at + k]
+                for k in range(samples):
+                    new[e, k] = found[k]
+
+    @compiled
+    def visit(
+        indices: Any,
+        starts: Any,
+        x: Any,
+        rows: Any,
+        factor: Any,
+        credit: Any,
+        old: Any,
+        new: Any,
+        gradient: Any,
+    ) -> None:
+        given = (indices, starts, x, rows, factor, credit, old, new, gradient)
+        if old.shape[1] == 1:
+            of_one_sample(*given)
+        else:
+            of_samples(*given)
+
+    return visit

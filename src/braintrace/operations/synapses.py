@@ -1,0 +1,219 @@
+"""Products with a compressed sparse matrix as primitives of our own.
+
+    to_columns      y[c] = Σ_r w[r, c] x[r]
+    to_rows         y[r] = Σ_c w[r, c] x[c]
+    at_synapses     g[e] = Σ_k rows[r, k] columns[c, k] at synapse e = (r, c)
+
+Each is linear in both factors and the transposes are again among the three, so that they
+have derivatives of any order. Arrays of neurons have shape (neurons, samples). On CPUs
+they run by the loops of ``sparse_kernels``; programs that are exported for other
+platforms hold gathers and sums by index. A model that runs elsewhere keeps the
+operations it is written with.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..arrays import runs_on_mesh
+from ..compat import kernel_primitive
+
+TYPES = (jnp.float32, jnp.float64)
+"""Types of numbers that the kernels are used for."""
+
+
+@functools.cache
+def _has_numba() -> bool:
+    return all(importlib.util.find_spec(name) for name in ('numba', 'brainevent'))
+
+
+def has_kernels(*dtypes: Any) -> bool:
+    """Whether products of these types run by the kernels, which are those of one
+    device."""
+    one_type = len(set(map(jnp.dtype, dtypes))) == 1 and dtypes[0] in TYPES
+    is_one_cpu = jax.default_backend() == 'cpu' and not runs_on_mesh()
+    return one_type and is_one_cpu and _has_numba()
+
+
+def call_kernel(
+    kernel: Any,
+    outs: Any,
+    *operands: jax.Array,
+    aliases: dict[int, int] | None = None,
+) -> Any:
+    """Run a function that numba compiled through the FFI.
+
+    ``outs``: shapes and types of its results. ``aliases``: results that may take the
+    place of an operand.
+    """
+    # Needed only where a sparse matrix is, and slow to import.
+    import brainevent
+
+    call = brainevent.numba_kernel(
+        kernel, outs, vmap_method='sequential', input_output_aliases=aliases
+    )
+    return call(*operands)
+
+
+def _kernels() -> Any:
+    # numba is optional, and slow to import.
+    from . import sparse_kernels
+
+    return sparse_kernels
+
+
+@functools.cache
+def trace_kernel(*structure: Any) -> Any:
+    """The visit of a trace of one structure."""
+    return _kernels().make_trace_kernel(*structure)
+
+
+def rows_of(indices: jax.Array, starts: jax.Array) -> jax.Array:
+    """The row of each synapse."""
+    count = starts.shape[0] - 1
+    numbers = jnp.arange(count, dtype=indices.dtype)
+    return jnp.repeat(numbers, jnp.diff(starts), total_repeat_length=indices.shape[0])
+
+
+# ---------------------------------------------------------------- products
+
+
+def _product_shape(
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int
+) -> tuple[tuple[int, ...], Any]:
+    return (size, x.shape[1]), x.dtype
+
+
+def _many_products(
+    primitive: Callable[[], Any], operands: Any, has_axis: Any, *, size: int
+) -> tuple[Any, int] | None:
+    """Cases with one set of weights are further samples."""
+    weights, indices, starts, x = operands
+    if has_axis != [False, False, False, True]:
+        return None
+    cases, neurons, samples = x.shape
+    x = jnp.moveaxis(x, 0, 1).reshape(neurons, cases * samples)
+    y = primitive().bind(weights, indices, starts, x, size=size)
+    return y.reshape(size, cases, samples), 1
+
+
+def _columns_portable(
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int
+) -> Any:
+    values = weights[:, None] * x[rows_of(indices, starts)]
+    return jnp.zeros((size, x.shape[1]), x.dtype).at[indices].add(values)
+
+
+def _columns_kernel(
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int
+) -> Any:
+    if not has_kernels(weights.dtype, x.dtype):
+        return _columns_portable(weights, indices, starts, x, size=size)
+    out = jax.ShapeDtypeStruct((size, x.shape[1]), x.dtype)
+    return call_kernel(_kernels().to_columns, out, weights, indices, starts, x)
+
+
+def _rows_portable(
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int
+) -> Any:
+    values = weights[:, None] * x[indices]
+    rows = rows_of(indices, starts)
+    return jnp.zeros((size, x.shape[1]), x.dtype).at[rows].add(values)
+
+
+def _rows_kernel(weights: Any, indices: Any, starts: Any, x: Any, *, size: int) -> Any:
+    if not has_kernels(weights.dtype, x.dtype):
+        return _rows_portable(weights, indices, starts, x, size=size)
+    out = jax.ShapeDtypeStruct((size, x.shape[1]), x.dtype)
+    return call_kernel(_kernels().to_rows, out, weights, indices, starts, x)
+
+
+to_columns_p: Any = kernel_primitive(
+    'to_columns',
+    shape=_product_shape,
+    portable=_columns_portable,
+    kernel=_columns_kernel,
+    transposes={
+        0: lambda bar, weights, indices, starts, x, *, size: at_synapses(
+            indices, starts, x, bar
+        ),
+        3: lambda bar, weights, indices, starts, x, *, size: to_rows(
+            weights, indices, starts, bar
+        ),
+    },
+    batched=functools.partial(_many_products, lambda: to_columns_p),
+)
+to_rows_p: Any = kernel_primitive(
+    'to_rows',
+    shape=_product_shape,
+    portable=_rows_portable,
+    kernel=_rows_kernel,
+    transposes={
+        0: lambda bar, weights, indices, starts, x, *, size: at_synapses(
+            indices, starts, bar, x
+        ),
+        3: lambda bar, weights, indices, starts, x, *, size: to_columns(
+            weights, indices, starts, bar, x.aval.shape[0]
+        ),
+    },
+    batched=functools.partial(_many_products, lambda: to_rows_p),
+)
+
+
+def to_columns(weights: Any, indices: Any, starts: Any, x: Any, size: int) -> jax.Array:
+    """y (size, k) from x (rows, k); one weight for each synapse, or one for all."""
+    return to_columns_p.bind(weights, indices, starts, x, size=size)
+
+
+def to_rows(weights: Any, indices: Any, starts: Any, x: Any) -> jax.Array:
+    """y (rows, k) from x (columns, k)."""
+    return to_rows_p.bind(weights, indices, starts, x, size=starts.shape[0] - 1)
+
+
+# ---------------------------------------------------------------- gradients of weights
+
+
+def _synapses_portable(indices: Any, starts: Any, rows: Any, columns: Any) -> Any:
+    row = rows_of(indices, starts)
+
+    def one(total: Any, pair: Any) -> tuple[Any, None]:
+        # One sample at a time: never an array of synapses times samples.
+        r, c = pair
+        return total + r[row] * c[indices], None
+
+    start = jnp.zeros(indices.shape, rows.dtype)
+    return jax.lax.scan(one, start, (rows.T, columns.T))[0]
+
+
+def _synapses_kernel(indices: Any, starts: Any, rows: Any, columns: Any) -> Any:
+    if not has_kernels(rows.dtype, columns.dtype):
+        return _synapses_portable(indices, starts, rows, columns)
+    out = jax.ShapeDtypeStruct(indices.shape, rows.dtype)
+    return call_kernel(_kernels().at_synapses, out, indices, starts, rows, columns)
+
+
+at_synapses_p = kernel_primitive(
+    'at_synapses',
+    shape=lambda indices, starts, rows, columns: (indices.shape, rows.dtype),
+    portable=_synapses_portable,
+    kernel=_synapses_kernel,
+    transposes={
+        2: lambda bar, indices, starts, rows, columns: to_rows(
+            bar, indices, starts, columns
+        ),
+        3: lambda bar, indices, starts, rows, columns: to_columns(
+            bar, indices, starts, rows, columns.aval.shape[0]
+        ),
+    },
+)
+
+
+def at_synapses(indices: Any, starts: Any, rows: Any, columns: Any) -> jax.Array:
+    """Σ_k of values at the row times values at the column of each synapse."""
+    return at_synapses_p.bind(indices, starts, rows, columns)
