@@ -9,8 +9,8 @@ from .rule import NoTrace, Rule, Window
 
 @register('BPTT')
 def bptt() -> Rule:
-    """Plain backpropagation through the whole sequence: the baseline. ``learner(x)``
-    alone is one of one step."""
+    """Plain backpropagation through the whole sequence: the baseline. A call
+    ``learner(x)`` alone is a window of one step."""
     return Rule(
         'BPTT',
         NoTrace(),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, fields
+from typing import Any
 
 from ..errors import one_of, three_parts
 from ..solver import (
@@ -23,10 +25,13 @@ PARTS = {
     'temporal_recursion': ('jacobian', 'scalar_leak', 'none'),
     'recurrence_scope': ('diagonal', 'coupled', 'sparse_n'),
     'learning_signal': ('symmetric', 'random_feedback', 'modulatory', 'bootstrapped'),
-    'trace_filter': ('none', 'kappa'),
+    'trace_filter': ('none', 'readout', 'kappa'),
     'update_schedule': ('per_step', 'window', 'sequence_end'),
 }
 """The values of every part of a rule."""
+
+SIDES = {'x': ('scalar_leak', 'none'), 'f': ('jacobian', 'scalar_leak', 'none')}
+"""How the two factors of a trace may continue: that of inputs, that of states."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,16 @@ class ETraceConfig:
     """A learning rule put together from its parts.
 
     ``decay``: of factorised traces (a decay, a rank, or a pair) or the number of a
-    scalar leak. ``kappa=0.0`` means no filter: it is the same configuration as one with
-    ``trace_filter='none'``.
+    scalar leak. ``trace_filter='readout'`` filters traces as leaky read-outs are;
+    ``'kappa'`` does so by the number ``kappa``. Factorised traces have a ``temporal_recursion`` for each factor, a pair
+    (x, f) such as ``('scalar_leak', 'none')``; one word is that of f.
+
+    Configurations of the same rule are equal: ``kappa=0.0`` is no filter, and a leak of
+    0 is no recursion.
     """
 
     trace_factorization: str = 'per_param'
-    temporal_recursion: str = 'jacobian'
+    temporal_recursion: Any = 'jacobian'
     recurrence_scope: str = 'diagonal'
     learning_signal: str = 'symmetric'
     trace_filter: str = 'none'
@@ -52,23 +61,112 @@ class ETraceConfig:
     def __post_init__(self) -> None:
         for part, allowed in PARTS.items():
             value = getattr(self, part)
-            if value not in allowed:
-                raise ValueError(
-                    three_parts(
-                        f'{part}={value!r}',
-                        'there is no such part',
-                        one_of(allowed, value),
-                    )
-                )
+            if part == 'temporal_recursion' and isinstance(value, (tuple, list)):
+                self._check_sides(value)
+            elif value not in allowed:
+                raise _no_part(part, value, allowed)
         if self.kappa is not None and as_decay('kappa', self.kappa) == 0:
-            object.__setattr__(self, 'trace_filter', 'none')
-            object.__setattr__(self, 'kappa', None)
+            self._set(trace_filter='none', kappa=None)
         for is_wrong, why, instead in self._contradictions():
             if is_wrong:
                 raise ValueError(three_parts(self.name, why, instead))
+        self._set(**self._one_spelling())
         _ = (
             self.rule
         )  # refuses parts that do not fit together, and numbers out of range
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_sides(self, pair: Any) -> None:
+        if self.trace_factorization != 'io_factorized' or len(pair) != 2:
+            raise ValueError(
+                three_parts(
+                    f'temporal_recursion={pair!r} with '
+                    f'trace_factorization={self.trace_factorization!r}',
+                    'factorised traces have two sides, all others one',
+                    "one of 'jacobian', 'scalar_leak', 'none'",
+                )
+            )
+        for value, (side, allowed) in zip(pair, SIDES.items(), strict=True):
+            if value not in allowed:
+                raise _no_part(f'temporal_recursion on side {side}', value, allowed)
+
+    def _one_spelling(self) -> dict[str, Any]:
+        """Recursion and decay as they are written for every configuration of the same
+        rule."""
+        recursion, decay = self.temporal_recursion, self.decay
+        if not self.is_factorized:
+            if recursion == 'none' or (recursion == 'scalar_leak' and decay == 0):
+                return {'temporal_recursion': 'none', 'decay': 0.0}
+            return {'decay': None} if decay == 0 and recursion == 'jacobian' else {}
+        pair = decay if isinstance(decay, (tuple, list)) else (decay, decay)
+        if isinstance(recursion, str):
+            forgets = recursion == 'none' and pair[0] is None
+            recursion = ('none' if forgets else 'scalar_leak', recursion)
+        kept = [r != 'none' for r in recursion]
+        # A side without recursion has no decay to be checked.
+        x, f = as_decays(
+            'decay',
+            tuple(d if k and d else 0.0 for k, d in zip(kept, pair, strict=True)),
+        )
+        named = tuple(
+            r if d else 'none' for r, d in zip(recursion, (x, f), strict=True)
+        )
+        return {'temporal_recursion': named, 'decay': (x, f)}
+
+    # ------------------------------------------------------------ what it says
+
+    @property
+    def is_factorized(self) -> bool:
+        """Whether traces are two factors."""
+        return self.trace_factorization == 'io_factorized'
+
+    def _side(self, field: str, side: int) -> Any:
+        if not self.is_factorized:
+            raise AttributeError(
+                f'{field} has one side: {self.trace_factorization} traces are no factors'
+            )
+        return getattr(self, field)[side]
+
+    @property
+    def recursion_x(self) -> str:
+        """How the factor of inputs continues."""
+        return self._side('temporal_recursion', 0)
+
+    @property
+    def recursion_f(self) -> str:
+        """How the factor of states continues."""
+        return self._side('temporal_recursion', 1)
+
+    @property
+    def decay_x(self) -> float:
+        """The decay of the factor of inputs."""
+        return self._side('decay', 0)
+
+    @property
+    def decay_f(self) -> float:
+        """The decay of the factor of states."""
+        return self._side('decay', 1)
+
+    @property
+    def include_recurrent_mixing(self) -> bool:
+        """Whether traces hold influences of one position on another."""
+        return self.recurrence_scope != 'diagonal'
+
+    def replace(self, **changes: Any) -> ETraceConfig:
+        """Another configuration, with some parts changed."""
+        return dataclasses.replace(self, **changes)
+
+    def describe(self) -> str:
+        """The kind of trace, and all parts that are not the usual ones."""
+        shown = [f'trace_factorization={self.trace_factorization!r}']
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                shown.append(f'{field.name}={value!r}')
+        return ', '.join(shown)
 
     @property
     def name(self) -> str:
@@ -81,7 +179,7 @@ class ETraceConfig:
         return f'ETraceConfig({", ".join(given)})'
 
     def _contradictions(self) -> list[tuple[bool, str, str]]:
-        """(whether parts and numbers disagree, why, what to write instead)."""
+        """(whether parts and numbers disagree, why, the fix)."""
         kind, schedule = self.trace_factorization, self.update_schedule
         factors, windows = kind == 'io_factorized', schedule == 'window'
         projection, full = (
@@ -120,9 +218,9 @@ class ETraceConfig:
                 'the sparse scope and its number of steps go together',
                 "recurrence_scope='sparse_n', sparse_n=1",
             ),
-            (factors and self.decay is None, 'factors decay', 'decay=0.9'),
+            (factors and self._lacks_decay(), 'factors decay', 'decay=0.9'),
             (
-                kind == 'per_param' and leaks != (self.decay is not None),
+                kind == 'per_param' and leaks != _is_given(self.decay, leaks),
                 'a scalar leak and its number go together',
                 "temporal_recursion='scalar_leak', decay=0.9",
             ),
@@ -130,11 +228,6 @@ class ETraceConfig:
                 windows != (self.window_size is not None),
                 'windows and their size go together',
                 "update_schedule='window', window_size=20",
-            ),
-            (
-                self.learning_signal == 'bootstrapped' and not windows,
-                'a predictor stands at the end of a window',
-                "trace_factorization='none', update_schedule='window', window_size=20",
             ),
         ]
 
@@ -150,16 +243,24 @@ class ETraceConfig:
             self._signal(),
             self._window(),
             exact_when='as its parts are',
+            reach=self._reach(),
         )
 
+    def _lacks_decay(self) -> bool:
+        """Whether a factor that continues has no decay."""
+        recursion, decay = self.temporal_recursion, self.decay
+        if isinstance(recursion, str):
+            return decay is None and recursion != 'none'
+        pair = decay if isinstance(decay, (tuple, list)) else (decay, decay)
+        sides = zip(recursion, pair, strict=False)
+        return any(r != 'none' and d is None for r, d in sides)
+
     def _trace(self) -> TracePart:
-        if self.trace_factorization == 'io_factorized':
-            decay_x, decay_f = as_decays('decay', self.decay)
-            forgets = self.temporal_recursion == 'none'
-            return Factorised((decay_x, 0.0 if forgets else decay_f))
+        if self.is_factorized:
+            return Factorised((self.decay_x, self.decay_f))
         if self.trace_factorization == 'random_projection':
             return RandomProjection()
-        if self.trace_factorization == 'none':
+        if self.trace_factorization == 'none' or self._is_bootstrapped:
             return NoTrace()
         if self.recurrence_scope == 'coupled':
             return Coupled()
@@ -167,13 +268,18 @@ class ETraceConfig:
             return Reach(as_count('sparse_n', self.sparse_n))
         return PerParameter()
 
+    @property
+    def _is_bootstrapped(self) -> bool:
+        return self.learning_signal == 'bootstrapped'
+
     def _recursion(self) -> JacobianRecursion | ScalarLeak:
-        if self.temporal_recursion == 'jacobian':
+        factors = self.is_factorized
+        recursion = self.recursion_f if factors else self.temporal_recursion
+        if recursion == 'jacobian':
             return JacobianRecursion()
-        if self.temporal_recursion == 'none':
+        if recursion == 'none':
             return ScalarLeak(0.0)
         # Factors have a decay of their own, which takes the place of D.
-        factors = self.trace_factorization == 'io_factorized'
         return ScalarLeak(1.0 if factors else as_decay('decay', self.decay))
 
     def _signal(self) -> Symmetric | RandomFeedback | Modulated:
@@ -181,11 +287,27 @@ class ETraceConfig:
             return RandomFeedback(FixedRandomFeedback())
         return Modulated() if self.learning_signal == 'modulatory' else Symmetric()
 
+    def _reach(self) -> str:
+        if self.trace_filter == 'kappa' and self.learning_signal == 'modulatory':
+            return 'local'
+        return 'local' if self.trace_filter == 'none' else 'readout'
+
     def _window(self) -> Window | None:
         if self.update_schedule == 'sequence_end':
             return Window()
-        if self.window_size is None:
+        if self.window_size is None and not self._is_bootstrapped:
             return None
-        bootstrapped = self.learning_signal == 'bootstrapped'
-        size = as_count('window_size', self.window_size)
-        return Window(size, SyntheticGradient() if bootstrapped else None)
+        # A predictor stands at the end of a window; the usual one is that of DNI.
+        usual = 10 if self.window_size is None else self.window_size
+        size = as_count('window_size', usual)
+        return Window(size, SyntheticGradient() if self._is_bootstrapped else None)
+
+
+def _is_given(decay: Any, leaks: bool) -> bool:
+    """Whether a decay was given; one of 0 says no more than its absence, but to a leak."""
+    return decay is not None and (leaks or decay != 0)
+
+
+def _no_part(part: str, value: Any, allowed: Any) -> ValueError:
+    why = 'there is no such part'
+    return ValueError(three_parts(f'{part}={value!r}', why, one_of(allowed, value)))

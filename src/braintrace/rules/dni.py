@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..errors import three_parts
 from .numbers import as_count
 from .parts import SyntheticGradient
@@ -9,24 +11,26 @@ from .registry import register
 from .rule import NoTrace, Rule, Window
 
 
-@register('DNI', check={'window': 2})
-def dni(window: int = 10, predictor: SyntheticGradient | None = None) -> Rule:
+@register('DNI', check={'window': 2}, vjp_method='multi-step')
+def dni(synthesizer: Any = None, *, window: int = 10, predictor: Any = None) -> Rule:
     """Exact windows of k steps, and from what follows each the credit that a predictor
     expects.
 
     The predictor learns whenever the learner is given a sequence, from the credit that
     comes back to each window's start. ``learner(x)`` alone is a window of one step: it
     uses the predictor but does not train it, and expects the credit of losses that are
-    neither scaled nor masked.
+    neither scaled nor masked. ``predictor``, or ``synthesizer`` by its other name: a
+    :class:`SyntheticGradient`.
     """
     window = as_count('window', window)
+    predictor = synthesizer if predictor is None else predictor
     predictor = SyntheticGradient() if predictor is None else predictor
-    has_methods = hasattr(predictor, 'init') and hasattr(predictor, 'lesson')
+    has_methods = hasattr(predictor, 'init') and hasattr(predictor, 'error_and_change')
     if not (callable(predictor) and has_methods):
         raise ValueError(
             three_parts(
                 f'predictor={predictor!r}',
-                'it has no init, lesson and call',
+                'it has no init, error_and_change and __call__',
                 'SyntheticGradient(width=64, rate=1.0)',
             )
         )

@@ -1,40 +1,58 @@
-"""e-prop: the trace of D-RTRL, low-passed by κ, multiplied by the error at the
-read-out."""
+"""e-prop: the trace of D-RTRL with the memory of the read-out, multiplied by the error
+at the read-out."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..solver import Symmetric
-from .feedback import feedback_signal
-from .parts import FixedRandomFeedback, KappaFilter, as_filter
+from .feedback import FeedbackOption, feedback_signal
+from .parts import KappaFilter, as_filter
 from .registry import register
 from .rule import Rule
 
 
 @register('EProp')
 def eprop(
-    feedback: str | FixedRandomFeedback = 'symmetric',
+    feedback: FeedbackOption = 'symmetric',
     kappa_filter_decay: float | KappaFilter | None = None,
     random_feedback_key: Any = 0,
 ) -> Rule:
-    """The trace of D_RTRL, low-passed, multiplied by the error at the read-out.
+    """The trace of D_RTRL, low-passed as the read-out is, times the error at the
+    read-out.
 
     ``feedback``: 'symmetric' sends the error back by the read-out's own weights,
     'random' by fixed random ones, 'adaptive' by random ones whose distance to the
-    read-out's shrinks with every call; or a :class:`FixedRandomFeedback`. Between
-    layers it goes back by their own weights. ``kappa_filter_decay``: the filter's κ;
-    None and 0.0 mean no filter. ``random_feedback_key``: a whole number or a key of
-    JAX.
+    read-out's shrinks with every call; a :class:`FixedRandomFeedback`; an array in the
+    shape of the read-out's weights or of their transpose, or a list of such arrays, one
+    for each read-out in the order of the program. Between layers it goes back by their
+    own weights.
+
+    ``kappa_filter_decay``: κ of the filter ē_t = κ ē_{t-1} + (∂u_t/∂h_t) ε_t, where u
+    is what the read-out's weights multiply (spikes, for instance). None takes κ from
+    leaky read-outs, one for each decay there is, and filters nothing below a read-out
+    without memory. A number is used for all read-outs, with memory or without; 0.0
+    means no filter. The traces of the read-out's own weights and losses that do not
+    pass the read-out, as firing-rate penalties, are never filtered.
+    ``random_feedback_key``: a whole number or a key of JAX.
+
+    With symmetric feedback and no leaky read-out this is D_RTRL; with a leaky one and
+    κ from it, D_RTRL with ``reach='readout'``.
     """
     kappa = as_filter(kappa_filter_decay)
     signal = feedback_signal(feedback, random_feedback_key)
-    when = 'no position feeds another across time'
+    is_off = kappa_filter_decay is not None and kappa is None
+    when = 'no position feeds another across time, leaky linear read-outs excepted'
+    if is_off:
+        when = 'no position feeds another across time'
     is_plain = kappa is None and signal == Symmetric()
     return Rule(
         'EProp',
         filter=kappa,
         signal=signal,
-        exact_when=when if is_plain else f'{when}, symmetric feedback and no filter',
-        use='biological plausibility: no weights sent back, leaky read-outs',
+        reach='local' if is_off else 'readout',
+        exact_when=when
+        if is_plain
+        else f'{when}, symmetric feedback and no κ of its own',
+        use='leaky read-outs; biological plausibility: no weights sent back',
     )

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..analysis.report import ParameterGradient
+from ..analysis.diagnostics import ParameterGradient
 from ..solver import JacobianRecursion, RandomFeedback, ScalarLeak
 from .rule import RandomProjection, Reach, Rule
 
@@ -37,12 +37,13 @@ class SiteFacts(NamedTuple):
     own signal gives.
 
     ``factorised``: the trace is a product of an input part and a state part. ``leak``:
-    λ where D_t is λ times the identity at all positions and steps, 0 where nothing is
-    remembered; None elsewhere. ``steady_path``: ∂h/∂y is the same at all steps.
+    λ where D_t is λ times the identity at all positions and steps, 0 without memory;
+    None elsewhere. ``steady_path``: ∂h/∂y is the same at all steps.
     ``steady_input``: so is x. ``read``: an output reads a state that y reaches within
     the step, at that step or the next. ``feedback``: the loss reaches the states
     through weights that random feedback replaces. ``stored``: the type of the stored
-    trace, where it is narrower than the states. ``without_factors``: the operation and
+    trace, where it is narrower than the states. ``filtered``: a read-out of its states
+    has another memory than the rule's κ. ``without_factors``: the operation and
     its line, where a factorised rule keeps a trace for each weight because the
     operation's record has no factors.
     """
@@ -53,6 +54,7 @@ class SiteFacts(NamedTuple):
     steady_input: bool = False
     read: bool = True
     feedback: bool = True
+    filtered: bool = True
     stored: str | None = None
     without_factors: str | None = None
 
@@ -61,20 +63,23 @@ class ParameterFacts(NamedTuple):
     """What is known of one parameter array.
 
     ``credit`` and ``reason``: its credit class. ``temporal``: it moves a state that
-    matters at a later step. ``moves_states``: it moves any state. ``felt``: outputs of
-    the same step depend on it. ``untraced``: it has uses that could have a trace, but
+    matters at a later step. ``moves_states``: it moves any state. ``affects_output``:
+    outputs of the same step depend on it. ``untraced``: it has uses that could have a trace, but
     were not chosen for one. ``complete``: it reaches no more states than within the n
-    steps of SnAp.
+    steps of SnAp. ``readouts``: names of leaky read-outs whose memory the traces carry,
+    or could. ``advice``: what would let them carry more.
     """
 
     credit: str
     reason: str
     temporal: bool
     moves_states: bool = True
-    felt: bool = True
+    affects_output: bool = True
     sites: tuple[SiteFacts, ...] = ()
     untraced: bool = False
     complete: bool = False
+    readouts: tuple[str, ...] = ()
+    advice: str = ''
 
 
 def gradient_of(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
@@ -128,12 +133,13 @@ def _by_influence(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
 
 
 def _by_traces(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
+    facts = _with_readouts(rule, facts)
     # What no output of a step depends on has no signal, unless a modulator replaces it.
     if facts.credit == 'none' and not rule.is_modulated and not rule.deep:
         return ParameterGradient(NONE, facts.reason)
     apart = (
         rule.recursion != JacobianRecursion()
-        and not facts.felt
+        and not facts.affects_output
         and not any(site.read for site in facts.sites)
     )
     if apart and not rule.is_modulated:
@@ -169,10 +175,22 @@ def _by_traces(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
     own = facts.sites and (
         rule.decay is not None or rule.recursion != JacobianRecursion()
     )
-    # A rule with a recursion of its own: say that it was looked at and found to be the
-    # exact one here.
+    # A rule with a recursion of its own: state that it is the exact one here.
     as_exact = "; the rule's own trace is the exact one here" if own else ''
     return ParameterGradient(WITH_EXACT_TRACES[facts.credit], facts.reason + as_exact)
+
+
+def _with_readouts(rule: Rule, facts: ParameterFacts) -> ParameterFacts:
+    """The reason, with what is done, or could be done, about the memory of read-outs."""
+    added = []
+    if facts.readouts and rule.reach == 'readout':
+        added.append(f'traces carry the memory of {", ".join(facts.readouts)}')
+    elif facts.readouts and facts.credit != 'exact' and not rule.is_modulated:
+        names = ', '.join(facts.readouts)
+        added.append(f"the memory of {names} costs credit: reach='readout' keeps it")
+    if facts.advice and facts.credit != 'exact':
+        added.append(facts.advice)
+    return facts._replace(reason='; '.join([facts.reason, *added]))
 
 
 def replacements(rule: Rule, site: SiteFacts) -> Iterator[str]:
@@ -183,7 +201,7 @@ def replacements(rule: Rule, site: SiteFacts) -> Iterator[str]:
     number = rule.recursion.decay if isinstance(rule.recursion, ScalarLeak) else None
     if not site.factorised and number is not None and not _same(site.leak, number):
         yield f'the trace decays by {number:g} in place of the Jacobian of the states'
-    if rule.filter is not None:
+    if rule.filter is not None and (rule.is_modulated or site.filtered):
         yield f'the trace is low-pass filtered (κ = {rule.filter:g})'
     if rule.is_modulated:
         yield 'a modulator replaces the gradient of the loss'

@@ -59,7 +59,7 @@ def as_positive(name: str, value: Any) -> float:
         raise ValueError(
             three_parts(
                 f'{name}={value!r}',
-                'it scales, and is positive and finite',
+                'it is a scale: positive and finite',
                 f'{name}=0.1',
             )
         )
@@ -72,7 +72,9 @@ def as_count(name: str, value: Any) -> int:
     if not isinstance(found, int) or found < 1:
         raise ValueError(
             three_parts(
-                f'{name}={value!r}', 'it counts', f'a whole number from 1, as {name}=20'
+                f'{name}={value!r}',
+                'it is a count',
+                f'a whole number from 1, as {name}=20',
             )
         )
     return found
@@ -89,7 +91,7 @@ def as_seed(name: str, value: Any) -> int:
         raise ValueError(
             three_parts(
                 f'{name}={value!r}',
-                'it starts random numbers',
+                'it is the seed of random numbers',
                 f'a whole number, as {name}=0',
             )
         )

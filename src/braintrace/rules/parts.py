@@ -1,4 +1,4 @@
-"""What a rule may be given as a whole: feedback, a filter, a mean of gradients, a
+"""Objects that a rule may be given: feedback, a filter, a mean of gradients, a
 predictor."""
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ..errors import three_parts
 from .numbers import as_count, as_decay, as_positive, as_seed
 
 
@@ -19,9 +21,9 @@ class FixedRandomFeedback:
     shape, and kept.
 
     ``scale``: their standard deviation; by default one over the root of the read-out's
-    inputs. ``align``: what each call of the learner leaves of their distance to the
-    read-out's weights, whose own changes they follow at once, as under the updates of
-    Kolen and Pollack; None keeps them as they are.
+    inputs. ``align``: the fraction of their distance to the read-out's weights that
+    remains after each call of the learner; they follow changes of those weights at
+    once, as in the updates of Kolen and Pollack; None keeps them as they are.
     """
 
     key: int = 0
@@ -46,9 +48,45 @@ class FixedRandomFeedback:
         return scale * jax.random.normal(key, tuple(shape), dtype)
 
 
+class GivenFeedback:
+    """Weights of the user's own that carry errors back, one array for each read-out.
+
+    Each has the shape of the read-out's weights, or of their transpose.
+    """
+
+    def __init__(self, arrays: Sequence[Any]):
+        self.arrays = tuple(np.array(x) for x in arrays)
+
+    def _key(self) -> tuple:
+        return tuple((x.shape, x.dtype.str, x.tobytes()) for x in self.arrays)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GivenFeedback) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __call__(self, place: int, shape: Sequence[int], dtype: Any) -> jax.Array:
+        """The weights of one read-out of a model."""
+        shapes = [x.shape for x in self.arrays]
+        if place < len(shapes) and shapes[place] == tuple(shape):
+            return jnp.asarray(self.arrays[place], dtype)
+        if place < len(shapes) and shapes[place] == tuple(shape)[::-1]:
+            return jnp.asarray(self.arrays[place].T, dtype)
+        raise ValueError(
+            three_parts(
+                f'feedback by {len(shapes)} array(s) of shape '
+                f'{", ".join(map(str, shapes))}',
+                f'read-out number {place} has weights of shape {tuple(shape)}',
+                f'one array for each read-out, here of shape {tuple(shape)} or '
+                f'{tuple(shape)[::-1]}',
+            )
+        )
+
+
 @dataclass(frozen=True)
 class KappaFilter:
-    """The low-pass filter of a trace: ē_t = κ ē_{t-1} + ε_t."""
+    """The low-pass filter of a trace: ē_t = κ ē_{t-1} + (∂u_t/∂h_t) ε_t."""
 
     kappa: float
 
@@ -66,8 +104,8 @@ def as_filter(value: float | KappaFilter | None) -> float | None:
 
 @dataclass(frozen=True)
 class GradExpon:
-    """A running mean of gradients: ḡ = decay · ḡ + (1 - decay) · g, without the pull of
-    its start at zero.
+    """A running mean of gradients: ḡ = decay · ḡ + (1 - decay) · g, corrected for its
+    start at zero.
 
     A pure function of trees: ``mean, state = GradExpon(0.9)(gradients, state)``, first
     with ``state=None``.
@@ -143,14 +181,14 @@ class SyntheticGradient:
             )
         return found
 
-    def lesson(
+    def error_and_change(
         self, weights: Sequence[jax.Array], states: list, right: list
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Mean squared distance to the right credit, and the change of the weights that
-        it asks for.
+        reduces it.
 
         The gradient is divided by a bound of the error's curvature, so that with a rate
-        up to 1 no lesson overshoots.
+        up to 1 no change overshoots.
         """
         error: Any = 0.0
         changes: list[jax.Array] = []

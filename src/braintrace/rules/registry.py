@@ -18,7 +18,8 @@ class Preset:
     has.
 
     ``title`` is the name of its learner class, ``name`` the key in lower case.
-    ``check``: options for tests on short sequences.
+    ``check``: options for tests on short sequences. ``vjp_method``: of its learners,
+    unless another is given.
     """
 
     title: str
@@ -26,6 +27,7 @@ class Preset:
     make: Callable[..., Rule]
     aliases: tuple[str, ...] = ()
     check: dict[str, Any] | None = None
+    vjp_method: str = 'single-step'
 
     @property
     def options(self) -> list[inspect.Parameter]:
@@ -43,16 +45,21 @@ PRESETS: dict[str, Preset] = {}
 
 
 def register(
-    title: str, *aliases: str, check: dict[str, Any] | None = None
+    title: str,
+    *aliases: str,
+    check: dict[str, Any] | None = None,
+    vjp_method: str = 'single-step',
 ) -> Callable[[Callable[..., Rule]], Callable[..., Rule]]:
     """Register a function that makes a rule; ``aliases`` are other names of it.
 
-    ``check``: options that the conformance tests give it.
+    ``check``: options that the conformance tests give it. ``vjp_method``: of its
+    learners.
     """
 
     def add(make: Callable[..., Rule]) -> Callable[..., Rule]:
         name = title.lower()
-        preset = Preset(title, name, make, tuple(a.lower() for a in aliases), check)
+        others = tuple(a.lower() for a in aliases)
+        preset = Preset(title, name, make, others, check, vjp_method)
         PRESETS.update(dict.fromkeys((name, *preset.aliases), preset))
         return make
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..solver import ScalarLeak, Symmetric
-from .feedback import feedback_signal
+from .feedback import FeedbackOption, feedback_signal
 from .numbers import as_decay
-from .parts import FixedRandomFeedback
 from .registry import register
 from .rule import Rule
 
@@ -15,7 +14,7 @@ from .rule import Rule
 @register('RFLO')
 def rflo(
     leak: float = 0.9,
-    feedback: str | FixedRandomFeedback = 'symmetric',
+    feedback: FeedbackOption = 'symmetric',
     random_feedback_key: Any = 0,
 ) -> Rule:
     """One trace for each weight that leaks by a number: random feedback local online

@@ -2,7 +2,9 @@
 
     trace       what is carried: a trace a parameter, factors, an influence on all states, nothing
     recursion   how it continues: by D, or by a number
-    filter      what signals read: ε itself, or ε low-passed by κ
+    reach       what credit passes beside a position's own states: nothing, or the memory of
+                leaky read-outs
+    filter      κ in place of the read-outs' own decays; modulators read ε low-passed by κ
     signal      what it is multiplied by: the derivative of the loss, random feedback, a modulator
     window      how far exact reverse mode reaches: not at all, k steps, a whole sequence
 
@@ -19,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..compiled_step import CompiledStep, Tap
-from ..errors import three_parts
+from ..errors import CompilationError, three_parts
 from ..solver import (
     BlockSolver,
     Factorised,
@@ -97,11 +99,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Rule:
-    """A learning rule: its parts, and what to know of it.
+    """A learning rule: its parts, and facts about it.
 
     ``exact_when``: where its gradient is BPTT's. ``cost``: memory of what it carries
-    and time, in B batch, I inputs, H units, S states of a unit, T steps. ``use``: when
-    to take it. ``deep``: credit passes from layer to layer inside a call.
+    and time, in B batch, I inputs, H units, S states of a unit, T steps. ``use``: what
+    it is used for. ``reach``: 'local', or 'readout' for traces that hold the memory of
+    leaky read-outs. ``deep``: credit passes from layer to layer inside a call.
     ``multi_step``: every call is an exact window.
     """
 
@@ -114,22 +117,40 @@ class Rule:
     exact_when: str = 'no position feeds another across time'
     cost: tuple[str, str] = ('B·I·H·S', 'T·B·I·H')
     use: str = ''
+    reach: str = 'local'
     deep: bool = False
     multi_step: bool = False
 
     def __post_init__(self) -> None:
-        for is_wrong, why, instead in self._contradictions():
+        for is_wrong, why, fix in self._contradictions():
             if is_wrong:
-                raise ValueError(three_parts(self.name, why, instead))
+                raise ValueError(three_parts(self.name, why, fix))
 
     def _contradictions(self) -> list[tuple[bool, str, str]]:
-        """(whether parts contradict each other, why, what to write instead)."""
+        """(whether parts contradict each other, why, the fix)."""
         factors = isinstance(self.trace, Factorised)
         windows = isinstance(self.trace, NoTrace)
         own_recursion = self.recursion != JacobianRecursion()
         own_signal = not isinstance(self.signal, Symmetric)
         per_parameter = "trace_factorization='per_param', recurrence_scope='diagonal'"
+        to_readouts = self.reach == 'readout'
         return [
+            (
+                to_readouts and not isinstance(self.trace, PerParameter),
+                'the memory of a read-out is kept beside one trace for each parameter and '
+                'position',
+                "reach='local', or rule 'd_rtrl', 'ostlrecurrent' or 'eprop'",
+            ),
+            (
+                to_readouts and self.is_modulated,
+                'a modulator replaces what the read-out sends back',
+                "reach='local', or rule 'eprop'",
+            ),
+            (
+                self.filter is not None and not (to_readouts or self.is_modulated),
+                'the filter is the memory of a read-out',
+                "reach='readout', or no filter",
+            ),
             (
                 self.filter is not None and not isinstance(self.trace, PerParameter),
                 'the filter acts on one trace for each parameter and position',
@@ -193,6 +214,12 @@ class Rule:
         return self.is_local and exact and isinstance(self.signal, Symmetric)
 
     @property
+    def has_own_signal(self) -> bool:
+        """Whether local traces are read otherwise than by the derivative of the loss, so
+        that the credit of a window's start does not enter them."""
+        return self.is_local and not self.is_plain
+
+    @property
     def is_modulated(self) -> bool:
         """Whether a modulator takes the place of the derivative of the loss."""
         return isinstance(self.signal, Modulated)
@@ -237,7 +264,23 @@ class Rule:
             return InfluenceSolver(step, trace.influence(step))
         storage = trace if isinstance(trace, Factorised) else PerParameter()
         given = (self.recursion, self.filter, is_traced, dtype, every_component)
-        return BlockSolver(step, Traces(step, storage, *given), self.signal)
+        traces = Traces(step, storage, *given, self.reach == 'readout')
+        return BlockSolver(step, traces, self.signal)
+
+    def check_readouts(self, step: CompiledStep) -> None:
+        """Raise if the rule acts at read-outs and a step has none, or none that fits."""
+        if isinstance(self.signal, RandomFeedback):
+            self.signal.check(step)
+        if self.filter is not None and not self.is_modulated and not step.links:
+            raise CompilationError(
+                three_parts(
+                    f'{self.name} with κ = {self.filter:g} without a read-out',
+                    'the filter acts on what a read-out reads of each unit, and no product '
+                    'with weights lies between the states and the outputs',
+                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, inside the '
+                    'model; or no filter',
+                )
+            )
 
     def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
         """What the rule keeps for itself at first: a modulator, a count, or a

@@ -8,7 +8,7 @@ from .rule import Reach, Rule
 
 
 @register('SnAp')
-def snap(n: int = 1) -> Rule:
+def snap(n: int = 2) -> Rule:
     """The influence of each parameter on the states that it reaches within n steps.
 
     What is kept is that of the paper; a loss reads it through the whole of its own

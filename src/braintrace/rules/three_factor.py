@@ -10,13 +10,13 @@ from .rule import Rule
 
 
 @register('ThreeFactor')
-def three_factor(kappa_filter_decay: float | KappaFilter | None = None) -> Rule:
+def three_factor(*, kappa_filter_decay: float | KappaFilter | None = None) -> Rule:
     """The trace of D_RTRL multiplied by a modulator in place of ∂loss/∂h: one number,
     one for each sample or neuron.
 
-    A standing one by ``modulator=`` here or ``learner.standing.value``; another for a
+    A constant one by ``modulator=`` here or ``learner.modulator``; another for a
     step by ``learner(x, modulator=m)``, also inside a ``step_fn``, where it may be
-    computed from anything known by then, or by ``learner.standing.value = m`` after the
+    computed from anything known by then, or by ``learner.modulator = m`` after the
     call, from its output too. The modulator is minimised, so pass the negative reward.
     Parameters beyond the traces keep the gradient of the loss; those of a leaky
     read-out, which is a state too, are multiplied by the modulator unless

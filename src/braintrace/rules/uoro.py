@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .numbers import as_seed
 from .registry import register
 from .rule import RandomProjection, Rule
 
 
-@register('UORO')
-def uoro(seed: int = 0) -> Rule:
+@register('UORO', vjp_method='multi-step')
+def uoro(*, seed: Any = 0) -> Rule:
     """One random direction in place of the whole influence: noisy, right in the mean.
 
     No two calls draw the same: the signs come from ``seed`` and from how often the

@@ -153,17 +153,21 @@ def backward_credit(
     return every, first
 
 
-def products_to_end(
-    recursion: Recursion, transition: Jacobian, length: int
-) -> tuple[Jacobian, Jacobian]:
-    """P_t of every step of one group, and P_0 of the whole block."""
+def unit_product(recursion: Recursion) -> Jacobian:
+    """P of no steps at all."""
     group = recursion.group
-    dtypes = [x.dtype for x in transition.values()] or list(group.dtypes)
-    dtype = jnp.finfo(jnp.result_type(*dtypes)).dtype
-    unit = {
+    dtype = jnp.finfo(jnp.result_type(*group.dtypes)).dtype
+    return {
         (i, j): jnp.full(group.shape, float(i == j), dtype)
         for i, j in sorted(recursion.closure)
     }
+
+
+def products_to_end(
+    transition: Jacobian, after: Jacobian, length: int
+) -> tuple[Jacobian, Jacobian]:
+    """P_t of every step of one group, and P_0 of the whole block; ``after``: P of what
+    follows the block."""
 
     def one(product: Jacobian, now: Jacobian) -> tuple[Jacobian, Jacobian]:
         earlier = {}
@@ -176,7 +180,7 @@ def products_to_end(
             earlier[i, j] = _sum(terms, product[i, j])
         return earlier, product
 
-    first, every = jax.lax.scan(one, unit, transition, length, reverse=True)
+    first, every = jax.lax.scan(one, after, transition, length, reverse=True)
     return every, first
 
 

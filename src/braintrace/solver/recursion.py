@@ -3,19 +3,23 @@ reads.
 
     Jacobian     ε_t = D_t ε_{t-1} + ∂h_t/∂θ
     ScalarLeak   ε_t = λ ε_{t-1} + ∂h_t/∂θ
-    filter κ     ē_t = κ ē_{t-1} + ε_t, and signals read ē in place of ε
+    filter κ     ē_t = κ ē_{t-1} + ε_t, and modulators read ē in place of ε
+    memory κ     m_t = κ (m_{t-1} + U_t ε_t + V_t ε_{t-1}), U_t = ∂u_t/∂h_t, V_t = ∂u_t/∂h_{t-1}:
+                 what a leaky read-out that is driven by u · W remembers. It reads m_t / κ, of
+                 which the part U_t ε_t is in the signal of h already
 
-A filter makes a second set of components, numbered after the first: one larger
-recursion of the same kind,
+Both add components, numbered after those of the states: one larger recursion of the
+same kind,
 
     (ε, ē)_t = ((M, 0), (M, κ)) (ε, ē)_{t-1} + (1, 1) ∂h_t/∂θ
+    (ε, m)_t = ((M, 0), (κ (U M + V), κ)) (ε, m)_{t-1} + (1, κ U) ∂h_t/∂θ
 
 so that blocks, layouts and both passes treat every rule alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,17 +60,40 @@ class ScalarLeak:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What a read-out remembers of a group: its decay κ, and the states that drive it.
+
+    ``old_states`` are those that do so a step later.
+    """
+
+    kappa: float
+    states: tuple[int, ...]
+    old_states: tuple[int, ...] = ()
+
+    @property
+    def first(self) -> int:
+        """One of them, whose type is that of the memory."""
+        return (*self.states, *self.old_states)[0]
+
+
+Slopes = Sequence[tuple[Components, Components]]
+"""(U, V) of every memory of a group."""
+
+
+@dataclass(frozen=True)
 class Recursion:
     """The recursion of one group's traces.
 
     ``every_component``: credit may come back to every old state, even to those that no
-    later local step reads (exact windows).
+    later local step reads (exact windows). ``memories``: those of read-outs; ``slopes``
+    in the methods below are (U, V) of each of them.
     """
 
     group: Group
     kind: JacobianRecursion | ScalarLeak
     kappa: float | None = None
     every_component: bool = False
+    memories: tuple[Memory, ...] = ()
 
     @property
     def size(self) -> int:
@@ -77,6 +104,12 @@ class Recursion:
         """The component that a signal to state i reads."""
         return i if self.kappa is None else self.size + i
 
+    @property
+    def numbered(self) -> list[tuple[int, Memory]]:
+        """The memories with the numbers of their components."""
+        first = self.size if self.kappa is None else 2 * self.size
+        return list(enumerate(self.memories, first))
+
     # ------------------------------------------------------------ structure
 
     @cached_property
@@ -84,7 +117,9 @@ class Recursion:
         """(i, j) where the new component i depends on the old component j."""
         own = self.kind.pattern(self.group)
         if self.kappa is None:
-            return own
+            driven = {(n, j) for n, m in self.numbered for i, j in own if i in m.states}
+            driven |= {(n, j) for n, m in self.numbered for j in m.old_states}
+            return own | driven | {(n, n) for n, _ in self.numbered}
         filtered = {(self.size + i, j) for i, j in own}
         return (
             own | filtered | {(self.size + i, self.size + i) for i in range(self.size)}
@@ -97,9 +132,8 @@ class Recursion:
         read = {j for _, j in self.pattern}
         direct = {self._read(j) for j in self.group.direct}
         every = range(self.size if self.kappa is None else 2 * self.size)
-        return tuple(
-            j for j in every if self.every_component or j in read or j in direct
-        )
+        states = [j for j in every if self.every_component or j in read or j in direct]
+        return (*states, *(n for n, _ in self.numbered))
 
     @cached_property
     def closure(self) -> frozenset[tuple[int, int]]:
@@ -115,7 +149,9 @@ class Recursion:
 
     def _reached(self, y: Key) -> tuple[int, ...]:
         own = self.group.reached.get(y, ())
-        return own if self.kappa is None else (*own, *(self.size + i for i in own))
+        if self.kappa is not None:
+            return (*own, *(self.size + i for i in own))
+        return (*own, *(n for n, m in self.numbered if set(m.states) & set(own)))
 
     def carried(self, y: Key) -> tuple[int, ...]:
         """Living components that a tap's result can reach at any later time: its trace."""
@@ -136,14 +172,29 @@ class Recursion:
     def no_credit(self) -> Components:
         """Zero for every living component."""
         shape, dtypes = self.group.shape, self.group.dtypes
-        return {j: jnp.zeros(shape, dtypes[j % self.size]) for j in self.alive}
+        driver = {n: m.first for n, m in self.numbered}
+        return {
+            j: jnp.zeros(shape, dtypes[driver.get(j, j % self.size)])
+            for j in self.alive
+        }
 
-    def transition(self, jacobian: Jacobian, like: Components) -> Jacobian:
+    def transition(
+        self, jacobian: Jacobian, like: Components, slopes: Slopes = ()
+    ) -> Jacobian:
         """The recursion's own matrix for all steps of a block; ``like``: an array a
         state."""
         own = self.kind.transition(jacobian, like)
         if self.kappa is None:
-            return own
+            found = dict(own)
+            for (n, memory), slope in zip(self.numbered, slopes, strict=True):
+                found[n, n] = jnp.full_like(like[memory.first], memory.kappa)
+                new, old = slope
+                terms = [((n, j), x) for j, x in old.items()]
+                terms += [((n, j), new[i] * d) for (i, j), d in own.items() if i in new]
+                for entry, x in terms:
+                    x = memory.kappa * x
+                    found[entry] = found[entry] + x if entry in found else x
+            return found
         filtered = {(self.size + i, j): d for (i, j), d in own.items()}
         kept = {
             (self.size + i,) * 2: jnp.full_like(x, self.kappa) for i, x in like.items()
@@ -154,10 +205,19 @@ class Recursion:
         """Signals to states, by the components that they read."""
         return {self._read(i): x for i, x in signals.items()}
 
-    def folded(self, credit: Mapping[int, jax.Array]) -> Components:
+    def folded(
+        self, credit: Mapping[int, jax.Array], slopes: Slopes = ()
+    ) -> Components:
         """Credit of components, added up by the states that drive them."""
         found: Components = {}
+        memories = dict(zip((n for n, _ in self.numbered), slopes, strict=True))
         for i, x in credit.items():
-            i %= self.size
-            found[i] = found[i] + x if i in found else x
+            if i in memories:
+                memory = dict(self.numbered)[i]
+                new, _ = memories[i]
+                parts = {s: memory.kappa * slope * x for s, slope in new.items()}
+            else:
+                parts = {i % self.size: x}
+            for s, part in parts.items():
+                found[s] = found[s] + part if s in found else part
         return found

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays import sum_type
-from ..compiled_step import CompiledStep, Components, Values
+from ..compiled_step import CompiledStep, Components, Jacobian, Values
 from .block import (
     Derivatives,
     backward_credit,
@@ -29,7 +29,7 @@ from .block import (
 from .blocks import length_of, over_blocks
 from .masking import Block, Mask, all_finite, finite, zero_at
 from .signals import Symmetric
-from .traces import RecursionView, Trace, Traces, add
+from .traces import Driven, RecursionView, Trace, Traces, add
 from .window import run_window, window_gradient
 
 
@@ -50,6 +50,20 @@ class Solved(NamedTuple):
     predictor_error: Any = 0.0
 
 
+class _Span(NamedTuple):
+    """What a few blocks give, forward and in reverse: results of every step, the states
+    after them, and credit, products P_0 and gradients before them."""
+
+    losses: jax.Array
+    aux: Values
+    driven: list[Driven]
+    states: Values
+    credit: list[Components]
+    products: list[Jacobian]
+    total: Values
+    dead: jax.Array
+
+
 class Predictor(Protocol):
     """Predicts the credit that states get from what follows, by group and component."""
 
@@ -59,7 +73,7 @@ class Predictor(Protocol):
         """The predicted credit."""
         ...
 
-    def lesson(
+    def error_and_change(
         self,
         weights: Sequence[jax.Array],
         states: list[Components],
@@ -125,13 +139,15 @@ class BlockSolver:
         """
         least, room = 8, 2**20
         if carried:
-            bytes_of = lambda arrays: sum(x.size * x.dtype.itemsize for x in arrays)
-            traces = bytes_of(jax.tree.leaves(jax.eval_shape(self.init_traces)))
-            gradients = bytes_of(self._weight_shapes.values())
+            traces, gradients = self._trace_bytes, _bytes(self._weight_shapes)
             least, room = 4, min(max(gradients // 4 + traces // 2, 2**17), 2**23)
         longest = min(max(room // self.kept_bytes, least), 50, steps)
         lengths = range(longest, longest // 2, -1)
         return next((k for k in lengths if steps % k == 0), longest)
+
+    @cached_property
+    def _trace_bytes(self) -> int:
+        return _bytes(jax.eval_shape(self.init_traces))
 
     # ------------------------------------------------------------ whole sequences
 
@@ -150,40 +166,65 @@ class BlockSolver:
 
         ``masked``: some of the weights may be zero.
         """
-        step = self.step
-        constants = step.constants(parameters, states)
+        constants = self.step.constants(parameters, states)
+        old = states.pick(self.step.written)
+        given = (constants, old, self._no_gradient(), inputs, weights, block)
+        span = self._there_and_back(*given, rule_state, masked)
+        gradients = self._of_parameters(parameters, states, span.total)
+        return Solved(gradients, span.losses, span.aux, states | span.states, [])
+
+    def _there_and_back(
+        self,
+        constants: Values,
+        states: Values,
+        total: Values,
+        inputs: Values,
+        weights: jax.Array,
+        block: int,
+        rule_state: Any,
+        masked: bool,
+        drives: bool = False,
+    ) -> _Span:
+        """Blocks forward keeping old states, then in reverse carrying credit.
+
+        ``drives``: also what the steps add to the traces, for one visit after them.
+        """
+        step, traces_of = self.step, self.traces
 
         def ahead(states: Values, number: Any, inputs: Values) -> tuple[Values, Values]:
             return forward(step, constants, states, inputs)
 
-        last, kept = over_blocks(ahead, states.pick(step.written), inputs, block)
+        last, kept = over_blocks(ahead, states, inputs, block)
         # The hidden states at the end of each block are those at the start of the next.
         ends = Values()
         for key, _ in step.hidden:
             ends[key] = jnp.concatenate([kept[key][block::block], last[key][None]])
 
         def back(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
-            credit, total, dead = carry
+            credit, products, total, dead = carry
             steps, weights = at
             end = jax.tree.map(lambda x: x[number], ends)
             mask = Mask.of([weights], dead) if masked else None
             now = Block.of(completed(step, constants, steps, end), mask)
             found = derivatives(step, constants, now, [weights])
             view = self._view(constants, now, found, [weights], rule_state)
-            every, first = backward_credit(*view, credit, len(weights), mask)
+            every, first = backward_credit(*view[:3], credit, len(weights), mask)
             local = self._local_gradients(constants, now, found, view, every)
             gradients = weight_gradients(step, constants, now, found.results, local)
             total = add(add(total, gradients), self._constant_gradients([weights]))
             dead = dead if mask is None else mask.dead[0]
-            return (first, total, dead), (found.targets[0], found.aux)
+            driven: list[Driven] = []
+            if drives:
+                driven, products = traces_of.drive(constants, now, view, products)
+            return (first, products, total, dead), (found.targets[0], found.aux, driven)
 
-        start = (self.traces.no_credit(), self._no_gradient(), jnp.asarray(True))
+        units = traces_of.unit_products() if drives else []
+        start = (traces_of.no_credit(), units, total, jnp.asarray(True))
         given = (inputs | kept, weights)
-        (_, total, _), (losses, aux) = over_blocks(
+        (credit, products, total, dead), (losses, aux, driven) = over_blocks(
             back, start, given, block, reverse=True
         )
-        gradients = self._of_parameters(parameters, states, total)
-        return Solved(gradients, losses, aux, states | last, [])
+        return _Span(losses, aux, driven, last, credit, products, total, dead)
 
     def one_pass(
         self,
@@ -196,10 +237,14 @@ class BlockSolver:
         rule_state: Any = None,
         masked: bool = True,
     ) -> Solved:
-        """Blocks forward, traces carried; ``masked``: some of the weights may be zero."""
+        """Blocks forward, traces carried; ``masked``: some of the weights may be zero.
+
+        Traces are visited after a span of several blocks, whose steps are kept as long
+        as they need no more memory than the traces.
+        """
         constants = self.step.constants(parameters, states)
 
-        def one(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
+        def one_block(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
             states, traces, total = carry
             inputs, weights = at
             carry, found = self._solve(
@@ -207,11 +252,38 @@ class BlockSolver:
             )
             return carry, (found.targets[0], found.aux)
 
+        def one_span(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
+            states, traces, total = carry
+            given = (constants, states, total, *at, block, rule_state, masked)
+            span = self._there_and_back(*given, drives=True)
+            traces, total = self.traces.take_in(
+                constants,
+                traces,
+                span.driven,
+                span.products,
+                span.total,
+                span.credit,
+                span.dead if masked else None,
+            )
+            return (span.states, traces, total), (span.losses, span.aux)
+
         start = (states.pick(self.step.written), traces, self._no_gradient())
-        carry, (losses, aux) = over_blocks(one, start, (inputs, weights), block)
+        length = self.span_length(length_of(inputs), block)
+        body = one_block if length == block else one_span
+        carry, (losses, aux) = over_blocks(body, start, (inputs, weights), length)
         last, traces, total = carry
         gradients = self._of_parameters(parameters, states, total)
         return Solved(gradients, losses, aux, states | last, traces)
+
+    def span_length(self, steps: int, block: int) -> int:
+        """Steps between two visits of the traces, a whole number of blocks."""
+        if self.traces.factorised or not self.traces.has_block_traces:
+            return block
+        kept = self.kept_bytes + self.traces.driven_bytes
+        most = max(self._trace_bytes // kept // block, 1)
+        count = -(-steps // block)
+        visits = -(-count // most)
+        return block * -(-count // visits)
 
     def evolve(
         self,
@@ -294,7 +366,7 @@ class BlockSolver:
                 )
                 counts = jnp.where(fresh & (number == 0), 0.0, 1.0) * all_finite(start)
                 start = finite(start, jnp.asarray(True))
-                distance, change = predictor.lesson(rule_state, start, target)
+                distance, change = predictor.error_and_change(rule_state, start, target)
                 pairs = zip(learned, change, strict=True)
                 learned = [a + counts.astype(b.dtype) * b for a, b in pairs]
                 error = error + counts * distance
@@ -403,7 +475,10 @@ class BlockSolver:
         learning = self.signal(
             self.step, constants, block.safe, found, cotangents, groups, rule_state
         )
-        return self.traces.view(found, learning)
+        feedback = self.signal.feedback(self.step, constants, rule_state)
+        slopes = self.traces.slopes(constants, block.safe)
+        reads = self.traces.memory_reads(constants, block.safe, learning, feedback)
+        return self.traces.view(found, learning, slopes, reads)
 
     def _local_gradients(
         self,
@@ -414,7 +489,9 @@ class BlockSolver:
         credit: list[Components],
     ) -> list[Values]:
         """What the credit of each group adds to the one-step gradients of tap results."""
-        if not self.is_plain:
+        if self.is_plain:
+            credit = self.traces.folded(view, credit)
+        else:
             credit = self.traces.added_credit(found, view, credit)
         local = pull(self.step, constants, block.safe, credit)
         return block.zero_if_dead(self.traces.of_traced(local))
@@ -445,7 +522,7 @@ class BlockSolver:
         first = traces_of.no_signal
         if traces_of.has_block_traces or not self.is_plain:
             length, last_credit = len(cotangents[0]), traces_of.no_credit()
-            every, first = backward_credit(*view, last_credit, length, mask)
+            every, first = backward_credit(*view[:3], last_credit, length, mask)
             local = self._local_gradients(constants, block, found, view, every)
         results = found.results
         if traces_of.factorised:
@@ -495,6 +572,7 @@ class BlockSolver:
         step, dead = self.step, jnp.asarray(dead)
         last, kept = forward(step, constants, states.pick(step.written), inputs)
         steps = completed(step, constants, inputs | kept, last)
+        credit = self.traces.at_start(constants, steps, credit)
         total = self.traces.add_factor_gradients(
             total, traces, credit, constants, steps, dead
         )
@@ -531,6 +609,10 @@ class BlockSolver:
         values, pull_back = jax.vjp(weights, parameters)
         bars = Values((key, x.astype(values[key].dtype)) for key, x in total.items())
         return pull_back(bars)[0]
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _predicted(

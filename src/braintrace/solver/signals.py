@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import CompiledStep, Components, Values
+from ..compiled_step import CompiledStep, Signals, Values
 from ..errors import CompilationError, three_parts
 from .block import Derivatives
 
-SignalsAndReads = tuple[list[Components], list[Components]]
-"""Signals to new states and direct reads of old ones by group, with t first."""
+Feedback = dict[Any, jax.Array]
+"""Weights in place of the read-outs' own on the way back."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,15 @@ class Symmetric:
         cotangents: Sequence[jax.Array],
         groups: Set[int],
         rule_state: Any,
-    ) -> SignalsAndReads:
+    ) -> Signals:
         """The signals of a block; ``groups``: those with a trace."""
-        return found.signals, found.reads
+        return Signals(found.results, found.signals, found.reads)
+
+    def feedback(
+        self, step: CompiledStep, constants: Values, rule_state: Any
+    ) -> Feedback:
+        """No weights are replaced."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -61,38 +67,49 @@ class RandomFeedback:
         cotangents: Sequence[jax.Array],
         groups: Set[int],
         rule_state: Any,
-    ) -> SignalsAndReads:
+    ) -> Signals:
         """The signals of a block."""
-        feedback = self._feedback(step, constants, rule_state)
+        feedback = self.feedback(step, constants, rule_state)
 
-        def one(values: Values, cotangents: list[jax.Array]) -> SignalsAndReads:
-            _, (_, signals, reads) = step.signals(
-                constants, values, cotangents, feedback
-            )
-            return signals, reads
+        def one(values: Values, cotangents: list[jax.Array]) -> Signals:
+            return step.signals(constants, values, cotangents, feedback)[1]
 
         return jax.vmap(one)(steps, list(cotangents))
 
-    def _feedback(self, step: CompiledStep, constants: Values, rule_state: Any) -> dict:
-        if not step.readouts:
-            raise CompilationError(
-                three_parts(
-                    'feedback by random weights without a read-out',
-                    'no product with weights lies between the states and the loss, by which '
-                    'errors could be sent back',
-                    'a read-out, as brainstate.nn.Linear, inside the model or the step_fn; or '
-                    "feedback='symmetric'",
-                )
-            )
+    def feedback(
+        self, step: CompiledStep, constants: Values, rule_state: Any
+    ) -> Feedback:
+        """The weights back from every read-out."""
         found = {}
-        for n, (readout, key) in enumerate(step.readouts.items()):
-            weight = constants[key]
-            fixed = self.weights(n, weight.shape, weight.dtype)
+        weights = [constants[key] for key in step.readouts.values()]
+        for readout, weight, fixed in zip(
+            step.readouts, weights, self._fixed(weights), strict=True
+        ):
             if self.align is not None:
                 left = self.align**rule_state
                 fixed = (1 - left) * weight + left * fixed
             found[readout] = fixed.astype(weight.dtype)
         return found
+
+    def _fixed(self, weights: Sequence[Any]) -> list[jax.Array]:
+        if not weights:
+            raise CompilationError(
+                three_parts(
+                    'feedback by random weights without a read-out',
+                    'no product with weights lies between the states and the loss, by which '
+                    'errors could be sent back',
+                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, inside the '
+                    "model; or feedback='symmetric'",
+                )
+            )
+        return [self.weights(n, w.shape, w.dtype) for n, w in enumerate(weights)]
+
+    def check(self, step: CompiledStep) -> None:
+        """Raise unless there is a read-out and weights for each."""
+        given = Values(step.parameters), Values(step.states)
+        constants = jax.eval_shape(step.constants, *given)
+        weights = [constants[key] for key in step.readouts.values()]
+        jax.eval_shape(lambda: self._fixed(weights))
 
 
 @dataclass(frozen=True)
@@ -109,7 +126,7 @@ class Modulated:
         cotangents: Sequence[jax.Array],
         groups: Set[int],
         rule_state: Any,
-    ) -> SignalsAndReads:
+    ) -> Signals:
         """The signals of a block; direct reads have none."""
         length = len(cotangents[0])
         if step.modulator is None:
@@ -126,7 +143,13 @@ class Modulated:
                 if g in groups
             }
             signals.append(mine)
-        return signals, [{} for _ in found.reads]
+        return Signals(found.results, signals, [{} for _ in found.reads])
+
+    def feedback(
+        self, step: CompiledStep, constants: Values, rule_state: Any
+    ) -> Feedback:
+        """No weights are replaced."""
+        return {}
 
 
 def at_positions(

@@ -4,8 +4,10 @@ gradients.
 Letters: t steps of the block, y elements of a site's result, s components of a
 position.
 
-    ε_K = P_0 ε_0 + Σ_t P_t ∂h_t/∂w        one visit a block, by the site's own layout
+    ε_K = P_0 ε_0 + Σ_t P_t ∂h_t/∂w        one visit, by the site's own layout
     gradient += γ_0 · ε_0
+
+A visit takes in one block, or several whose steps have been kept.
 
 Factorised traces have no such form and take part in every step of the block.
 """
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..arrays import cast, is_complex, sum_type
 from ..compiled_step import (
@@ -27,18 +30,19 @@ from ..compiled_step import (
     Components,
     Jacobian,
     Key,
+    Link,
     Operands,
+    Signals,
     Site,
     Tap,
     TraceLayout,
     Values,
 )
-from .block import Derivatives, products_to_end, pull, transitions
+from .block import Derivatives, products_to_end, pull, transitions, unit_product
 from .blocks import length_of
 from .factors import FactorLayout, FactorTrace
 from .masking import Block, Mask, finite, zero_at
-from .recursion import JacobianRecursion, Recursion, ScalarLeak
-from .signals import SignalsAndReads
+from .recursion import JacobianRecursion, Memory, Recursion, ScalarLeak, Slopes
 
 Trace = list[Any]
 """One entry a site: components of ε, or a :class:`FactorTrace`."""
@@ -80,11 +84,49 @@ class TracedSite(NamedTuple):
 
 class RecursionView(NamedTuple):
     """A block's derivatives as the traces' recursion sees them: with its components and
-    matrices."""
+    matrices.
+
+    ``slopes``: those of the memories of read-outs, by group.
+    """
 
     signals: list[Components]
     reads: list[Components]
     transitions: list[Jacobian]
+    slopes: list[Slopes]
+
+
+class Driven(NamedTuple):
+    """What steps add to one trace: operands of its site and P_t ∂h_t/∂y_t by component,
+    both with t first."""
+
+    data: Operands
+    rows: Components
+
+
+class _NoSteps(Values):
+    """Values of steps, where only operands that stay the same are wanted."""
+
+    def __missing__(self, key: Key) -> None:
+        return None
+
+
+class MemoryRead(NamedTuple):
+    """What read-outs send back to u: all of them, and those with a memory (None without
+    any)."""
+
+    every: jax.Array
+    leaky: jax.Array | None
+
+
+class ReadoutMemory(NamedTuple):
+    """A memory of a group by which read-outs decay, and the links that lead there.
+
+    ``links``: each with the positions of its read-out that decay so, None for all.
+    """
+
+    lower: int
+    memory: Memory
+    links: tuple[tuple[Link, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -93,7 +135,9 @@ class Traces:
 
     ``is_traced(tap)``: whether the parameters of a tap are traced; the others keep
     their one-step gradient. ``dtype``: how traces are stored, if not in the precision
-    of the results.
+    of the results. ``to_readouts``: traces hold what leaky read-outs remember, with
+    ``kappa`` in place of the read-outs' own decays if it is given; otherwise ``kappa``
+    is a filter of all that signals read.
     """
 
     step: CompiledStep
@@ -103,21 +147,44 @@ class Traces:
     is_traced: Callable[[Tap], bool] = lambda tap: True
     dtype: Any = None
     every_component: bool = False
+    to_readouts: bool = False
 
     # ------------------------------------------------------------ structure
 
     @property
     def is_plain(self) -> bool:
         """Whether traces follow D and are read as they are."""
-        return isinstance(self.kind, JacobianRecursion) and self.kappa is None
+        unfiltered = self.kappa is None or self.to_readouts
+        return isinstance(self.kind, JacobianRecursion) and unfiltered
 
     @cached_property
     def recursions(self) -> tuple[Recursion, ...]:
         """The recursion of every group."""
+        kappa = None if self.to_readouts else self.kappa
         return tuple(
-            Recursion(group, self.kind, self.kappa, self.every_component)
-            for group in self.step.groups
+            Recursion(
+                group,
+                self.kind,
+                kappa,
+                self.every_component,
+                tuple(m.memory for m in self.memories if m.lower == g),
+            )
+            for g, group in enumerate(self.step.groups)
         )
+
+    @cached_property
+    def memories(self) -> tuple[ReadoutMemory, ...]:
+        """What read-outs remember of each group, one for each source u and decay."""
+        found: dict[tuple, ReadoutMemory] = {}
+        for link in self.step.links if self.to_readouts else ():
+            own = link.decays if self.kappa is None else ((self.kappa, None),)
+            for kappa, positions in own:
+                key = (link.lower, link.source, kappa)
+                memory = Memory(kappa, link.states, link.old_states)
+                known = found.get(key, ReadoutMemory(link.lower, memory, ()))
+                links = (*known.links, (link, positions))
+                found[key] = known._replace(links=links)
+        return tuple(found.values())
 
     @cached_property
     def traced_results(self) -> frozenset[tuple[int, Key]]:
@@ -222,16 +289,89 @@ class Traces:
         """Zero credit for every component that a later step can read."""
         return [recursion.no_credit() for recursion in self.recursions]
 
-    def view(self, found: Derivatives, learning: SignalsAndReads) -> RecursionView:
+    def slopes(self, constants: Values, steps: Values) -> list[Slopes]:
+        """∂u/∂h of the memories of every group and step."""
+        found: list[list] = [[] for _ in self.step.groups]
+        for m in self.memories:
+            link = m.links[0][0]
+            one = lambda values, link=link: link.slopes(constants, values)
+            found[m.lower].append(jax.vmap(one)(steps))
+        return list(found)
+
+    def memory_reads(
+        self,
+        constants: Values,
+        steps: Values,
+        learning: Signals,
+        feedback: Mapping[Any, Any],
+    ) -> list[list[MemoryRead]]:
+        """What read-outs send back to what they remember, by group and step."""
+        found: list[list[MemoryRead]] = [[] for _ in self.step.groups]
+        for m in self.memories:
+            every, leaky = [], []
+            for link, positions in m.links:
+                given = _decaying(link, m.memory.kappa, positions, learning)
+                pull = lambda values, given, link=link: link.pull(
+                    constants, values, given, feedback
+                )
+                every.append(jax.vmap(pull)(steps, given))
+                if link.readout is not None:
+                    leaky.append(every[-1])
+            total = sum(leaky[1:], leaky[0]) if leaky else None
+            read = MemoryRead(sum(every[1:], every[0]), total)
+            found[m.lower].append(read)
+        return found
+
+    def view(
+        self,
+        found: Derivatives,
+        learning: Signals,
+        slopes: list[Slopes],
+        memory_reads: list[list[MemoryRead]],
+    ) -> RecursionView:
         """The block as the recursion sees it; ``learning``: the signals that the rule
         uses."""
         signals, reads, matrices = [], [], []
-        parts = (self.recursions, found.signals, *learning, found.transitions)
-        for recursion, true, signal, read, jacobian in zip(*parts, strict=True):
+        parts = (
+            self.recursions,
+            found.signals,
+            learning.signals,
+            learning.reads,
+            found.transitions,
+            slopes,
+            memory_reads,
+        )
+        for recursion, true, signal, read, jacobian, slope, more in zip(
+            *parts, strict=True
+        ):
             signals.append(recursion.reading(signal))
-            reads.append(recursion.reading(read))
-            matrices.append(recursion.transition(jacobian, true))
-        return RecursionView(signals, reads, matrices)
+            reads.append(_with_memories(recursion, read, slope, more))
+            matrices.append(recursion.transition(jacobian, true, slope))
+        return RecursionView(signals, reads, matrices, slopes)
+
+    def at_start(
+        self, constants: Values, steps: Values, credit: Sequence[Components]
+    ) -> list[Components]:
+        """Credit of states before a window, with that of what read-outs remember."""
+        found = [dict(mine) for mine in credit]
+        if not self.memories or not any(credit):
+            return found
+        first = jax.tree.map(lambda x: x[:1], steps)
+        add_time = lambda tree: jax.tree.map(lambda x: x[None], tree)
+        zeros = [{i: jnp.zeros_like(x) for i, x in mine.items()} for mine in credit]
+        given = Signals(Values(), add_time(zeros), add_time(list(credit)))
+        reads = self.memory_reads(constants, first, given, {})
+        for recursion, mine, more in zip(self.recursions, found, reads, strict=True):
+            pairs = zip(recursion.numbered, more, strict=True)
+            mine.update((n, read.every[0]) for (n, _), read in pairs)
+        return found
+
+    def folded(
+        self, view: RecursionView, credit: Sequence[Components]
+    ) -> list[Components]:
+        """Credit of all components, added up by the states that drive them."""
+        parts = zip(self.recursions, credit, view.slopes, strict=True)
+        return [recursion.folded(mine, slope) for recursion, mine, slope in parts]
 
     def added_credit(
         self, found: Derivatives, view: RecursionView, credit: list[Components]
@@ -242,10 +382,9 @@ class Traces:
         holds.
         """
         added = []
-        parts = (self.recursions, found.signals, view.signals, credit)
-        for recursion, true, signal, mine in zip(*parts, strict=True):
-            total = recursion.folded(mine)
-            for i, x in recursion.folded(signal).items():
+        later, now = self.folded(view, credit), self.folded(view, view.signals)
+        for true, total, signal in zip(found.signals, later, now, strict=True):
+            for i, x in signal.items():
                 total[i] = total[i] + x if i in total else x
             added.append(
                 {i: total[i] - x if i in total else -x for i, x in true.items()}
@@ -278,32 +417,85 @@ class Traces:
         )
         if not self.has_block_traces:
             return new, total
+        driven, products = self.drive(constants, block, view, self.unit_products())
+        dead = None if block.mask is None else block.mask.dead[0]
+        given = (constants, new, driven, products, total, credit, dead)
+        return self.take_in(*given)
+
+    def unit_products(self) -> list[Jacobian]:
+        """P of no steps, by group."""
+        return list(map(unit_product, self.recursions))
+
+    def drive(
+        self,
+        constants: Values,
+        block: Block,
+        view: RecursionView,
+        after: Sequence[Jacobian],
+    ) -> tuple[list[Driven], list[Jacobian]]:
+        """What the steps of a block add to each trace, and P_0 by group; ``after``: P of
+        the steps that follow before the traces are visited."""
         length = length_of(block.values)
-        pairs = zip(self.recursions, view.transitions, strict=True)
-        products = [
-            products_to_end(recursion, matrix, length) for recursion, matrix in pairs
-        ]
-        cotangents = []
-        for recursion, (to_end, _) in zip(self.recursions, products, strict=True):
+        products, cotangents = [], []
+        for recursion, matrix, later, slopes in zip(
+            self.recursions, view.transitions, after, view.slopes, strict=True
+        ):
+            to_end, whole = products_to_end(matrix, later, length)
+            products.append(whole)
             named = {}
             for s in recursion.alive:
                 products_of = {k: p for (i, k), p in to_end.items() if i == s}
-                named[s] = recursion.folded(products_of)
+                named[s] = recursion.folded(products_of, slopes)
             cotangents.append(named)
         rows = self._rows(constants, block.safe, cotangents)
-        for n, (site, _, layout) in enumerate(self.sites):
+        driven = []
+        for traced in self.sites:
+            if isinstance(traced.layout, FactorLayout):
+                driven.append(Driven({}, {}))
+                continue
+            _, data = _operands(traced, constants, block)
+            driven.append(Driven(data, rows[traced.site.group][traced.site.result]))
+        return driven, products
+
+    def take_in(
+        self,
+        constants: Values,
+        traces: Trace,
+        driven: Sequence[Driven],
+        products: Sequence[Jacobian],
+        total: Values,
+        credit: Sequence[Components],
+        dead: jax.Array | None,
+    ) -> tuple[Trace, Values]:
+        """Traces after the steps that :meth:`drive` saw, in one visit, and ``total`` with
+        γ_0 · ε_0 added; ``dead``: no credit came back to the first of them."""
+        new = list(traces)
+        for n, (site, tap, layout) in enumerate(self.sites):
             if isinstance(layout, FactorLayout):
                 continue
-            fixed, data = operands[n]
-            mine, (_, whole) = rows[site.group][site.result], products[site.group]
-            new[n], gradient = layout.solve(
-                traces[n], fixed, data, mine, whole, credit[site.group]
-            )
-            if block.mask is not None:
+            fixed, _ = tap.operands(constants, _NoSteps())
+            data, rows = driven[n]
+            whole, mine = products[site.group], credit[site.group]
+            new[n], gradient = layout.solve(traces[n], fixed, data, rows, whole, mine)
+            if dead is not None:
                 # A trace may be infinite, and no credit may meet it.
-                gradient = zero_at(gradient, block.mask.dead[0])
+                gradient = zero_at(gradient, dead)
             total = self._add_gradient(total, site, gradient)
         return new, total
+
+    @cached_property
+    def driven_bytes(self) -> int:
+        """Bytes that :meth:`drive` keeps of one step."""
+        found = 0
+        for site, _, layout in self.sites:
+            if isinstance(layout, FactorLayout):
+                continue
+            use, width = site.use, site.use.result.dtype.itemsize
+            rows = len(self.recursions[site.group].carried(site.result))
+            found += rows * int(np.prod(use.result.shape)) * width
+            shape = () if use.input is None else use.operand_shape(use.input)
+            found += int(np.prod(shape)) * width
+        return found
 
     def _add_gradient(self, total: Values, site: Site, gradient: jax.Array) -> Values:
         dtype = sum_type(site.use.weight.dtype)
@@ -358,7 +550,7 @@ class Traces:
             return carry, (y_bars, xs)
 
         start = {n: traces[n] for n in layouts}
-        at = (drives, *view)
+        at = (drives, view.signals, view.reads, view.transitions)
         found: Any = jax.lax.scan(one_step, start, at)
         last, (all_y_bars, all_xs) = found
         for n, layout in layouts.items():
@@ -394,7 +586,9 @@ class Traces:
         ]
         matrices = transitions(self.step, constants, block.safe)
         found = Derivatives([], Values(), Values(), silent, self.no_signal, matrices)
-        view = self.view(found, (silent, self.no_signal))
+        slopes = self.slopes(constants, block.safe)
+        learning = Signals(Values(), silent, self.no_signal)
+        view = self.view(found, learning, slopes, [[] for _ in self.step.groups])
         return self.advance(constants, block, view, traces, total, credit)
 
     def add_factor_gradients(
@@ -432,7 +626,65 @@ class Traces:
             for g, mine in enumerate(bars):
                 for y, bar in mine.items() if s in cotangents[g] else ():
                     found[g].setdefault(y, {})[s] = bar
+        slopes = self.step.slopes
+        if slopes is not None and any(group.shared for group in self.step.groups):
+            by_group = jax.vmap(lambda values: slopes(constants, values))(steps)
+            for g, mine in enumerate(by_group):
+                for y, by_component in mine.items():
+                    found[g][y] = _at_positions(cotangents[g], by_component)
         return found
+
+
+def _at_positions(
+    cotangents: Mapping[int, Components], slopes: Components
+) -> Components:
+    """Σ_k c_k ∂h_k/∂y at every position, for each named cotangent c."""
+    found = {}
+    for s, credit in cotangents.items():
+        terms = [credit[k] * x for k, x in slopes.items() if k in credit]
+        if terms:
+            found[s] = sum(terms[1:], terms[0])
+    return found
+
+
+def _with_memories(
+    recursion: Recursion,
+    read: Components,
+    slopes: Slopes,
+    memory_reads: Sequence[MemoryRead],
+) -> Components:
+    """Direct reads of old states, with those of memories.
+
+    A leaky read-out reads old states through its new one, so that no direct read of a
+    target holds it. Without signals ``memory_reads`` is empty.
+    """
+    found = dict(recursion.reading(read))
+    parts = zip(recursion.numbered, slopes, memory_reads, strict=False)
+    for (n, _), (_, old), (every, leaky) in parts:
+        found[n] = every
+        if leaky is None:
+            continue
+        for j, slope in old.items():
+            found[j] = found[j] + slope * leaky if j in found else slope * leaky
+    return found
+
+
+def _decaying(link: Link, kappa: float, positions: Any, found: Signals) -> Signals:
+    """Derivatives of a block, of which a read-out has only the positions that decay by
+    one κ.
+
+    A read of the old Y is one of the new Y a step earlier.
+    """
+    if link.readout is None:
+        return found
+    credit: Any = found.signals[link.readout][0]
+    if 0 in found.reads[link.readout]:
+        credit = credit + found.reads[link.readout][0] / kappa
+    if positions is not None:
+        credit = jnp.where(positions, credit, 0)
+    signals = list(found.signals)
+    signals[link.readout] = {0: credit}
+    return found._replace(signals=signals)
 
 
 def _operands(
