@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from .._brainstate import brainstate as brainstate
 from ..errors import three_parts
 from .pure import PureModel
 
@@ -16,8 +17,8 @@ def pure_model(
     batch: int | None = None,
     seed: int | None = None,
 ) -> PureModel:
-    """A model that is no brainstate module as a pure step, by the front end that knows
-    its kind.
+    """A model that is no brainstate module as a pure step, made by the front end of its
+    framework.
 
     ``args``: examples of its inputs; for a plain function ``params, state, *inputs``.
     ``state``: where a model that takes its state as an argument starts. ``batch``: the
@@ -38,7 +39,7 @@ def pure_model(
 
 
 def extract(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Trace one step of a model with the front end that knows its kind.
+    """Trace one step of a model with the front end of its framework.
 
     A ``brainstate`` module is called with ``args``, and so is a module of Flax NNX or
     Equinox, with ``state`` where it takes one; any other callable is a plain function
@@ -57,19 +58,27 @@ def extract(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_a(model: Any, package: str, name: str) -> bool:
-    """Whether a model is of a class of a package; one that nobody has imported has no
+    """Whether a model is of a class of a package; one that was not imported has no
     models."""
     module = sys.modules.get(package)
     return module is not None and isinstance(model, getattr(module, name, ()))
 
 
+def class_as_model(kind: type) -> TypeError:
+    """The error of a class that was given where a model is needed."""
+    return TypeError(
+        three_parts(
+            f'the class {kind.__name__} as a model',
+            'a class has no parameters and no states; its instances have',
+            f'an instance: {kind.__name__}(...)',
+        )
+    )
+
+
 def _check_function(model: Any, args: tuple, state: Any) -> None:
-    if (
-        not callable(model)
-        or isinstance(model, type)
-        or len(args) < 2
-        or state is not None
-    ):
+    if isinstance(model, type):
+        raise class_as_model(model)
+    if not callable(model) or len(args) < 2 or state is not None:
         raise TypeError(
             three_parts(
                 f'a model of type {type(model).__name__} with {len(args)} example(s) of its arguments'

@@ -6,8 +6,8 @@ Tracing leaves the module's states as they were, whatever happens.
 from __future__ import annotations
 
 import difflib
-import dis
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import brainstate
 import brainunit as u
 import jax
+import numpy as np
 
 from ..compat import (
     ClosedJaxpr,
@@ -26,7 +27,7 @@ from ..compat import (
     is_var,
     make_jaxpr,
 )
-from ..errors import CompilationError, three_parts
+from ..errors import CompilationError, is_explained, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
 
@@ -199,10 +200,14 @@ def extract_module_info(
 
 
 def trace_step(
-    function: Callable[..., Any], model: brainstate.nn.Module, args: tuple, kwargs: dict
+    function: Callable[..., Any],
+    model: brainstate.nn.Module,
+    args: tuple,
+    kwargs: dict,
+    what: str = 'a step',
 ) -> ModuleInfo:
     """Trace a function that advances a module by one step, and sort its variables by
-    role."""
+    role; errors call the function ``what``."""
     found = dict(module_states(model))
     stateful: Any = brainstate.transform.StatefulFunction(
         function, return_only_write=False, name=type(model).__name__
@@ -213,7 +218,9 @@ def trace_step(
         except NotImplementedError:
             raise
         except Exception as error:
-            raise _explain(model, args, error) from error
+            if isinstance(error, CompilationError) and is_explained(error):
+                raise
+            raise explain_failure(model, args, error, what) from error
     if created := [path for path in module_states(model) if path not in found]:
         raise _state_created(created[0])
     states = stateful.get_states(*args, **kwargs)
@@ -246,9 +253,7 @@ def _sort(
 
     hidden_places, start = [], num_out
     for state, n in zip(states, counts, strict=True):
-        if _is_hidden(state):
-            if id(state) not in written:
-                raise _never_written(paths[id(state)])
+        if _is_hidden(state) and id(state) in written:
             hidden_places.append(start)
         start += n
     closed = distinct_outputs(normal_form(traced), hidden_places)
@@ -267,10 +272,10 @@ def _sort(
         out_trees.append(jax.tree.unflatten(tree, outs))
         if isinstance(state, brainstate.ParamState):
             parameters += [
-                Parameter(path, key, v)
+                Parameter(path, key, v, state)
                 for key, v in zip(_keys(value), ins, strict=True)
             ]
-        elif _is_hidden(state):
+        elif _is_hidden(state) and id(state) in written:
             hidden.append(
                 Hidden(
                     path, ins[0], outs[0], state, tuple(state.varshape), state.num_state
@@ -283,6 +288,7 @@ def _sort(
                 for key, v, o in zip(_keys(value), ins, new, strict=True)
             ]
 
+    constant = [s for s in states if _is_hidden(s) and id(s) not in written]
     order = {path: i for i, path in enumerate([*found, *paths.values()])}
     touched = {id(s) for s in states}
     untouched = {p: s for p, s in found.items() if id(s) not in touched}
@@ -293,6 +299,7 @@ def _sort(
         hidden=tuple(sorted(hidden, key=lambda h: order[h.path])),
         others=tuple(others),
         outputs=tuple(jaxpr.outvars[:num_out]),
+        constant_hidden=tuple(paths[id(s)] for s in constant),
         untouched_hidden=tuple(
             p for p, s in untouched.items() if isinstance(s, brainstate.HiddenState)
         ),
@@ -361,63 +368,132 @@ def _check_arguments(model: Any, args: tuple, kwargs: dict) -> None:
         ) from error
 
 
-def _explain(model: Any, args: tuple, error: Exception) -> CompilationError:
+def explain_failure(
+    model: Any, args: tuple, error: Exception, what: str = 'a step'
+) -> CompilationError:
+    """The error of a step, or of a function around it, that fails on such inputs."""
     name, line = type(model).__name__, failing_line(error)
     if isinstance(error, AttributeError) and is_module(getattr(error, 'obj', None)):
         return CompilationError(_explain_attribute(name, error.obj, error.name, line))
-    shapes = jax.tree.map(lambda x: tuple(jax.numpy.shape(x)), args)
-    told = str(error).replace('\n', '\n    ')
-    instead = 'a step that works: mend that line until model(*inputs) runs by itself'
-    if isinstance(error, jax.errors.ConcretizationTypeError):
-        instead = 'jax.numpy.where, jax.lax.cond or jax.lax.scan where Python code asks for the value of an array'
-    elif isinstance(error, (TypeError, ValueError)):
-        runs = 'inputs for which model(*inputs) runs: check their shapes and batch axes'
-        instead = f'{runs}; compile(..., batch_size=B) gives one to the states'
+    listed = [i for i, x in enumerate(args) if is_nested_list(x)]
+    if listed:
+        shapes = tuple(_shape_text(x) for x in args)
+    else:
+        shapes = jax.tree.map(lambda x: tuple(jax.numpy.shape(x)), args)
+    # The text of a KeyError is the repr of its message.
+    is_quoted = isinstance(error, KeyError) and len(error.args) == 1
+    text = str(error.args[0] if is_quoted else error).replace('\n', '\n    ')
     return CompilationError(
         three_parts(
-            f'a step of {name} on inputs of shapes {shapes}',
-            f'the step itself fails with {type(error).__name__}: {told}{line}',
-            instead,
+            f'{what} of {name} on inputs of shapes {shapes}',
+            f'the step itself fails with {type(error).__name__}: {text}{line}',
+            _LISTS if listed else _fix_of(error, args, what),
         )
     )
+
+
+def is_nested_list(x: Any) -> bool:
+    """Whether an input is a list of Python numbers, which JAX reads as many inputs."""
+    leaves = jax.tree.leaves(x)
+    return (
+        isinstance(x, list)
+        and bool(leaves)
+        and all(isinstance(leaf, (bool, int, float)) for leaf in leaves)
+    )
+
+
+_LISTS = 'jax.numpy.asarray(x): JAX reads a list as a container of many numbers'
+
+
+def _shape_text(x: Any) -> Any:
+    """The shape of an input; that of a list of numbers as numpy reads it."""
+    if not is_nested_list(x):
+        return jax.tree.map(lambda leaf: tuple(jax.numpy.shape(leaf)), x)
+    try:
+        return f'a list of shape {np.shape(x)}'
+    except ValueError:
+        return 'a list'
+
+
+def unset_environment(error: Exception) -> str | None:
+    """The advice for a model that reads a setting of brainstate that is not set."""
+    unset = re.search(r"Key '(\w+)' not found in environment", str(error))
+    if unset is None:
+        return None
+    if unset[1] != 'dt':
+        return f'brainstate.environ.set({unset[1]}=...) before the model is made'
+    return (
+        'brainstate.environ.set(dt=1.0) before the model is made, or a time such as '
+        '0.1 * brainunit.ms; on the command line --dt 1.0 or --dt 0.1ms'
+    )
+
+
+def _fix_of(error: Exception, args: tuple, what: str) -> str:
+    """The advice that fits the kind of failure."""
+    unset = unset_environment(error)
+    if unset is not None:
+        return unset
+    if isinstance(error, jax.errors.TracerArrayConversionError):
+        return (
+            'jax.numpy in place of numpy inside a step: jnp.asarray, jnp.mean; or '
+            'has_aux=True to read an array after the call'
+        )
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        return (
+            'jax.numpy.where, jax.lax.cond or jax.lax.scan where Python code needs the '
+            'value of an array'
+        )
+    if isinstance(error, jax.errors.TracerIntegerConversionError):
+        return (
+            'jax.numpy indexing, as jnp.take(x, i), where Python needs a whole number'
+        )
+    if isinstance(error, jax.errors.ConcretizationTypeError):
+        return (
+            'the array as it is: return jnp.mean(...), without float(...) or .item(); '
+            'after the call its result is a number. Where Python code needs the value of '
+            'an array: jax.numpy.where, jax.lax.cond or jax.lax.scan'
+        )
+    if isinstance(error, (TypeError, ValueError)) and what == 'a step_fn':
+        return (
+            'arrays that fit each other: outputs of the learner, targets and weights '
+            'have the batch axis of the inputs'
+        )
+    if isinstance(error, (TypeError, ValueError)):
+        shapes = [np.shape(x) for x in jax.tree.leaves(args)]
+        batches = [shape[0] for shape in shapes if len(shape) > 1]
+        size = batches[0] if batches else 'B'
+        return (
+            'inputs for which model(*inputs) runs: check their shapes and batch axes; '
+            f'compile(..., batch_size={size}) gives one to the states'
+        )
+    return 'correct that line, so that model(*inputs) runs on its own'
 
 
 def _explain_attribute(name: str, owner: Any, attribute: Any, line: str) -> str:
     kind = type(owner).__name__
-    stateless = not any(
-        isinstance(value, brainstate.ShortTermState) for value in vars(owner).values()
-    )
-    names = {attribute, 'setattr'} if stateless else {attribute}
-    if any(_sets(base, 'init_state', names, set()) for base in type(owner).__mro__):
-        return three_parts(
-            f'a step of {name} whose states are not initialised',
-            f'{kind} has no attribute {attribute!r}; modules create their states in init_state{line}',
-            'brainstate.nn.init_all_states(model) (or batch_size=...) before compiling',
-        )
     known = [n for n in (*vars(owner), *dir(type(owner))) if not n.startswith('_')]
     similar = difflib.get_close_matches(attribute, dict.fromkeys(known), n=3)
     meant = f'; perhaps {" or ".join(map(repr, similar))}' if similar else ''
+    if _lacks_states(owner):
+        return three_parts(
+            f'a step of {name} whose states are not initialised',
+            f'{kind} has no attribute {attribute!r}; modules create their states in init_state{line}',
+            f'brainstate.nn.init_all_states(model) (or batch_size=...) before compiling{meant}',
+        )
     return three_parts(
         f'a step of {name} that reads {attribute!r} of a {kind}',
-        f'{kind} has no such attribute, and its init_state makes none{line}',
-        f'an attribute that __init__ or init_state sets{meant}',
+        f'{kind} has no such attribute{line}',
+        'an attribute that __init__ sets, or init_state, which '
+        f'brainstate.nn.init_all_states(model) calls{meant}',
     )
 
 
-def _sets(owner: type, method: str, names: set[str], seen: set[str]) -> bool:
-    """True if a method of a class, or one that it calls, sets an attribute of one of
-    these names or calls one."""
-    function: Any = getattr(owner, method, None)
-    code = getattr(inspect.unwrap(function), '__code__', None)
-    if code is None or method in seen:
+def _lacks_states(module: Any) -> bool:
+    """Whether a class has an ``init_state`` of its own, and its module no state."""
+    if type(module).init_state is brainstate.nn.Module.init_state:
         return False
-    seen.add(method)
-    opcodes = ('STORE_ATTR', 'LOAD_GLOBAL')
-    found = {i.argval for i in dis.get_instructions(code) if i.opname in opcodes} | {
-        *code.co_consts
-    }
-    return bool(names & found) or any(
-        _sets(owner, name, names, seen) for name in code.co_names
+    return not any(
+        isinstance(v, brainstate.ShortTermState) for v in vars(module).values()
     )
 
 
@@ -427,14 +503,14 @@ def _check_new_value(path: Path, old: Any, new: Any) -> None:
     ]
     new_shapes = [(tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(new)]
     if old_shapes != new_shapes:
-        instead = 'states initialised with the shape (batch axis included) and dtype that the step gives them'
+        fix = 'states initialised with the shape (batch axis included) and dtype that the step gives them'
         if [shape for shape, _ in old_shapes] == [shape for shape, _ in new_shapes]:
-            instead = f'inputs of the type of the state, or brainstate.environ.set(precision=64) first; or {instead}'
+            fix = f'inputs of the type of the state, or brainstate.environ.set(precision=64) first; or {fix}'
         raise CompilationError(
             three_parts(
                 f'a step that turns state {path_name(path)} from {old_shapes} into {new_shapes}',
                 'a step is repeated, so every state must keep its shape and type',
-                instead,
+                fix,
             )
         )
 
@@ -443,7 +519,7 @@ def _state_created(path: Path) -> CompilationError:
     return CompilationError(
         three_parts(
             f'a step that creates state {path_name(path)}',
-            'a step is repeated: a state made in it would start anew each time and carry nothing on',
+            'a step is repeated: a state created in it would be new at every step and carry nothing over',
             'states created in __init__ or init_state, and only read and written in update',
         )
     )
@@ -455,15 +531,5 @@ def _parameter_written(path: Path) -> CompilationError:
             f'a step that writes parameter {path_name(path)}',
             'gradients are taken with respect to parameters that stay fixed within a step',
             'a ShortTermState (or HiddenState) for a value that changes in time; let the optimiser write parameters',
-        )
-    )
-
-
-def _never_written(path: Path) -> CompilationError:
-    return CompilationError(
-        three_parts(
-            f'a step that reads hidden state {path_name(path)} and never writes it',
-            'a hidden state carries credit from one step to the next; this one never changes',
-            'self.<state>.value = ... in update, or a ShortTermState (a constant) in place of the HiddenState',
         )
     )

@@ -95,7 +95,7 @@ class EquinoxModel(PureModel):
             raise ValueError(
                 three_parts(
                     f'a {self.name} that differs from the compiled one in more than its parameters',
-                    'the compiled step knows only the model that it was made of',
+                    'the step was compiled for the other parts of the model as they were',
                     'compile(model, ...) again with this model',
                 )
             )

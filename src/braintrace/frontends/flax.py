@@ -2,7 +2,7 @@
 writes are its states.
 
 A module is called as ``model(*inputs)``, or with a carry as ``model(carry, *inputs) ->
-(carry, out)``. The user's module stays the place where parameters and Variables live.
+(carry, out)``. Parameters and Variables stay in the user's module.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class FlaxModel(PureModel):
     keeps_state = True
     runs = (
         'inputs, carry and Variables for which the call runs: check their batch axes; jax.numpy.where or jax.lax.cond '
-        'where Python code asks for the value of an array'
+        'where Python code needs the value of an array'
     )
-    remembers = (
+    hidden_state_fix = (
         'state=carry for a module called as model(carry, x) -> (carry, out), or self.h[...] = h on an nnx.Variable of '
         'real numbers in its __call__'
     )
@@ -132,7 +132,7 @@ class FlaxModel(PureModel):
             raise CompilationError(
                 three_parts(
                     f'a call of {type(self.model).__name__} that makes or drops Variables',
-                    'a step is repeated: a Variable made in it would start anew each time',
+                    'a step is repeated: a Variable created in it would be new at every step',
                     'Variables made in __init__, and only read and written in __call__',
                 )
             )

@@ -45,8 +45,8 @@ class PureModel:
     lists in the order of the paths.
 
     ``written``: which states a step writes; ``hidden``: which of them carry credit;
-    ``ongoing``: which of the others go on when a sequence starts afresh. With ``batch``
-    the given state and inputs are of one sample, mapped over it.
+    ``ongoing``: which of the others continue when a fresh sequence starts. With
+    ``batch`` the given state and inputs are of one sample, mapped over it.
     """
 
     parameters: list[Any]
@@ -58,7 +58,7 @@ class PureModel:
     """Whether states live in the user's model too, where a learner has to read and
     write them."""
     runs = 'inputs and a state for which the step runs'
-    remembers = 'a state of real numbers that the step gives a new value'
+    hidden_state_fix = 'a state of real numbers that the step gives a new value'
     """What to write where a step fails, and where none of its states can carry credit.
     """
 
@@ -81,8 +81,8 @@ class PureModel:
             raise CompilationError(
                 three_parts(
                     f'{name}, whose step gives no hidden state a new value',
-                    'eligibility traces live in states that depend on their own past; there are none',
-                    self.remembers,
+                    'eligibility traces belong to states that depend on their own past values, and there are none',
+                    self.hidden_state_fix,
                 )
             )
 
@@ -156,7 +156,7 @@ class PureModel:
         raise NotImplementedError
 
     def _ongoing(self) -> list[bool]:
-        """Random keys go on, and whatever else a front end knows."""
+        """Random keys continue, and whatever else a front end names."""
         return [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in self.state]
 
     def _written(self) -> list[bool]:

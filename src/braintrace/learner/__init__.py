@@ -1,5 +1,6 @@
 """Learners: compiled models with a learning rule."""
 
+from .._brainstate import brainstate as brainstate
 from ..program.data import MultiStepData, SingleStepData
 from .by_rule import (
     BPTT,
@@ -12,8 +13,11 @@ from .by_rule import (
     TBPTT,
     UORO,
     EProp,
+    IODimVjpAlgorithm,
     OSTLFeedforward,
     OSTLRecurrent,
+    ParamDimVjpAlgorithm,
+    RandomProjectionVjpAlgorithm,
     SnAp,
     ThreeFactor,
     compile,
@@ -21,6 +25,7 @@ from .by_rule import (
     pp_prop,
     train_synthetic_gradient,
 )
+from .certificate import Certificate, CertificateRow
 from .check import GradientCheck, RuleComparison
 from .learner import Learner
 from .memory import MemoryPlan
@@ -36,14 +41,19 @@ __all__ = [
     'RTRL',
     'TBPTT',
     'UORO',
+    'Certificate',
+    'CertificateRow',
     'EProp',
     'EligibilityTrace',
     'GradientCheck',
+    'IODimVjpAlgorithm',
     'Learner',
     'MemoryPlan',
     'MultiStepData',
     'OSTLFeedforward',
     'OSTLRecurrent',
+    'ParamDimVjpAlgorithm',
+    'RandomProjectionVjpAlgorithm',
     'RuleComparison',
     'SingleStepData',
     'SnAp',

@@ -1,4 +1,4 @@
-"""What callers hand to a learner, checked, and what they asked to get back."""
+"""Checks of the arguments of a learner, and the form of its results."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..errors import CompilationError, one_of, three_parts
+from ..frontends.brainstate import is_nested_list
 from ..program import Path
 from ..program.data import MultiStepData
 from ..rules import Rule, named
+
+LOSS_OUTPUTS = ('per_step', 'masked', 'scalar', 'reduced')
+"""What ``etrace_grad`` may return of the losses; the last two are the same."""
 
 
 def results(
@@ -21,15 +26,21 @@ def results(
     losses: jax.Array,
     cotangents: jax.Array,
     aux: Any,
-    weights: Sequence[Path] | None,
+    mask: Any,
+    weights: Mapping[Any, Path] | None,
     loss_output: str,
     return_value: bool,
     has_aux: bool,
 ) -> Any:
-    """What ``etrace_grad`` was asked to return."""
+    """What ``etrace_grad`` was asked to return; ``weights``: paths by the keys that
+    their gradients are given by."""
     if weights is not None:
-        gradients = {p: gradients[p] for p in weights}
-    losses = losses if loss_output == 'per_step' else weighted(losses, cotangents)
+        gradients = {key: gradients[path] for key, path in weights.items()}
+    if loss_output == 'masked' and mask is not None:
+        mask = jnp.asarray(mask, losses.dtype)
+        losses = jnp.where(mask == 0, 0.0, losses) * mask
+    elif loss_output in ('scalar', 'reduced'):
+        losses = weighted(losses, cotangents)
     results = (
         gradients,
         *([losses] if return_value else []),
@@ -75,6 +86,74 @@ def loss_weights(
     return mask / total, 1 / total
 
 
+def in_windows(sequences: tuple, length: int, size: Any) -> tuple:
+    """Sequences cut into windows of ``size`` steps."""
+    if not isinstance(size, int) or size < 1 or length % size:
+        raise ValueError(
+            three_parts(
+                f'{length} steps with chunk_size={size}',
+                'step_fn is called with whole windows of that many steps',
+                'a sequence whose length is a multiple of chunk_size',
+            )
+        )
+    cut = lambda x: jnp.asarray(x).reshape(-1, size, *jnp.shape(x)[1:])
+    return jax.tree.map(cut, sequences)
+
+
+def window_weights(
+    mask: Any, length: int, size: int, reduction: str
+) -> tuple[Any, Any]:
+    """What the losses of windows count, if they are of steps and if they are of whole
+    windows; None where a mask fits the other."""
+    windows = length // size
+    by_window = mask is not None and jnp.shape(mask) == (windows,)
+    per_step = per_window = None
+    if not by_window:
+        per_step, _ = loss_weights(mask, length, 'steps', reduction)
+        per_step = per_step.reshape(windows, size)
+    if mask is None or by_window:
+        per_window, _ = loss_weights(mask, windows, 'windows', reduction)
+    return per_step, per_window
+
+
+def spared(window: tuple, weights: Any) -> tuple:
+    """A window without NaN in the slices of steps that do not count: in the derivative
+    of a user's loss 0 · NaN would be NaN."""
+    if weights is None:
+        return window
+
+    def finite(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        silent = (weights == 0).reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(silent & jnp.isnan(x), jnp.zeros_like(x), x)
+
+    return jax.tree.map(finite, window)
+
+
+def weights_like(loss: Any, size: int, per_step: Any, per_window: Any) -> Any:
+    """The weights of a window's loss: of its steps, or of the window."""
+    if jnp.shape(loss) not in ((), (size,)):
+        raise CompilationError(
+            three_parts(
+                f'a step_fn whose loss has shape {jnp.shape(loss)}, with chunk_size={size}',
+                'a window has one loss for each of its steps, or one for all of them',
+                f'a loss of shape ({size},), or a scalar',
+            )
+        )
+    found = per_window if jnp.ndim(loss) == 0 else per_step
+    if found is None:
+        per = 'window' if jnp.ndim(loss) == 0 else 'step'
+        raise ValueError(
+            three_parts(
+                f'a mask of another length than the losses, of which there is one a {per}',
+                'a mask weights the losses',
+                f'a mask with one number for each {per}',
+            )
+        )
+    return found
+
+
 def check_aux(structure: Any, has_aux: bool) -> None:
     """Raise unless a step_fn returned a loss alone, or with ``has_aux`` a pair."""
     outputs = jax.tree.unflatten(structure, range(structure.num_leaves))
@@ -87,7 +166,7 @@ def check_aux(structure: Any, has_aux: bool) -> None:
     raise CompilationError(
         three_parts(
             f'a step_fn that returns {structure} with has_aux={has_aux}',
-            'a step gives its loss, or with has_aux=True, which fit asks for if it has metrics, a pair (loss, aux)',
+            'a step gives its loss, or with has_aux=True, which fit sets if it has metrics, a pair (loss, aux)',
             'return loss' if not has_aux else 'return loss, outputs',
         )
     )
@@ -97,7 +176,7 @@ def never_called() -> CompilationError:
     return CompilationError(
         three_parts(
             'a step_fn that never calls the learner',
-            'then no step of the model is taken and nothing can be learned',
+            'then no step of the model is run, and there is no gradient',
             'call learner(x) (not the model) inside step_fn',
         )
     )
@@ -120,26 +199,11 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         )
 
 
-def check_combination(
-    rule: Rule, vjp_method: str, trace: Any, trace_dtype: Any
-) -> None:
+def check_combination(rule: Rule, trace: Any, trace_dtype: Any) -> None:
     """Raise where options of a learner have no meaning together with its rule."""
-    plain = rule.is_plain
     wrong = [
         (
-            vjp_method == 'multi-step' and not plain,
-            f'exact windows with {rule.name}',
-            "a window's exact credit enters traces as the derivative of its loss, and this rule reads them otherwise",
-            "vjp_method='single-step' and no chunk_size, or rule 'd_rtrl' or 'pp_prop'",
-        ),
-        (
-            vjp_method == 'multi-step' and rule.predictor is not None,
-            f"windows of one's own with {rule.name}",
-            'it has windows, at whose ends its predictor stands',
-            'etrace_grad or etrace_online without chunk_size and MultiStepData',
-        ),
-        (
-            rule.deep and not plain,
+            rule.deep and not rule.is_plain,
             f"reach='deep' with {rule.name}",
             'credit from layer to layer is that of the local rule',
             "reach='local', or rule 'd_rtrl' or 'pp_prop'",
@@ -156,19 +220,23 @@ def check_combination(
             raise ValueError(three_parts(*parts))
 
 
-def rules_of(asked: Any) -> list[tuple[Rule, Any]]:
+def rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
     """Rules from their names, classes, configurations or learners, and what those of
     learners read."""
-    if isinstance(asked, str) or not isinstance(asked, Sequence) or not asked:
+    if (
+        isinstance(given_rules, str)
+        or not isinstance(given_rules, Sequence)
+        or not given_rules
+    ):
         raise ValueError(
             three_parts(
-                f'rules={asked!r}',
+                f'rules={given_rules!r}',
                 'it is a list of rules to compare',
                 "rules=['d_rtrl', 'pp_prop']",
             )
         )
     found = []
-    for one in asked:
+    for one in given_rules:
         name = one if isinstance(one, str) else getattr(one, '__name__', None)
         rule = named(name).default if name else getattr(one, 'rule', one)
         if not isinstance(rule, Rule):
@@ -179,8 +247,8 @@ def rules_of(asked: Any) -> list[tuple[Rule, Any]]:
                     "a name, as 'd_rtrl', or a learner",
                 )
             )
-        standing = getattr(one, 'standing', None)
-        found.append((rule, None if standing is None else standing.value))
+        state = getattr(one, 'rule_state', None)
+        found.append((rule, None if state is None else state.value))
     return found
 
 
@@ -195,6 +263,18 @@ def check_block(block: Any) -> None:
         )
 
 
+def check_directions(directions: Any) -> None:
+    whole = isinstance(directions, (int, np.integer))
+    if not whole or isinstance(directions, bool) or directions < 0:
+        raise ValueError(
+            three_parts(
+                f'directions={directions!r}',
+                'it is the number of random directions that the cosine is estimated from',
+                'a whole number, e.g. 8; 0 if the cosine is not needed',
+            )
+        )
+
+
 def check_bytes(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or not value >= 0:
         raise ValueError(
@@ -204,11 +284,9 @@ def check_bytes(name: str, value: Any) -> None:
 
 def check_modulator(value: Any) -> None:
     if isinstance(value, MultiStepData):
-        why = 'a window is taught by one modulator'
-        instead = 'one modulator for the window, or steps one by one: learner(x, modulator=m), also in a step_fn'
-        raise ValueError(
-            three_parts('a modulator for each step of a window', why, instead)
-        )
+        why = 'a window has one modulator'
+        fix = 'one modulator for the window, or steps one by one: learner(x, modulator=m), also in a step_fn'
+        raise ValueError(three_parts('a modulator for each step of a window', why, fix))
     try:
         real = not jnp.iscomplexobj(jnp.asarray(value))
     except (TypeError, ValueError):
@@ -293,8 +371,9 @@ def check_batch(inputs: tuple, batch_size: int | None) -> None:
     shapes = [jnp.shape(x) for x in jax.tree.leaves(inputs) if jnp.ndim(x)]
     if any(shape[0] == 0 for shape in shapes):
         raise _empty(f'example inputs of shapes {shapes}')
+    # One sample cannot share its input with another.
     if (
-        batch_size is not None
+        batch_size not in (None, 1)
         and shapes
         and not any(batch_size in shape for shape in shapes)
     ):
@@ -311,6 +390,14 @@ def length_of(sequences: tuple, step_fn: Callable[..., Any] | None = None) -> in
     """Steps of sequences that agree on them and fit the arguments of a step."""
     if step_fn is not None:
         check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
+    if any(map(is_nested_list, sequences)):
+        raise TypeError(
+            three_parts(
+                'a sequence given as a nested list of numbers',
+                'JAX reads a list as a container of many inputs, not as one array',
+                'jnp.asarray(xs), of shape (time, batch, ...)',
+            )
+        )
     shapes = [jnp.shape(x) for x in jax.tree.leaves(sequences)]
     lengths = {shape[0] for shape in shapes if shape}
     if len(lengths) != 1 or 0 in lengths or () in shapes:
@@ -325,14 +412,14 @@ def length_of(sequences: tuple, step_fn: Callable[..., Any] | None = None) -> in
 
 
 def check_call(
-    name: str, function: Callable[..., Any], given: tuple, told: str
+    name: str, function: Callable[..., Any], given: tuple, described: str
 ) -> None:
     """Raise unless a function can be called with so many arguments."""
     if not callable(function):
         raise TypeError(
             three_parts(
                 f'{name}={function!r}',
-                f'it is called with {told}',
+                f'it is called with {described}',
                 f'{name}=lambda x: ...',
             )
         )
@@ -345,7 +432,7 @@ def check_call(
     except TypeError as error:
         raise TypeError(
             three_parts(
-                f'{name}{signature}, to be called with {len(given)} argument(s): {told}',
+                f'{name}{signature}, to be called with {len(given)} argument(s): {described}',
                 str(error),
                 f'a function of {len(given)} argument(s)',
             )
@@ -378,9 +465,40 @@ def check_finite_values(
 def _not_finite(what: str) -> str:
     return three_parts(
         f'{what} is not finite',
-        'weights that follow it are lost; nothing was updated',
+        'an update by it would make the weights non-finite; nothing was updated',
         'finite inputs, a smaller rate, optax.clip_by_global_norm; mask=... for steps that do not count',
     )
+
+
+def selected(
+    weights: Any, parameters: Mapping[Path, brainstate.State]
+) -> dict[Any, Path] | None:
+    """The paths of the parameters that were asked for, by the keys of their gradients.
+
+    ``weights``: a list of paths or of states, one state, or a mapping of any keys to
+    states, as ``learner.param_states``.
+    """
+    if weights is None:
+        return None
+    by_state = {id(state): path for path, state in parameters.items()}
+
+    def path_of(x: Any) -> Any:
+        return by_state.get(id(x), x) if isinstance(x, brainstate.State) else tuple(x)
+
+    if isinstance(weights, brainstate.State):
+        weights = [weights]
+    if isinstance(weights, Mapping):
+        found = {key: path_of(value) for key, value in weights.items()}
+    elif isinstance(weights, Sequence):
+        found = {path: path for path in map(path_of, weights)}
+    else:
+        found = weights
+    check_paths(
+        'weights',
+        list(found.values()) if isinstance(found, dict) else found,
+        parameters,
+    )
+    return found
 
 
 def check_paths(name: str, given: Any, parameters: Mapping[Path, Any]) -> None:
@@ -400,7 +518,7 @@ def check_optimizer(optimizer: Any) -> Any:
         raise TypeError(
             three_parts(
                 f'optimizer={optimizer!r}',
-                'it has no way to update weights',
+                'it has no method to update weights',
                 'braintools.optim.Adam(lr=1e-3), optax.adam(1e-3) or the like',
             )
         )

@@ -31,7 +31,7 @@ TraceChoice = str | Callable[[Path], bool]
 
 
 class StepBinding:
-    """One traced step. It is traced and analysed once, whatever is then asked of it.
+    """One traced step. It is traced and analysed once, and used by all calls.
 
     ``modulator``: the variable of the modulator that the step computes, if it does.
     ``rule_state``: the state of the learner's own that the step may read or write.
@@ -65,14 +65,15 @@ class StepBinding:
 
         def run(*args: Any) -> Any:
             result = step_fn(*args)
+            record.outputs = None  # it must not outlive this trace
             return result if record.modulator is None else (result, record.modulator)
 
         with recording(learner, **how) as record:
-            info = trace_step(run, learner.model, example, {})
+            info = trace_step(run, learner.model, example, {}, 'a step_fn')
         if not record.calls:
             raise never_called()
         given = record.modulator is not None
-        return cls(learner.model, info, None, given, learner.standing)
+        return cls(learner.model, info, None, given, learner.rule_state)
 
     def _written_modulator(self) -> Var | None:
         """The new value of the learner's own state, where the step writes that itself."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import brainstate
@@ -12,44 +14,167 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import one_of, three_parts
-from ..rules import PRESETS, ETraceConfig, Preset, named
+from ..program.data import first_step
+from ..rules import (
+    PRESETS,
+    ETraceConfig,
+    NoTrace,
+    Preset,
+    RandomProjection,
+    Rule,
+    named,
+)
+from ..rules.feedback import feedback_signal
+from ..solver import Factorised, RandomFeedback
 from .arguments import check_batch, check_batch_size, length_of
+from .credit_warnings import warn_of_credit
 from .foreign import adapted, foreign
 from .learner import Learner
 from .model_states import make_states
 
+AUTOMATIC = (
+    'fast_solve',
+    'chunked_trace',
+    'control_flow',
+    'snap_max_jacobian_elements',
+    'projection_eps',
+    'normalize_matrix_spectrum',
+    'mode',
+)
+"""Switches of the published package's engine: accepted, and automatic here."""
 
-@functools.cache
-def learner_class(preset: Preset) -> type[Learner]:
-    """The learner of a rule: its class has the rule's name, options and docstring."""
+
+def _new_class(preset: Preset, base: type[Learner]) -> type[Learner]:
+    """A learner class with the name, options and docstring of a rule.
+
+    A rule's own options come first by position, then ``name`` and ``vjp_method``.
+    ``config``: an :class:`ETraceConfig` of the same kind of trace in place of the rule.
+    """
+    own = [p.name for p in preset.options]
+    by_position = [p.name for p in preset.options if p.kind is not p.KEYWORD_ONLY]
+    by_position += ['name', 'vjp_method']
+    if preset.default.is_modulated:
+        by_position.append('modulator')
 
     def __init__(
         self: Learner, model: brainstate.nn.Module, *args: Any, **options: Any
     ) -> None:
-        given = inspect.signature(preset.make).bind_partial(*args).arguments
-        own = {p.name: options.pop(p.name) for p in preset.options if p.name in options}
+        options = {**_by_name(preset, by_position, args, options), **options}
+        for switch in [name for name in AUTOMATIC if name in options]:
+            text = f'{switch}={options.pop(switch)!r} is ignored: this is automatic'
+            warnings.warn(f'{text} here', stacklevel=2)
+        feedback_key = None
+        if 'random_feedback_key' not in own:
+            feedback_key = options.pop('random_feedback_key', None)
+        if 'seed' in own and 'projection_key' in options:
+            options['seed'] = options.pop('projection_key')
         modulator = (
             options.pop('modulator', None) if preset.default.is_modulated else None
         )
-        Learner.__init__(self, model, preset.make(**given, **own), **options)
+        given = {name: options.pop(name) for name in own if name in options}
+        config = options.pop('config', None)
+        rule = preset.make(**given) if config is None else config.rule
+        if config is not None:
+            _check_config(preset, config, given)
+        if feedback_key is not None and isinstance(rule.signal, RandomFeedback):
+            rule = replace(rule, signal=feedback_signal('random', feedback_key))
+        options.setdefault('vjp_method', preset.vjp_method)
+        Learner.__init__(self, model, rule, **options)
         if modulator is not None:
             self.set_modulator(modulator)
 
     parameters = list(inspect.signature(Learner.__init__).parameters.values())
     first = [p for p in parameters if p.name in ('self', 'model')]
-    own = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in preset.options]
-    if preset.default.is_modulated:
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        own.insert(0, inspect.Parameter('modulator', kind, default=1.0))
     last = [p for p in parameters if p.kind is p.VAR_KEYWORD]
-    __init__.__signature__ = inspect.Signature([*first, *own, *last])  # type: ignore[attr-defined]
+    positional = [p for p in preset.options if p.kind is not p.KEYWORD_ONLY]
+    shown = [
+        *positional,
+        _parameter('name'),
+        _parameter('vjp_method', preset.vjp_method),
+    ]
+    if preset.default.is_modulated:
+        shown.append(_parameter('modulator', 1.0))
+    shown += [p for p in preset.options if p.kind is p.KEYWORD_ONLY]
+    __init__.__signature__ = inspect.Signature([*first, *shown, *last])  # type: ignore[attr-defined]
     body = {
         '__init__': __init__,
         '__doc__': preset.make.__doc__,
         '__module__': __name__,
         'preset': preset,
     }
-    return type(preset.title, (Learner,), body)
+    return type(preset.title, (base,), body)
+
+
+def _parameter(name: str, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default
+    )
+
+
+def _by_name(
+    preset: Preset, names: Sequence[str], args: tuple, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments by position, by their names."""
+    if len(args) > len(names):
+        raise TypeError(
+            three_parts(
+                f'{preset.title}(model, ...) with {len(args)} more arguments',
+                f'by position it takes {", ".join(names)}',
+                'the others by name',
+            )
+        )
+    given = dict(zip(names, args, strict=False))
+    if twice := given.keys() & options.keys():
+        name = twice.pop()
+        raise TypeError(
+            three_parts(
+                f'{preset.title}(...) with multiple values for argument {name!r}',
+                'it is given by position and by name',
+                f'{name}=... once',
+            )
+        )
+    return given
+
+
+def _check_config(preset: Preset, config: ETraceConfig, given: Mapping) -> None:
+    """Raise unless a configuration is one of the learner class it was given to."""
+    if family(config.rule) is not family(preset.default) or given:
+        raise ValueError(
+            three_parts(
+                f'{preset.title}(config={config.name}, {dict(given)})',
+                f'the configuration is a whole rule, and {preset.title} has other traces '
+                'or was given options beside it',
+                f'braintrace.compile(model, {config.name}, ...)',
+            )
+        )
+
+
+def _base(preset: str, title: str) -> type[Learner]:
+    return _new_class(replace(PRESETS[preset], title=title), Learner)
+
+
+# Learners by what they carry from call to call. Each is the learner of any
+# configuration with such traces, and without one that of the rule named here.
+ParamDimVjpAlgorithm = _base('d_rtrl', 'ParamDimVjpAlgorithm')
+IODimVjpAlgorithm = _base('pp_prop', 'IODimVjpAlgorithm')
+RandomProjectionVjpAlgorithm = _base('uoro', 'RandomProjectionVjpAlgorithm')
+
+
+def family(rule: Rule) -> type[Learner]:
+    """The class of learners with such traces."""
+    if isinstance(rule.trace, Factorised):
+        return IODimVjpAlgorithm
+    if isinstance(rule.trace, RandomProjection):
+        return RandomProjectionVjpAlgorithm
+    if isinstance(rule.trace, NoTrace) and rule.predictor is None:
+        return Learner
+    return ParamDimVjpAlgorithm
+
+
+@functools.cache
+def learner_class(preset: Preset) -> type[Learner]:
+    """The learner of a rule: its class has the rule's name, options and docstring."""
+    return _new_class(preset, family(preset.default))
 
 
 D_RTRL = learner_class(PRESETS['d_rtrl'])
@@ -72,7 +197,7 @@ RULES = {name: learner_class(preset) for name, preset in PRESETS.items()}
 
 
 class Configured(Learner):
-    """A rule put together from parts."""
+    """A rule of windows put together from parts."""
 
     def __init__(
         self, model: brainstate.nn.Module, config: ETraceConfig, **options: Any
@@ -80,13 +205,9 @@ class Configured(Learner):
         super().__init__(model, config.rule, **options)
 
 
-_AUTOMATIC = {'fast_solve', 'chunked_trace', 'normalize_matrix_spectrum', 'mode'}
-"""Switches of the published package's engine."""
-
-
 def compile(
     model: Any,
-    rule: str | type[Learner] | ETraceConfig,
+    rule: Any = None,
     *example_inputs: Any,
     batch_size: int | None = None,
     seed: int | None = None,
@@ -97,10 +218,12 @@ def compile(
 ) -> Learner:
     """Initialise a model's states, compile it, and give it a learning rule.
 
-    ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`.
-    ``options`` go to the learner. ``seed``: of brainstate's random numbers, and of a
-    rule that draws. With ``vmap`` the model and the example inputs are of one sample,
-    and the learner maps over a batch of ``batch_size``.
+    ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`;
+    ``algorithm=`` is another name of it. ``options`` go to the learner. ``seed``: of
+    brainstate's random numbers, and of a rule that draws. With ``vmap`` the model is of
+    one sample, and the learner maps over a batch of ``batch_size``; the example inputs
+    are those of a batch, or of one sample. A :class:`CreditWarning` names parameters
+    that get no gradient, or little of it.
 
     ``model``: a brainstate module; a module of Flax NNX or Equinox, with ``state``
     where it takes one as an argument; a function ``step(params, state, *inputs) ->
@@ -117,6 +240,9 @@ def compile(
     >>> gradients['Wh', 'weight']['weight'].shape
     (7, 4)
     """
+    if 'algorithm' in options:
+        example_inputs = example_inputs if rule is None else (rule, *example_inputs)
+        rule = options.pop('algorithm')
     kind = _learner_of(rule)
     if isinstance(rule, ETraceConfig):
         options = {'config': rule, **options}
@@ -140,18 +266,38 @@ def compile(
         raise ValueError(three_parts(given, why, 'compile without state='))
     else:
         make_states(model, batch_size, vmap)
-        if vmap:
-            batched = lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x)))
-            example_inputs = jax.tree.map(batched, example_inputs)
-    check_batch(example_inputs, batch_size)
-    for switch in _AUTOMATIC & options.keys():
-        text = f'{switch}={options.pop(switch)!r} is ignored: this is automatic here'
-        warnings.warn(text, stacklevel=2)
-    learner = _made(kind, model, vmap, options)
-    learner.compile_graph(*example_inputs)
+    if vmap:
+        learner = _made(kind, model, vmap, options)
+        _compile_mapped(learner, first_step(example_inputs), batch_size)
+    else:
+        check_batch(first_step(example_inputs), batch_size)
+        learner = _made(kind, model, vmap, options)
+        learner.compile_graph(*example_inputs)
+    warn_of_credit(learner)
     if verbose:
         learner.report.show()
     return learner
+
+
+def _compile_mapped(learner: Learner, examples: tuple, batch_size: Any) -> None:
+    """Compile a learner of a mapped model for examples of a batch, or of one sample."""
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(examples)]
+    batched = all(shape[:1] == (batch_size,) for shape in shapes)
+    repeat = lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x)))
+    repeated = jax.tree.map(repeat, examples)
+    if not batched:
+        learner.compile_graph(*repeated)
+        return
+    try:
+        learner.compile_graph(*examples)
+    except Exception:
+        # One sample may have as many features as the batch has samples.
+        try:
+            learner.compile_graph(*repeated)
+        except Exception:
+            repeated = None
+        if repeated is None:
+            raise
 
 
 def _learner_of(rule: Any) -> Any:
@@ -159,9 +305,19 @@ def _learner_of(rule: Any) -> Any:
     if isinstance(rule, str):
         return learner_class(named(rule))
     if isinstance(rule, ETraceConfig):
-        return Configured
+        kind = family(rule.rule)
+        return Configured if kind is Learner else kind
     if isinstance(rule, type) and issubclass(rule, Learner) and rule is not Learner:
         return rule
+    if rule is None or hasattr(rule, 'shape'):
+        given = 'no rule' if rule is None else f'an array of shape {rule.shape}'
+        raise ValueError(
+            three_parts(
+                f'compile(model, ...) with {given} as its second argument',
+                'the rule stands between the model and the example inputs',
+                f"compile(model, 'd_rtrl', x); {one_of(PRESETS)}",
+            )
+        )
     raise ValueError(
         three_parts(f'rule={rule!r}', 'there is no such rule', one_of(PRESETS, rule))
     )
@@ -205,4 +361,4 @@ def train_synthetic_gradient(
                 'a sequence of two windows and more, or a smaller window',
             )
         )
-    return [learner.teach_predictor(sequences, step_fn) for _ in range(updates)]
+    return [learner.update_predictor(sequences, step_fn) for _ in range(updates)]

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import printable
+from ..errors import UnknownName, one_of, printable, three_parts
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def _compared(row: CheckRow) -> str:
 
 def _named(found: dict[str, Any], name: str) -> Any:
     if name not in found:
-        raise KeyError(f'{name!r}; there is: {", ".join(found)}')
+        raise UnknownName(
+            three_parts(f'[{name!r}]', 'there is no such row', one_of(found, name))
+        )
     return found[name]
 
 
@@ -114,7 +116,8 @@ class RuleComparison:
         names = [row.name for row in self.checks[0].rows]
         rules = [_cut_short(check.rule) for check in self.checks]
         figure = Figure(
-            figsize=(3 + 1.5 * len(rules), 1.5 + 0.4 * len(names)), layout='constrained'
+            figsize=(4.2 + 1.5 * len(rules), 1.5 + 0.4 * len(names)),
+            layout='constrained',
         )
         for axes, (title, values, limits) in zip(
             figure.subplots(1, 2, sharey=True),
@@ -128,10 +131,12 @@ class RuleComparison:
                 [values(check.rows[i]) for check in self.checks]
                 for i in range(len(names))
             ]
-            axes.imshow(
+            image = axes.imshow(
                 table, cmap='RdBu', vmin=limits[0], vmax=limits[1], aspect='auto'
             )
+            figure.colorbar(image, ax=axes, pad=0.02)
             axes.set_title(title)
+            axes.set_xlabel('rule')
             axes.set_xticks(range(len(rules)), rules, rotation=45, ha='right')
             axes.set_yticks(range(len(names)), names)
             for i, line in enumerate(table):

@@ -16,7 +16,14 @@ from ..errors import CompilationError, three_parts
 from ..frontends import pure_model
 from ..frontends.pure import PureModel
 from ..program.step import path_name
-from .arguments import check_aux, check_choice, check_finite_values, results
+from .arguments import (
+    LOSS_OUTPUTS,
+    check_aux,
+    check_choice,
+    check_finite_values,
+    results,
+    selected,
+)
 from .learner import Learner
 from .programs import in_trace
 from .recording import recording_of
@@ -116,7 +123,7 @@ class ForeignLearner(Learner):
             raise CompilationError(
                 three_parts(
                     f'a copy of the learner of {self.model.pure.name}',
-                    'it follows the module it was given, and its copy would follow the same one',
+                    'it reads and writes the module that it was given, and a copy would use the same module',
                     'braintrace.compile(nnx.clone(module), ...), a learner of a copied module',
                 )
             )
@@ -150,6 +157,11 @@ class ForeignLearner(Learner):
 
     @contextlib.contextmanager
     def _synchronised(self) -> Iterator[None]:
+        with self._alone(), self._followed():
+            yield
+
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[None]:
         """Read what has changed in the user's model before a call, and write what the
         call has changed."""
         record = recording_of(self)
@@ -211,8 +223,7 @@ class ForeignLearner(Learner):
                 self._start.pop(path, None)
 
     def reset_state(self, batch_size: int | None = None, **options: Any) -> None:
-        """Start afresh: states as they were compiled, or for another batch; traces
-        zero."""
+        """Reset: states as they were compiled, or for another batch; traces zero."""
         with self._synchronised():
             super().reset_state(batch_size, **options)
 
@@ -237,7 +248,8 @@ class ForeignLearner(Learner):
         if params is None:
             found = super().etrace_grad(*sequences, **options)
         else:
-            found = self._grad_at(params, sequences, **options)
+            with self._alone():
+                found = self._grad_at(params, sequences, **options)
         if options.get('weights') is not None:
             return found
         pure = self.model.pure
@@ -264,7 +276,7 @@ class ForeignLearner(Learner):
         **options: Any,
     ) -> Any:
         """Gradients of a fresh sequence at parameters of the caller's."""
-        check_choice('loss_output', loss_output, ('per_step', 'reduced'))
+        check_choice('loss_output', loss_output, LOSS_OUTPUTS)
         check_choice('reduction', reduction, ('mean', 'sum'))
         if not fresh or options:
             wrong = ['fresh=False', *options] if not fresh else list(options)
@@ -299,7 +311,8 @@ class ForeignLearner(Learner):
             pure.push(pure.flat(params), states, params)
         aux = binding.aux(solved, len(counts)) if has_aux else None
         gradients = binding.gradients_by_path(solved.gradients)
-        given = (weights, loss_output, return_value, has_aux)
+        chosen = selected(weights, self.param_states)
+        given = (mask, chosen, loss_output, return_value, has_aux)
         return results(gradients, solved.losses, counts, aux, *given)
 
     def etrace_online(
@@ -341,7 +354,7 @@ def _inside_a_transformation() -> CompilationError:
     return CompilationError(
         three_parts(
             'a call of this learner inside jit, grad or the like',
-            'it reads and writes weights, states and traces that live outside, which a traced program cannot do',
+            'it reads and writes weights, states and traces that are stored outside, which a traced program cannot do',
             'the call outside (it is compiled anyway; etrace_grad(x[None], y[None], step_fn=...) for one step), or '
             'inside etrace_grad(..., fresh=True, params=...) with the weights or the model that the program was given',
         )

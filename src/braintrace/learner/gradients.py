@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ..analysis.diagnostics import CompilationRecord
-from ..analysis.report import ParameterGradient
+from ..analysis.diagnostics import CompilationRecord, ParameterGradient
 from ..compat import short_source
 from ..compiled_step import Site
+from ..lowering.links import ReadoutLinks
 from ..lowering.step_facts import StepFacts
 from ..program import Parameter
 from ..rules import Rule
@@ -21,6 +22,7 @@ from ..solver import BlockSolver, InfluenceSolver, JacobianRecursion, Traces
 from ..solver.factors import FactorLayout
 from ..solver.influence import SparseInfluence
 from ..solver.recursion import Recursion
+from ..text import operation_name
 from .binding import StepBinding
 
 
@@ -36,15 +38,59 @@ def gradients_of(
     judged by the step itself.
     """
     records = {record.context['name']: record for record in credits if record.context}
-    found = {
-        name: gradient_of(rule, _known(record)) for name, record in records.items()
-    }
+    found = gradients_by_class(rule, records.values())
     facts = _Facts(rule, StepFacts(binding.stages_of(solver.step)), solver)
     for parameter in binding.info.program.parameters:
-        record = records.get(parameter.name) or facts.step.credit.credit_record(
-            parameter
-        )
+        record = records.get(parameter.name) or facts.credit.credit_record(parameter)
         found[parameter.name] = gradient_of(rule, facts.of_parameter(parameter, record))
+    return found
+
+
+def gradients_by_class(
+    rule: Rule, credits: Iterable[CompilationRecord]
+) -> dict[str, ParameterGradient]:
+    """What a rule gives parameters of which no more than the credit class is known."""
+    return {
+        record.context['name']: gradient_of(rule, _known(record))
+        for record in credits
+        if record.context
+    }
+
+
+class ReadoutLoss(NamedTuple):
+    """A leaky read-out whose memory is left out of some parameters' credit.
+
+    ``kept``: how much of its value it keeps from step to step, at most.
+    """
+
+    readout: str
+    kept: float
+    parameters: tuple[str, ...]
+
+
+def readout_losses(
+    rule: Rule, binding: StepBinding, solver: BlockSolver | InfluenceSolver
+) -> list[ReadoutLoss]:
+    """The read-outs with a memory that the traces of a rule could carry and do not."""
+    carried = rule.reach == 'readout' or rule.filter is not None or rule.deep
+    if not rule.is_local or rule.window is not None or rule.is_modulated or carried:
+        return []
+    if len(solver.step.groups) < 2:  # the read-out is a group of its own
+        return []
+    found: list[ReadoutLoss] = []
+    credit = StepFacts(binding.stages_of(solver.step)).credit
+    for link in solver.step.links:
+        if link.readout is None or not link.is_complete or not link.decays:
+            continue
+        pair = frozenset({(link.lower, link.readout)})
+        names = [
+            p.name
+            for p in binding.info.program.parameters
+            if credit.readouts_of(p, pair)
+        ]
+        name = '.'.join(map(str, solver.step.groups[link.readout].name[0]))
+        kept = max(decay for decay, _ in link.decays)
+        found.append(ReadoutLoss(name, kept, tuple(names)))
     return found
 
 
@@ -60,6 +106,31 @@ class _Facts:
         self, rule: Rule, step: StepFacts, solver: BlockSolver | InfluenceSolver
     ):
         self.rule, self.step, self.solver = rule, step, solver
+        self.credit, self.links = step.credit, ReadoutLinks(step.stages)
+
+    def _with_readouts(
+        self, parameter: Parameter, known: ParameterFacts
+    ) -> ParameterFacts:
+        """The credit class with what leaky read-outs remember, where traces carry it."""
+        complete = [x for x in self.solver.step.links if x.is_complete]
+        linked = frozenset(
+            (x.lower, x.readout) for x in complete if x.readout is not None
+        )
+        names = tuple(self.credit.readouts_of(parameter, linked))
+        if self.rule.reach == 'readout' and linked:
+            credit, reason = self.credit.judge(parameter, linked)
+            known = known._replace(credit=credit, reason=reason)
+        advice = self._advice(parameter) if known.credit == 'local' else ''
+        return known._replace(readouts=names, advice=advice)
+
+    def _advice(self, parameter: Parameter) -> str:
+        """Why the memory of a read-out above a parameter cannot be carried."""
+        for lower, readout in self.credit.feeds(parameter):
+            why = self.links.why_not(lower, readout)
+            if why is not None:
+                name = '.'.join(map(str, self.solver.step.groups[readout].name[0]))
+                return f"reach='readout' leaves out {name}: {why}"
+        return ''
 
     def of_parameter(
         self, parameter: Parameter, record: CompilationRecord
@@ -67,7 +138,7 @@ class _Facts:
         """All that a rule is judged by for one parameter."""
         known = _known(record)._replace(
             moves_states=self.step.moves_states(parameter),
-            felt=self.step.reaches_outputs(parameter),
+            affects_output=self.step.reaches_outputs(parameter),
         )
         if isinstance(self.solver, InfluenceSolver):
             influence = self.solver.influence
@@ -75,6 +146,7 @@ class _Facts:
             if isinstance(influence, SparseInfluence):
                 complete = influence.is_complete[parameter.invar]
             return known._replace(complete=complete)
+        known = self._with_readouts(parameter, known)
         traces = self.solver.traces
         mine = self._sites(traces, parameter)
         possible = self._sites(replace(traces, is_traced=lambda tap: True), parameter)
@@ -110,17 +182,33 @@ class _Facts:
             and site.use.input is None
             and not factors.keeps_slopes,
             read=self.step.is_read(site.group, site.result),
-            feedback=self.step.passes_feedback(site.group),
+            feedback=self.step.passes_feedback(site.group, self.links.products),
+            filtered=self._is_filtered(site.group),
             stored=jnp.dtype(traces.dtype).name if narrow else None,
             without_factors=self._without_factors(traces, site),
         )
+
+    def _is_filtered(self, group: int) -> bool:
+        """Whether a read-out of a group remembers otherwise than the rule's κ."""
+        kappa = self.rule.filter
+        if kappa is None:
+            return False
+        for link in self.solver.step.links:
+            same = [math.isclose(own, kappa, rel_tol=1e-6) for own, _ in link.decays]
+            if link.lower == group and not (same and all(same)):
+                return True
+        return False
 
     def _without_factors(self, traces: Traces, site: Site) -> str | None:
         """Operation and line of a site that a factorised rule cannot factorise."""
         if self.rule.decay is None or site.factorises:
             return None
         tap = next((t.tap for t in traces.sites if t.site is site), None)
-        return None if tap is None else f'{tap.operation} ({short_source(tap.source)})'
+        return (
+            None
+            if tap is None
+            else f'{operation_name(tap.operation)} ({short_source(tap.source)})'
+        )
 
     def _leak(self, site: Site) -> float | None:
         """λ where D is λ times the identity for the site; 0 without memory."""

@@ -5,25 +5,31 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
+from brainstate.util import FlattedDict
 
 from ..analysis.diagnostics import CUTS
 from ..analysis.graph import ETraceGraph
-from ..analysis.page import size_text
-from ..analysis.report import CompilationReport
-from ..errors import CompilationError, NotSupportedError, three_parts
+from ..compat import is_var
+from ..errors import CompilationError, NotSupportedError, printable, three_parts
 from ..frontends.brainstate import module_states, trace_step
 from ..lowering.executor import ETraceGraphExecutor
 from ..program import Path
 from ..program.data import first_step
+from ..program.step import path_name
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver
+from ..text import size_text
 from .arguments import (
     bytes_of,
     check_batch_size,
@@ -34,12 +40,20 @@ from .arguments import (
     check_modulator,
     check_trace_dtype,
 )
+from .batch import batch_of
 from .binding import StepBinding, TraceChoice, trace_keys, trace_shapes
 from .gradients import gradients_of
 from .model_states import StateShapes, make_states
 from .optimizers import made_beside
+from .placement import Placement
 from .programs import ProgramCache, array_shapes, shapes_of
+from .spellings import member
 from .state import EligibilityTrace, RuleState, StartValue
+
+if TYPE_CHECKING:
+    from ..report import CompilationReport
+_locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""For each model the lock of its states, which all of its learners share."""
 
 
 @dataclass
@@ -47,8 +61,9 @@ class _Kept:
     """What is no part of the module's tree.
 
     ``zeros``: the arrays of traces that are known to be zero. ``owners``: for every
-    trace the one that holds its state part. ``traces``: every trace there ever was,
-    since a function that was jitted earlier holds the traces of then.
+    trace the one that holds its state part. ``traces``: every trace made so far, since
+    a function that was jitted earlier holds the traces of that time.
+    ``said``: warnings that were given.
     """
 
     programs: ProgramCache = field(default_factory=ProgramCache)
@@ -57,6 +72,7 @@ class _Kept:
     owners: dict[tuple, tuple] = field(default_factory=dict)
     traces: dict[tuple, EligibilityTrace] = field(default_factory=dict)
     shapes: StateShapes | None = None
+    said: set[str] = field(default_factory=set)
 
     def check_shapes(self, learner: LearnerState) -> None:
         """Raise if the model's states are no longer those that were compiled for."""
@@ -72,7 +88,7 @@ class LearnerState(brainstate.nn.Module):
         model: brainstate.nn.Module,
         rule: Rule,
         *,
-        reach: str = 'local',
+        reach: str | None = None,
         vjp_method: str = 'single-step',
         vmap: bool = False,
         block: int | None = None,
@@ -81,14 +97,24 @@ class LearnerState(brainstate.nn.Module):
         trace_dtype: Any = None,
         max_trace_bytes: int = 8 * 2**30,
         check_finite: bool = False,
+        mesh: Any = None,
+        shard: Mapping[str, Any] | None = None,
         name: str | None = None,
     ):
         super().__init__(name=name)  # type: ignore[call-arg]
-        check_choice('reach', reach, ('local', 'deep'))
+        if reach is not None:
+            check_choice('reach', reach, ('local', 'readout', 'deep'))
         check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
-        multi_step = vjp_method == 'multi-step'
+        if reach in ('local', 'readout'):
+            rule = replace(rule, reach=reach)
+        # A rule that reads its traces by a signal of its own takes the steps of a window
+        # one by one; the others go through the whole window in reverse.
+        multi_step = (
+            vjp_method == 'multi-step' and rule.has_trace and not rule.has_own_signal
+        )
+        self.vjp_method = vjp_method
         self.rule = replace(rule, deep=reach == 'deep', multi_step=multi_step)
-        check_combination(self.rule, vjp_method, trace, trace_dtype)
+        check_combination(self.rule, trace, trace_dtype)
         check_block(block)
         check_trace_dtype(trace_dtype)
         check_bytes('max_trace_bytes', max_trace_bytes)
@@ -106,12 +132,18 @@ class LearnerState(brainstate.nn.Module):
         self.trace_dtype = trace_dtype
         self.max_trace_bytes = max_trace_bytes
         self.check_finite = check_finite
+        self.placement = Placement.of(mesh, shard)
         self.traces: dict[tuple, EligibilityTrace] = {}
-        self.standing = self._new_rule_state()
+        self.running_index = brainstate.LongTermState(jnp.zeros((), jnp.int32))
+        self.rule_state = self._new_rule_state()
         self._example: tuple = ()
         self._compiled_for: tuple = ()
         self._start: dict[Path, StartValue] = {}
         self._kept = _Kept()
+        self._process = os.getpid()
+
+    def __getattr__(self, name: str) -> Any:
+        return member(self, name)
 
     def _new_executor(self) -> ETraceGraphExecutor:
         call = self._run_model if self.vmap else None
@@ -138,6 +170,60 @@ class LearnerState(brainstate.nn.Module):
         )
         return copied
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Around every call: one at a time for the learners of a model, whose states
+        are the same, and in the process that the learner was made in."""
+        if os.getpid() != self._process:
+            raise NotSupportedError(
+                three_parts(
+                    'a learner in a process that was started by fork',
+                    'the threads that run its compiled programs are not there, so that '
+                    'a call may never return',
+                    "multiprocessing.get_context('spawn'), and a learner compiled in "
+                    'the new process',
+                )
+            )
+        with _locks.setdefault(self.model, threading.RLock()), self._on_devices():
+            yield
+
+    def _on_devices(self) -> contextlib.AbstractContextManager:
+        """Around programs, which are traced for the mesh if there is one."""
+        if self.placement is None:
+            return contextlib.nullcontext()
+        return self.placement.active()
+
+    def _place_states(self) -> None:
+        """Put the model's states on their devices, if there are several."""
+        if self.placement is not None:
+            self.placement = self.placement.with_size(self._sample_count())
+            self.placement.put_states(self.model)
+
+    def _sample_count(self) -> int | None:
+        """The size of the first axis, if all inputs and hidden states share it."""
+        states = [state.value for state in self.hidden_states.values()]
+        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves([states, self._example])}
+        first = next(iter(sizes), ())
+        return first[0] if len(sizes) == 1 and first else None
+
+    def _placed(self, inputs: tuple, axis: int) -> tuple:
+        """Inputs on their devices, with samples at ``axis``. Without a mesh, the
+        learner is split as the inputs are."""
+        if self.placement is None:
+            found = Placement.of_inputs(inputs, axis)
+            if found is None or not self._example:
+                return inputs
+            self.placement = found
+            self._place_states()
+            # Programs so far were made for one device.
+            self._kept.programs.clear()
+            for path, start in self._start.items():
+                start.value = module_states(self.model)[path].value
+            for trace in self._kept.traces.values():
+                trace.keep(self.placement.put(trace.peek()))
+            self._mark_cleared()
+        return self.placement.put_inputs(inputs, axis)
+
     # ------------------------------------------------------------ compiling
 
     def compile_graph(self, *args: Any) -> None:
@@ -158,6 +244,7 @@ class LearnerState(brainstate.nn.Module):
         self._kept.traces.clear()
         self._example = args
         self._compiled_for = (shapes_of(args), self._state_shapes())
+        self._place_states()
         self._kept.shapes = StateShapes(self)
         self.traces = {}
         self._start = {}
@@ -166,8 +253,22 @@ class LearnerState(brainstate.nn.Module):
             if not isinstance(state, carries_on):
                 self._start[path] = StartValue(state.value)
         if self.rule.predictor is not None:
-            self.standing = self._new_rule_state()
-        self._make_traces()
+            self.rule_state = self._new_rule_state()
+        with self._on_devices():
+            self._check_readouts()
+            self._make_traces()
+
+    def _check_readouts(self) -> None:
+        """Raise if the rule needs a read-out and the model has none that fits.
+
+        Parameters that the model's step does not read may be a read-out in a step_fn.
+        """
+        program = self.graph.module_info.program
+        read = {v for eqn in program.equations for v in eqn.invars if is_var(v)}
+        unread = [p for p in program.parameters if p.invar not in read]
+        if not unread and not program.untouched_parameters:
+            step = self._model_binding(self._example).step(False)
+            self.rule.check_readouts(step)
 
     def _run_model(self, *args: Any) -> Any:
         """The model, or the model of one sample mapped over the batch axis of its
@@ -187,9 +288,11 @@ class LearnerState(brainstate.nn.Module):
         def make() -> StepBinding:
             if self._compiled_for == (shapes_of(example), self._state_shapes()):
                 info, analysed = self.graph.module_info, self.executor.analysed
-                return StepBinding(self.model, info, analysed, rule_state=self.standing)
+                return StepBinding(
+                    self.model, info, analysed, rule_state=self.rule_state
+                )
             info = trace_step(self._run_model, self.model, example, {})
-            return StepBinding(self.model, info, rule_state=self.standing)
+            return StepBinding(self.model, info, rule_state=self.rule_state)
 
         return self._program('model', (shapes_of(example),), make)
 
@@ -207,19 +310,37 @@ class LearnerState(brainstate.nn.Module):
 
     def _state_shapes(self) -> tuple:
         states = [*self.param_states.values(), *self.hidden_states.values()]
-        states += [] if self.standing is None else [self.standing]
+        states += [] if self.rule_state is None else [self.rule_state]
         return shapes_of([state.value for state in states])
 
     # ------------------------------------------------------------ what there is
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether a graph was compiled."""
+        return bool(self._compiled_for)
+
+    @property
     def graph(self) -> ETraceGraph:
         """The compiled graph of the model's step."""
+        if not self.executor.is_compiled:
+            rule = type(self).__name__
+            raise ValueError(
+                three_parts(
+                    f'a {rule} learner used before compiling',
+                    'its graph and traces are made from one step on example inputs',
+                    'learner.compile_graph(x) on an example of the inputs, after '
+                    'brainstate.nn.init_all_states(model, batch_size=...); or '
+                    f"braintrace.compile(model, '{rule}', x, batch_size=...), "
+                    'which does both',
+                )
+            )
         return self.executor.graph
 
     @property
     def report(self) -> CompilationReport:
         """What the compiler found, what this rule gives each parameter, and its traces."""
+        _ = self.graph  # refuses a learner that was not compiled
         binding = self._model_binding(self._example)
         solver = self._solver(binding, self.rule, loss=False)
         found = self.graph.report
@@ -239,6 +360,31 @@ class LearnerState(brainstate.nn.Module):
             ),
         )
 
+    def __repr__(self) -> str:
+        rule, model = type(self).__name__, type(self.model).__name__
+        if not self.is_compiled:
+            return f'{rule} learner of {model}, not compiled'
+        states = {path: jnp.shape(x) for path, x in _arrays(self.hidden_states)}
+        batch = batch_of(self._example, states)
+        inputs = [str(jnp.shape(x)) for x in jax.tree.leaves(self._example)]
+        arrays = [x for _, x in _arrays(self.param_states)]
+        kinds = Counter(given.kind for given in self.report.gradients.values())
+        gives = ', '.join(f'{n} {kind}' for kind, n in kinds.items())
+        groups = [
+            f'{", ".join(map(path_name, g.hidden_paths))} {g.varshape}'
+            for g in self.graph.hidden_groups
+        ]
+        size = size_text(sum(bytes_of(trace.look()) for trace in self.traces.values()))
+        lines = [
+            f'{rule} learner of {model}' + (f', batch {batch}' if batch else ''),
+            f'inputs      {", ".join(_some(inputs))}',
+            f'parameters  {sum(map(jnp.size, arrays)):,} numbers in '
+            f'{_count(len(arrays), "array")}: {gives}',
+            f'groups      {"; ".join(_some(groups))}',
+            f'traces      {size} in {_count(len(self.traces), "part")}',
+        ]
+        return '\n  '.join(map(printable, lines))
+
     def _repr_html_(self) -> str | None:
         return self.report._repr_html_() if self._example else None
 
@@ -250,26 +396,31 @@ class LearnerState(brainstate.nn.Module):
         return message if return_msg else None
 
     @property
-    def param_states(self) -> dict[Path, brainstate.State]:
+    def param_states(self) -> FlattedDict:
         """The model's parameters by path."""
-        return dict(module_states(self.model, brainstate.ParamState))
+        return FlattedDict(module_states(self.model, brainstate.ParamState))
 
     @property
-    def hidden_states(self) -> dict[Path, brainstate.State]:
+    def hidden_states(self) -> FlattedDict:
         """The model's hidden states by path."""
-        return dict(module_states(self.model, brainstate.HiddenState))
+        return FlattedDict(module_states(self.model, brainstate.HiddenState))
 
     @property
-    def other_states(self) -> dict[Path, brainstate.State]:
+    def other_states(self) -> FlattedDict:
         """States that are neither parameters nor hidden."""
         roles = (brainstate.ParamState, brainstate.HiddenState)
         states = module_states(self.model).items()
-        return {path: state for path, state in states if not isinstance(state, roles)}
+        return FlattedDict({p: s for p, s in states if not isinstance(s, roles)})
 
     def _held(self) -> tuple[brainstate.State, ...]:
         """The states that a compiled loop of brainstate refers to."""
-        own = () if self.standing is None else (self.standing,)
+        own: list[brainstate.State] = [self.running_index]
+        own += [] if self.rule_state is None else [self.rule_state]
         return (*module_states(self.model).values(), *self.traces.values(), *own)
+
+    def _count(self, calls: int) -> None:
+        """Count calls since the last reset."""
+        self.running_index.value = self.running_index.value + calls
 
     # ------------------------------------------------------------ the rule's own state
 
@@ -288,13 +439,22 @@ class LearnerState(brainstate.nn.Module):
         return None if value is None else RuleState(value)
 
     def _rule_value(self) -> Any:
-        return None if self.standing is None else self.standing.value
+        return None if self.rule_state is None else self.rule_state.value
+
+    @property
+    def modulator(self) -> Any:
+        """The standing modulator; None for a rule without one."""
+        return self._rule_value() if self.rule.is_modulated else None
+
+    @modulator.setter
+    def modulator(self, value: Any) -> None:
+        self.set_modulator(value)
 
     def set_modulator(self, value: Any) -> None:
         """Set the standing modulator of a rule that has one."""
         self.check_modulated(value)
-        if self.standing is not None:
-            self.standing.value = jnp.asarray(value, jnp.result_type(float))
+        if self.rule_state is not None:
+            self.rule_state.value = jnp.asarray(value, jnp.result_type(float))
 
     def check_modulated(self, value: Any) -> None:
         """Raise unless the rule takes modulators, and this is one."""
@@ -348,7 +508,7 @@ class LearnerState(brainstate.nn.Module):
         self._kept.owners = {
             key: keys[n] for key, n in zip(keys, solver.owner, strict=True)
         }
-        self._remember_zeros()
+        self._mark_cleared()
 
     def _has_traces(self, solver: BlockSolver | InfluenceSolver) -> bool:
         """Whether there are traces of a step, in its shapes."""
@@ -360,7 +520,12 @@ class LearnerState(brainstate.nn.Module):
         return found == trace_shapes(solver)
 
     def _zero_traces(self, solver: BlockSolver | InfluenceSolver) -> None:
-        for key, zeros in zip(trace_keys(solver), solver.init_traces(), strict=True):
+        init = solver.init_traces
+        if self.placement is not None:
+            split = lambda x: self.placement.sharding(x.shape)
+            shardings = jax.tree.map(split, jax.eval_shape(init))
+            init = jax.jit(init, out_shardings=shardings)
+        for key, zeros in zip(trace_keys(solver), init(), strict=True):
             if key in self._kept.traces:
                 self._kept.traces[key].keep(zeros)
             else:
@@ -407,9 +572,9 @@ class LearnerState(brainstate.nn.Module):
         for key, trace in self._kept.traces.items():
             if trace.peek() is not self._kept.zeros.get(key):
                 trace.keep(jax.tree.map(jnp.zeros_like, trace.peek()))
-        self._remember_zeros()
+        self._mark_cleared()
 
-    def _remember_zeros(self) -> None:
+    def _mark_cleared(self) -> None:
         """Traces that are cleared need not be cleared again."""
         self._kept.zeros = {}
         for key, trace in self._kept.traces.items():
@@ -435,13 +600,8 @@ class LearnerState(brainstate.nn.Module):
         has_states = hasattr(optimizer, 'param_states')
         own = brainstate.graph.states(optimizer).values() if has_states else ()
         moving = (*self._held(), *own, *self._kept.optimizers.values())
-        before = [(state, state.value) for state in moving]
-        try:
+        with restored_on_error(moving):
             yield
-        except BaseException:
-            for state, value in before:
-                state.value = value
-            raise
 
     @contextlib.contextmanager
     def unmoved(self) -> Iterator[None]:
@@ -501,9 +661,9 @@ class LearnerState(brainstate.nn.Module):
     # ------------------------------------------------------------ starting again
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        """Start afresh: the model's states as they were compiled, traces zero.
+        """Reset: the model's states as they were compiled, traces zero.
 
-        With a ``batch_size`` the states are made anew for it, and that is where fresh
+        With a ``batch_size`` new states are made for it, and that is where fresh
         sequences start from then on.
         """
         check_batch_size(batch_size)
@@ -512,6 +672,7 @@ class LearnerState(brainstate.nn.Module):
         else:
             self._resize(batch_size)
         self._clear_traces()
+        self.running_index.value = jnp.zeros((), jnp.int32)
 
     def _restore_start(self) -> None:
         for path, state in module_states(self.model).items():
@@ -539,9 +700,40 @@ class LearnerState(brainstate.nn.Module):
             return jnp.zeros((batch_size, *jnp.shape(x)[1:]), jnp.result_type(x))
 
         self._example = jax.tree.map(resized, self._example)
+        if self.placement is not None:
+            self._place_states()
+            for path, start in self._start.items():
+                start.value = current[path].value
         self._kept.shapes = StateShapes(self)
         self.traces = {}
         self._make_traces()
+
+
+def _arrays(states: Mapping[Path, brainstate.State]) -> list[tuple[Path, Any]]:
+    """Every array of some states, with the path of its state."""
+    return [(p, x) for p, s in states.items() for x in jax.tree.leaves(s.value)]
+
+
+def _count(n: int, noun: str) -> str:
+    return f'{n} {noun}' + 's' * (n != 1)
+
+
+def _some(texts: list[str], most: int = 4) -> list[str]:
+    """The first few texts, and how many more there are."""
+    more = [f'and {len(texts) - most} more'] if len(texts) > most else []
+    return texts[:most] + more
+
+
+@contextlib.contextmanager
+def restored_on_error(states: Iterable[brainstate.State]) -> Iterator[None]:
+    """Some states as they were, if what is done inside fails or is interrupted."""
+    before = [(state, state.value) for state in states]
+    try:
+        yield
+    except BaseException:
+        for state, value in before:
+            state.value = value
+        raise
 
 
 def _may_differ_from_zero(trace: EligibilityTrace) -> bool:

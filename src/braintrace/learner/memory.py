@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..analysis.page import size_text
 from ..compiled_step import Values
 from ..errors import printable
 from ..rules import PRESETS, Rule
 from ..solver import BlockSolver, InfluenceSolver
+from ..text import size_text, use_name
 from .arguments import bytes_of
 from .binding import StepBinding, trace_keys
 from .sequences import SequenceOptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryPlan:
-    """Bytes that a sequence of ``steps`` needs, by way of running it."""
+    """Bytes that a sequence of ``steps`` needs on each device, by way of running it."""
 
     steps: int
     traces: dict[tuple, int]
@@ -29,27 +30,37 @@ class MemoryPlan:
     two_pass: int | None
     bptt: int
 
+    @property
+    def ways(self) -> list[tuple[str, int]]:
+        """Ways of running the sequence, and what each needs."""
+        once = 'one pass, traces carried' if self.traces else 'one pass, in windows'
+        found = [(once, self.one_pass)]
+        if self.two_pass is not None:
+            found.append(('two passes, fresh=True', self.two_pass))
+        return [*found, ('BPTT', self.bptt)]
+
+    def __repr__(self) -> str:
+        size, parts = size_text(sum(self.traces.values())), len(self.traces)
+        rows = {'traces': f'{size} in {parts} part{"s" * (parts != 1)}'}
+        if not self.traces:
+            rows = {'traces': 'none'}
+        rows |= {name.partition(',')[0]: size_text(n) for name, n in self.ways}
+        lines = [f'  {name:10}  {text}' for name, text in rows.items()]
+        return '\n'.join([f'MemoryPlan of {self.steps} steps', *lines])
+
     def __str__(self) -> str:
         lines = [f'memory for {self.steps} steps']
         named: dict[str, list[int]] = {}
         for (parameters, operation, *_), n in self.traces.items():
-            named.setdefault(
-                printable(f'{", ".join(parameters)} in {operation}'), []
-            ).append(n)
+            name = f'{", ".join(parameters)} in {use_name(operation)}'
+            named.setdefault(printable(name), []).append(n)
         parts = lambda sizes: f' in {len(sizes)} parts' if len(sizes) > 1 else ''
         lines += [
             f'  trace of {name}: {size_text(sum(sizes))}{parts(sizes)}'
             for name, sizes in named.items()
         ]
-        lines += [
-            f'one pass, {"traces carried:" if self.traces else "windows:       "} {size_text(self.one_pass)}',
-            *(
-                []
-                if self.two_pass is None
-                else [f'two passes, fresh=True:   {size_text(self.two_pass)}']
-            ),
-            f'BPTT:                     {size_text(self.bptt)}',
-        ]
+        width = max(len(name) for name, _ in self.ways) + 1
+        lines += [f'{name + ":":{width}} {size_text(n)}' for name, n in self.ways]
         return '\n'.join(lines)
 
 
@@ -61,45 +72,78 @@ def plan_memory(
     options: SequenceOptions,
     rule_state: Any,
 ) -> MemoryPlan:
-    """Bytes that a sequence of so many steps needs, one way and another."""
+    """Bytes that a sequence of so many steps needs on each device, for each way of
+    running it."""
+    placement = options.placement
     parameters, states = jax.eval_shape(binding.read)
     stack = lambda x: jax.ShapeDtypeStruct((steps, *x.shape), x.dtype)
     inputs = Values((key, stack(x)) for key, x in solver.step.inputs.items())
+    traces = jax.eval_shape(solver.init_traces) if rule.has_trace else []
+    if placement is not None:
+        parameters = placement.split(parameters, False)
+        states, traces = placement.split(states), placement.split(traces)
+        inputs = placement.split_inputs(inputs, 1)
     weights = jax.ShapeDtypeStruct((steps,), jnp.result_type(float))
     sequence = (inputs, weights)
     exact = PRESETS['bptt'].default.solver(solver.step)
     assert isinstance(exact, BlockSolver)
 
-    def windows(length: int) -> int:
+    def windows(length: int) -> Any:
         run = lambda *given: exact.windows(*given, length=length, masked=False)
-        return _needed(run, parameters, states, [], *sequence)
+        return _lowered(run, parameters, states, [], *sequence)
 
     if not rule.has_trace:
-        own = windows(rule.window.steps or steps) if rule.window else windows(steps)
-        return MemoryPlan(steps, {}, own, None, windows(steps))
-    traces = jax.eval_shape(solver.init_traces)
-    sizes = dict(zip(trace_keys(solver), map(bytes_of, traces), strict=True))
+        own = (rule.window.steps if rule.window else None) or steps
+        once, whole = _needed(windows(own), windows(steps))
+        return MemoryPlan(steps, {}, once, None, whole)
+    sizes = dict(zip(trace_keys(solver), map(_bytes_here, traces), strict=True))
     block = lambda carried: options.block_length(solver, steps, carried)
 
     def one_pass(p: Values, s: Values, traces: list, xs: Values, w: jax.Array) -> Any:
         if rule.multi_step and isinstance(solver, BlockSolver):
-            return solver.windows(p, s, traces, xs, w, length=1, masked=False)
-        return solver.one_pass(
-            p, s, traces, xs, w, block(True), rule_state, masked=False
-        )
+            found = solver.windows(p, s, traces, xs, w, length=1, masked=False)
+        else:
+            found = solver.one_pass(
+                p, s, traces, xs, w, block(True), rule_state, masked=False
+            )
+        return options.pinned(found)
 
     def two_pass(p: Values, s: Values, xs: Values, w: jax.Array) -> Any:
         assert isinstance(solver, BlockSolver)
         return solver.two_pass(p, s, xs, w, block(False), rule_state, masked=False)
 
-    once = _needed(one_pass, parameters, states, traces, *sequence)
-    twice = None
+    ways = [_lowered(one_pass, parameters, states, traces, *sequence), windows(steps)]
     if rule.runs_in_two_passes and not rule.multi_step:
-        twice = _needed(two_pass, parameters, states, *sequence)
-    return MemoryPlan(steps, sizes, once, twice, windows(steps))
+        ways.append(_lowered(two_pass, parameters, states, *sequence))
+    once, whole, *twice = _needed(*ways)
+    return MemoryPlan(steps, sizes, once, twice[0] if twice else None, whole)
 
 
-def _needed(run: Callable, *args: Any) -> int:
-    """Bytes that a compiled program allocates."""
-    found: Any = jax.jit(run).lower(*args).compile().memory_analysis()
-    return int(found.temp_size_in_bytes + found.output_size_in_bytes)
+def _bytes_here(trace: Any) -> int:
+    """Bytes of a trace on each device."""
+
+    def here(x: Any) -> Any:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return bytes_of(jax.tree.map(here, trace))
+
+
+_QUICK = {
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+}
+
+
+def _lowered(run: Callable, *args: Any) -> Any:
+    return jax.jit(run).lower(*args)
+
+
+def _needed(*programs: Any) -> list[int]:
+    """Bytes that each program allocates; XLA compiles them side by side."""
+    # Buffers are assigned before LLVM optimises, so that may be left out.
+    options = _QUICK if jax.default_backend() == 'cpu' else None
+    compiled = lambda program: program.compile(options).memory_analysis()
+    with ThreadPoolExecutor(len(programs)) as pool:
+        found = list(pool.map(compiled, programs))
+    return [int(x.temp_size_in_bytes + x.output_size_in_bytes) for x in found]

@@ -71,12 +71,12 @@ class StateShapes:
     """The shapes of the hidden states that a learner was compiled for."""
 
     def __init__(self, learner: Any):
-        self.shapes = _shapes(learner.hidden_states)
+        self.shapes = state_shapes(learner.hidden_states)
         _last_shaped[learner.model] = weakref.ref(learner)
 
     def check(self, learner: Any) -> None:
         """Raise if the hidden states have other shapes now."""
-        found = _shapes(learner.hidden_states)
+        found = state_shapes(learner.hidden_states)
         for path, shape in self.shapes.items():
             if found.get(path, shape) != shape:
                 last = _last_shaped.get(learner.model, lambda: None)()
@@ -84,7 +84,9 @@ class StateShapes:
                 raise _reshaped(learner.rule.name, path, shape, found[path], other)
 
 
-def _shapes(states: Mapping[Path, brainstate.State]) -> dict[Path, tuple[int, ...]]:
+def state_shapes(
+    states: Mapping[Path, brainstate.State],
+) -> dict[Path, tuple[int, ...]]:
     """The shape of each state that is one array."""
     leaves = {path: jax.tree.leaves(state.value) for path, state in states.items()}
     return {
@@ -99,15 +101,15 @@ def _reshaped(
     batched = len(compiled) == len(got) and compiled[1:] == got[1:]
     sizes = (compiled[0], got[0]) if batched else (compiled, got)
     was, now = (f'batch {size}' if batched else f'shape {size}' for size in sizes)
-    who = 'they were made anew'
+    reason = 'they were made anew'
     if other is not None:
-        who = f'another learner of the same model ({other.rule.name}) made them anew'
+        reason = f'another learner of the same model ({other.rule.name}) made them anew'
     size = f'batch_size={compiled[0]}' if batched else ''
     return CompilationError(
         three_parts(
             f'a call of a {rule} learner compiled for {was}, with states of {now}: '
             f'{path_name(path)}',
-            f'{who} after this learner was compiled',
+            f'{reason} after this learner was compiled',
             f'learner.reset_state({size}) before this call, or a model for each learner',
         )
     )

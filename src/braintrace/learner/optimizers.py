@@ -64,8 +64,8 @@ def update_by(
     optimizer: Any,
     parameters: dict[Path, brainstate.State],
     held: dict[Any, brainstate.State],
-) -> Callable[[dict, jax.Array], None]:
-    """How to apply gradients: ``update(gradients, wanted)``.
+) -> Callable[..., None]:
+    """How to apply gradients: ``update(gradients, wanted=None)``.
 
     A braintools optimiser keeps its own states; the state of an optax transformation is
     kept in ``held``, so that loops carry it. Where ``wanted`` is false, nothing
@@ -94,7 +94,10 @@ def update_by(
 
     every = {id(state): state for state in (*parameters.values(), *states)}.values()
 
-    def update(gradients: dict, wanted: jax.Array) -> None:
+    def update(gradients: dict, wanted: jax.Array | None = None) -> None:
+        if wanted is None:
+            change(gradients)
+            return
         before = [state.value for state in every]
         change(gradients)
         for state, old in zip(every, before, strict=True):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 _MOST_PROGRAMS = 32
-"""More are dropped, the oldest first: a step_fn made anew for every call must not fill
+"""More are dropped, the oldest first: a new step_fn for every call must not fill
 memory."""
 
 
@@ -61,7 +61,7 @@ class ProgramCache:
         return list(self._programs.values())
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all programs."""
         self._programs.clear()
 
     def __len__(self) -> int:

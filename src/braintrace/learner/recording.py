@@ -22,6 +22,7 @@ class Recording:
     windows. ``ignores_modulators``: as where nothing is learned. ``takes_modulators``:
     even if the learner's rule has none, for a comparison with one that has. ``calls``:
     how often the learner was called. ``modulator``: the one that a call was given.
+    ``outputs``: what the last call gave.
     """
 
     learner: Any
@@ -30,6 +31,7 @@ class Recording:
     takes_modulators: bool = False
     calls: int = 0
     modulator: Any = None
+    outputs: Any = None
 
 
 _recordings: ContextVar[tuple[Recording, ...]] = ContextVar('recordings', default=())

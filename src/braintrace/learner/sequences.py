@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from ..compiled_step import Values
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver, Solved
 from ..solver.blocks import length_of
+from .placement import Placement
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,29 @@ class SequenceOptions:
 
     ``block``: steps solved together. ``passes``: 1 carries traces, 2 keeps the states
     of a fresh sequence. ``most_bytes``: two passes are chosen up to so much memory.
+    ``placement``: how arrays are split over devices.
     """
 
     block: int | None
     passes: int | None
     most_bytes: int
+    placement: Placement | None = None
+
+    def on_devices(self) -> contextlib.AbstractContextManager:
+        """Around programs, which are traced for the mesh if there is one."""
+        if self.placement is None:
+            return contextlib.nullcontext()
+        return self.placement.active()
+
+    def pinned(self, solved: Solved) -> Solved:
+        """States and traces split over devices as they were before."""
+        if self.placement is None:
+            return solved
+        return solved._replace(
+            losses=self.placement.everywhere(solved.losses),
+            states=self.placement.pin(solved.states),
+            traces=self.placement.pin(solved.traces),
+        )
 
     def block_length(self, solver: Any, steps: int, carried: bool) -> int:
         """Steps to solve together."""
@@ -51,7 +71,7 @@ def gradient_program(
     weights of the losses, the weight of a loss that counts 1, the rule's state, and
     whether any weight may be 0."""
 
-    def solve(
+    def run(
         parameters: Values,
         states: Values,
         traces: list,
@@ -96,6 +116,9 @@ def gradient_program(
             parameters, states, carried, inputs, weights, block, rule_state, masked
         )
 
+    def solve(*given: Any, masked: bool = True) -> Solved:
+        return options.pinned(run(*given, masked=masked))
+
     return solve
 
 
@@ -108,6 +131,7 @@ def evolution_program(
         parameters: Values, states: Values, traces: list, inputs: Values
     ) -> Solved:
         block = options.block_length(solver, length_of(inputs), carried=True)
-        return solver.evolve(parameters, states, traces, inputs, block)
+        solved = solver.evolve(parameters, states, traces, inputs, block)
+        return options.pinned(solved)
 
     return evolve

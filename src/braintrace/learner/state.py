@@ -18,23 +18,24 @@ class EligibilityTrace(brainstate.ShortTermState):
     memory; once someone else has read them, a copy is donated.
     """
 
-    _was_read = False
+    was_read = False
+    """Whether anything else may hold its arrays."""
 
     @property
     def value(self) -> Any:
         """The trace."""
-        self._was_read = True
+        self.was_read = True
         return self.peek()
 
     @value.setter
     def value(self, value: Any) -> None:
-        self._was_read = True
+        self.was_read = True
         _VALUE.fset(self, value)
 
     def keep(self, value: Any) -> None:
         """Hold a value that nothing else refers to."""
         self.value = value
-        self._was_read = False
+        self.was_read = False
 
     def peek(self) -> Any:
         """The trace, without counting as a reader of its arrays."""
@@ -47,7 +48,7 @@ class EligibilityTrace(brainstate.ShortTermState):
 
     def take_for_donation(self) -> Any:
         """The trace in arrays that are safe to donate."""
-        return jax.tree.map(jnp.copy, self.peek()) if self._was_read else self.peek()
+        return jax.tree.map(jnp.copy, self.peek()) if self.was_read else self.peek()
 
 
 class RuleState(brainstate.State):

@@ -1,0 +1,80 @@
+"""Inputs of another batch than the one that a learner was compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import CompilationError, three_parts
+from ..program import Path
+
+Shape = tuple[int, ...]
+
+
+def batch_of(example: tuple, states: Mapping[Path, Shape]) -> int | None:
+    """The batch size of a learner: the first axis that all of its hidden states share
+    with an example input; None if there is none."""
+    sizes = {shape[:1] for shape in states.values()}
+    if len(sizes) != 1:
+        return None
+    (size,) = sizes
+    # A state of one axis may be one of units without a batch, as an input of one axis
+    # may be one of channels.
+    batched = all(len(shape) > 1 for shape in states.values())
+    shared = any(jnp.shape(x)[:1] == size for x in jax.tree.leaves(example))
+    return size[0] if size and batched and shared else None
+
+
+@contextmanager
+def batch_explained(
+    args: tuple,
+    example: tuple,
+    compiled_states: Mapping[Path, Shape],
+    states: Callable[[], Mapping[Path, Shape]],
+    time: bool,
+) -> Iterator[None]:
+    """Around one call: if it fails on inputs that differ from the example in their
+    batch only, the error says so.
+
+    Inputs of another batch are not refused before: a model may broadcast them.
+    ``states``: the shapes of the states as they are. ``time``: the inputs have a time
+    axis in front.
+    """
+    compiled = batch_of(example, compiled_states)
+    got = None if compiled is None else _other_batch(args, example, compiled, time)
+    if got is None:
+        yield
+        return
+    text = three_parts(
+        f'a learner compiled for batch {compiled}, got {got}',
+        f'its states and traces have an axis of {compiled} samples; the batch is the '
+        'first axis of an input, and of a sequence the second, after time',
+        f'learner.reset_state(batch_size={got}) before this call, or inputs of '
+        f'batch {compiled}',
+    )
+    try:
+        yield
+    except (TypeError, ValueError, CompilationError) as error:
+        raise CompilationError(text) from error
+    # States of one sample may have been broadcast to the batch of the inputs.
+    if any(states().get(path) != shape for path, shape in compiled_states.items()):
+        raise CompilationError(text)
+
+
+def _other_batch(args: tuple, example: tuple, compiled: int, time: bool) -> int | None:
+    """The batch size of inputs that differ from an example in nothing else."""
+    given, wanted = jax.tree.leaves(args), jax.tree.leaves(example)
+    if len(given) != len(wanted):
+        return None
+    shapes = [jnp.shape(x)[int(time) :] for x in given]
+    found = None
+    for shape, expected in zip(shapes, map(jnp.shape, wanted), strict=True):
+        if shape == expected:
+            continue
+        if shape[1:] != expected[1:] or expected[:1] != (compiled,) or not shape:
+            return None
+        found = shape[0]
+    return found

@@ -1,0 +1,108 @@
+"""A warning about parameters that learn nothing, or little of what they could."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CreditWarning, printable, three_parts
+from ..program.step import path_name
+from ..text import size_text
+from .arguments import bytes_of
+from .gradients import gradients_by_class, gradients_of, readout_losses
+
+if TYPE_CHECKING:
+    from .learner import Learner
+
+MOST = 0.5
+"""A read-out that keeps more than this of its value has most of its credit in its
+memory."""
+
+
+def warn_of_credit(
+    learner: Learner,
+    step_fn: Callable[..., Any] | None = None,
+    sequences: tuple = (),
+    stacklevel: int = 2,
+) -> None:
+    """One warning about a learner's parameters, by the model alone or by a step function
+    with it; what was said once of a learner is not said again."""
+    new = [
+        text for text in _texts(learner, step_fn, sequences) if learner.is_news(text)
+    ]
+    if new:
+        warnings.warn('\n'.join(new), CreditWarning, stacklevel=stacklevel + 1)
+
+
+def _texts(
+    learner: Learner, step_fn: Callable[..., Any] | None, sequences: tuple
+) -> Iterator[str]:
+    binding, solver = learner.step_solver(step_fn, sequences)
+    rule, program = learner.rule, binding.info.program
+    # The step function decides what the loss depends on. Without one, the outputs of
+    # the model stand for it, and a parameter that the model does not read may be read
+    # by a step function.
+    if step_fn is None:
+        gives = gradients_by_class(rule, learner.graph.explain(kind='credit'))
+        read = {p.name for p in program.parameters}
+        gives = {name: given for name, given in gives.items() if name in read}
+    else:
+        gives = gradients_of(rule, binding, solver, ())
+    without = {name: g.reason for name, g in gives.items() if g.kind == 'none'}
+    # A rule with a modulator does not follow the loss.
+    if program.outputs and not rule.is_modulated:
+        read_by = program.outputs if step_fn is None else program.outputs[:1]
+        facts = binding.analysed.facts
+        behind = facts.ever_behind(read_by)
+        idle = [p.name for p in program.parameters if not behind & facts.bit[p.invar]]
+        what = 'output' if step_fn is None else 'loss'
+        nothing = f'no {what} depends on it, in its own step or later'
+        without |= {n: nothing for n in idle if n not in without and n in gives}
+    if step_fn is not None:
+        unread = map(path_name, program.untouched_parameters)
+        without |= dict.fromkeys(unread, 'the step never reads it')
+    if without:
+        without = dict(sorted(without.items()))
+        yield _without_gradient(rule.name, without, _trace_bytes(learner, without))
+    for loss in readout_losses(rule, binding, solver):
+        names = [n for n in loss.parameters if n not in without]
+        if loss.kept > MOST and names:
+            yield _behind_a_readout(rule.name, loss.readout, loss.kept, names)
+
+
+def _trace_bytes(learner: Learner, names: Collection[str]) -> int:
+    """Bytes of the traces that belong to these parameters alone."""
+    own = [trace for key, trace in learner.traces.items() if {*key[0]} <= {*names}]
+    return sum(bytes_of(trace.look()) for trace in own)
+
+
+def _without_gradient(rule: str, reasons: dict[str, str], traces: int) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(name)
+    why = '; '.join(f'{_listed(names)}: {r}' for r, names in by_reason.items())
+    fix = 'a path from each to the loss; or nothing, if that is intended'
+    if traces:
+        fix += f' (their traces take {size_text(traces)}: trace=lambda path: ... '
+        fix += 'chooses which parameters have one)'
+    return three_parts(
+        f'{rule} gives {_listed(list(reasons))} no gradient', printable(why), fix
+    )
+
+
+def _behind_a_readout(rule: str, readout: str, kept: float, names: list[str]) -> str:
+    factor = f'about 1/{round(1 / (1 - kept))}' if kept < 1 else 'almost none'
+    return three_parts(
+        f'{rule} gives {_listed(names)} {factor} of the credit that passes {readout}',
+        f'the read-out {printable(readout)} keeps {100 * kept:.0f} % of its value from '
+        "step to step, and reach='local' leaves that memory out",
+        "reach='readout', which carries it in the traces (on the command line "
+        '--rule-option reach=readout)',
+    )
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    """Some names, and how many more there are."""
+    shown = ', '.join(map(printable, names[:most]))
+    return shown + (f' and {len(names) - most} more' if len(names) > most else '')

@@ -1,0 +1,88 @@
+"""Spellings of another package: members of learners and records, classes that are refused,
+switches of functions.
+
+Nothing here knows any of them. A package that has some gives them by :func:`provide`, as
+`braintrace` does with those of its `published` folder.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec('P')
+R = TypeVar('R')
+
+
+class Spellings(Protocol):
+    """What a module of spellings has."""
+
+    MEMBERS: dict[str, Callable[[Any], Any]]
+    """Members of a learner by name: functions of the learner."""
+    RECORD_MEMBERS: dict[str, dict[str, Callable[[Any], Any]]]
+    """Members of a record by the name of its class and their own: functions of it."""
+
+    @staticmethod
+    def check_subclass(kind: type) -> None:
+        """Raise if a user's learner class overrides something that is never called."""
+
+    @staticmethod
+    def check_switches(name: str, switches: Mapping[str, Any]) -> None:
+        """Raise if a switch given to a function would change what it means."""
+
+
+_load: Callable[[], Spellings] | None = None
+
+
+def provide(load: Callable[[], Any]) -> None:
+    """Use the spellings that ``load`` gives, once they are needed."""
+    global _load
+    _load = load
+
+
+def member(learner: Any, name: str) -> Any:
+    """A member of a learner by another name."""
+    # Python and JAX look up many names that begin with __, and none is a member.
+    found = None if _load is None or name.startswith('__') else _load()
+    if found is None or name not in found.MEMBERS:
+        kind = type(learner).__name__
+        # With these, Python suggests the nearest name.
+        text = f'{kind!r} object has no attribute {name!r}'
+        raise AttributeError(text, name=name, obj=learner)
+    return found.MEMBERS[name](learner)
+
+
+def check_subclass(kind: type) -> None:
+    """Check a learner class that a user wrote."""
+    if _load is not None:
+        _load().check_subclass(kind)
+
+
+def extend(*records: type) -> None:
+    """Give records the members of :attr:`Spellings.RECORD_MEMBERS`."""
+
+    def member(record: Any, name: str) -> Any:
+        kind = type(record).__name__
+        found = None if _load is None or name.startswith('_') else _load()
+        members = {} if found is None else found.RECORD_MEMBERS[kind]
+        if name not in members:
+            raise AttributeError(f'{kind!r} object has no attribute {name!r}')
+        return members[name](record)
+
+    for record in records:
+        setattr(record, '__getattr__', member)  # noqa: B010 - not a method of a type
+
+
+def taking(function: Callable[P, R], *switches: str) -> Callable[P, R]:
+    """A function that takes switches by name as well; they are checked, not passed on."""
+
+    @functools.wraps(function)
+    def with_switches(*args: P.args, **options: P.kwargs) -> R:
+        given = {name: options.pop(name) for name in switches if name in options}
+        if given and _load is not None:
+            name = function.__qualname__.removesuffix('.__init__')
+            _load().check_switches(name, given)
+        return function(*args, **options)
+
+    return with_switches

@@ -1,0 +1,438 @@
+"""Streams: learning from data that arrive one step at a time.
+
+Everything that a step reads and writes goes through one compiled call, which writes the
+new values into the memory of the old ones: weights, states, traces, the optimiser's
+state, and the eligibility of delayed rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from ..errors import three_parts
+from ..program import Path
+from .arguments import check_call, check_optimizer
+from .optimizers import update_by
+from .placement import Placement
+from .recording import recording_of
+from .sequences import evolution_program
+from .state import EligibilityTrace
+
+if TYPE_CHECKING:
+    from .learner import Learner
+
+Gradients = dict[Path, Any]
+"""Gradients by the paths of their parameters."""
+
+
+class StreamStep(NamedTuple):
+    """What a step gives: its loss, and the outputs of the model (or of ``step_fn``)."""
+
+    loss: jax.Array
+    outputs: Any
+
+
+class StreamGradient(NamedTuple):
+    """An online gradient by path, the scalar it is the gradient of, and the outputs."""
+
+    gradient: Gradients
+    value: jax.Array
+    outputs: Any
+
+
+class Stream:
+    """Learns step by step; made by :meth:`Learner.stream`.
+
+    ``stream(x, y)`` calls ``step_fn(x, y)``, updates the weights by its gradient and
+    gives a :class:`StreamStep`. The arrays of weights, states and traces are written
+    over by the next call: copy what you want to keep.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        step_fn: Callable[..., Any],
+        optimizer: Any,
+        *,
+        chunk: int | None = None,
+        decay: float | None = None,
+    ):
+        if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+            raise ValueError(
+                three_parts(
+                    f'stream(..., chunk={chunk!r})',
+                    'it is the largest number of steps that one call brings',
+                    'a whole number of at least 1, or None for single steps',
+                )
+            )
+        if decay is not None and not 0 <= decay <= 1:
+            raise ValueError(
+                three_parts(
+                    f'stream(..., decay={decay!r})',
+                    'the eligibility of earlier gradients is multiplied by it at every step',
+                    'a number from 0 to 1, as discount times λ; or None to keep none',
+                )
+            )
+        if learner.check_finite:
+            raise ValueError(
+                three_parts(
+                    'a stream of a learner with check_finite=True',
+                    'its calls write over the old values, so a step that is not finite '
+                    'could not be undone',
+                    'etrace_online, or check_finite=False and a look at the loss',
+                )
+            )
+        self.learner = learner
+        self.step_fn = step_fn
+        self.optimizer = check_optimizer(optimizer)
+        self.chunk = chunk
+        self.decay = decay
+        self._programs: dict[tuple, _Program] = {}
+        self._written: dict[int, Any] = {}
+        self._with_outputs: dict[Callable, Callable] = {}
+        self._update = update_by(
+            optimizer, learner.param_states, learner._kept.optimizers
+        )
+        self._eligibility: brainstate.State | None = None
+        if decay is not None:
+            zero = lambda state: jax.tree.map(jnp.zeros_like, state.value)
+            values = {path: zero(s) for path, s in learner.param_states.items()}
+            self._eligibility = brainstate.ShortTermState(values)
+
+    # ------------------------------------------------------------ steps
+
+    def __call__(self, *inputs: Any) -> StreamStep:
+        """Learn from one step; with ``chunk``, from a few: inputs have time first."""
+        inputs = self.learner._placed(inputs, 0 if self.chunk is None else 1)
+        if self.chunk is None:
+            return StreamStep(*self._run('learn', self._learning, inputs))
+        length, most = len(jax.tree.leaves(inputs)[0]), self.chunk
+        if not 1 <= length <= most:
+            raise ValueError(
+                three_parts(
+                    f'a call of a stream with {length} steps and chunk={most}',
+                    'its program holds up to that many',
+                    f'inputs with time first, of 1 to {most} steps',
+                )
+            )
+        padded = jax.tree.map(lambda x: _padded(x, most), inputs)
+        count = jnp.asarray(length, jnp.int32)
+        found = self._run('chunk', self._learning, padded, count)
+        return StreamStep(*jax.tree.map(lambda x: x[:length], found))
+
+    def predict(self, *inputs: Any) -> Any:
+        """The outputs of the model; states and traces advance, weights stay."""
+        inputs = self.learner._placed(inputs, 0)
+        return self._run('predict', self._predicting, inputs)
+
+    def gradient(
+        self, *inputs: Any, step_fn: Callable[..., Any] | None = None
+    ) -> StreamGradient:
+        """The online gradient of the scalar that ``step_fn(*inputs)`` returns, as a
+        log-probability or a value; states and traces advance, weights stay.
+
+        With ``decay`` it is added to the eligibility, which :meth:`apply` uses.
+        """
+        inputs = self.learner._placed(inputs, 0)
+        step_fn = self.step_fn if step_fn is None else step_fn
+        make = lambda inputs: self._differentiating(step_fn, inputs)
+        return StreamGradient(*self._run(('gradient', step_fn), make, inputs))
+
+    def apply(self, gradient: Gradients | None = None, scale: Any = 1.0) -> None:
+        """Update the weights by ``scale`` times a gradient, as a reward or a TD error.
+
+        Without a gradient the eligibility is used. The optimiser minimises, so what is
+        to grow has a negative scale.
+        """
+        scale = jnp.asarray(scale)
+        if gradient is not None:
+            self._run('apply', lambda _: self._apply, (gradient, scale))
+        elif self._eligibility is not None:
+            kept = self._eligibility
+            apply = lambda scale: self._apply(kept.value, scale)
+            self._run('apply eligibility', lambda _: apply, (scale,))
+        else:
+            raise ValueError(
+                three_parts(
+                    'stream.apply() without a gradient',
+                    'the stream keeps no eligibility',
+                    'learner.stream(..., decay=0.9), or apply(gradient, scale)',
+                )
+            )
+
+    @property
+    def eligibility(self) -> Gradients | None:
+        """The decayed sum of all gradients since the last reset, if it is kept."""
+        if self._eligibility is None:
+            return None
+        return jax.tree.map(jnp.copy, self._eligibility.value)
+
+    def reset(self) -> None:
+        """Start a new episode: states as compiled, traces and eligibility zero."""
+        self.learner.reset_state()
+        if self._eligibility is not None:
+            zero = jax.tree.map(jnp.zeros_like, self._eligibility.value)
+            self._eligibility.value = zero
+
+    @property
+    def states(self) -> dict[str, brainstate.State]:
+        """The states of the stream's own, by name: what a checkpoint needs beside those
+        of the learner and of the optimiser."""
+        kept = self._eligibility
+        return {} if kept is None else {'eligibility': kept}
+
+    def save(self, folder: str | FilePath) -> None:
+        """Write weights, states, traces, optimiser and eligibility to a folder."""
+        from ..checkpoint import save_stream
+
+        save_stream(self, folder)
+
+    def load(self, folder: str | FilePath) -> None:
+        """Continue from what :meth:`save` wrote."""
+        from ..checkpoint import load_stream
+
+        load_stream(self, folder)
+
+    @property
+    def program_count(self) -> int:
+        """How many programs this stream has compiled."""
+        return sum(program.count for program in self._programs.values())
+
+    # ------------------------------------------------------------ what a step does
+
+    def _learning(self, inputs: tuple) -> Callable[..., tuple]:
+        """A step followed by an update."""
+        step = self._online(self.step_fn, inputs)
+
+        def learn(*inputs: Any) -> tuple:
+            gradients, loss, outputs = step(*inputs)
+            self._update(gradients)
+            return loss, outputs
+
+        return learn
+
+    def _differentiating(
+        self, step_fn: Callable, inputs: tuple
+    ) -> Callable[..., tuple]:
+        """A step whose gradient is returned, and added to the eligibility."""
+        step, kept = self._online(step_fn, inputs), self._eligibility
+
+        def differentiate(*inputs: Any) -> tuple:
+            gradients, value, outputs = step(*inputs)
+            if kept is not None:
+                add = lambda old, new: (self.decay * old + new).astype(old.dtype)
+                kept.value = jax.tree.map(add, kept.value, gradients)
+            return gradients, value, outputs
+
+        return differentiate
+
+    def _online(self, step_fn: Callable, inputs: tuple) -> Callable[..., tuple]:
+        """A step by the learner's rule: gradients by path, the loss, the outputs."""
+        check_call('step_fn', step_fn, inputs, 'the inputs of one step')
+        learner = self.learner
+        binding = learner._binding(self._returning_outputs(step_fn), _one(inputs))
+        run = learner._online_step(binding, masked=False)
+
+        def step(*inputs: Any) -> tuple:
+            solved = run(_one(inputs), jnp.ones(1))
+            learner._count(1)
+            gradients = binding.gradients_by_path(solved.gradients)
+            outputs = _first(binding.aux(solved, 1))
+            return gradients, solved.losses[0], outputs
+
+        return step
+
+    def _returning_outputs(self, step_fn: Callable) -> Callable:
+        """The step function as one that returns its loss and outputs: its auxiliary
+        values if it has any, otherwise what the learner gave it."""
+        if step_fn in self._with_outputs:
+            return self._with_outputs[step_fn]
+
+        def run(*inputs: Any) -> tuple:
+            result = step_fn(*inputs)
+            if isinstance(result, tuple):
+                return result
+            record = recording_of(self.learner)
+            return result, None if record is None else record.outputs
+
+        self._with_outputs[step_fn] = run
+        return run
+
+    def _predicting(self, inputs: tuple) -> Callable[..., Any]:
+        """A step without a loss."""
+        learner = self.learner
+        binding = learner._model_binding(inputs)
+        solver = learner._solver(binding, learner.rule, loss=False)
+        evolve = evolution_program(solver, learner._options())
+        learner._read_traces(solver)
+
+        def predict(*inputs: Any) -> Any:
+            given = (*binding.read(), learner._read_traces(solver))
+            solved = evolve(*given, binding.inputs(_one(inputs)))
+            binding.write(solved.states)
+            learner._write_traces(solver, solved.traces)
+            learner._count(1)
+            return _first(binding.stacked(solved.aux, 1))
+
+        return predict
+
+    def _apply(self, gradients: Gradients, scale: jax.Array) -> None:
+        scaled = lambda g: (scale * g).astype(g.dtype)
+        self._update(jax.tree.map(scaled, gradients))
+
+    # ------------------------------------------------------------ compiled calls
+
+    def _run(
+        self,
+        kind: Any,
+        make: Callable[[tuple], Callable],
+        inputs: tuple,
+        count: jax.Array | None = None,
+    ) -> Any:
+        """Call the program of a kind for inputs of these shapes, made if there is none.
+
+        ``make(inputs)`` gives a function that reads and writes states. ``count``: how
+        many of the steps in the inputs count.
+        """
+        with self.learner._synchronised():
+            leaves, structure = jax.tree.flatten(inputs)
+            key = (kind, structure, *map(_shape_of, leaves))
+            program = self._programs.get(key)
+            values = None if program is None else program.values()
+            if program is None or values is None:
+                example = inputs if count is None else _first(inputs)
+                function = make(example)
+                in_chunks = count is not None
+                program = _Program(
+                    function, example, in_chunks, self._written, self.learner.placement
+                )
+                self._programs[key] = program
+                values = program.values() or []
+            args = inputs if count is None else (count, *inputs)
+            return program(values, *args)
+
+
+class _Program:
+    """A function that reads and writes states, as one compiled call that uses the
+    memory of their values again."""
+
+    def __init__(
+        self,
+        function: Callable,
+        example: tuple,
+        in_chunks: bool,
+        written: dict[int, Any],
+        placement: Placement | None,
+    ):
+        self._function = brainstate.transform.StatefulFunction(
+            function, return_only_write=False
+        )
+        self._function.make_jaxpr(*example)
+        self._states = list(self._function.get_states(*example))
+        # What any program of the stream wrote last, by the identity of the state.
+        self._written = written
+        self._own: list[Any] = [None] * len(self._states)
+        self._shapes = [_shapes(state._read_value()) for state in self._states]
+        # Where states are split over devices, each stays as it is.
+        self._shardings: list[Any] | None = None
+        if placement is not None:
+            values = [state._read_value() for state in self._states]
+            self._shardings = jax.tree.map(placement.present, values)
+        self._traced = 0
+        run = self._steps if in_chunks else self._step
+
+        def traced(*given: Any) -> tuple:
+            self._traced += 1
+            return run(*given)
+
+        self._compiled: Any = jax.jit(traced, donate_argnums=0)
+
+    @property
+    def count(self) -> int:
+        """How many programs were compiled; JAX does not count those that it calls by
+        its slower way."""
+        return max(self._traced, self._compiled._cache_size())
+
+    def values(self) -> list[Any] | None:
+        """The values of all states in arrays that are safe to donate; None if one has
+        another shape than the program was made for.
+
+        What a program of the stream wrote belongs to it, unless a user has read the
+        trace since. Of everything else a copy is donated.
+        """
+        found = []
+        for n, state in enumerate(self._states):
+            value = state._read_value()
+            if value is not self._own[n] and _shapes(value) != self._shapes[n]:
+                return None
+            written = self._written.get(id(state))
+            if value is not written or getattr(state, 'was_read', False):
+                value = jax.tree.map(jnp.copy, value)
+                if self._shardings is not None:
+                    value = jax.device_put(value, self._shardings[n])
+            found.append(value)
+        return found
+
+    def _step(self, values: Sequence[Any], *inputs: Any) -> tuple:
+        new, found = self._function.jaxpr_call(values, *inputs)
+        if self._shardings is not None:
+            new = jax.lax.with_sharding_constraint(list(new), self._shardings)
+        return new, found
+
+    def _steps(self, values: Sequence[Any], count: jax.Array, *inputs: Any) -> tuple:
+        """The first ``count`` steps; results of the others are zero."""
+        at = lambda n: jax.tree.map(lambda x: x[n], inputs)
+        _, like = jax.eval_shape(self._step, values, *at(0))
+        most = len(jax.tree.leaves(inputs)[0])
+        empty = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), like)
+
+        def one(n: jax.Array, carry: tuple) -> tuple:
+            values, results = carry
+            new, found = self._step(values, *at(n))
+            put = lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, n, 0)
+            return list(new), jax.tree.map(put, results, found)
+
+        return jax.lax.fori_loop(0, count, one, (list(values), empty))
+
+    def __call__(self, values: list[Any], *args: Any) -> Any:
+        """Run it, from :meth:`values`; what the function returns."""
+        new, found = self._compiled(values, *args)
+        for state, value in zip(self._states, new, strict=True):
+            # The setter of a state takes as long as the step of a small network.
+            state._write_value(value)
+            self._written[id(state)] = value
+            if isinstance(state, EligibilityTrace):
+                state.was_read = False
+        self._own = new
+        return found
+
+
+def _shapes(value: Any) -> list[tuple]:
+    return [_shape_of(x) for x in jax.tree.leaves(value)]
+
+
+def _shape_of(x: Any) -> tuple:
+    if isinstance(x, jax.Array):
+        return x.shape, x.dtype
+    return jnp.shape(x), jnp.result_type(x)
+
+
+def _one(inputs: tuple) -> tuple:
+    """Inputs of one step as a sequence of one."""
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], inputs)
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _padded(x: Any, length: int) -> jax.Array:
+    x = jnp.asarray(x)
+    rest = jnp.zeros((length - len(x), *x.shape[1:]), x.dtype)
+    return jnp.concatenate([x, rest])

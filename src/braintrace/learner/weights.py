@@ -1,0 +1,156 @@
+"""The parameters of a learner as NumPy arrays, by path and by name, and in files of
+safetensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import three_parts
+from ..program import Path
+from ..program.step import path_name
+
+States = Mapping[Path, brainstate.State]
+Weights = dict[Path, Any]
+"""The arrays of every parameter by its path: one array, or the structure of the
+parameter with arrays in it."""
+
+
+def read_weights(parameters: States) -> Weights:
+    """Copies of all parameters as NumPy arrays."""
+    copied = lambda state: jax.tree.map(np.array, state.value)
+    return {path: copied(state) for path, state in parameters.items()}
+
+
+def write_weights(parameters: States, weights: Mapping[Any, Any]) -> None:
+    """Set parameters to the arrays given for them; all of them are checked first.
+
+    A key is the path of a parameter, or the name of one of its arrays as in
+    :func:`named_arrays`.
+    """
+    arrays = named_arrays({path: s.value for path, s in parameters.items()})
+    given = _given_by_name(parameters, weights)
+    if notes := _differences(given, arrays):
+        raise ValueError(
+            three_parts(
+                'set_weights with the weights of another model',
+                notes,
+                'the arrays that learner.weights() gives, some or all of them',
+            )
+        )
+    for path, state in parameters.items():
+        leaves, structure = jax.tree.flatten(state.value)
+        names = list(named_arrays({path: state.value}))
+        new = [
+            jnp.asarray(given[name], jnp.result_type(leaf)) if name in given else leaf
+            for name, leaf in zip(names, leaves, strict=True)
+        ]
+        state.value = jax.tree.unflatten(structure, new)
+
+
+def named_arrays(values: Mapping[Path, Any]) -> dict[str, Any]:
+    """Every array by the name that reports use.
+
+    >>> named_arrays({('out', 'weight'): {'bias': 1, 'weight': 2}, ('gain',): 3})
+    {'out.weight.bias': 1, 'out.weight.weight': 2, 'gain': 3}
+    """
+    found = {}
+    for path, value in values.items():
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+            found[path_name((*path, *map(_key, keys)))] = leaf
+    return found
+
+
+def _key(entry: Any) -> Any:
+    """What leads from a structure to one of its parts: a key, a number or a name."""
+    for attribute in ('key', 'idx', 'name'):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return str(entry)
+
+
+def _given_by_name(parameters: States, weights: Mapping[Any, Any]) -> dict[str, Any]:
+    """The arrays that were given, each by its name."""
+    found: dict[str, Any] = {}
+    for key, value in weights.items():
+        path = key if isinstance(key, tuple) else (key,)
+        if path in parameters or isinstance(key, tuple):
+            found |= named_arrays({path: value})
+        else:
+            found[str(key)] = value
+    return found
+
+
+def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """How the arrays that are given differ from those of a model, in words."""
+    notes = [f'{name} is no parameter here' for name in given if name not in wanted]
+    for name in given.keys() & wanted.keys():
+        got, want = np.shape(given[name]), np.shape(wanted[name])
+        if got != want:
+            notes.append(f'{name} is {got}, not {want}')
+    return '; '.join(sorted(notes)[:5])
+
+
+# ------------------------------------------------------------ safetensors
+
+
+def write_safetensors(parameters: States, file: str | FilePath) -> None:
+    """Write all parameters to a file, by name."""
+    safetensors = _safetensors()
+    arrays = named_arrays(read_weights(parameters))
+    whole = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    file = FilePath(file)
+    # Written beside and moved: a crash leaves the old file or the new one.
+    beside = file.with_name(f'.{file.name}.part')
+    safetensors.save_file(whole, beside, metadata={'format': 'np'})
+    os.replace(beside, file)
+
+
+def read_safetensors(parameters: States, file: str | FilePath) -> None:
+    """Set all parameters to the arrays of a file."""
+    safetensors = _safetensors()
+    try:
+        arrays = safetensors.load_file(file)
+    except Exception as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(
+            three_parts(
+                f'weights from {str(file)!r}',
+                f'it cannot be read: {type(error).__name__}: {error}',
+                'a file that learner.save_weights wrote',
+            )
+        ) from error
+    wanted = named_arrays({path: s.value for path, s in parameters.items()})
+    missing = [f'no {name}' for name in wanted if name not in arrays]
+    if notes := _differences(arrays, wanted) or '; '.join(missing[:5]):
+        raise ValueError(
+            three_parts(
+                f'weights from {str(file)!r} for this model',
+                f'it was written from another: {notes}',
+                'the model that the file was written from',
+            )
+        )
+    write_weights(parameters, arrays)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            three_parts(
+                'weights in a file of safetensors',
+                'the package safetensors is not installed',
+                "pip install 'braintrace-online[safetensors]', or learner.weights() and "
+                'numpy.savez',
+            )
+        ) from error
+    return safetensors.numpy
