@@ -1,4 +1,4 @@
-"""The marked ops: ordinary array functions that say "this argument is a weight".
+"""The marked ops: ordinary array functions that mark one argument as a weight.
 
 A mark is a name scope, ``etrace:matmul`` and so on, around the equations of the op; it
 changes neither values nor derivatives, and ``trace='marked'`` looks for it in their
@@ -73,10 +73,13 @@ def grouped_matmul(
         return _add_bias('grouped_matmul', y, _apply(bias_fn, bias))
 
 
-def einsum(equation: str, x: Value, weight: Value) -> Result:
-    """``jnp.einsum(equation, x, weight)``: the first operand is data, the second the
-    weight."""
+def einsum(
+    equation: str, x: Value, weight: Value, *, weight_fn: ValueFn = None
+) -> Result:
+    """``jnp.einsum(equation, x, weight_fn(weight))``: the first operand is data, the
+    second the weight."""
     with mark('einsum'):
+        weight = _apply(weight_fn, weight)
         try:
             return _multiply(lambda a, b: jnp.einsum(equation, a, b), x, weight)
         except (TypeError, ValueError) as error:
@@ -87,9 +90,11 @@ def einsum(equation: str, x: Value, weight: Value) -> Result:
             ) from error
 
 
-def embedding(indices: ArrayLike, weight: Value) -> Result:
-    """Rows ``weight[indices]`` of a table `weight` (n, ...), for integer `indices` of
-    any shape."""
+def embedding(
+    indices: ArrayLike, weight: Value, *, weight_fn: ValueFn = None
+) -> Result:
+    """Rows ``weight_fn(weight)[indices]`` of a table `weight` (n, ...), for integer
+    `indices` of any shape."""
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer) or jnp.ndim(weight) == 0:
         raise _refusal(
@@ -98,6 +103,7 @@ def embedding(indices: ArrayLike, weight: Value) -> Result:
             'integer indices and a weight of shape (rows, features); for one-hot or soft rows, matmul',
         )
     with mark('embedding'):
+        weight = _apply(weight_fn, weight)
         rows = jnp.asarray(u.get_mantissa(weight))[indices]
         return _with_unit(rows, u.get_unit(weight))
 
@@ -118,8 +124,8 @@ def conv(
     *,
     strides: int | Sequence[int] = 1,
     padding: str | Sequence[tuple[int, int]] = 'SAME',
-    lhs_dilation: int | Sequence[int] = 1,
-    rhs_dilation: int | Sequence[int] = 1,
+    lhs_dilation: int | Sequence[int] | None = None,
+    rhs_dilation: int | Sequence[int] | None = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     dimension_numbers: Any = None,
@@ -184,10 +190,16 @@ def conv(
 
 
 def sparse_matmul(
-    x: Value, weight: Value, *, sparse_mat: Any, bias: Value | None = None
+    x: Value,
+    weight: Value,
+    *,
+    sparse_mat: Any,
+    bias: Value | None = None,
+    weight_fn: ValueFn = None,
+    bias_fn: ValueFn = None,
 ) -> Result:
-    """``x @ sparse_mat.with_data(weight) + bias`` for `x` (..., i) and a sparse matrix
-    (i, o).
+    """``x @ sparse_mat.with_data(weight_fn(weight)) + bias_fn(bias)`` for `x` (..., i)
+    and a sparse matrix (i, o).
 
     `sparse_mat` (of brainevent or brainunit) says where the entries are, `weight` what
     they are.
@@ -204,6 +216,7 @@ def sparse_matmul(
             f'x of shape (..., {size[0]}) and a weight shaped like sparse_mat.data',
         )
     with mark('sparse_matmul'):
+        weight, bias = _apply(weight_fn, weight), _apply(bias_fn, bias)
         # with_data insists on the unit of the old entries: compute in that unit, then
         # name the right one.
         matrix = sparse_mat.with_data(
@@ -220,9 +233,18 @@ def sparse_matmul(
 
 
 def lora_matmul(
-    x: Value, B: Value, A: Value, *, alpha: float = 1.0, bias: Value | None = None
+    x: Value,
+    B: Value,
+    A: Value,
+    *,
+    alpha: float = 1.0,
+    bias: Value | None = None,
+    b_fn: ValueFn = None,
+    a_fn: ValueFn = None,
+    bias_fn: ValueFn = None,
 ) -> Result:
-    """``alpha * x @ (B @ A) + bias`` for `x` (..., i), `B` (i, r) and `A` (r, o).
+    """``alpha * x @ (b_fn(B) @ a_fn(A)) + bias_fn(bias)`` for `x` (..., i), `B` (i, r)
+    and `A` (r, o).
 
     The product of the factors is formed first, in weight space: one matmul then stands
     between the weights and the hidden state, and both factors get full credit through
@@ -237,6 +259,7 @@ def lora_matmul(
             'B of shape (inputs, rank) and A of shape (rank, outputs)',
         )
     with mark('lora_matmul'):
+        B, A, bias = _apply(b_fn, B), _apply(a_fn, A), _apply(bias_fn, bias)
         weight = alpha * _multiply(jnp.matmul, B, A)
         _check_matmul('lora_matmul', x, weight)
         return _add_bias('lora_matmul', _multiply(jnp.matmul, x, weight), bias)
@@ -285,9 +308,12 @@ def _check_matmul(op: str, x: Value, weight: Value) -> None:
         )
 
 
-def _per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
-    return (value,) * axes if isinstance(value, int) else tuple(value)
+def _per_axis(value: int | Sequence[int] | None, axes: int) -> tuple[int, ...]:
+    """One number for each spatial axis; a single one is that of all."""
+    if value is None or isinstance(value, int):
+        return (1 if value is None else value,) * axes
+    return tuple(value) * axes if len(value) == 1 else tuple(value)
 
 
-def _refusal(wrote: str, why: str, instead: str) -> ValueError:
-    return ValueError(three_parts(wrote, why, instead))
+def _refusal(written: str, why: str, fix: str) -> ValueError:
+    return ValueError(three_parts(written, why, fix))

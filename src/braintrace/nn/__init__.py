@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import brainstate
-
+from .._brainstate import brainstate
 from .conv import Conv1d, Conv2d, Conv3d
 from .embedding import Embedding
 from .linear import (
@@ -21,8 +20,9 @@ from .linear import (
     SignedWLinear,
     SparseLinear,
 )
-from .readout import FiringRate, LeakyRateReadout
+from .readout import FiringRate, LeakyRateReadout, WindowRate
 from .recurrent import (
+    RTU,
     CFNCell,
     GRUCell,
     LRUCell,
@@ -34,8 +34,10 @@ from .recurrent import (
     URLSTMCell,
     ValinaRNNCell,
 )
+from .state_space import LinearAttention, SelectiveSSM
 
 __all__ = [
+    'RTU',
     'CFNCell',
     'Conv1d',
     'Conv2d',
@@ -48,16 +50,19 @@ __all__ = [
     'LSTMCell',
     'LeakyRateReadout',
     'Linear',
+    'LinearAttention',
     'LoRA',
     'MGUCell',
     'MiniGRU',
     'MiniLSTM',
     'MinimalRNNCell',
     'ScaledWSLinear',
+    'SelectiveSSM',
     'SignedWLinear',
     'SparseLinear',
     'URLSTMCell',
     'ValinaRNNCell',
+    'WindowRate',
 ]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 from brainstate.nn import init
 from brainstate.typing import ArrayLike
 
@@ -31,41 +32,44 @@ class Linear(brainstate.nn.Linear):
 class GroupedLinear(brainstate.nn.Module):
     """One linear map per group, through `ops.grouped_matmul`.
 
-    `in_size` is (groups, inputs) and `out_size` (groups, outputs); inputs come as (...,
-    groups, inputs). `w_init` is called once per group, or is the whole (groups, inputs,
-    outputs).
+    Inputs come as (..., groups, inputs). `w_init` is called once per group, or is the
+    whole (groups, inputs, outputs).
     """
 
     def __init__(
         self,
-        in_size: Sequence[int],
-        out_size: Sequence[int],
+        num_groups: int,
+        in_features: int,
+        out_features: int,
         w_init: Callable | ArrayLike = KAIMING,
         b_init: Callable | ArrayLike | None = ZERO,
         name: str | None = None,
         param_type: type = brainstate.ParamState,
     ):
         super().__init__(name=name)  # type: ignore[call-arg]
-        if len(in_size) != 2 or len(out_size) != 2 or in_size[0] != out_size[0]:
+        sizes = (num_groups, in_features, out_features)
+        if not all(isinstance(n, (int, np.integer)) and n > 0 for n in sizes):
             raise ValueError(
                 three_parts(
-                    f'GroupedLinear(in_size={in_size}, out_size={out_size})',
-                    'both sizes are (groups, features), with the same number of groups',
-                    'sizes such as GroupedLinear((4, 16), (4, 8))',
+                    f'GroupedLinear{sizes}',
+                    'it has so many groups, and each so many inputs and outputs',
+                    'three numbers, such as GroupedLinear(4, 16, 8)',
                 )
             )
-        self.in_size, self.out_size = in_size, out_size
-        (groups, inputs), outputs = in_size, out_size[1]
+        self.num_groups = num_groups
+        self.in_features, self.out_features = in_features, out_features
+        self.in_size = (num_groups, in_features)
+        self.out_size = (num_groups, out_features)
         if callable(w_init):
-            weight = jax.tree.map(
-                lambda *drawn: jnp.stack(drawn),
-                *[w_init((inputs, outputs)) for _ in range(groups)],
-            )
+            drawn = [w_init((in_features, out_features)) for _ in range(num_groups)]
+            weight = jax.tree.map(lambda *each: jnp.stack(each), *drawn)
         else:
-            weight = init.param(w_init, (groups, inputs, outputs), allow_none=False)
+            weight = init.param(w_init, sizes, allow_none=False)
         params: dict[str, Any] = {'weight': weight}
         if b_init is not None:
-            params['bias'] = init.param(b_init, (groups, outputs), allow_none=False)
+            params['bias'] = init.param(
+                b_init, (num_groups, out_features), allow_none=False
+            )
         self.weight = param_type(params)
 
     def update(self, x: ArrayLike) -> ops.Result:
@@ -110,12 +114,13 @@ class SparseLinear(brainstate.nn.SparseLinear):
 
 
 class LoRA(brainstate.nn.LoRA):
-    """A low-rank map ``x @ (lora_a @ lora_b)``, added to `base_module(x)` where one is
-    given."""
+    """A low-rank map ``x @ (lora_a @ lora_b) / rank``, added to `base_module(x)` where
+    one is given."""
 
     def __call__(self, x: ArrayLike) -> ops.Result:
         params = self.weight.value
-        y = ops.lora_matmul(x, params['lora_a'], params['lora_b'])
+        rank = params['lora_a'].shape[-1]
+        y = ops.lora_matmul(x, params['lora_a'], params['lora_b'], alpha=1 / rank)
         return y if self.base_module is None else y + self.base_module(x)
 
     update = __call__

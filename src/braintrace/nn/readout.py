@@ -18,7 +18,7 @@ from .linear import KAIMING, ZERO
 
 
 class LeakyRateReadout(brainstate.nn.Module):
-    """A leaky integrator, ``r = exp(-dt / tau) * r + x @ weight``, with `dt` from
+    """A leaky integrator, ``r = exp(-dt / tau) * r + x @ W``, with `dt` from
     `brainstate.environ`."""
 
     def __init__(
@@ -27,26 +27,27 @@ class LeakyRateReadout(brainstate.nn.Module):
         out_size: int | Sequence[int],
         tau: ArrayLike = 5.0 * u.ms,  # type: ignore[attr-defined]
         w_init: Callable | ArrayLike = KAIMING,
-        name: str | None = None,
-        *,
         r_init: Callable | ArrayLike = ZERO,
+        name: str | None = None,
     ):
         super().__init__(name=name)  # type: ignore[call-arg]
         self.in_size, self.out_size = in_size, out_size
         self.tau = init.param(tau, self.out_size)
         shape = self.in_size[-1], self.out_size[-1]  # type: ignore[index, call-overload]
-        self.weight = brainstate.ParamState(init.param(w_init, shape, allow_none=False))
-        self._r_init = r_init
+        self.W = brainstate.ParamState(init.param(w_init, shape, allow_none=False))
+        self.r_init = r_init
 
     def init_state(self, batch_size: int | None = None, **kwargs) -> None:
         self.r = brainstate.HiddenState(
-            init.param(self._r_init, self.out_size, batch_size)
+            init.param(self.r_init, self.out_size, batch_size)
         )
 
     def reset_state(self, batch_size: int | None = None, **kwargs) -> None:
-        self.r.value = init.param(self._r_init, self.out_size, batch_size)
+        self.r.value = init.param(self.r_init, self.out_size, batch_size)
 
-    def update(self, x: ArrayLike) -> ops.Result:
+    @property
+    def decay(self) -> jax.Array:
+        """What a step leaves of r, by the `dt` of the environment."""
         dt = brainstate.environ.get_dt()
         if not u.have_same_dim(dt, self.tau):
             raise ValueError(
@@ -56,9 +57,10 @@ class LeakyRateReadout(brainstate.nn.Module):
                     'for instance tau=5 * u.ms with brainstate.environ.set(dt=0.1 * u.ms)',
                 )
             )
-        self.r.value = jnp.exp(
-            -u.maybe_decimal(dt / self.tau)
-        ) * self.r.value + ops.matmul(x, self.weight.value)
+        return jnp.exp(-u.maybe_decimal(dt / self.tau))
+
+    def update(self, x: ArrayLike) -> ops.Result:
+        self.r.value = self.decay * self.r.value + ops.matmul(x, self.W.value)
         return self.r.value
 
 
@@ -92,7 +94,7 @@ class FiringRate(brainstate.nn.Module):
         self.r.value = self.decay * self.r.value + (1 - self.decay) * spikes
         return self.r.value
 
-    def penalty(self, target: float) -> ArrayLike:
+    def penalty(self, target: float) -> jax.Array:
         """Half the mean squared distance to a target rate, in spikes a step, of each
         unit's mean over the batch."""
         if not isinstance(target, jax.core.Tracer) and not target > 0:
@@ -103,3 +105,47 @@ class FiringRate(brainstate.nn.Module):
             )
         rates = self.r.value.reshape(-1, *self.out_size).mean(0)  # type: ignore[union-attr]
         return 0.5 * jnp.mean((rates - target) ** 2) / target
+
+
+class WindowRate(brainstate.nn.Module):
+    """Spikes of each unit over a window of steps, divided by its length.
+
+    Add :meth:`penalty` to the loss of every step, after the call of the module: it is
+    zero but at the last step of a window, where it holds the rates of the whole window
+    near a target. Counting starts again with the next window, and after a reset.
+    """
+
+    def __init__(self, size: int | Sequence[int], window: int, name: str | None = None):
+        super().__init__(name=name)  # type: ignore[call-arg]
+        if not isinstance(window, int) or window < 1:
+            raise ValueError(
+                three_parts(
+                    f'WindowRate(window={window!r})',
+                    'a window has at least one step',
+                    'the number of steps of a sequence, as WindowRate(100, window=1000)',
+                )
+            )
+        self.in_size = self.out_size = size
+        self.window = window
+
+    def init_state(self, batch_size: int | None = None, **kwargs) -> None:
+        self.r = brainstate.HiddenState(init.param(ZERO, self.out_size, batch_size))
+        self.count = brainstate.ShortTermState(jnp.zeros((), jnp.int32))
+
+    def reset_state(self, batch_size: int | None = None, **kwargs) -> None:
+        self.r.value = init.param(ZERO, self.out_size, batch_size)
+        self.count.value = jnp.zeros((), jnp.int32)
+
+    def update(self, spikes: ArrayLike) -> ArrayLike:
+        kept = jnp.where(self.count.value == 0, 0.0, jnp.asarray(self.r.value))
+        self.r.value = kept + spikes / self.window
+        self.count.value = (self.count.value + 1) % self.window
+        return self.r.value
+
+    def penalty(self, target: float) -> jax.Array:
+        """Half the squared distance of rates to a target, in spikes a step, at the end
+        of a window: the sum over units, the mean over samples."""
+        squares = jnp.square(jnp.asarray(self.r.value) - target)
+        samples = squares.reshape(-1, *self.out_size).shape[0]  # type: ignore[misc]
+        is_end = self.count.value == 0
+        return jnp.where(is_end, 0.5 * jnp.sum(squares) / samples, 0.0)

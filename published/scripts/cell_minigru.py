@@ -1,0 +1,12 @@
+"""MiniGRU under D_RTRL."""
+
+from common import Net, bptt, data, seeded, train
+
+import braintrace
+
+xs, ys = data()
+exact = bptt(seeded(Net, 'MiniGRU'), xs, ys)
+learner = braintrace.compile(
+    seeded(Net, 'MiniGRU'), 'd_rtrl', xs[0], batch_size=xs.shape[1]
+)
+losses, gradient = train(learner, xs, ys)

@@ -1,0 +1,190 @@
+"""Members of a learner by the names of the published package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..errors import three_parts
+from ..learner.state import RuleState
+from ..rules import (
+    Coupled,
+    ETraceConfig,
+    NoTrace,
+    RandomProjection,
+    Reach,
+    Rule,
+    Window,
+)
+from ..solver import Factorised, Modulated, RandomFeedback, ScalarLeak
+
+
+def init_etrace_state(learner: Any, *args: Any, **kwargs: Any) -> None:
+    """Start the traces again from zero; the model's states stay as they are."""
+    _ = learner.graph  # refuses a learner that was not compiled
+    learner._make_traces()
+    learner._clear_traces()
+
+
+def config_of(rule: Rule) -> ETraceConfig:
+    """The parts of a rule by their names."""
+    trace = rule.trace
+    parts: dict[str, Any] = {}
+    if isinstance(trace, Factorised):
+        parts = {'trace_factorization': 'io_factorized', 'decay': trace.decay}
+    elif isinstance(trace, RandomProjection):
+        parts = {
+            'trace_factorization': 'random_projection',
+            'recurrence_scope': 'coupled',
+        }
+    elif isinstance(trace, Coupled):
+        parts = {'recurrence_scope': 'coupled'}
+    elif isinstance(trace, Reach):
+        parts = {'recurrence_scope': 'sparse_n', 'sparse_n': trace.n}
+    elif isinstance(trace, NoTrace) and rule.predictor is None:
+        parts = {'trace_factorization': 'none', 'update_schedule': 'sequence_end'}
+        if rule.window is not None and rule.window.steps is not None:
+            parts['update_schedule'] = 'window'
+            parts['window_size'] = rule.window.steps
+    if isinstance(rule.recursion, ScalarLeak):
+        parts['temporal_recursion'] = 'scalar_leak'
+        parts.setdefault('decay', rule.recursion.decay)
+    if rule.filter is not None:
+        parts |= {'trace_filter': 'kappa', 'kappa': rule.filter}
+    if isinstance(rule.signal, RandomFeedback):
+        parts['learning_signal'] = 'random_feedback'
+    elif isinstance(rule.signal, Modulated):
+        parts['learning_signal'] = 'modulatory'
+    elif rule.predictor is not None:
+        parts['learning_signal'] = 'bootstrapped'
+    return ETraceConfig(**parts)
+
+
+def _decay(side: int) -> Callable[[Any], float]:
+    def of(learner: Any) -> float:
+        decays = learner.rule.decay
+        if decays is None:
+            kind = type(learner).__name__
+            raise AttributeError(f'{kind!r} object has no decay: its traces are whole')
+        return decays[side]
+
+    return of
+
+
+def _regime(learner: Any) -> str:
+    """Whether the Jacobian of a unit's own states is part of OSTL's trace."""
+    regimes = {'OSTLRecurrent': 'with-H', 'OSTLFeedforward': 'without-H'}
+    if learner.rule.name not in regimes:
+        raise AttributeError(f'{type(learner).__name__!r} object has no regime')
+    return regimes[learner.rule.name]
+
+
+def _module(learner: Any) -> Any:
+    """The learner itself, if it maps a model over a batch: there is no other inside."""
+    if not learner.vmap:
+        kind = type(learner).__name__
+        raise AttributeError(f'{kind!r} object has no module: it maps nothing')
+    return learner
+
+
+def _path_to_states(learner: Any) -> Any:
+    _ = learner.graph
+    return learner.executor.path_to_states
+
+
+def _state_id_to_path(learner: Any) -> dict[int, tuple]:
+    _ = learner.graph
+    return learner.executor.state_id_to_path
+
+
+def _feedback(learner: Any) -> str:
+    is_random = isinstance(learner.rule.signal, RandomFeedback)
+    return 'random' if is_random else 'symmetric'
+
+
+def _sparse_n(learner: Any) -> int:
+    trace = learner.rule.trace
+    if not isinstance(trace, Reach):
+        raise AttributeError(f'{type(learner).__name__!r} object has no n')
+    return trace.n
+
+
+# ---------------------------------------------------------------- synthetic gradients
+
+
+def group_signal_shapes(learner: Any) -> dict[int, tuple[int, ...]]:
+    """The shape of the credit of every hidden group, states last."""
+    groups = learner.graph.hidden_groups
+    return {group.index: (*group.varshape, group.num_state) for group in groups}
+
+
+def attach_synthesizer(learner: Any, synthesizer: Any) -> None:
+    """Use another predictor of credit at the ends of windows."""
+    if learner.rule.predictor is None:
+        raise ValueError(
+            three_parts(
+                f'attach_synthesizer on a {learner.rule.name} learner',
+                'it has no predictor',
+                "rule 'dni'",
+            )
+        )
+    steps = learner.rule.window.steps
+    learner.rule = replace(learner.rule, window=Window(steps, synthesizer))
+    learner.rule_state = RuleState(learner.rule.init_state(learner._groups()))
+
+
+MEMBERS: dict[str, Callable[[Any], Any]] = {
+    'attach_synthesizer': lambda learner: partial(attach_synthesizer, learner),
+    'feedback': _feedback,
+    'config': lambda learner: config_of(learner.rule),
+    'decay': _decay(0),
+    'decay_f': _decay(1),
+    'decay_x': _decay(0),
+    'graph_executor': lambda learner: learner.executor,
+    'group_signal_shapes': lambda learner: partial(group_signal_shapes, learner),
+    'init_etrace_state': lambda learner: partial(init_etrace_state, learner),
+    'kappa_filter_decay': lambda learner: learner.rule.filter or 0.0,
+    'model4compile': lambda learner: learner.model,
+    'module': _module,
+    'n': _sparse_n,
+    'path_to_states': _path_to_states,
+    'regime': _regime,
+    'state_id_to_path': _state_id_to_path,
+    'synthesizer': lambda learner: learner.rule.predictor,
+}
+
+
+# ---------------------------------------------------------------- overridden hooks
+
+HOOKS = (
+    '_assign_etrace_data',
+    '_compute_learning_signal',
+    '_default_config',
+    '_get_etrace_data',
+    '_inject_exit_cotangent',
+    '_make_etrace_stepper',
+    '_solve_weight_gradients',
+    '_substitute_hidden_jacobians',
+    '_update_etrace_data',
+    '_update_fn',
+    '_update_fn_bwd',
+    '_update_fn_fwd',
+    'init_etrace_state',
+)
+"""Methods that the published package calls on a subclass; none of them is called here."""
+
+
+def check_subclass(kind: type) -> None:
+    """Raise if a learner class overrides such a method: it would be ignored."""
+    if own := [name for name in HOOKS if name in vars(kind)]:
+        raise TypeError(
+            three_parts(
+                f'class {kind.__name__} with its own {", ".join(own)}',
+                'learners here do not call these methods, so the class would silently be '
+                'its base',
+                'a rule from parts, ETraceConfig(...) or a Rule of its own with '
+                'rules.register, as examples/own_rule.py does',
+            )
+        )

@@ -1,0 +1,134 @@
+"""Operations given by a function and four rules.
+
+Here the function is enough. It is run as it is, under a mark of its name, and the
+compiler finds what each weight reaches, its trace and its gradient from the equations
+inside. :func:`braintrace.operations.register_primitive` takes primitives that JAX cannot
+look into.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import three_parts
+from ..operations import register_primitive as register_operation
+from ..ops import mark
+
+
+class ETPPrimitive:
+    """An operation by name; ``bind`` runs its function."""
+
+    def __init__(self, name: str, impl_fn: Callable[..., Any] | None = None):
+        self.name = name
+        self.impl = impl_fn
+
+    def def_impl(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Give it its function; may be used as a decorator."""
+        self.impl = function
+        return function
+
+    def def_abstract_eval(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Accepted: shapes are those of the function."""
+        return function
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        """Run the operation."""
+        if self.impl is None:
+            raise NotImplementedError(
+                three_parts(
+                    f'{self.name}.bind(...) of an operation without a function',
+                    'the function is what is run and what the compiler reads',
+                    f'register_primitive({self.name!r}, function), or def_impl',
+                )
+            )
+        with mark(self.name):
+            return self.impl(*args, **params)
+
+    __call__ = bind
+
+    def _derived(self, rule: str, function: Callable | None) -> Callable | None:
+        warnings.warn(
+            f'{rule} of {self.name} is not used: traces and gradients follow from the '
+            "operation's function here",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return function
+
+    def register_dt_to_t(self, fn: Callable) -> Callable | None:
+        """Not needed: derived from the function."""
+        return self._derived('dt_to_t', fn)
+
+    def register_xy_to_dw(self, fn: Callable) -> Callable | None:
+        """Not needed: derived from the function."""
+        return self._derived('xy_to_dw', fn)
+
+    def register_init_drtrl(self, fn: Callable) -> Callable | None:
+        """Not needed: derived from the function."""
+        return self._derived('init_drtrl', fn)
+
+    def register_init_pp(self, fn: Callable) -> Callable | None:
+        """Not needed: derived from the function."""
+        return self._derived('init_pp', fn)
+
+    def register_etp_rules(self, **rules: Callable | None) -> None:
+        """Not needed: derived from the function."""
+        known = {
+            'dt_to_t',
+            'xy_to_dw',
+            'init_drtrl',
+            'init_pp',
+            'fast_path',
+            'pp_x_repr',
+            'snap_anchor',
+            'snap_adjacency',
+        }
+        if unknown := rules.keys() - known:
+            raise TypeError(
+                three_parts(
+                    f'register_etp_rules({", ".join(sorted(unknown))}=...)',
+                    'there are no such rules',
+                    f'some of {", ".join(sorted(known))}',
+                )
+            )
+        given = ', '.join(name for name, fn in rules.items() if fn is not None)
+        self._derived(given or 'no rule', None)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+_OWN = {
+    'batched',
+    'gradient_enabled',
+    'trainable_invars_fn',
+    'x_invar_index',
+    'y_outvar_index',
+}
+
+
+def register_primitive(
+    primitive: Any = None, operation: Any = None, **options: Any
+) -> Any:
+    """Tell the compiler about an operation of your own.
+
+    ``register_primitive(primitive, operation)``: a primitive of JAX and what the
+    compiler is to know of it; see :func:`braintrace.operations.register_primitive`.
+    ``register_primitive(name, impl_fn, *, batched, ...)``, as the published package has
+    it: an operation made of a function, which is called by its ``bind``.
+    """
+    primitive = options.pop('name', primitive)
+    operation = options.pop('impl_fn', operation)
+    takes_a_name = isinstance(primitive, str) and callable(operation)
+    if takes_a_name and (options.keys() <= _OWN) and not _gives_labels(operation):
+        return ETPPrimitive(primitive, operation)
+    return register_operation(primitive, operation, **options)
+
+
+def _gives_labels(function: Any) -> bool:
+    """Whether a function is one of labels: of an equation, its outputs and constants."""
+    code = getattr(function, '__code__', None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    return names == ('eqn', 'outs', 'const')
