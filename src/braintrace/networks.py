@@ -6,14 +6,13 @@ import math
 from functools import partial
 from typing import Any
 
-import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
-from brainstate.typing import ArrayLike
 
+from ._brainstate import brainstate
 from .errors import one_of, three_parts
-from .nn import FiringRate
+from .nn import FiringRate, LinearAttention, SelectiveSSM
 
 
 @jax.custom_jvp
@@ -63,11 +62,11 @@ class SpikingNetwork(brainstate.nn.Module):
         self.y = brainstate.HiddenState(jnp.zeros((*shape, self.outputs)))
 
     def spikes(self) -> jax.Array:
-        """Who fires at the potentials of now."""
+        """Spikes at the current potentials."""
         raise NotImplementedError
 
-    def read_out(self) -> ArrayLike:
-        """Count the spikes of now and let them move the output."""
+    def read_out(self) -> brainstate.typing.ArrayLike:
+        """Update the running mean and the output by the current spikes."""
         now = self.spikes()
         self.rate(now)
         self.y.value = self.keep_out * self.y.value + now @ self.out.value
@@ -114,7 +113,7 @@ class ALIF(SpikingNetwork):
         ) / self.threshold
         return jnp.where(self.rest.value == 0, fire(over), 0.0)
 
-    def update(self, x: jax.Array) -> ArrayLike:
+    def update(self, x: jax.Array) -> brainstate.typing.ArrayLike:
         z = self.spikes()
         reset = jax.lax.stop_gradient(z)
         self.rest.value = jnp.where(
@@ -128,10 +127,10 @@ class ALIF(SpikingNetwork):
 
 class GIF(SpikingNetwork):
     """Generalised integrate-and-fire units: each has a slow current that its spikes
-    leave behind.
+    change.
 
-    ``after``: what one spike adds to it; below zero units tire, above zero they are
-    easier to wake again. ``gain``: of the recurrent weights at first.
+    ``after``: what one spike adds to it; below zero a spike makes the unit less
+    excitable, above zero more. ``gain``: of the recurrent weights at first.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class GIF(SpikingNetwork):
     def spikes(self) -> jax.Array:
         return fire(self.V.value - 1.0)
 
-    def update(self, x: jax.Array) -> ArrayLike:
+    def update(self, x: jax.Array) -> brainstate.typing.ArrayLike:
         z = self.spikes()
         drive = x @ self.feed.value + z @ self.recur.value
         self.a.value = self.keep_slow * self.a.value + self.after * z
@@ -167,7 +166,7 @@ class GIF(SpikingNetwork):
 
 class Recurrent(brainstate.nn.Module):
     """A stock cell and a linear read-out. ``slow`` closes the update gate of a GRU: its
-    units then remember longer."""
+    states then decay more slowly."""
 
     def __init__(
         self,
@@ -194,12 +193,37 @@ class Recurrent(brainstate.nn.Module):
         return self.readout(self.cell(x))
 
 
+class StateSpace(brainstate.nn.Module):
+    """A state-space layer or linear attention, tanh, and a linear read-out: units do not
+    feed each other, so D-RTRL gives the gradient of BPTT. ``cell`` is called with
+    inputs, units and the other options."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        units: int = 64,
+        cell: Any = SelectiveSSM,
+        seed: int = 0,
+        **options: Any,
+    ):
+        super().__init__()
+        brainstate.random.seed(seed)
+        self.cell = cell(inputs, units, **options)
+        self.readout = brainstate.nn.Linear(units, outputs)
+
+    def update(self, x: jax.Array) -> jax.Array:
+        return self.readout(jnp.tanh(self.cell(x)))
+
+
 NETWORKS: dict[str, Any] = {
     'alif': ALIF,
+    'attention': partial(StateSpace, cell=LinearAttention),
     'gif': GIF,
     'gru': partial(Recurrent, cell='GRUCell', slow=1.0),
     'lstm': partial(Recurrent, cell='LSTMCell'),
     'rnn': partial(Recurrent, cell='ValinaRNNCell', activation='tanh'),
+    'ssm': partial(StateSpace, cell=SelectiveSSM),
 }
 """Networks by name: each is called with inputs, outputs and, by keyword, units and a
 seed."""
@@ -210,12 +234,12 @@ def network(
 ) -> brainstate.nn.Module:
     """A network by its name."""
     if name not in NETWORKS:
-        instead = f'{one_of(NETWORKS, name)}; or file.py:factory on the command line'
+        fix = f'{one_of(NETWORKS, name)}; or file.py:factory on the command line'
         raise ValueError(
             three_parts(
                 f'a network {name!r}',
                 'there is none by this name',
-                instead,
+                fix,
             )
         )
     return NETWORKS[name](inputs, outputs, **options)

@@ -1,4 +1,4 @@
-"""Tasks that an ordinary computer can check, drawn from a NumPy generator.
+"""Tasks for an ordinary computer, drawn from a NumPy generator.
 
 Every task gives :class:`Trials`: inputs (time, batch, channels), targets of every step,
 and the weight of its loss. ``reference`` says what others reached, and how.
@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import one_of, three_parts
+from .events import EventRecordings, events_to_steps
 from .memory import (
     Adding,
     Copying,
@@ -20,6 +21,25 @@ from .randman import Randman
 from .recordings import NMNIST, SHD, Digits
 from .series import Series
 from .trials import Task, Trials
+
+__all__ = [
+    'NMNIST',
+    'SHD',
+    'TASKS',
+    'Adding',
+    'Copying',
+    'DelayedMatchToSample',
+    'Digits',
+    'EventRecordings',
+    'EvidenceAccumulation',
+    'PatternGeneration',
+    'Randman',
+    'Series',
+    'Task',
+    'Trials',
+    'events_to_steps',
+    'task',
+]
 
 TASKS: dict[str, Any] = {
     'evidence': EvidenceAccumulation,
@@ -59,11 +79,11 @@ def task(name: str, **options: Any) -> Task:
     if wrong := [
         n for n, v in options.items() if is_number(known.get(n)) and not is_number(v)
     ]:
-        told = ', '.join(f'{n}={options[n]!r}' for n in wrong)
+        options_text = ', '.join(f'{n}={options[n]!r}' for n in wrong)
         raise ValueError(
             three_parts(
-                f'task {name!r} with {told}',
-                'it counts or measures',
+                f'task {name!r} with {options_text}',
+                'it is a count or a size',
                 'a number, not a negative one',
             )
         )

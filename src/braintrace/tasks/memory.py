@@ -1,4 +1,4 @@
-"""Trials that ask for a memory: cues, symbols or numbers now, the answer later."""
+"""Trials that need memory: cues, symbols or numbers now, the answer later."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class EvidenceAccumulation:
 
     outputs: ClassVar[int] = 2
     kind: ClassVar[str] = 'decision'
+    step_unit: ClassVar[str] = 'ms'
     reference: ClassVar[str] = (
         'error below 7 % within 200–500 iterations (e-prop, Bellec 2020); 91.1 % mlGeNN, 93.8 % NEST'
     )
@@ -44,6 +45,13 @@ class EvidenceAccumulation:
     def inputs(self) -> int:
         """Channels."""
         return 4 * self.group
+
+    @property
+    def channel_groups(self) -> dict[str, slice]:
+        """Which channels belong together, by name."""
+        names = ('left', 'right', 'recall', 'noise')
+        size = self.group
+        return {n: slice(i * size, (i + 1) * size) for i, n in enumerate(names)}
 
     @property
     def steps(self) -> int:
@@ -129,7 +137,7 @@ class DelayedMatchToSample:
 
 @dataclass(frozen=True)
 class Copying:
-    """Symbols to be said again after a lag."""
+    """Symbols to be repeated after a lag."""
 
     length: int = 10
     symbols: int = 8
@@ -143,7 +151,7 @@ class Copying:
 
     @property
     def inputs(self) -> int:
-        """Symbols, a blank and the sign to begin."""
+        """Symbols, a blank and a start signal."""
         return self.symbols + 2
 
     @property
@@ -198,8 +206,8 @@ class Adding:
 
 @dataclass(frozen=True)
 class PatternGeneration:
-    """A sum of sines to be drawn in time, from Poisson inputs that are the same in
-    every trial."""
+    """A sum of sines to be generated over time, from Poisson inputs that are the same
+    in every trial."""
 
     steps: int = 1000
     channels: int = 20
@@ -218,7 +226,7 @@ class PatternGeneration:
         return self.channels
 
     def batch(self, rng: np.random.Generator, size: int) -> Trials:
-        """The one trial, as often as asked."""
+        """The one trial, ``size`` times."""
         fixed = np.random.default_rng(self.seed)
         t = np.arange(self.steps) / 1000
         parts = [a * np.sin(2 * np.pi * f * t + p) for f, a, p in zip(

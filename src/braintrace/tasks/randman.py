@@ -17,8 +17,8 @@ class Randman:
     a time its manifold gives.
 
     A point of a class is ``dimensions`` numbers; the time of a unit is a sum of sines
-    of them, fading with the frequency by ``smoothness``. What tells the classes apart
-    is when units fire, never how often.
+    of them, fading with the frequency by ``smoothness``. Classes differ in when units
+    fire, not in how often.
     """
 
     classes: int = 10

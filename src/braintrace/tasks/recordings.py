@@ -14,7 +14,7 @@ from ..errors import three_parts
 from .trials import Trials
 
 
-def _decisions(inputs: np.ndarray, labels: np.ndarray, last: int) -> Trials:
+def decisions(inputs: np.ndarray, labels: np.ndarray, last: int) -> Trials:
     """Trials whose answer counts in the last steps."""
     steps = len(inputs)
     weights = np.zeros(steps, np.float32)
@@ -66,7 +66,7 @@ class Digits:
         held_out = np.arange(len(labels)) % 5 == 0
         chosen = rng.choice(np.flatnonzero(held_out == self.test), size)
         inputs = pictures[chosen].reshape(size, self.steps, self.inputs).swapaxes(0, 1)
-        return _decisions(inputs, labels[chosen], 1)
+        return decisions(inputs, labels[chosen], 1)
 
 
 @cache
@@ -78,7 +78,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
             three_parts(
                 'the digits task',
                 'the pictures ship with scikit-learn',
-                "pip install 'braintrace[data]'",
+                "pip install 'braintrace-online[data]'",
             )
         ) from error
     found = load_digits()
@@ -118,7 +118,7 @@ class SHD:
             channels = np.asarray(units[i])[kept] // self.group
             at: Any = (when[kept].astype(int), k, channels)
             np.add.at(counts, at, 1)
-        return _decisions(counts, labels[chosen], self.steps // 2)
+        return decisions(counts, labels[chosen], self.steps // 2)
 
 
 @cache
@@ -128,7 +128,9 @@ def _read_shd(file: str) -> tuple[Any, Any, np.ndarray]:
     except ImportError as error:
         raise ImportError(
             three_parts(
-                'the SHD task', 'its files are HDF5', "pip install 'braintrace[data]'"
+                'the SHD task',
+                'its files are HDF5',
+                "pip install 'braintrace-online[data]'",
             )
         ) from error
     try:
@@ -180,7 +182,7 @@ class NMNIST:
             kept = (step < self.steps) & (x < self.side) & (y < self.side)
             counts[step[kept], k, polarity[kept], y[kept], x[kept]] = 1
         labels = np.array([int(files[i].parent.name) for i in chosen])
-        return _decisions(counts.reshape(self.steps, size, -1), labels, self.steps // 2)
+        return decisions(counts.reshape(self.steps, size, -1), labels, self.steps // 2)
 
 
 def events(content: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -21,7 +21,8 @@ class Task(Protocol):
 
     ``kind``: 'classes', one of ``outputs`` at every step; 'decision', one for each
     trial; 'values', ``outputs`` numbers at every step. ``reference``: what others
-    reached, and how.
+    reached, and how. For pictures a task may have a ``step_unit``, as 'ms', and
+    ``channel_groups``: names of its inputs, each with a slice of channels.
     """
 
     kind: ClassVar[str]

@@ -1,0 +1,54 @@
+"""Models from and to files of the Neuromorphic Intermediate Representation (NIR).
+
+:func:`read` makes a model of one time step of a graph, :func:`write` a file of a model.
+Both need the package ``nir`` (``pip install 'braintrace-online[nir]'``).
+"""
+
+from .files import from_graph, read, to_graph, write
+from .model import Model
+from .nodes import (
+    IF,
+    LI,
+    LIF,
+    NODES,
+    Affine,
+    AvgPool2d,
+    Conv1d,
+    Conv2d,
+    CubaLI,
+    CubaLIF,
+    Delay,
+    Flatten,
+    I,
+    Linear,
+    Node,
+    Scale,
+    SumPool2d,
+    Threshold,
+)
+
+__all__ = [
+    'IF',
+    'LI',
+    'LIF',
+    'NODES',
+    'Affine',
+    'AvgPool2d',
+    'Conv1d',
+    'Conv2d',
+    'CubaLI',
+    'CubaLIF',
+    'Delay',
+    'Flatten',
+    'I',
+    'Linear',
+    'Model',
+    'Node',
+    'Scale',
+    'SumPool2d',
+    'Threshold',
+    'from_graph',
+    'read',
+    'to_graph',
+    'write',
+]

@@ -1,0 +1,501 @@
+"""The nodes of the NIR specification, each a module of one time step.
+
+Inputs and outputs have the shape of the node, with any batch axes in front. Between two
+steps the input is constant, and the differential equations are solved exactly: with
+α = exp(-dt/τ), a leak takes v to α v + (1 - α) (v_leak + R I).
+
+A neuron that spikes holds its potential from before the reset, so that its spikes are a
+function of its state; the next step starts from the potential after the reset.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import ops
+from ..errors import three_parts
+from ..networks import fire
+
+Surrogate = Callable[[jax.Array], jax.Array]
+"""A step function of a potential above its threshold, with a derivative to learn by."""
+
+
+class Node(brainstate.nn.Module):
+    """A node of a graph: its arrays by the names of the specification.
+
+    ``dt``: the time step, in the unit of the time constants. ``train``: names of arrays
+    that are parameters (:class:`brainstate.ParamState`); the others are constants.
+    ``settings``: the other fields of the specification.
+    """
+
+    arrays: ClassVar[Mapping[str, Any]] = {}
+    """Names of the arrays, with a value for those that may be left out."""
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields that are no arrays of parameters."""
+    positive: ClassVar[tuple[str, ...]] = ('tau', 'tau_mem', 'tau_syn')
+    """Names of the arrays that are time constants."""
+    has_state: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        dt: float = 1.0,
+        train: Collection[str] = (),
+        surrogate: Surrogate = fire,
+        dtype: Any = None,
+        **given: Any,
+    ):
+        super().__init__()
+        self.dt = float(dt)
+        self.surrogate = surrogate
+        self.dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
+        self._check_names(given)
+        for name in self.settings:
+            setattr(self, name, given[name])
+        values = {**self.arrays, **given}
+        arrays = {name: np.asarray(values[name]) for name in self.arrays}
+        shape = self._shape_of(arrays)
+        for name, array in arrays.items():
+            self._check_array(name, array)
+            value: Any = array if shape is None else np.broadcast_to(array, shape)
+            if name in train:
+                value = brainstate.ParamState(jnp.asarray(value, self.dtype))
+            setattr(self, name, value)
+
+    @classmethod
+    def _shape_of(cls, arrays: Mapping[str, np.ndarray]) -> tuple[int, ...] | None:
+        """The shape that all arrays have, if they have one."""
+        return None
+
+    def _check_names(self, given: Mapping[str, Any]) -> None:
+        wanted = {*self.arrays, *self.settings}
+        needed = {n for n in self.arrays if self.arrays[n] is None} | {*self.settings}
+        if not needed <= given.keys() or not given.keys() <= wanted:
+            raise TypeError(
+                three_parts(
+                    f'nir.{type(self).__name__}({", ".join(given)})',
+                    f'the node has {", ".join(sorted(needed))}, and may have '
+                    f'{", ".join(sorted(wanted - needed)) or "nothing else"}',
+                    'these names, as in the NIR specification',
+                )
+            )
+
+    def _check_array(self, name: str, array: np.ndarray) -> None:
+        if name in self.positive and not np.all(array > 0):
+            raise ValueError(
+                three_parts(
+                    f'a {type(self).__name__} node with {name} of {array.min()}',
+                    'a time constant is positive',
+                    f'{name} above zero, in the unit of dt={self.dt}',
+                )
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of what it gives, batch axes aside; None if its input says so."""
+        return None
+
+    def array(self, name: str) -> Any:
+        """An array of the node: NumPy's if it is a constant, so that what depends on
+        constants alone is computed once, in full precision."""
+        found = getattr(self, name)
+        if isinstance(found, brainstate.State):
+            return found.value
+        return found.astype(np.float64)
+
+    def _cast(self, x: Any) -> jax.Array:
+        """A coefficient in the type of the model."""
+        return jnp.asarray(x, self.dtype)
+
+    def value(self, name: str) -> jax.Array:
+        """An array of the node in the type of the model."""
+        return self._cast(self.array(name))
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the specification, as they are now."""
+        found = {name: getattr(self, name) for name in self.settings}
+        for name in self.arrays:
+            value = getattr(self, name)
+            is_trained = isinstance(value, brainstate.State)
+            found[name] = np.array(value.value if is_trained else value)
+            self._check_array(name, found[name])
+        return found
+
+
+# ------------------------------------------------------------ without a state
+
+
+class Affine(Node):
+    """y = W x + b, with W (..., outputs, inputs)."""
+
+    arrays: ClassVar = {'weight': None, 'bias': None}
+
+    def update(self, x: Any) -> Any:
+        bias = self.value('bias') if 'bias' in self.arrays else None
+        weight = self.value('weight')
+        if weight.ndim > 2:
+            y = jnp.einsum('...i,...oi->...o', x, weight)
+            return y if bias is None else y + bias
+        return ops.matmul(x, weight, bias, weight_fn=jnp.transpose)
+
+
+class Linear(Affine):
+    """y = W x, with W (..., outputs, inputs)."""
+
+    arrays: ClassVar = {'weight': None}
+
+
+class Scale(Node):
+    """y = s x, element by element."""
+
+    arrays: ClassVar = {'scale': None}
+
+    def update(self, x: Any) -> Any:
+        return x * self.value('scale')
+
+
+class _Conv(Node):
+    arrays: ClassVar = {'weight': None, 'bias': None}
+    settings: ClassVar = ('input_shape', 'stride', 'padding', 'dilation', 'groups')
+    axes: ClassVar[int]
+    layout: ClassVar[tuple[str, str, str]]
+    input_shape: Any
+    stride: Any
+    padding: Any
+    dilation: Any
+    groups: Any
+
+    def update(self, x: Any) -> Any:
+        dilation = _pair(self.dilation, self.axes)
+        padding = self.padding
+        if isinstance(padding, bytes):
+            padding = padding.decode()
+        if isinstance(padding, str):
+            padding = padding.upper()
+        else:
+            padding = [(p, p) for p in _pair(padding, self.axes)]
+        return ops.conv(
+            x,
+            self.value('weight'),
+            self.value('bias'),
+            strides=_pair(self.stride, self.axes),
+            padding=padding,
+            rhs_dilation=dilation,
+            feature_group_count=int(self.groups),
+            dimension_numbers=self.layout,
+        )
+
+
+class Conv1d(_Conv):
+    """A convolution over one axis, channels first, W (out, in, width)."""
+
+    axes: ClassVar = 1
+    layout: ClassVar = ('NCH', 'OIH', 'NCH')
+
+
+class Conv2d(_Conv):
+    """A convolution over two axes, channels first, W (out, in, height, width)."""
+
+    axes: ClassVar = 2
+    layout: ClassVar = ('NCHW', 'OIHW', 'NCHW')
+
+
+class SumPool2d(Node):
+    """Sums over windows of the last two axes; what is padded is zero."""
+
+    settings: ClassVar = ('kernel_size', 'stride', 'padding')
+    kernel_size: Any
+    stride: Any
+    padding: Any
+
+    def update(self, x: Any) -> Any:
+        return self._sums(jnp.asarray(x))
+
+    def _sums(self, x: jax.Array) -> jax.Array:
+        ones = (1,) * (x.ndim - 2)
+        window = (*ones, *_pair(self.kernel_size, 2))
+        strides = (*ones, *_pair(self.stride, 2))
+        around = [(0, 0) for _ in ones]
+        around += [(p, p) for p in _pair(self.padding, 2)]
+        zero = np.zeros((), x.dtype)[()]
+        return lax.reduce_window(x, zero, lax.add, window, strides, around)
+
+
+class AvgPool2d(SumPool2d):
+    """Means over windows of the last two axes; zeros that are padded count."""
+
+    def update(self, x: Any) -> Any:
+        return self._sums(jnp.asarray(x)) / math.prod(_pair(self.kernel_size, 2))
+
+
+class Flatten(Node):
+    """Joins the axes of its input from ``start_dim`` to ``end_dim``, both included;
+    batch axes are not counted."""
+
+    settings: ClassVar = ('input_type', 'start_dim', 'end_dim')
+    input_type: Any
+    start_dim: Any
+    end_dim: Any
+
+    def set_input(self, shape: tuple[int, ...]) -> None:
+        """The shape of its input, where the specification does not say it."""
+        if self.input_type['input'] is None:
+            self.input_type = {'input': np.array(shape)}
+
+    def update(self, x: Any) -> Any:
+        if self.input_type['input'] is None:
+            raise ValueError(
+                three_parts(
+                    'a Flatten node without the shape of its input',
+                    'batch axes, which it keeps, are known by that shape',
+                    'input_type=... of the node, or a graph with the shapes of its inputs',
+                )
+            )
+        shape = tuple(int(n) for n in self.input_type['input'])
+        start, end = (int(n) % len(shape) for n in (self.start_dim, self.end_dim))
+        joined = (*shape[:start], -1, *shape[end + 1 :])
+        batch = jnp.shape(x)[: jnp.ndim(x) - len(shape)]
+        return jnp.reshape(x, (*batch, *joined))
+
+
+class Threshold(Node):
+    """A spike where the input is above the threshold."""
+
+    arrays: ClassVar = {'threshold': None}
+
+    def update(self, x: Any) -> Any:
+        return _spikes(self, x, 'threshold')
+
+
+# ------------------------------------------------------------ with a state
+
+
+class _Neuron(Node):
+    """A node with a potential ``v``, zero at first."""
+
+    has_state: ClassVar = True
+    v: brainstate.HiddenState
+
+    @classmethod
+    def _shape_of(cls, arrays: Mapping[str, np.ndarray]) -> tuple[int, ...]:
+        return np.broadcast_shapes(*(array.shape for array in arrays.values()))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its potentials, batch axes aside."""
+        return self.array(next(iter(self.arrays))).shape
+
+    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        batch = () if batch_size is None else (batch_size,)
+        self.v = brainstate.HiddenState(jnp.zeros((*batch, *self.shape), self.dtype))
+
+    def output(self) -> Any:
+        """The output at the current state."""
+        return self.v.value
+
+    def _start(self) -> Any:
+        """The potential that a step starts from."""
+        return self.v.value
+
+
+class _Spiking(_Neuron):
+    """A neuron that spikes above a threshold and is reset to a potential."""
+
+    def output(self) -> Any:
+        return _spikes(self, self.v.value, 'v_threshold')
+
+    def _start(self) -> Any:
+        v: Any = self.v.value
+        return jnp.where(v > self.value('v_threshold'), self.value('v_reset'), v)
+
+
+class I(_Neuron):  # noqa: E742 - the name in the specification
+    """dv/dt = R I."""
+
+    arrays: ClassVar = {'r': None}
+
+    def update(self, x: Any) -> Any:
+        self.v.value = self._start() + self._cast(self.dt * self.array('r')) * x
+        return self.output()
+
+
+class IF(_Spiking, I):
+    """dv/dt = R I, with spikes and a reset."""
+
+    arrays: ClassVar = {'r': None, 'v_threshold': None, 'v_reset': 0.0}
+
+
+class LI(_Neuron):
+    """τ dv/dt = v_leak - v + R I."""
+
+    arrays: ClassVar = {'tau': None, 'r': None, 'v_leak': None}
+
+    def update(self, x: Any) -> Any:
+        keep, gain = _leak(self.dt, self.array('tau'))
+        drive = self.value('v_leak') + self.value('r') * x
+        self.v.value = self._cast(keep) * self._start() + self._cast(gain) * drive
+        return self.output()
+
+
+class LIF(_Spiking, LI):
+    """τ dv/dt = v_leak - v + R I, with spikes and a reset."""
+
+    arrays: ClassVar = {**LI.arrays, 'v_threshold': None, 'v_reset': 0.0}
+
+
+class CubaLI(_Neuron):
+    """τ_syn dI/dt = -I + w_in S and τ_mem dv/dt = v_leak - v + R I.
+
+    Both are solved together: inside a step the current moves, and the potential follows
+    it.
+    """
+
+    arrays: ClassVar = {
+        'tau_syn': None,
+        'tau_mem': None,
+        'r': None,
+        'v_leak': None,
+        'w_in': 1.0,
+    }
+    i: brainstate.HiddenState
+
+    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        super().init_state(batch_size, **kwargs)
+        self.i = brainstate.HiddenState(jnp.zeros_like(self.v.value))
+
+    def update(self, x: Any) -> Any:
+        tau_syn, tau_mem = self.array('tau_syn'), self.array('tau_mem')
+        keep_i, gain_i = _leak(self.dt, tau_syn)
+        keep, gain = _leak(self.dt, tau_mem)
+        carried = self._cast(_carried(self.dt / tau_mem, self.dt / tau_syn))
+        target = self.value('w_in') * x
+        r, old = self.value('r'), self.i.value
+        # The current of the old value and of the constant target, each by its effect
+        # on the potential: I(s) = target + (old - target) exp(-s/τ_syn).
+        drive = self._cast(gain) * (self.value('v_leak') + r * target)
+        drive = drive + carried * r * (old - target)
+        self.v.value = self._cast(keep) * self._start() + drive
+        self.i.value = self._cast(keep_i) * old + self._cast(gain_i) * target
+        return self.output()
+
+
+class CubaLIF(_Spiking, CubaLI):
+    """A :class:`CubaLI` with spikes and a reset of the potential."""
+
+    arrays: ClassVar = {**CubaLI.arrays, 'v_threshold': None, 'v_reset': 0.0}
+
+
+class Delay(Node):
+    """y(t) = x(t - delay), each element by its own number of whole steps.
+
+    The last inputs are the states of one position, so a trace carries credit through
+    the delay.
+    """
+
+    has_state: ClassVar = True
+    arrays: ClassVar = {'delay': None}
+    past: brainstate.HiddenGroupState
+
+    def __init__(self, **given: Any):
+        super().__init__(**{**given, 'train': ()})
+        delay = self.array('delay')
+        steps = np.rint(delay / self.dt).astype(int)
+        if np.any(delay < 0) or not np.allclose(steps * self.dt, delay, rtol=1e-3):
+            raise ValueError(
+                three_parts(
+                    f'a Delay node of {delay.ravel()[:5]} with dt={self.dt}',
+                    'a step model delays by whole steps',
+                    'delays that are multiples of dt, none negative; another dt',
+                )
+            )
+        # One for every step of the past, the current input included.
+        self._chosen = np.arange(steps.max(initial=0) + 1) == steps[..., None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its inputs and outputs, batch axes aside."""
+        return self._chosen.shape[:-1]
+
+    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        batch = () if batch_size is None else (batch_size,)
+        zeros = jnp.zeros((*batch, *self._chosen.shape), self.dtype)
+        self.past = brainstate.HiddenGroupState(zeros)
+
+    def output(self) -> Any:
+        """The output at the current state."""
+        return jnp.sum(self.past.value * self._cast(self._chosen), axis=-1)
+
+    def update(self, x: Any) -> Any:
+        old: Any = self.past.value
+        newest = jnp.broadcast_to(jnp.asarray(x, old.dtype), old.shape[:-1])
+        self.past.value = jnp.concatenate([newest[..., None], old[..., :-1]], axis=-1)
+        return self.output()
+
+
+# ------------------------------------------------------------ helpers
+
+
+def _spikes(node: Node, v: Any, name: str) -> Any:
+    """Spikes of potentials, in derivatives by the distance in units of the threshold."""
+    threshold = node.value(name)
+    size = jnp.abs(threshold)
+    return node.surrogate((v - threshold) / jnp.where(size > 0, size, 1))
+
+
+def _leak(dt: float, tau: Any) -> tuple[Any, Any]:
+    """exp(-dt/τ), and 1 - exp(-dt/τ)."""
+    xp: Any = np if isinstance(tau, np.ndarray) else jnp
+    return xp.exp(-dt / tau), -xp.expm1(-dt / tau)
+
+
+def _carried(a: Any, b: Any) -> Any:
+    """a (exp(-b) - exp(-a)) / (a - b), also where a and b are equal: how much of a
+    current that decays by b a potential that decays by a takes in."""
+    both = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+    xp: Any = np if both else jnp
+    distance = xp.abs(a - b)
+    is_small = distance < 1e-2
+    safe = xp.where(is_small, 1.0, distance)
+    # (1 - exp(-d)) / d, whose derivative would lose all digits near zero.
+    series = 1 - distance / 2 * (
+        1 - distance / 3 * (1 - distance / 4 * (1 - distance / 5))
+    )
+    ratio = xp.where(is_small, series, -xp.expm1(-safe) / safe)
+    return a * xp.exp(-xp.minimum(a, b)) * ratio
+
+
+def _pair(value: Any, axes: int) -> tuple[int, ...]:
+    """One whole number for each axis."""
+    return tuple(int(n) for n in np.broadcast_to(np.asarray(value), (axes,)))
+
+
+NODES: dict[str, type[Node]] = {
+    kind.__name__: kind
+    for kind in (
+        Affine,
+        Linear,
+        Scale,
+        Conv1d,
+        Conv2d,
+        SumPool2d,
+        AvgPool2d,
+        Flatten,
+        Threshold,
+        I,
+        IF,
+        LI,
+        LIF,
+        CubaLI,
+        CubaLIF,
+        Delay,
+    )
+}
+"""Nodes by the names of the specification."""
