@@ -1,165 +1,85 @@
 """Online learning for recurrent and spiking networks: eligibility traces, compiled from
-plain models."""
+plain models.
 
-from .compat import keep_x64
+Importing the package takes no time; its names, JAX and brainstate are loaded when one
+of the names is first used.
+"""
 
-# brainstate sets jax_enable_x64 to its own default when it is first imported.
-with keep_x64():
-    import brainstate as _brainstate
+import typing as _typing
+import warnings as _warnings
+from importlib import import_module as _import_module
+from importlib import metadata as _metadata
+from importlib.util import find_spec as _find_spec
 
-from . import networks, nn, operations, tasks
-from .analysis.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
-from .analysis.graph import (
-    ETraceGraph,
-    add_hidden_perturbation_from_minfo,
-    add_hidden_perturbation_in_jaxpr,
-    add_hidden_perturbation_in_module,
-    compile_etrace_graph,
-    find_hidden_groups_from_jaxpr,
-    find_hidden_groups_from_minfo,
-    find_hidden_groups_from_module,
-    find_hidden_param_op_relations_from_minfo,
-    find_hidden_param_op_relations_from_module,
-)
-from .analysis.groups import HiddenGroup, group_merging, jacrev_last_dim
-from .analysis.perturbation import HiddenPerturbation
-from .analysis.report import CompilationReport
-from .analysis.sites import HiddenParamOpRelation
-from .errors import CompilationError, NotSupportedError
-from .frontends.brainstate import ModuleInfo, extract_module_info
-from .learner import (
-    BPTT,
-    D_RTRL,
-    DNI,
-    ES_D_RTRL,
-    OTTT,
-    RFLO,
-    RTRL,
-    TBPTT,
-    UORO,
-    EligibilityTrace,
-    EProp,
-    GradientCheck,
-    Learner,
-    MemoryPlan,
-    MultiStepData,
-    OSTLFeedforward,
-    OSTLRecurrent,
-    RuleComparison,
-    SingleStepData,
-    SnAp,
-    ThreeFactor,
-    compile,
-    pp_prop,
-    train_synthetic_gradient,
-)
-from .lowering.executor import ETraceGraphExecutor, SiteJacobian
-from .operations import register_primitive
-from .ops import (
-    conv,
-    einsum,
-    element_wise,
-    embedding,
-    grouped_matmul,
-    lora_matmul,
-    matmul,
-    sparse_matmul,
-)
-from .rules import (
-    ETraceConfig,
-    FixedRandomFeedback,
-    GradExpon,
-    KappaFilter,
-    SyntheticGradient,
-)
-from .training import EarlyStop, History, Supervised, fit
+__version__ = '0.3.0'
+__version_info__ = (0, 3, 0)
 
-# Other packages know these classes by their public place, not by the file they are
-# written in.
-for _record in (HiddenGroup, HiddenPerturbation, ETraceGraph, ETraceGraphExecutor):
-    _record.__module__ = __name__
 
-# Names under which code written for the published package knows these classes.
-ETraceAlgorithm = ETraceVjpAlgorithm = Learner
-ParamDimVjpAlgorithm = D_RTRL
-IODimVjpAlgorithm = pp_prop
+def _warn_of_another_package() -> None:
+    """Say so if the published package of the same import name is installed as well."""
+    try:
+        found = _metadata.version('braintrace')
+    except _metadata.PackageNotFoundError:
+        return
+    # The distribution of this package had that name up to its version 0.1.0.
+    if found != '0.1.0':
+        _warnings.warn(
+            f'the packages braintrace {found} and braintrace-online {__version__} are '
+            'both installed and share the folder braintrace: uninstall both, then '
+            'install one',
+            stacklevel=3,
+        )
 
-__version__ = '0.1.0'
 
-__all__ = [
-    'BPTT',
-    'DNI',
-    'D_RTRL',
-    'ES_D_RTRL',
-    'OTTT',
-    'RFLO',
-    'RTRL',
-    'TBPTT',
-    'UORO',
-    'CompilationError',
-    'CompilationRecord',
-    'CompilationReport',
-    'DiagnosticKind',
-    'DiagnosticLevel',
-    'EProp',
-    'ETraceAlgorithm',
-    'ETraceConfig',
-    'ETraceGraph',
-    'ETraceGraphExecutor',
-    'ETraceVjpAlgorithm',
-    'EarlyStop',
-    'EligibilityTrace',
-    'FixedRandomFeedback',
-    'GradExpon',
-    'GradientCheck',
-    'HiddenGroup',
-    'HiddenParamOpRelation',
-    'HiddenPerturbation',
-    'History',
-    'IODimVjpAlgorithm',
-    'KappaFilter',
-    'Learner',
-    'MemoryPlan',
-    'ModuleInfo',
-    'MultiStepData',
-    'NotSupportedError',
-    'OSTLFeedforward',
-    'OSTLRecurrent',
-    'ParamDimVjpAlgorithm',
-    'RuleComparison',
-    'SingleStepData',
-    'SiteJacobian',
-    'SnAp',
-    'Supervised',
-    'SyntheticGradient',
-    'ThreeFactor',
-    'add_hidden_perturbation_from_minfo',
-    'add_hidden_perturbation_in_jaxpr',
-    'add_hidden_perturbation_in_module',
-    'compile',
-    'compile_etrace_graph',
-    'conv',
-    'einsum',
-    'element_wise',
-    'embedding',
-    'extract_module_info',
-    'find_hidden_groups_from_jaxpr',
-    'find_hidden_groups_from_minfo',
-    'find_hidden_groups_from_module',
-    'find_hidden_param_op_relations_from_minfo',
-    'find_hidden_param_op_relations_from_module',
-    'fit',
-    'group_merging',
-    'grouped_matmul',
-    'jacrev_last_dim',
-    'lora_matmul',
-    'matmul',
-    'networks',
-    'nn',
-    'operations',
-    'pp_prop',
-    'register_primitive',
-    'sparse_matmul',
-    'tasks',
-    'train_synthetic_gradient',
-]
+_warn_of_another_package()
+
+if _typing.TYPE_CHECKING:
+    from ._public import *  # noqa: F403
+    from .published.first import (
+        ConvOp,
+        ElemWiseOp,
+        ElemWiseParam,
+        ETraceOp,
+        ETraceParam,
+        FakeElemWiseParam,
+        FakeETraceParam,
+        LoraOp,
+        MatMulOp,
+        NonTempParam,
+        SpMatMulOp,
+    )
+else:
+
+    def __getattr__(name: str) -> _typing.Any:
+        """A part of the package, a public name, or one of the published package."""
+        # Python looks up many such names that no module has.
+        if name.startswith('_') and name != '__all__':
+            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+        if name != '__all__' and _find_spec(f'{__name__}.{name}'):
+            return _outside_traces(name)
+        return getattr(_load(), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_load().__all__})
+
+
+def _load() -> _typing.Any:
+    """The module of all public names, once; they are names of this one from then on."""
+    public = _outside_traces('_public')
+    # Names of the published package are found one by one; some of them warn.
+    names = getattr(public, '__all__', ())  # none while it is being loaded
+    found = {name: public.__dict__.get(name) for name in names}
+    globals().update({name: x for name, x in found.items() if x is not None})
+    return public
+
+
+def _outside_traces(name: str) -> _typing.Any:
+    """A module of the package.
+
+    The first use may be inside a function that JAX traces, and arrays of modules that
+    are imported there must not belong to that trace.
+    """
+    import jax
+
+    with jax.ensure_compile_time_eval():
+        return _import_module(f'.{name}', __name__)

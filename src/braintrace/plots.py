@@ -1,4 +1,4 @@
-"""Pictures of a training: how it went, what the network does, what its traces hold."""
+"""Pictures of a training: learning curves, the activity of the network, its traces."""
 
 from __future__ import annotations
 
@@ -7,32 +7,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import brainstate
 import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._brainstate import brainstate
 from .errors import three_parts
 from .learner import Learner
 from .program.step import path_name
 from .training import History
 
 
-def _figure(rows: int, height: float = 2.2, columns: int = 1) -> tuple[Any, Any]:
+def _figure(
+    rows: int, height: float = 2.2, columns: int = 1, **shared: Any
+) -> tuple[Any, Any]:
+    figure = new_figure(9, 0.6 + height * rows)
+    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A figure of matplotlib, in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             three_parts(
-                'a picture', 'matplotlib draws it', "pip install 'braintrace[plot]'"
+                'a picture',
+                'it is drawn by matplotlib, which is not installed',
+                "pip install 'braintrace-online[plot]'",
             )
         ) from error
-    figure = Figure(figsize=(9, 0.6 + height * rows), layout='constrained')
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    return Figure(figsize=(width, height), layout='constrained')
 
 
-def _smooth(values: np.ndarray, width: int = 10) -> np.ndarray:
+def whole_ticks(*axes: Any) -> None:
+    """Ticks at whole numbers: channels, units and updates have no fractions."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(integer=True, nbins=5, min_n_ticks=1))
+
+
+def _heat(ax: Any, values: np.ndarray, label: str, **limits: Any) -> None:
+    """A heat map with its colour bar; around zero unless limits are given."""
+    most = np.abs(values).max() or 1.0
+    shown = {'cmap': 'RdBu_r', 'vmin': -most, 'vmax': most, **limits}
+    image = ax.imshow(values, aspect='auto', interpolation='nearest', **shown)
+    ax.figure.colorbar(image, ax=ax, label=label, pad=0.01)
+
+
+def _legend(ax: Any) -> None:
+    """A legend beside the axes, where it covers nothing."""
+    ax.legend(loc='upper left', bbox_to_anchor=(1, 1.03), fontsize=7, frameon=False)
+
+
+def running_mean(values: np.ndarray, width: int = 10) -> np.ndarray:
     """A running mean over what is there."""
     return np.array(
         [np.nanmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
@@ -55,30 +85,27 @@ def learning_curves(
             length = min(len(run.records) for run in runs)
             values = np.array([run[name][:length] for run in runs])
             there = ~np.isnan(values).any(0)
-            smooth = np.array([_smooth(v[there]) for v in values])
+            smooth = np.array([running_mean(v[there]) for v in values])
             x = runs[0]['update'][:length][there]
-            (line,) = ax.plot(x, smooth.mean(0), label=label)
+            (line,) = ax.plot(x, smooth.mean(0), label=f'{label}, mean of 10')
+            thin = {'color': line.get_color(), 'linewidth': 0.8}
             if len(runs) > 1:
+                line.set_label(f'{label}, mean of {len(runs)} seeds')
+                spread = (smooth.min(0), smooth.max(0))
                 ax.fill_between(
-                    x, smooth.min(0), smooth.max(0), alpha=0.2, color=line.get_color()
+                    x, *spread, alpha=0.2, **thin, label='lowest to highest'
                 )
             else:
-                ax.plot(
-                    x,
-                    values[0][there],
-                    alpha=0.25,
-                    color=line.get_color(),
-                    linewidth=0.8,
-                )
+                ax.plot(x, values[0][there], alpha=0.25, **thin, label='each update')
         ax.set(ylabel=name.replace('_', ' '), xlabel='update')
         ax.grid(alpha=0.3)
-    if len(histories) > 1:
-        axes[0, 0].legend()
+        whole_ticks(ax.xaxis)
+        _legend(ax)
     figure.savefig(file, dpi=120)
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class Recorded:
     """Values of the first sample, time × units, and the name of the unit that they are
     in; empty if they have none."""
 
@@ -91,15 +118,16 @@ class _Recorded:
 
 
 def record(learner: Learner, inputs: Any) -> dict[str, np.ndarray]:
-    """Outputs and hidden states, and spikes if the model tells them, of the first
-    sample along a fresh sequence.
+    """Outputs and hidden states, and spikes if the model has a method ``spikes``, of
+    the first sample along a fresh sequence.
 
     States with a unit are given as numbers in that unit.
     """
-    return {name: found.values for name, found in _record(learner, inputs).items()}
+    return {name: found.values for name, found in recorded(learner, inputs).items()}
 
 
-def _record(learner: Learner, inputs: Any) -> dict[str, _Recorded]:
+def recorded(learner: Learner, inputs: Any) -> dict[str, Recorded]:
+    """What :func:`record` gives, with units."""
     model = learner.model
 
     def step(x: Any) -> dict[str, Any]:
@@ -109,7 +137,7 @@ def _record(learner: Learner, inputs: Any) -> dict[str, _Recorded]:
         return found | ({'spikes': model.spikes()} if hasattr(model, 'spikes') else {})
 
     found = learner.evaluate(inputs, step_fn=step)
-    return {name: _recorded(value) for name, value in found.items()}
+    return {name: _one_recorded(value) for name, value in found.items()}
 
 
 def _by_name(name: str, state: Any) -> dict[str, Any]:
@@ -120,10 +148,10 @@ def _by_name(name: str, state: Any) -> dict[str, Any]:
     return {f'{name}.{part}': state.get_value(part) for part in state.name2index}
 
 
-def _recorded(value: Any) -> _Recorded:
+def _one_recorded(value: Any) -> Recorded:
     numbers = np.asarray(u.get_mantissa(value))
     unit = '' if u.is_unitless(value) else str(u.get_unit(value))
-    return _Recorded(numbers[:, 0].reshape(len(numbers), -1), unit)
+    return Recorded(numbers[:, 0].reshape(len(numbers), -1), unit)
 
 
 def activity(
@@ -132,7 +160,7 @@ def activity(
     """One trial: inputs, spikes or units, a few units' states in time, outputs beside
     targets."""
     inputs, targets, weights = (np.asarray(part) for part in trial)
-    found = _record(learner, inputs)
+    found = recorded(learner, inputs)
     output = found.pop('output')
     spikes = found.pop('spikes', None)
     wide = [
@@ -141,49 +169,50 @@ def activity(
         if state.values.shape[1] > output.values.shape[1]
     ]
     shown = wide[:2] or [*found][:2]
-    figure, axes = _figure(3 + len(shown), 1.7)
+    figure, axes = _figure(3 + len(shown), 1.7, sharex=True)
     rows = iter(axes[:, 0])
-    _units(next(rows), inputs[:, 0], 'inputs')
+    _units(next(rows), inputs[:, 0], 'inputs', 'channel')
     if spikes is not None:
         _units(next(rows), spikes.values, 'spikes')
     else:
         _units(next(rows), found[shown[0]].values, found[shown[0]].label(shown[0]))
     for name in shown:
         ax = next(rows)
-        values = found[name].values
-        ax.plot(values[:, :: max(1, values.shape[1] // 5)], linewidth=0.8)
+        _lines(ax, found[name].values)
         ax.set_ylabel(found[name].label(name))
     _answers(next(rows), output.values, targets[:, 0], weights, kind)
-    axes[-1, 0].set_ylabel(output.label('output') if kind == 'values' else 'output')
+    if kind == 'values':
+        axes[-1, 0].set_ylabel(output.label('output'))
     for ax in axes[:, 0]:
         ax.set_xlim(-0.5, len(inputs) - 0.5)
     axes[-1, 0].set_xlabel('step')
     figure.savefig(file, dpi=120)
 
 
-def _units(ax: Any, values: np.ndarray, name: str) -> None:
+def _units(ax: Any, values: np.ndarray, name: str, what: str = 'unit') -> None:
     """A raster of zeros and ones, a heat map of anything else, a line of one."""
     if values.shape[1] == 1:
-        ax.plot(values[:, 0], linewidth=0.8)
-    elif np.isin(values, (0, 1)).all():
-        ax.plot(
-            *np.nonzero(values),
-            '|',
-            color='black',
-            markersize=max(1.0, 90 / values.shape[1]),
-        )
+        ax.plot(values[:, 0], linewidth=0.8, label=f'{what} 0')
+        ax.set_ylabel(name)
+        _legend(ax)
+        return
+    if np.isin(values, (0, 1)).all():
+        size = max(1.0, 90 / values.shape[1])
+        ax.plot(*np.nonzero(values), '|', color='black', markersize=size)
         ax.set_ylim(-1, values.shape[1])
+        ax.set_ylabel(f'{name}\n{what}')
     else:
-        most = np.abs(values).max() or 1.0
-        ax.imshow(
-            values.T,
-            aspect='auto',
-            cmap='RdBu_r',
-            vmin=-most,
-            vmax=most,
-            interpolation='nearest',
-        )
-    ax.set_ylabel(name)
+        _heat(ax, values.T, name)
+        ax.set_ylabel(what)
+    whole_ticks(ax.yaxis)
+
+
+def _lines(ax: Any, values: np.ndarray, most: int = 5) -> None:
+    """A few units in time."""
+    chosen = range(0, values.shape[1], max(1, values.shape[1] // most))
+    for unit in list(chosen)[:most]:
+        ax.plot(values[:, unit], linewidth=0.8, label=f'unit {unit}')
+    _legend(ax)
 
 
 def _answers(
@@ -191,41 +220,41 @@ def _answers(
 ) -> None:
     """Probabilities of classes, or values beside their targets; shaded where they
     count."""
-    asked = weights > 0
+    counted = weights > 0
     if kind == 'values':
-        ax.plot(
-            np.where(asked[:, None], targets, np.nan),
-            color='black',
-            linewidth=1,
-            label='target',
-        )
-        ax.plot(outputs, linewidth=0.9, label='output')
+        wanted = np.where(counted[:, None], targets, np.nan)
+        black = {'color': 'black', 'linewidth': 1}
+        for i in range(outputs.shape[1]):
+            ax.plot(wanted[:, i], **black, label='target' if i == 0 else None)
+            ax.plot(
+                outputs[:, i], linewidth=0.9, label=f'output {i}' if i < 5 else None
+            )
     else:
         chances = np.asarray(jax.nn.softmax(jnp.asarray(outputs), -1))
         if outputs.shape[1] <= 3:
             for i, line in enumerate(chances.T):
                 ax.plot(line, linewidth=0.9, label=f'class {i}')
+            ax.set(ylabel='probability', ylim=(-0.05, 1.12))
+            # Above the curves: which class is the right one while answers count.
+            right = np.where(counted, targets, -1)
+            for i in range(outputs.shape[1]):
+                at = np.where(right == i, 1.06, np.nan)
+                label = f'target: class {i}' if (right == i).any() else None
+                ax.plot(at, color=f'C{i}', linewidth=4, label=label)
         else:
-            ax.imshow(
-                chances.T,
-                aspect='auto',
-                cmap='Greys',
-                vmin=0,
-                vmax=1,
-                interpolation='nearest',
-            )
-        ax.plot(
-            np.flatnonzero(asked),
-            targets[asked],
-            '.',
-            color='tab:red',
-            markersize=3,
-            label='target',
-        )
-    if not asked.all():
-        start = np.flatnonzero(asked)
-        ax.axvspan(start[0], start[-1], color='tab:orange', alpha=0.12)
-    ax.legend(loc='upper left', fontsize=7)
+            _heat(ax, chances.T, 'probability', cmap='Greys', vmin=0, vmax=1)
+            dots = (np.flatnonzero(counted), targets[counted])
+            ax.plot(*dots, '.', color='tab:red', markersize=3, label='target')
+            ax.set_ylabel('class')
+            whole_ticks(ax.yaxis)
+    if not counted.all():
+        start = np.flatnonzero(counted)
+        shade = {'color': 'tab:orange', 'alpha': 0.12, 'label': 'loss counts'}
+        ax.axvspan(start[0], start[-1], **shade)
+    if kind != 'values' and outputs.shape[1] > 3:
+        ax.legend(loc='upper left', fontsize=7)  # beside it is the colour bar
+    else:
+        _legend(ax)
 
 
 def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
@@ -238,10 +267,7 @@ def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
         learner.reset_state()
         learner.etrace_evolve(jnp.asarray(inputs))
         found = [
-            pair
-            for path in learner.param_states
-            for key, trace in learner.get_etrace_of(path).items()
-            for pair in _maps(key, trace)
+            pair for path in learner.param_states for pair in trace_maps(learner, path)
         ]
     if not found:
         return False
@@ -252,28 +278,38 @@ def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
         ax.axis('off')
     for ax, (name, values) in zip(axes.flat, found, strict=False):
         ax.axis('on')
-        most = np.abs(values).max() or 1.0
-        image = ax.imshow(
-            values,
-            aspect='auto',
-            cmap='RdBu_r',
-            vmin=-most,
-            vmax=most,
-            interpolation='nearest',
-        )
+        _heat(ax, values, 'trace ∂state/∂weight')
         ax.set_title(name, fontsize=8)
         ax.set(xlabel='input', ylabel='unit')
-        figure.colorbar(image, ax=ax)
+        whole_ticks(ax.xaxis, ax.yaxis)
     figure.savefig(file, dpi=120)
     return True
 
 
-def _maps(key: tuple, trace: Any) -> list[tuple[str, np.ndarray]]:
+def trace_maps(learner: Learner, path: Any) -> list[tuple[str, np.ndarray]]:
+    """The traces of a parameter as they are, for the first sample: units × inputs for
+    each state, by the names of parameter and state."""
+    return [
+        pair
+        for key, trace in learner.get_etrace_of(path).items()
+        for pair in _maps(key, trace, _units_of(learner, key))
+    ]
+
+
+def _units_of(learner: Learner, key: tuple) -> int:
+    """How many units the states of a trace have, samples aside."""
+    state = learner.hidden_states[key[2][0]]
+    return int(np.prod(jnp.shape(jax.tree.leaves(state.value)[0])[1:]))
+
+
+def _maps(key: tuple, trace: Any, units: int) -> list[tuple[str, np.ndarray]]:
     """Units × inputs of the first sample, for each state that a trace is carried on;
     factors multiplied out."""
     parts = trace.f if hasattr(trace, 'f') else trace
     if not isinstance(parts, dict):
         return []
+    if hasattr(trace, 'f') and jnp.ndim(trace.x) == 0:
+        return []  # a bias, which has no inputs
     # A state may stand for several of a position; then the number says which.
     single = max(parts, default=0) < len(key[2])
     several = ', '.join(map(path_name, key[2]))
@@ -282,9 +318,12 @@ def _maps(key: tuple, trace: Any) -> list[tuple[str, np.ndarray]]:
     for i, part in parts.items():
         values = np.asarray(part, np.float32)[0]
         if hasattr(trace, 'f'):
-            values = np.multiply.outer(
-                values.ravel(), np.asarray(trace.x, np.float32)[0].ravel()
-            )
+            inputs = np.asarray(trace.x, np.float32)[0]
+            values = np.multiply.outer(values.ravel(), inputs.ravel())
+        elif values.ndim == 2 and (
+            values.shape[0] != units or len({*values.shape}) == 1
+        ):
+            values = values.T  # a weight is a matrix of inputs × units
         if values.ndim == 2:
             found.append((f'{", ".join(key[0])} on {on(i)}', values))
     return found

@@ -1,15 +1,17 @@
-"""A training loop with progress, validation, checkpoints and early stop; plain loops
-stay as easy."""
+"""A training loop with progress, validation, checkpoints and early stop."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .batches import Batches
 from .checkpoint import Checkpoints, states_of
-from .errors import one_of, printable, three_parts
-from .files import write_whole
+from .errors import UnknownName, one_of, printable, three_parts
+from .files import write_whole, written
 from .learner import Learner
 from .learner.arguments import check_call
+from .learner.credit_warnings import warn_of_credit
 
 Record = dict[str, float]
 """What one update gave: its number, its loss, the metrics, seconds so far."""
@@ -44,6 +48,12 @@ class History:
 
     def __getitem__(self, name: str) -> np.ndarray:
         """One metric at every update; NaN where it was not measured."""
+        known = dict.fromkeys(key for record in self.records for key in record)
+        if known and name not in known:
+            why = 'no update measured it'
+            raise UnknownName(
+                three_parts(f'history[{name!r}]', why, one_of(known, name))
+            )
         return np.array([record.get(name, np.nan) for record in self.records])
 
 
@@ -86,7 +96,7 @@ class EarlyStop:
         return enough or (self.patience is not None and self._since >= self.patience)
 
     def replay(self, records: Sequence[Record]) -> None:
-        """Start anew from the measurements of a training that is resumed."""
+        """Start from the measurements of a training that is resumed."""
         self._best, self._since = np.inf, 0
         for record in records:
             if self.metric in record:
@@ -95,14 +105,15 @@ class EarlyStop:
 
 def fit(
     learner: Learner,
-    batches: Callable[[int], Sequence[Any]],
+    batches: Callable[[int], Sequence[Any]] | Iterable[Any],
     *,
     step_fn: Callable[..., Any],
     optimizer: Any,
     updates: int,
     metrics: Callable[..., Mapping[str, Any]] | None = None,
-    validate: Callable[[int], Sequence[Any]] | None = None,
+    validate: Callable[[int], Sequence[Any]] | Iterable[Any] | None = None,
     validate_every: int = 25,
+    certificate_every: int | None = None,
     update_every: int | None = None,
     callbacks: Sequence[Callable[[Record], Any]] = (),
     out: str | Path | None = None,
@@ -113,18 +124,26 @@ def fit(
     """Train a learner.
 
     ``batches(i)``: the sequences of update i, time first; drawn by a generator seeded
-    with i, so that a resumed training sees what it would have seen. ``step_fn`` is that
-    of :meth:`Learner.etrace_grad`: the loss of one step; if there are ``metrics``, it
+    with i, so that a resumed training sees what it would have seen. Lists, iterators
+    and loaders of batches are taken as well (:class:`Batches`). ``step_fn`` is that of
+    :meth:`Learner.etrace_grad`: the loss of one step; if there are ``metrics``, it
     returns ``(loss, outputs)``, and ``metrics(outputs, *sequences)`` gives numbers by
     name. Each batch is a fresh sequence and one update, unless ``update_every`` says
     after how many steps weights change. ``optimizer``: one of braintools, or any optax
     transformation, with its schedule. ``validate(i)``: sequences to be measured, not
-    learned, every ``validate_every`` updates: ``valid_loss`` and so on. ``callbacks``
-    are called with the record of every update; one that returns True stops, e.g.
-    :class:`EarlyStop`. ``out``: a folder for ``metrics.jsonl`` and checkpoints, every
-    ``save_every`` updates and at the end; with ``resume`` training goes on from the
-    newest, or starts again if it was ended before its first checkpoint was complete.
-    Ctrl-C ends after the update under way, with a checkpoint.
+    learned, every ``validate_every`` updates: ``valid_loss`` and so on; of an iterable
+    the next batch each time. ``certificate_every``: before the first of so many
+    updates, the descent certificate of the batch (:meth:`Learner.certificate`) adds
+    ``descent`` and ``cosine`` to the record, with a warning if the rule's gradient does
+    not point downhill. ``callbacks`` are called with the record of every update, e.g.
+    :class:`JSONLines` or :class:`TensorBoard`; one that returns True stops, e.g.
+    :class:`EarlyStop`. A callback with a method ``replay`` gets the earlier records of
+    a training that is resumed, and one with a method ``close`` is closed at the end.
+    ``out``: a folder for ``metrics.jsonl`` and checkpoints, every ``save_every``
+    updates and at the end; with ``resume`` training goes on from the newest, or starts
+    again if it was ended before its first checkpoint was complete. Ctrl-C ends after
+    the update under way, with a checkpoint. A :class:`braintrace.CreditWarning` names
+    parameters that the loss of ``step_fn`` gives no gradient, or little of it.
 
     >>> import brainstate, braintrace, jax.numpy as jnp, numpy as np, optax
     >>> net = brainstate.nn.GRUCell(1, 4)
@@ -135,14 +154,17 @@ def fit(
     >>> len(history['loss']), history.ended
     (3, 'finished')
     """
-    if updates < 1 or save_every < 1 or validate_every < 1:
-        raise ValueError(
-            three_parts(
-                f'updates={updates}, save_every={save_every}, validate_every={validate_every}',
-                'each counts updates',
-                'numbers of at least 1',
-            )
-        )
+    counts = {
+        'updates': updates,
+        'save_every': save_every,
+        'validate_every': validate_every,
+        'certificate_every': certificate_every,
+    }
+    given = {name: n for name, n in counts.items() if n is not None}
+    if any(n < 1 for n in given.values()):
+        shown = ', '.join(f'{name}={n}' for name, n in given.items())
+        why = 'each counts updates'
+        raise ValueError(three_parts(shown, why, 'numbers of at least 1'))
     if validate is None and any(
         getattr(c, 'metric', '').startswith('valid_') for c in callbacks
     ):
@@ -153,9 +175,10 @@ def fit(
                 'validate=..., or a metric of training',
             )
         )
-    if validate is not None:
-        with learner.unmoved():  # batches may be drawn by brainstate.random
-            _check_alike(_drawn(validate, 0), _drawn(batches, 0))
+    data = _as_batches(batches)
+    held_out = None if validate is None else _as_batches(validate)
+    if held_out is not None:
+        _check_alike(*(_first_of(given, learner) for given in (held_out, data)))
     history = History()
     if resume:
         _check_begun(out)
@@ -168,9 +191,11 @@ def fit(
     elif resume and checkpoints is not None:
         history.updates = checkpoints.restore(states)
         history.records = _read(Path(out or '') / 'metrics.jsonl', history.updates)
-        for callback in callbacks:
-            if isinstance(callback, EarlyStop):
-                callback.replay(history.records)
+        notices = [data.resumed_at(history.updates)]
+        if held_out is not None:
+            notices += [held_out.resumed_at(history.updates // validate_every)]
+        for notice in filter(None, notices):
+            _notice(notice)
     elif checkpoints is not None and checkpoints.latest is not None:
         raise FileExistsError(
             three_parts(
@@ -179,26 +204,46 @@ def fit(
                 'resume=True to go on with them, or another folder',
             )
         )
+    if resume:
+        for callback in callbacks:
+            if hasattr(callback, 'replay'):
+                callback.replay(history.records)
     done = history.updates
     before = history.records[-1]['seconds'] if history.records else 0.0
     if show and done >= updates:
         print(
-            f'nothing to train: update {done} is reached, and {updates} were asked for',
+            f'nothing to train: update {done} is reached, and {updates} were requested',
             file=sys.stderr,
         )
-    progress = Progress(updates) if show else None
-    with _log(out, history.records) as log, _stop_asked() as stop:
+    # Of several processes the first shows and writes; all call orbax.
+    is_first = jax.process_index() == 0
+    progress = Progress(updates) if show and is_first else None
+    with (
+        _log(out if is_first else None, history.records) as log,
+        _stop_asked() as stop,
+        _closed(callbacks),
+        _other_processes(),
+    ):
         for i in range(done, updates):
-            sequences = tuple(jax.tree.map(jnp.asarray, s) for s in _drawn(batches, i))
+            sequences = learner.placed(*data(i))
+            if i == done:
+                warn_of_credit(learner, step_fn, sequences)
+            measured = {}
+            if certificate_every is not None and i % certificate_every == 0:
+                only = step_fn if metrics is None else _Loss(step_fn)
+                measured = _certify(learner, sequences, only, i + 1)
             record = {
                 'update': i + 1,
                 **_one(learner, sequences, step_fn, optimizer, metrics, update_every),
+                **measured,
             }
             last = i + 1 == updates
-            if validate is not None and ((i + 1) % validate_every == 0 or last):
+            if held_out is not None and ((i + 1) % validate_every == 0 or last):
+                # Iterables are counted by the measurements they were used for.
+                number = i if held_out.kind == 'function' else i // validate_every
                 with learner.unmoved():
-                    held_out = tuple(_drawn(validate, i))
-                    found = _measure(learner, held_out, step_fn, metrics)
+                    trials = learner.placed(*held_out(number))
+                    found = _measure(learner, trials, step_fn, metrics)
                 record |= {f'valid_{name}': value for name, value in found.items()}
             record['seconds'] = before + time.perf_counter() - stop.start
             history.records.append(record)
@@ -211,7 +256,7 @@ def fit(
                 isinstance(stopped, (bool, np.bool_)) and stopped for stopped in asked
             ):
                 history.ended = 'stopped early'
-            if stop.is_set():
+            if _any_process(stop.is_set()):
                 history.ended = 'interrupted'
             if checkpoints is not None and (
                 (i + 1) % save_every == 0 or last or history.ended != 'finished'
@@ -229,7 +274,9 @@ def _check_begun(out: str | Path | None) -> None:
     if out is None:
         raise ValueError(
             three_parts(
-                'resume=True without a folder', 'nothing is kept without one', 'out=...'
+                'resume=True without a folder',
+                'without one there are no checkpoints to resume from',
+                'out=...',
             )
         )
     if not any(
@@ -245,26 +292,31 @@ def _check_begun(out: str | Path | None) -> None:
 
 
 def _notice(text: str) -> None:
-    """Say what the caller should know, whether or not progress is shown."""
+    """Print a notice, whether or not progress is shown."""
     print(f'notice: {printable(text)}', file=sys.stderr, flush=True)
 
 
-def _drawn(batches: Callable[[int], Sequence[Any]], update: int) -> Sequence[Any]:
-    found = batches(update) if callable(batches) else None
-    if not isinstance(found, (tuple, list)):
-        given = (
-            f'give a {type(found).__name__}'
-            if callable(batches)
-            else f'are a {type(batches).__name__}'
-        )
-        raise TypeError(
-            three_parts(
-                f'batches that {given}',
-                'each update takes the sequences of one batch',
-                'a function of the number of the update that returns a tuple, e.g. lambda i: (xs, ys)',
-            )
-        )
-    return found
+def _as_batches(given: Any) -> Batches:
+    return given if isinstance(given, Batches) else Batches(given)
+
+
+def _first_of(batches: Batches, learner: Learner) -> tuple:
+    """Some batch, none taken."""
+    if batches.kind != 'function':
+        return batches.peek()
+    with learner.unmoved():  # it may be drawn by brainstate.random
+        return batches.peek()
+
+
+@contextmanager
+def _closed(callbacks: Sequence[Any]) -> Iterator[None]:
+    """Close the callbacks that can be closed, whatever happens inside."""
+    try:
+        yield
+    finally:
+        for callback in callbacks:
+            if callable(getattr(callback, 'close', None)):
+                callback.close()
 
 
 def _check_alike(held_out: Sequence[Any], sequences: Sequence[Any]) -> None:
@@ -309,12 +361,28 @@ def _one(
         raise FloatingPointError(
             three_parts(
                 f'a batch whose loss is {record["loss"]}',
-                'weights that follow it are lost; they are as they were before it',
+                'an update by it would make the weights non-finite; they are as they were before it',
                 'finite data, a smaller rate, optax.clip_by_global_norm or optax.apply_if_finite',
             )
         )
     learner.apply(gradients, optimizer)
     return record
+
+
+def _certify(
+    learner: Learner, sequences: tuple, step_fn: Callable, update: int
+) -> Record:
+    """Whether the rule's gradient of a batch points downhill; a warning if not."""
+    found = learner.certificate(*sequences, step_fn=step_fn)
+    if not found.descends:
+        text = (
+            f'update {update}: the gradient of {found.name} does not descend: '
+            f'⟨g_true, g⟩/|g|² is {found.descent:.3g}, cosine {found.cosine:.3g} '
+            f'({found.cosine_low:.3g} to {found.cosine_high:.3g}); '
+            'learner.certificate(..., per_parameter=True) shows which parameters'
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    return {'descent': found.descent, 'cosine': found.cosine}
 
 
 @dataclass(frozen=True)
@@ -410,7 +478,9 @@ class Supervised:
         inputs, targets, weights = self.task.batch(
             np.random.default_rng([self.seed, update]), self.batch_size
         )
-        return inputs, targets, weights / weights.mean()
+        # Batches can be drawn without a learner too.
+        own = getattr(self.learner, 'own_samples', slice(None))
+        return inputs[:, own], targets[:, own], weights / weights.mean()
 
     def step_fn(
         self, x: jax.Array, y: jax.Array, weight: jax.Array
@@ -507,7 +577,7 @@ def _read(file: Path, most: int) -> list[Record]:
     left out, with a notice."""
     found: dict[int, Record] = {}
     unread = []
-    # Bytes that are no text spoil their own line only.
+    # Bytes that are not text affect their own line only.
     text = file.read_text('utf-8', errors='replace') if file.exists() else ''
     for number, line in enumerate(text.split('\n'), 1):
         record = _record_of(line)
@@ -535,7 +605,11 @@ def _record_of(line: str) -> Record | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    # A whole number of hundreds of digits is no float.
+    is_number = lambda x: (
+        isinstance(x, float)
+        or (isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**1000)
+    )
     if not isinstance(record, dict) or not all(map(is_number, record.values())):
         return None
     update = record.get('update')
@@ -554,17 +628,57 @@ def _log(
     path = Path(out) / 'metrics.jsonl'
     # Replaced whole: a crash here must not lose the records of earlier updates.
     write_whole(path, ''.join(f'{json.dumps(record)}\n' for record in records))
-    with path.open('a', encoding='utf-8') as file:
+    # Unbuffered: text that a full disk did not take must not be written again on close.
+    with path.open('ab', buffering=0) as file:
 
         def log(record: Record) -> None:
-            file.write(json.dumps(record) + '\n')
-            file.flush()
+            line = f'{json.dumps(record)}\n'.encode()
+            with written(str(path)):
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         yield log
 
 
+def _any_process(flag: bool) -> bool:
+    """Whether something is so in any process; all must ask."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+
+
+def _is_of_connection(error: BaseException | None) -> bool:
+    """Whether an error, or one that led to it, is that processes lost each other."""
+    while error is not None:
+        names_it = any(w in str(error) for w in ('Gloo', 'UNAVAILABLE', 'heartbeat'))
+        if names_it or isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextmanager
+def _other_processes() -> Iterator[None]:
+    """What to do when another process of the training has ended."""
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1 or not _is_of_connection(error):
+            raise
+        raise RuntimeError(
+            three_parts(
+                f'a training of {jax.process_count()} processes',
+                f'one of them has ended or cannot be reached: {str(error)[:200]}',
+                'start all of them again with resume=True (--resume DIR); training '
+                'goes on from the last checkpoint',
+            )
+        ) from error
+
+
 class _Stop(threading.Event):
-    """Set when the user asks to stop."""
+    """Set when the user interrupts the training."""
 
     def __init__(self) -> None:
         super().__init__()

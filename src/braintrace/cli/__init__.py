@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
-from ..errors import is_explained, printable
-from ..networks import NETWORKS
-from ..tasks import TASKS
-from . import look, runs
+from ..errors import CreditWarning, is_explained, printable
+
+NETWORKS = ('alif', 'attention', 'gif', 'gru', 'lstm', 'rnn', 'ssm')
+TASKS = (
+    'evidence',
+    'matching',
+    'copying',
+    'adding',
+    'pattern',
+    'mackey_glass',
+    'lorenz',
+    'henon',
+    'digits',
+    'randman',
+    'shd',
+    'nmnist',
+)
+"""Names for the help, which is printed without loading JAX."""
 
 _EXAMPLES = """examples:
   braintrace train evidence                              train, with pictures, in out/evidence
@@ -75,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = main.add_subparsers(dest='command', required=True, metavar='COMMAND')
 
-    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    def command(name: str, run: str, text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
         made.set_defaults(run=run)
         made.add_argument(
@@ -88,7 +104,15 @@ def parser() -> argparse.ArgumentParser:
         )
         return made
 
+    def time_step(made: argparse.ArgumentParser) -> None:
+        made.add_argument(
+            '--dt',
+            metavar='TIME',
+            help="time step of a model that reads brainstate's dt, e.g. 1.0 or 0.1ms",
+        )
+
     def training(made: argparse.ArgumentParser) -> None:
+        time_step(made)
         made.add_argument(
             '--model',
             help=f'{", ".join(NETWORKS)}, or file.py:factory of inputs and outputs',
@@ -122,20 +146,18 @@ def parser() -> argparse.ArgumentParser:
 
     train = command(
         'train',
-        runs.train,
+        'runs.train',
         'train a network on a task; writes metrics, checkpoints, pictures, report',
     )
     train.add_argument('task', nargs='?', help=', '.join(TASKS))
     train.add_argument(
         '--rule', default=None, help='d_rtrl (default), pp_prop, eprop, ..., bptt'
     )
-    train.add_argument(
-        '--resume', metavar='DIR', help='go on with a training that wrote to DIR'
-    )
+    train.add_argument('--resume', metavar='DIR', help='continue the training in DIR')
     train.add_argument(
         '--trust',
         action='store_true',
-        help='with --resume: run the model file that DIR names, unasked',
+        help='with --resume: run the model file that DIR names without asking',
     )
     train.add_argument(
         '--save-every',
@@ -143,11 +165,32 @@ def parser() -> argparse.ArgumentParser:
         metavar='N',
         help='updates between checkpoints (default 25)',
     )
+    train.add_argument(
+        '--cores',
+        type=_at_least_one,
+        metavar='N',
+        help='split the samples of a batch over N cores of this machine',
+    )
+    train.add_argument(
+        '--coordinator',
+        metavar='HOST:PORT',
+        help='where process 0 of several is reached; start each with its --process',
+    )
+    train.add_argument('--processes', type=_at_least_one, metavar='N')
+    train.add_argument('--process', type=int, metavar='I', help='counted from 0')
+    train.add_argument(
+        '--certificate-every',
+        type=_at_least_one,
+        metavar='N',
+        help='every N updates, measure whether the gradient points downhill',
+    )
     training(train)
     train.set_defaults(seed=None)  # a resumed training has one
 
     compare = command(
-        'compare', runs.compare, 'train by several rules from the same seeds; one plot'
+        'compare',
+        'runs.compare',
+        'train by several rules from the same seeds; one plot',
     )
     compare.add_argument('task', help=', '.join(TASKS))
     compare.add_argument(
@@ -159,6 +202,7 @@ def parser() -> argparse.ArgumentParser:
     training(compare)
 
     def model(made: argparse.ArgumentParser, required: bool = True) -> None:
+        time_step(made)
         made.add_argument(
             'model',
             nargs=None if required else '?',
@@ -185,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
 
     explain = command(
         'explain',
-        look.explain,
+        'look.explain',
         'compile a model and show groups, operations, credit, cuts, memory',
     )
     model(explain)
@@ -193,7 +237,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument('--html', metavar='FILE', help='write the report as a page')
 
     check = command(
-        'check', look.check, 'compare the gradients of rules with BPTT on a model'
+        'check', 'look.check', 'compare the gradients of rules with BPTT on a model'
     )
     model(check)
     check.add_argument(
@@ -203,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
 
     bench = command(
         'bench',
-        look.bench,
+        'look.bench',
         "time rules on a model beside BPTT and the forward pass; or the project's own",
     )
     model(bench, required=False)
@@ -214,11 +258,35 @@ def parser() -> argparse.ArgumentParser:
     return main
 
 
+def _run(options: argparse.Namespace) -> Any:
+    """What the function of a command gives; warnings about credit are notices."""
+    from . import look  # loads JAX, which the help does not need
+
+    file, _, name = options.run.partition('.')
+    run = getattr(importlib.import_module(f'.{file}', __name__), name)
+    with warnings.catch_warnings():
+        warnings.simplefilter('always', CreditWarning)
+        shown: Any = warnings.showwarning
+
+        def show(
+            message: Any, category: type[Warning], *place: Any, **more: Any
+        ) -> None:
+            if not issubclass(category, CreditWarning):
+                shown(message, category, *place, **more)
+                return
+            text = printable(f'notice: {message}', keep='\n')
+            print(text, file=sys.stderr, flush=True)
+
+        warnings.showwarning = show
+        with look.time_step(options.dt):
+            return run(options)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
     options = parser().parse_args(arguments)
     try:
-        result, text, code = options.run(options)
+        result, text, code = _run(options)
     except Exception as error:
         if not is_explained(error):
             raise
@@ -226,6 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             printable(f'braintrace {options.command}: {error}', keep='\n'),
             file=sys.stderr,
         )
+        if options.command == 'train':
+            from . import processes
+
+            processes.leave(FAILED)
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED

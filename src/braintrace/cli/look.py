@@ -8,22 +8,27 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import brainstate
+import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import compile as compile_model
+from .._brainstate import brainstate
+from ..compat import failing_line
 from ..errors import printable, three_parts
 from ..files import write_whole
+from ..frontends.brainstate import unset_environment
 from ..learner import Learner
 from ..rules.gradients import EQUAL
 
@@ -32,8 +37,9 @@ Result = tuple[Any, str, int]
 
 
 def say(text: str) -> None:
-    """Tell the user how far it is, apart from the result."""
-    print(printable(text), file=sys.stderr, flush=True)
+    """Print progress, apart from the result; of several processes the first does."""
+    if jax.process_index() == 0:
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def attempted(name: str, make: Callable[[], Any]) -> tuple[Any, str]:
@@ -48,6 +54,27 @@ def attempted(name: str, make: Callable[[], Any]) -> tuple[Any, str]:
         reason = f'{type(error).__name__}: {reason[:300]}'
         say(f'{name} was not made: {reason}')
         return None, reason
+
+
+@contextmanager
+def time_step(text: str | None) -> Iterator[None]:
+    """Around a command: brainstate's ``dt``, a number or one with a unit of time."""
+    if text is None:
+        yield
+        return
+    found = re.fullmatch(r'\s*([0-9.]+(?:e-?[0-9]+)?)\s*([a-z]*)\s*', text)
+    units: Any = u
+    unit = {'': 1.0, 's': units.second, 'ms': units.ms, 'us': units.us}
+    if found is None or found[2] not in unit:
+        raise ValueError(
+            three_parts(
+                f'--dt {text}',
+                'it is the time from one step to the next',
+                '--dt 1.0 for a model without units, --dt 0.1ms for one with units',
+            )
+        )
+    with brainstate.environ.context(dt=float(found[1]) * unit[found[2]]):
+        yield
 
 
 def load(text: str, *more: Any) -> Any:
@@ -80,9 +107,9 @@ def load(text: str, *more: Any) -> Any:
     for part in name.split('.'):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), 3)
-            instead = ' or '.join(near) or f'a function of {where}'
+            fix = ' or '.join(near) or f'a function of {where}'
             raise ValueError(
-                three_parts(f'a model {text!r}', f'{where} has no {part!r}', instead)
+                three_parts(f'a model {text!r}', f'{where} has no {part!r}', fix)
             )
         found = getattr(found, part)
     if isinstance(found, brainstate.nn.Module) and not more:
@@ -102,7 +129,24 @@ def load(text: str, *more: Any) -> Any:
                 f"{wanted}; others by '{where}:{name}(units=16)'",
             )
         ) from error
-    return found(*more, *arguments, **keywords)
+    try:
+        return found(*more, *arguments, **keywords)
+    except Exception as error:
+        advice = unset_environment(error) or _other_units(error)
+        if advice is not None:
+            reason = error.args[0] if error.args else error
+            why = f'{name}: {" ".join(str(reason).split())}{failing_line(error)}'
+            raise ValueError(three_parts(f'a model {text!r}', why, advice)) from error
+        raise
+
+
+def _other_units(error: Exception) -> str | None:
+    """The advice for a model whose times have units, or none, unlike ``dt``."""
+    dt = brainstate.environ.get('dt', default=None)
+    if dt is None or not re.search('unit|dimension', str(error), re.IGNORECASE):
+        return None
+    other = '--dt 1.0' if isinstance(dt, u.Quantity) else '--dt 1.0ms'
+    return f'{other}, if that is due to dt={dt}'
 
 
 def _module(where: str) -> Any:
@@ -240,7 +284,7 @@ def check(options: argparse.Namespace) -> Result:
         raise ValueError(
             three_parts(
                 f'--plot {options.plot}',
-                'its name says no kind of picture',
+                'its name does not end in the name of a picture format',
                 'rules.png, .svg or .pdf',
             )
         )

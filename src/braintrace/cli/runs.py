@@ -7,25 +7,30 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import brainstate
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from .. import compile as compile_model
 from .. import plots
+from .._brainstate import brainstate
 from ..checkpoint import complete
 from ..errors import printable, three_parts
 from ..files import write_whole
 from ..learner import Learner
 from ..networks import network
+from ..overview import Overview, name_of
 from ..rules import named
 from ..tasks import task as make_task
 from ..training import History, Supervised, fit
 from . import settings
-from .look import Result, attempted, load, say
+from .look import Result, attempted, load, say, time_step
+from .processes import join
 from .settings import Config
 
 _BY_TASK: dict[str, dict[str, Any]] = {
@@ -54,7 +59,8 @@ _HELD_OUT = 10**9
 
 
 def _config(options: argparse.Namespace) -> Config:
-    names = ('rule', 'model', 'units', 'batch', 'updates', 'lr', 'seed', 'save_every')
+    names = ['rule', 'model', 'units', 'batch', 'updates', 'lr', 'seed', 'save_every']
+    names += ['certificate_every', 'dt']
     given = {n: getattr(options, n, None) for n in names}
     more = {
         'task_options': dict(options.task_option),
@@ -64,27 +70,31 @@ def _config(options: argparse.Namespace) -> Config:
     return Config(options.task, **{**_BY_TASK.get(options.task, {}), **chosen, **more})
 
 
-def _prepare(config: Config) -> tuple[Learner, Supervised, Any]:
+def _prepare(
+    config: Config, mesh: Mesh | None = None
+) -> tuple[Learner, Supervised, Any]:
     """Learner, task and optimiser of a training."""
     try:
         import optax
     except ImportError as error:
         raise ImportError(
             three_parts(
-                'training', 'optax updates weights', "pip install 'braintrace[train]'"
+                'training',
+                'weights are updated by optax, which is not installed',
+                "pip install 'braintrace-online[train]'",
             )
         ) from error
     task = make_task(config.task, **config.task_options)
     task.batch(
         np.random.default_rng(0), 1
-    )  # data that cannot be had is told before anything is compiled
+    )  # missing data is reported before anything is compiled
     brainstate.random.seed(config.seed)
     if config.names_code:
         if config.units is not None:
             raise ValueError(
                 three_parts(
                     f'--units with {config.model}',
-                    'a model of your own says itself how large it is',
+                    'the size of a model of your own is set by its own arguments',
                     f"--model '{config.model.partition('(')[0]}(units={config.units})', if it has such an argument",
                 )
             )
@@ -96,7 +106,12 @@ def _prepare(config: Config) -> tuple[Learner, Supervised, Any]:
         )
     example = jnp.zeros((config.batch, task.inputs))
     learner = compile_model(
-        net, config.rule, example, batch_size=config.batch, **config.rule_options
+        net,
+        config.rule,
+        example,
+        batch_size=config.batch,
+        mesh=mesh,
+        **config.rule_options,
     )
     _check_fit(learner, config, task)
     target = config.rate_target if hasattr(net, 'rate') else None
@@ -109,28 +124,28 @@ def _prepare(config: Config) -> tuple[Learner, Supervised, Any]:
 
 
 def _check_fit(learner: Learner, config: Config, task: Any) -> None:
-    """Raise unless a task can teach this learner."""
+    """Raise unless this learner can be trained on a task."""
     shapes = [v.aval.shape for v in learner.report.program.outputs]
     if shapes != [(config.batch, task.outputs)]:
         raise ValueError(
             three_parts(
                 f'--model {config.model}, whose step gives {", ".join(map(str, shapes)) or "nothing"}',
                 f'{config.task} compares it with targets of shape {(config.batch, task.outputs)}',
-                'a factory that makes as many outputs as it is told by its second argument',
+                'a factory whose second argument is the number of outputs',
             )
         )
     if learner.rule.is_modulated:
         raise ValueError(
             three_parts(
                 f'--rule {config.rule}',
-                'it is taught by a modulator, and a task gives a loss',
+                'it learns from a modulator, and a task gives a loss',
                 'another rule; in Python, learner(x, modulator=...)',
             )
         )
 
 
 def _folder(options: argparse.Namespace, name: str) -> Path:
-    """The folder asked for, or a new one."""
+    """The given folder, or a new one."""
     if options.out and Path(options.out).is_file():
         raise FileExistsError(
             three_parts(f'--out {options.out}', 'it is a file', 'the name of a folder')
@@ -150,6 +165,7 @@ def _held_out(supervised: Supervised, batches: int = 8) -> dict[str, float]:
     found = []
     for i in range(batches):
         data = supervised.batches(_HELD_OUT + i)
+        data = supervised.learner.placed(*data)
         _, outputs = supervised.learner.evaluate(*data, step_fn=supervised.step_fn)
         found.append(supervised.metrics(outputs, *data))
     return {name: float(np.mean([f[name] for f in found])) for name in found[0]}
@@ -166,22 +182,33 @@ def train(options: argparse.Namespace) -> Result:
         raise ValueError(
             three_parts(
                 f'train with {given}',
-                'it starts on a task, or goes on in a folder, which knows its task',
+                'it starts on a task, or continues in a folder, whose settings name the task',
                 'train TASK, or train --resume DIR',
             )
         )
+    mesh = join(options)
     out, config = _resumed(options) if options.resume else _begun(options)
-    learner, supervised, optimizer = _prepare(config)
-    # A folder that is already further than asked for keeps its number of updates.
-    if max(complete(out / 'checkpoints'), default=0) <= config.updates:
+    with time_step(config.dt):
+        return _trained(options, out, config, mesh)
+
+
+def _trained(
+    options: argparse.Namespace, out: Path, config: Config, mesh: Mesh | None
+) -> Result:
+    learner, supervised, optimizer = _prepare(config, mesh)
+    memory = learner.memory_plan(supervised.task.steps)
+    # Files are written by one process; the others compute with it.
+    is_first = jax.process_index() == 0
+    no_page = ''
+    # A folder with more updates than requested keeps its number of updates.
+    if is_first and max(complete(out / 'checkpoints'), default=0) <= config.updates:
         settings.save(out, config)
-    write_whole(out / 'report.txt', f'{learner.report}\n')
-    page = lambda: learner.report.to_html(
-        memory=learner.memory_plan(supervised.task.steps)
-    )
-    _, no_page = attempted(
-        'report.html', lambda: write_whole(out / 'report.html', page())
-    )
+    if is_first:
+        write_whole(out / 'report.txt', f'{learner.report}\n')
+        page = lambda: learner.report.to_html(memory=memory)
+        _, no_page = attempted(
+            'report.html', lambda: write_whole(out / 'report.html', page())
+        )
     say(f'{config.task} by {config.rule}, {config.updates} updates, results in {out}')
     say(f'gradients: {_gradients(learner)}')
     history = fit(
@@ -191,6 +218,7 @@ def train(options: argparse.Namespace) -> Result:
         updates=config.updates,
         out=out,
         save_every=config.save_every,
+        certificate_every=config.certificate_every,
         resume=bool(options.resume),
     )
     result: dict[str, Any] = {
@@ -203,13 +231,17 @@ def train(options: argparse.Namespace) -> Result:
         return result, text, 130
     final = _held_out(supervised)
     result['held_out'] = final
+    metrics = ', '.join(f'{name} {value:.3f}' for name, value in final.items())
+    if not is_first:
+        return result, f'on unseen trials: {metrics}', 0
     # Before the pictures: whatever happens to these, the result is there.
     write_whole(out / 'result.json', json.dumps(result, indent=1) + '\n')
     say('drawing')
-    drawn, failed = _draw(learner, supervised, history, out)
+    metrics = ', '.join(f'{name} {value:.3f}' for name, value in final.items())
+    note = f'{metrics} on unseen trials, after {history.updates} updates'
+    drawn, failed = _draw(learner, supervised, history, out, note)
     if failed:
         result['failed_pictures'] = failed
-    metrics = ', '.join(f'{name} {value:.3f}' for name, value in final.items())
     files = ', '.join([*drawn, 'report.txt' if no_page else 'report.html'])
     return (
         result,
@@ -227,7 +259,7 @@ def _begun(options: argparse.Namespace) -> tuple[Path, Config]:
         raise FileExistsError(
             three_parts(
                 f'--out {out}',
-                'it holds a training',
+                'it holds the files of a training',
                 f'another folder, or braintrace train --resume {out}',
             )
         )
@@ -250,7 +282,7 @@ def _resumed(options: argparse.Namespace) -> tuple[Path, Config]:
     config = settings.read(out)
     given = {
         name: getattr(options, name)
-        for name in ('rule', 'model', 'units', 'batch', 'lr', 'seed')
+        for name in ('rule', 'model', 'units', 'batch', 'lr', 'seed', 'dt')
     }
     given |= {
         'task_options': dict(options.task_option),
@@ -268,7 +300,8 @@ def _resumed(options: argparse.Namespace) -> tuple[Path, Config]:
         raise ValueError(
             three_parts(
                 f'--resume with {", ".join(changed)}',
-                'a training goes on as it began: only --updates and --save-every may change',
+                'a training continues with its first settings: only --updates, --save-every '
+                'and --certificate-every may change',
                 'train --resume DIR --updates N, or a new training',
             )
         )
@@ -280,18 +313,25 @@ def _resumed(options: argparse.Namespace) -> tuple[Path, Config]:
 
 
 def _draw(
-    learner: Learner, supervised: Supervised, history: History, out: Path
+    learner: Learner, supervised: Supervised, history: History, out: Path, note: str
 ) -> tuple[list[str], dict[str, str]]:
     """Draw all pictures: the names of those drawn, and why others failed."""
-    trial = supervised.batches(_HELD_OUT)
+    trial, task = supervised.batches(_HELD_OUT), supervised.task
     curves = {learner.rule.name: [history]}
+    whole = cache(lambda: Overview(learner, task, trial, history))
+    heading = (name_of(task), note)
     pictures: dict[str, Callable[[Path], Any]] = {
+        'overview.png': lambda file: whole().save(file, *heading),
+        'overview-dark.png': lambda file: whole().save(file, *heading, dark=True),
         'learning.png': lambda file: plots.learning_curves(curves, file),
         'activity.png': lambda file: plots.activity(
             learner, trial, supervised.task.kind, file
         ),
         'traces.png': lambda file: plots.traces(learner, trial[0], file),
     }
+    if jax.process_count() > 1:
+        # The others need activity of which each process has its own samples.
+        pictures = {name: pictures[name] for name in ('learning.png',)}
     drawn, failed = [], {}
     for name, draw in pictures.items():
         found, reason = attempted(name, lambda draw=draw, name=name: draw(out / name))
@@ -306,7 +346,7 @@ def compare(options: argparse.Namespace) -> Result:
     """Train by several rules from the same seeds."""
     out = _folder(options, f'compare-{options.task}')
     for rule in options.rules:
-        named(rule)  # one that is not known is told before others are trained
+        named(rule)  # an unknown rule is reported before others are trained
     found: dict[str, list[History]] = {}
     finals: dict[str, list[dict[str, float]]] = {}
     for rule in options.rules:

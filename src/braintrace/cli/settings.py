@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import printable, three_parts
-from ..files import write_whole
+from ..files import write_whole, written
 
 FORMAT = 1
 """The version of ``config.json``; a higher one is of a later braintrace."""
 
-CHANGEABLE = ('updates', 'save_every')
+CHANGEABLE = ('updates', 'save_every', 'certificate_every')
 """Settings that a resumed training may change: no update depends on them."""
 
 
@@ -35,6 +35,8 @@ class Config:
     task_options: dict[str, Any] = field(default_factory=dict)
     rule_options: dict[str, Any] = field(default_factory=dict)
     save_every: int = 25
+    certificate_every: int | None = None
+    dt: str | None = None
 
     @property
     def names_code(self) -> bool:
@@ -78,6 +80,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     'task_options': (_is_table, 'options by name'),
     'rule_options': (_is_table, 'options by name'),
     'save_every': (_is_count, 'a whole number of at least 1'),
+    'certificate_every': (
+        lambda x: x is None or _is_count(x),
+        'null or a whole number of at least 1',
+    ),
+    'dt': (lambda x: x is None or _is_text(x), 'null or a text'),
 }
 """What each setting must be, and how to say it."""
 
@@ -94,7 +101,8 @@ def save(out: Path, config: Config) -> None:
     """Write the settings of a training into its folder."""
     text = json.dumps({'format': FORMAT, **asdict(config)}, indent=1) + '\n'
     for file in reversed(_files(out)):
-        file.parent.mkdir(parents=True, exist_ok=True)
+        with written(str(file)):
+            file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, text)
 
 
@@ -112,12 +120,10 @@ def read(out: Path) -> Config:
         began = _read(copy, '') if copy.exists() else None
     except ValueError:  # a copy that is damaged shows nothing
         began = None
-    instead = 'a new training in another folder'
+    fix = 'a new training in another folder'
     if began is not None:
-        instead = (
-            f'cp {copy} {file}, the settings as they were at the start; or {instead}'
-        )
-    config = _read(file, instead)
+        fix = f'cp {copy} {file}, the settings as they were at the start; or {fix}'
+    config = _read(file, fix)
     if began is None:
         return config
     before, now = asdict(began), asdict(config)
@@ -125,22 +131,22 @@ def read(out: Path) -> Config:
         name for name in now if now[name] != before[name] and name not in CHANGEABLE
     ]
     if changed:
-        told = ', '.join(
+        changes = ', '.join(
             f'{name} is {now[name]!r} and was {before[name]!r}' for name in changed
         )
         raise ValueError(
             three_parts(
-                f'--resume {out}, whose config.json was changed: {told}',
-                'a training goes on as it began: only the number of updates may change',
-                instead,
+                f'--resume {out}, whose config.json was changed: {changes}',
+                'a training continues with its first settings: only the number of updates may change',
+                fix,
             )
         )
     return config
 
 
-def _read(file: Path, instead: str) -> Config:
+def _read(file: Path, fix: str) -> Config:
     """The settings in a file, every one checked."""
-    wrong = lambda why: ValueError(three_parts(f'the settings in {file}', why, instead))
+    wrong = lambda why: ValueError(three_parts(f'the settings in {file}', why, fix))
     try:
         text = file.read_text('utf-8')
         found = json.loads(text)
@@ -180,7 +186,7 @@ def check_trust(config: Config, out: Path, trusted: bool) -> None:
     """Raise unless the user agrees that the code a folder names is run.
 
     ``trusted``: they said so on the command line. Otherwise they are asked, if there is
-    someone to ask.
+    a terminal.
     """
     if trusted or not config.names_code:
         return
@@ -190,15 +196,16 @@ def check_trust(config: Config, out: Path, trusted: bool) -> None:
         if where.endswith('.py')
         else f'the Python module {where}'
     )
-    instead = (
+    fix = (
         f'--trust if you know that code; or name it yourself: --model {config.model!r}'
     )
     if not sys.stdin.isatty():
         raise PermissionError(
             three_parts(
                 f'--resume {out}, whose model is {config.model}',
-                f'that runs {code}, which config.json of the folder names, and nobody can be asked here',
-                instead,
+                f'that runs {code}, which config.json of the folder names, '
+                'and there is no terminal to ask for your consent',
+                fix,
             )
         )
     question = f'{out / "config.json"} names the model {config.model}. To go on, {code} is run.'
@@ -209,6 +216,6 @@ def check_trust(config: Config, out: Path, trusted: bool) -> None:
             three_parts(
                 f'--resume {out}, whose model is {config.model}',
                 f'that runs {code}, and you did not agree',
-                instead,
+                fix,
             )
         )
