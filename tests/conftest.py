@@ -1,5 +1,9 @@
 """Small models, so compile fast rather than well, and never the same thing twice."""
 
+import math
+import os
+import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import jax
@@ -17,3 +21,43 @@ jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 def x64():
     with jax.enable_x64(True):
         yield
+
+
+CHEAP = {'test_interface.py', 'test_labels.py', 'test_architecture.py'}
+"""Files of which every case runs daily."""
+
+LONG = {
+    'test_a_network_learns',
+    'test_a_synthesiser_learns_the_credit_of_the_future',
+    'test_a_training_killed_in_its_first_checkpoint_goes_on_and_can_start_anew',
+    'test_measuring_moves_nothing[dni]',
+    'test_multi_step_factors_are_windows_of_one_step',
+    'test_optimisers_of_a_synthesiser',
+    'test_own_model_and_comparison',
+    'test_rules_are_compared_on_the_users_own_model',
+    'test_the_command_measures_it',
+    'test_traces_grow_as_stated',
+}
+"""Tests of many seconds, beside which daily others do much of the same."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Daily, tests with three cases and more run an eighth of them, at least one, the
+    same ones every time, and some long tests do not run.
+
+    A case that is chosen on the command line always runs; `ZOO=all` runs all.
+    """
+    named = config.option.keyword or any('::' in a for a in config.args)
+    if os.environ.get('ZOO') == 'all' or named:
+        return
+    cases = defaultdict(list)
+    for item in items:
+        if item.path.name not in CHEAP:
+            cases[item.nodeid.split('[')[0]].append(item.nodeid)
+    left_out = {i.nodeid for i in items if {i.name, i.name.split('[')[0]} & LONG}
+    for names in cases.values():
+        count = len(names) if len(names) < 3 else math.ceil(len(names) / 8)
+        in_order = sorted(names, key=lambda name: zlib.crc32(name.encode()))
+        left_out.update(in_order[count:])
+    config.hook.pytest_deselected(items=[i for i in items if i.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]

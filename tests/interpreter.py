@@ -61,7 +61,7 @@ def results(eqn, operands):
         return run(
             branches[int(np.clip(operands[0], 0, len(branches) - 1))], operands[1:]
         )
-    if kind == 'scan':
+    if kind == 'scan' and 'length' in eqn.params:  # a loop has none, and is run by JAX
         return scan(eqn, operands)
     rule = RULES.get(eqn.primitive.name)
     if rule is not None:
@@ -80,7 +80,8 @@ def scan(eqn, operands):
     parts = read_scan(eqn)
     a, b = parts.num_consts, parts.num_consts + parts.num_carry
     carry, ys = operands[a:b], []
-    order = range(parts.length)[::-1] if eqn.params['reverse'] else range(parts.length)
+    steps = range(eqn.params['length'])
+    order = steps[::-1] if eqn.params['reverse'] else steps
     for t in order:
         out = run(parts.body, [*operands[:a], *carry, *(x[t] for x in operands[b:])])
         carry = out[: parts.num_carry]

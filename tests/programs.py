@@ -344,6 +344,37 @@ class Writer:
             return f'jnp.pad({v.text}.ravel(), (0, {n - v.size})).reshape({shape})'
         return f'jnp.zeros({shape})'
 
+    def small(self, shape: Shape) -> Shape:
+        """A shape with fewer elements that broadcasts to the given one."""
+        ways = [(1,) * len(shape), (*shape[:-1], 1), (1, *shape[1:]), shape[1:], ()]
+        return self.pick([way for way in ways if _fits(way, shape)])
+
+    def drive(self, v: Value, shape: Shape) -> str:
+        """A value of a shape: by a product with weights, or as it comes."""
+        if not v.shape or self.chance(3):
+            return f'({self.fitted(v, shape)})'
+        if shape and v.shape[:-1] == shape[:-1]:
+            return f'({v.text} @ {self.parameter(v.shape[-1], shape[-1])})'
+        weight = self.parameter(v.size, math.prod(shape))
+        return f'({v.text}.ravel() @ {weight}).reshape({shape})'
+
+    def gate(self, shape: Shape) -> str:
+        """A real value of a shape, between zero and one."""
+        before, self.real_only = self.real_only, True
+        text = f'nn.sigmoid({self.drive(self.value(), shape)})'
+        self.real_only = before
+        return text
+
+    def flag(self) -> str:
+        """A switch: by the input, or by a counter of steps, on at the first one."""
+        if self.chance(2):
+            return "jnp.sum(jnp.real(x['x'])) > 0"
+        if 'n' not in self.program.states:
+            self.program.states['n'] = ()
+            self.program.kinds['n'] = self.pick(['other', 'hidden'])
+            self.program.written['n'] = "s['n'] + 1"
+        return "s['n'] < 1"
+
     def statement(self) -> None:
         self.name(self.pick(STATEMENTS)(self))
 
@@ -602,7 +633,7 @@ def binary(w, v):
             'jnp.where(jnp.real({0}) > 0, {0}, 0.2 * {1})',
         ]
         ways += [
-            'lax.complex(jnp.real({0}), jnp.imag({0} + {1}))',
+            'lax.complex(jnp.real({0}), like(jnp.imag({0} + {1}), {0}.real))',
             'jnp.abs({0} + 1j * {1})',
         ]
     elif w.types is not REAL:
@@ -638,7 +669,7 @@ def weighted(w, v):
             'nn.sigmoid({1}) * {0}',
         ]
         ways += [
-            'lax.complex(jnp.real({0}), jnp.imag({0}) + jnp.real({1}))',
+            'lax.complex(jnp.real({0}), like(jnp.imag({0}) + jnp.real({1}), {0}.real))',
             '{0} / (2 + {1})',
         ]
         ways += [
@@ -692,6 +723,40 @@ def between_values(w, v):
             [(f'jnp.outer({v.text}, {u.text})', (n, n)), (f'{v.text} @ {u.text}', ())]
         )
     return f'{v.text} @ {u.text}.T', (*v.shape[:-1], *u.shape[:-1])
+
+
+@statement(3, rank=1)
+def shared(w, v):
+    """A small value, by weights or from data, that many elements of another read."""
+    small, u = w.small(v.shape), w.value()
+    text = w.drive(u, small)
+    ways = ['jnp.broadcast_to({1}, {2})', '{0} * {1}', '{0} + {1}', '{1} - {0}']
+    ways += ['{0} * {1} + {1}', 'jnp.where({3} > 0, {1}, {0})']
+    return w.pick(ways).format(v.text, text, v.shape, w.real(v).text), v.shape
+
+
+@statement(2, rank=1)
+def outer_product(w, v):
+    """Of two values that share their leading axes, by weights or from data."""
+    u = w.value(lambda u: u.shape and u.shape[:-1] == v.shape[:-1]) or v
+    *front, _ = v.shape
+    a, b = w.size(), w.size()
+    one, two = w.drive(v, (*front, a)), w.drive(u, (*front, b))
+    if w.chance(2):
+        return f"jnp.einsum('...i,...j->...ij', {one}, {two})", (*front, a, b)
+    return f'{one}[..., :, None] * {two}[..., None, :]', (*front, a, b)
+
+
+@statement(2, rank=1)
+def repeated_heads(w, v):
+    """A value for each head, repeated over the units of the head."""
+    n = v.shape[-1]
+    at = w.pick([[0] * n, [i // 2 for i in range(n)], [i % 2 for i in range(n)]])
+    text = w.drive(w.value(), (*v.shape[:-1], max(at) + 1))
+    spread = f'{text}[..., np.array({at})]'
+    if at == [i // 2 for i in range(n)] and n % 2 == 0:
+        spread = f'jnp.repeat({text}, 2, axis=-1)'
+    return w.pick([f'{v.text} * {spread}', spread, f'{v.text} + {spread}']), v.shape
 
 
 @statement(1, rank=1, real=True)
@@ -1076,6 +1141,61 @@ def per_position(w, name, old):
     )
 
 
+@writes(2)
+def shared_drive(w, name, old):
+    return f'0.8 * {old.text} + {w.drive(w.value(), w.small(old.shape))}'
+
+
+@writes(2)
+def shared_gate(w, name, old):
+    gate = w.gate(w.small(old.shape))
+    return f'{gate} * {old.text} + {w.fitted(w.value(), old.shape)}'
+
+
+@writes(2)
+def outer_memory(w, name, old):
+    """A key times a value, with a decay for all or for each key."""
+    if len(old.shape) < 2:
+        return shared_drive(w, name, old)
+    *front, a, b = old.shape
+    key, value = w.drive(w.value(), (*front, a)), w.drive(w.value(), (*front, b))
+    decay = w.pick(['0.8', w.gate((*front, a, 1)), w.gate(w.small(old.shape))])
+    return f'{decay} * {old.text} + {key}[..., :, None] * {value}[..., None, :]'
+
+
+@writes(1)
+def head_gates(w, name, old):
+    if not old.shape:
+        return shared_gate(w, name, old)
+    n = old.shape[-1]
+    at = w.pick([[i // 2 for i in range(n)], [i % 2 for i in range(n)]])
+    gate = w.gate((*old.shape[:-1], max(at) + 1))
+    spread = f'{gate}[..., np.array({at})]'
+    return f'{spread} * {old.text} + {w.fitted(w.value(), old.shape)}'
+
+
+@writes(2)
+def switched(w, name, old):
+    """A learned initial state, switched on by the input or by a counter."""
+    shape = w.pick([old.shape, old.shape[-1:], ()])
+    flag, start = w.flag(), w.parameter(*shape)
+    drive = w.fitted(w.value(), old.shape)
+    return f'0.8 * jnp.where({flag}, {start}, {old.text}) + {drive}'
+
+
+@writes(3)
+def skipping(w, name, old):
+    """Reads a new state of its shape twice: by a product, and position by position."""
+    new = w.program.written.values()
+    below = [v for v in w.values if v.text in new and v.shape == old.shape]
+    if not below or not old.shape:
+        return leaky(w, name, old)
+    a, n = w.pick(below).text, old.shape[-1]
+    bounded = 'jnp.tanh' if w.types is REAL else 'squash'
+    skip = w.pick([a, f'{a} * {w.parameter(n)}', f'jnp.sin({a})'])
+    return f'0.8 * {old.text} + {bounded}({a} @ {w.parameter(n, n)}) + {skip}'
+
+
 def draw_program(pick: Pick) -> Program:
     """A program, choice by choice; shapes that the grammar does not tell are found by evaluation."""
     return Writer(pick).write()
@@ -1094,9 +1214,27 @@ class PositionWriter(Writer):
         shape = self.program.states[name]
         old = Value(f"s['{name}']", shape, self.program.dtypes.get(name, 'float64'))
         text = self.pick(
-            [leaky, decaying, turning, gated, replaced, unchanged, delayed]
+            [leaky, decaying, turning, gated, replaced, unchanged, delayed, switched]
         )(self, name, old)
         self.program.written[name] = self.name((self.as_state(text, old), shape)).text
+
+    def entering(self, shape: Shape) -> str:
+        """A drive by the input: one element for each position, or for several."""
+        product = lambda shape: f"jnp.tensordot(x['x'], {self.parameter(2, *shape)}, 1)"
+        way = self.pick(['whole', 'shared', 'shared', 'outer', 'repeated'])
+        if way == 'shared':
+            text = self.pick(['{}', 'jnp.sin({})', '{0} * {1}', '{0} + {1}'])
+            small = self.small(shape)
+            text = text.format(product(small), self.parameter(*small))
+            return f'jnp.broadcast_to({text}, {shape})'
+        if way == 'outer' and len(shape) > 1:
+            *front, a, b = shape
+            one, two = product((*front, a)), product((*front, b))
+            return f'{one}[..., :, None] * {two}[..., None, :]'
+        if way == 'repeated' and shape:
+            at = [i // 2 for i in range(shape[-1])]
+            return f'{product((*shape[:-1], max(at) + 1))}[..., np.array({at})]'
+        return product(shape)
 
     def write(self) -> Program:
         program, shape = self.program, self.shape()
@@ -1107,14 +1245,14 @@ class PositionWriter(Writer):
         for name in (*program.states, 'x'):
             self.typed(name)
         for _ in range(self.pick([1, 2, 3])):
-            self.name((f"jnp.tensordot(x['x'], {self.parameter(2, *shape)}, 1)", shape))
+            self.name((self.entering(shape), shape))
         kind = lambda name: program.dtypes.get(name, 'float64')
         self.values += [
             Value(f"s['{name}']", shape, kind(name)) for name in program.states
         ]
         for _ in range(self.pick([2, 3, 4, 5, 1])):
             self.statement()
-        for name in program.states:
+        for name in list(program.states):  # a counter may be added
             self.new_state(name)
         program.outputs = [self.output()]
         return program

@@ -10,7 +10,7 @@ import braintrace
 
 ROOT = pathlib.Path(braintrace.__file__).parent
 LAYERS = [
-    {'errors', 'compat'},
+    {'errors', 'compat', 'text', '_brainstate'},
     {'compiled_step', 'arrays'},
     {'program'},
     {'operations'},
@@ -19,10 +19,12 @@ LAYERS = [
     {'lowering'},
     {'solver'},
     {'rules'},
-    {'learner'},
+    {'learner', 'checkpoint', 'files'},
 ]
 ARRAYS_ONLY = {'errors', 'compiled_step', 'arrays', 'solver'}
 """All that the solver may know of the package."""
+MAKES_THE_REPORT = ROOT / 'analysis' / 'graph.py'
+"""The one file that imports from above its layer: `ETraceGraph.report`, when called."""
 FILES = sorted(ROOT.rglob('*.py'))
 
 
@@ -31,10 +33,31 @@ def layer(name):
     return next((i for i, names in enumerate(LAYERS) if name in names), len(LAYERS))
 
 
+def first_name(file):
+    """The folder of a file below the package, or its own name."""
+    return file.relative_to(ROOT).with_suffix('').parts[0]
+
+
 def imports(file):
-    """Absolute dotted names of everything a file imports, wherever in the file."""
+    """Absolute dotted names of everything a file imports, wherever in the file; what
+    is imported for type checkers only is left out."""
+    return names(file, without_types(ast.parse(file.read_text()).body))
+
+
+def without_types(statements):
+    """All nodes below statements, but for those under ``if TYPE_CHECKING``."""
+    for statement in statements:
+        if isinstance(statement, ast.If) and 'TYPE_CHECKING' in ast.dump(
+            statement.test
+        ):
+            continue
+        yield from ast.walk(statement)
+
+
+def names(file, nodes):
+    """Absolute dotted names of what the nodes of a file import."""
     package = ('braintrace', *file.relative_to(ROOT).parent.parts)
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -45,19 +68,22 @@ def imports(file):
 
 @pytest.mark.parametrize('file', FILES, ids=lambda f: str(f.relative_to(ROOT)))
 def test_imports(file):
-    name = file.relative_to(ROOT).with_suffix('').parts[0]
+    name = first_name(file)
     for target in imports(file):
         parts = target.split('.')
         if parts[0] == 'braintrace' and len(parts) > 1 and name != '__init__':
+            if file == MAKES_THE_REPORT and parts[1] == 'report':
+                continue
             assert layer(parts[1]) <= layer(name), f'{target} is above {name}'
         assert parts[:2] != ['jax', '_src']
         assert parts[:2] != ['jax', 'extend'] or name == 'compat', (
             f'{target} belongs in compat.py'
         )
         if parts[0] == 'brainstate':
-            allowed = file == ROOT / 'frontends' / 'brainstate.py' or layer(
-                name
-            ) >= layer('learner')
+            allowed = file in (
+                ROOT / 'frontends' / 'brainstate.py',
+                ROOT / '_brainstate.py',
+            ) or layer(name) >= layer('learner')
             assert allowed, (
                 f'{target}: only the front end, the learner and the surface know brainstate'
             )
@@ -84,6 +110,19 @@ def test_the_solver_knows_only_arrays(file):
         'numpy',
         'typing',
     }
+
+
+def test_the_report_is_imported_only_where_it_is_made():
+    """Nothing below the surface needs the report to be imported itself."""
+    below = [f for f in FILES if layer(first_name(f)) < len(LAYERS)]
+    known = [f for f in below if any(map(is_report, imports(f)))]
+    assert known == [MAKES_THE_REPORT]
+    at_the_top = ast.parse(MAKES_THE_REPORT.read_text()).body
+    assert not any(map(is_report, names(MAKES_THE_REPORT, at_the_top)))
+
+
+def is_report(target):
+    return target.startswith('braintrace.report')
 
 
 def test_only_operations_decide_by_the_name_of_a_primitive():

@@ -258,7 +258,7 @@ def test_shapes_that_differ_are_refused(compiled):
     )
     with pytest.raises(
         bt.NotSupportedError,
-        match=r'\(2, 4\).*\(7,\)(.|\n)*why it cannot work(.|\n)*what to write',
+        match=r'\(2, 4\).*\(7,\)(.|\n)*Why: (.|\n)*Fix: ',
     ):
         odd.check_consistent_varshape()
 
@@ -435,7 +435,7 @@ def test_a_wrong_number_of_perturbations(compiled):
     ):
         with pytest.raises(
             error,
-            match=r'3 perturbation(.|\n)*2 hidden state(.|\n)*what to write instead',
+            match=r'3 perturbation(.|\n)*2 hidden state(.|\n)*Fix: ',
         ):
             call([jnp.zeros((B, H))] * 3)
 
@@ -725,7 +725,7 @@ def test_call_hidden_perturb_from_other_states(compiled):
     assert bare.hidden_perturb is None
     with pytest.raises(
         AssertionError,
-        match=r'include_hidden_perturb=False(.|\n)*what to write instead',
+        match=r'include_hidden_perturb=False(.|\n)*Fix: ',
     ):
         bare.call_hidden_perturb((X,), zeros)
     assert graph.dict()['hidden_perturb'] is graph.hidden_perturb
@@ -738,7 +738,7 @@ def test_call_hidden_perturb_from_other_states(compiled):
 def test_executor_before_compiling():
     with pytest.raises(
         TypeError,
-        match=r'ETraceGraphExecutor\(int\)(.|\n)*why it cannot work(.|\n)*what to write',
+        match=r'ETraceGraphExecutor\(int\)(.|\n)*Why: (.|\n)*Fix: ',
     ):
         bt.ETraceGraphExecutor(3)
     with pytest.raises(ValueError, match=r'before compiling(.|\n)*compile_graph'):
@@ -814,23 +814,29 @@ def test_report(compiled):
         'exact': 1,
         'none': 1,
         'cut': report.counts['cut'],
+        'hidden_group_merged': 1,
+        'relation_included': 2,
+        'relation_excluded_non_temporal': 1,
+        'state_mismatch': 1,
     }
     text = report.to_str()
+    parameters, operations = text.split('\nOperations, with their sizes\n')
     for name, credit, reason in (
         (
             'w',
             'local',
-            f'cut at dot_general ({os.path.relpath(__file__)}:{MIXING_LINE})',
+            f'cut at matmul ({os.path.relpath(__file__)}:{MIXING_LINE})',
         ),
         (
             'rec',
             'local',
-            f'cut at dot_general ({os.path.relpath(__file__)}:{MIXING_LINE})',
+            f'cut at matmul ({os.path.relpath(__file__)}:{MIXING_LINE})',
         ),
         ('out', 'exact', 'acts on outputs of its own step only'),
         ('idle', 'none', 'the step never reads it'),
     ):
-        (line,) = [line for line in text.splitlines() if line.split()[:1] == [name]]
+        lines = parameters.splitlines()
+        (line,) = [line for line in lines if line.split()[:1] == [name]]
         assert credit in line
         assert reason in line
     assert report.dict()['counts'] is report.counts
@@ -839,8 +845,10 @@ def test_report(compiled):
         == f'CompilationReport(1 hidden group(s); 1 exact, 2 local, 1 none, {report.counts["cut"]} cut)'
     )
     assert 'V, a' in text
-    assert '(2, 4)' in text
+    assert 'positions 2×4' in text
     assert 'count' in text
+    used = [line.split()[0] for line in operations.split('\n\n')[0].splitlines()]
+    assert sorted(used) == ['out', 'rec', 'w']
 
     assert (
         text
@@ -867,8 +875,9 @@ def test_records(compiled):
     assert {r.primitive for r in cuts} == {'dot_general'}
     assert {r.context['source'] for r in cuts} == {f'{__file__}:{MIXING_LINE}'}
     assert all(r.level is bt.DiagnosticLevel.NOTICE for r in cuts)
-    (idle,) = graph.explain(weight_path=('idle',))
+    idle, unread = graph.explain(weight_path=('idle',))
     assert idle.level is bt.DiagnosticLevel.WARNING
+    assert unread.kind is bt.DiagnosticKind.STATE_MISMATCH
 
 
 def test_every_leaf_of_a_parameter_is_listed():

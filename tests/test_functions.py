@@ -200,7 +200,7 @@ BAD = {
 @pytest.mark.parametrize('name', BAD)
 def test_bad_functions(name):
     step, why = BAD[name]
-    pattern = rf'as a step function\n  why it cannot work: (.|\n)*{why}(.|\n)*\n  what to write instead: a function'
+    pattern = rf'as a step function\n  Why: (.|\n)*{why}(.|\n)*\n  Fix: a function'
     with pytest.raises(bt.CompilationError, match=pattern):
         bt.compile_etrace_graph(step, array(I, H), array(B, H), X)
 

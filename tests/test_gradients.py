@@ -141,6 +141,7 @@ WHOLE = {
     'tbptt': {'k': 2},
 }
 VARIANTS = {
+    'd_rtrl, readout': ('d_rtrl', {'reach': 'readout'}),
     'eprop, κ': ('eprop', {'kappa_filter_decay': 0.5}),
     'eprop, random': ('eprop', {'feedback': 'random'}),
     'eprop, adaptive': ('eprop', {'feedback': FixedRandomFeedback(1, align=0.9)}),
@@ -264,18 +265,13 @@ def proven(model, rule, **options):
     return report
 
 
-def has_feedback(used):
-    return USED[used][1].get('feedback') is not None
-
-
-# Random feedback needs a read-out without memory, and refuses the others.
-PAIRS = [
-    (m, u) for m in MODELS for u in USED if m != 'leaky_readout' or not has_feedback(u)
-]
+PAIRS = [(m, u) for m in MODELS for u in USED]
 DAILY = [
     (m, u)
     for m, u in PAIRS
-    if m in ('gru', 'integrator') or u in ('pp_prop', 'ottt', 'rflo', 'snap')
+    if m in ('gru', 'integrator')
+    or u in ('pp_prop', 'ottt', 'rflo', 'snap')
+    or (m == 'leaky_readout' and ('eprop' in u or 'readout' in u))
 ]
 
 
@@ -323,8 +319,9 @@ def test_pp_prop_never_promises_bptt_through_time():
 
 
 def test_rules_are_equal_where_their_own_trace_is_exact():
-    for rule in ('ottt', 'ostlfeedforward', 'rflo'):
-        assert kinds_of('integrator', rule) == {EQUAL}
+    decay = {'decay_or_rank': 0.9}
+    for rule, options in (('ottt', {}), ('ostlfeedforward', decay), ('rflo', {})):
+        assert kinds_of('integrator', rule, **options) == {EQUAL}
     assert kinds_of('integrator', 'ottt', leak=0.8) == {'approximate'}
     assert kinds_of('leaky', 'rflo') == {EQUAL}
     assert kinds_of('leaky', 'ottt') == {'approximate'}
@@ -425,7 +422,7 @@ def test_rules_without_local_traces_show_no_cuts():
         report = compiled('gru', rule).report
         assert 'cut' not in report.counts
         assert 'cut at' not in str(report)
-        assert 'dot_general' not in report.to_html().split('id="diagnostics"')[1]
+        assert 'matmul' not in report.to_html().split('id="diagnostics"')[1]
     assert compiled('gru', 'rflo').report.counts['cut']
 
 

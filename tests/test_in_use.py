@@ -1,6 +1,8 @@
 """Learners as programs use them: inside jit, beside one another, copied."""
 
 import copy
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import brainstate
 import braintools
@@ -481,3 +483,94 @@ def test_a_model_may_be_compiled_after_its_states_were_made_inside_jit(xs):
     outputs = run(xs)
     learner = braintrace.compile(model, 'd_rtrl', xs[0], batch_size=B)
     assert_close(jnp.stack([learner(x) for x in xs]), outputs)
+
+
+# ---------------------------------------------------------------- threads, processes, interrupts
+
+
+def values_of(learner):
+    states = learner.states().values()
+    return [np.array(x) for s in states for x in jax.tree.leaves(s.value)]
+
+
+def in_threads(work, count=4):
+    with ThreadPoolExecutor(count) as pool:
+        for done in [pool.submit(work) for _ in range(count)]:
+            done.result(timeout=120)
+
+
+@pytest.mark.parametrize('kind', ['gradients', 'evaluate'])
+def test_calls_from_several_threads_wait_for_each_other(xs, kind):
+    learner = compiled(xs)
+    step = lambda x: jnp.mean(learner(x) ** 2)
+
+    def work():
+        for _ in range(5):
+            if kind == 'gradients':
+                learner.etrace_grad(xs, step_fn=step)
+            else:
+                learner.evaluate(xs, step_fn=step)
+
+    in_threads(work)
+    found = values_of(learner)
+    learner.reset_state()
+    for _ in range(20 if kind == 'gradients' else 0):
+        learner.etrace_grad(xs, step_fn=step)
+    jax.tree.map(np.testing.assert_array_equal, found, values_of(learner))
+
+
+def test_a_learner_in_another_process_by_fork_is_refused(xs, monkeypatch):
+    learner = compiled(xs)
+    step = lambda x: jnp.mean(learner(x) ** 2)
+    parent = os.getpid()
+    monkeypatch.setattr(os, 'getpid', lambda: parent + 1)  # as in the child
+    for call in (
+        lambda: learner(xs[0]),
+        lambda: learner.etrace_grad(xs, step_fn=step, fresh=True),
+        lambda: learner.evaluate(xs),
+    ):
+        with pytest.raises(braintrace.NotSupportedError, match='spawn') as error:
+            call()
+        assert is_explained(error.value)
+
+
+def test_a_refused_call_leaves_the_traces(xs):
+    learner, other = compiled(xs), compiled(xs)
+    for each in (learner, other):
+        step = lambda x, each=each: jnp.mean(each(x) ** 2)
+        # Its arrays are donated to the next call, since nobody else has read them.
+        each.etrace_grad(xs, step_fn=step)
+        if each is learner:
+            with pytest.raises(braintrace.CompilationError, match='has_aux'):
+                each.etrace_grad(xs, step_fn=step, has_aux=True)
+        each.etrace_grad(xs, step_fn=step)
+    jax.tree.map(np.testing.assert_array_equal, values_of(learner), values_of(other))
+
+
+def test_an_update_that_is_interrupted_is_undone(xs, ys, monkeypatch):
+    learner = compiled(xs)
+    step = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    gradients = learner.etrace_grad(xs, ys, step_fn=step)
+    optimizer = optax.adam(0.1)
+    learner.apply(gradients, optimizer)
+    states = learner.optimizer_states(optimizer)['state']
+    before = weights_of(learner), states.value
+    first, *rest = learner.param_states.values()
+    written = type(rest[0]).value.fset
+
+    def interrupted(state, value):
+        written(state, value)
+        if state is first and not isinstance(
+            jax.tree.leaves(value)[0], jax.core.Tracer
+        ):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    kind = type(first)
+    changed = property(kind.value.fget, interrupted)
+    monkeypatch.setattr(kind, 'value', changed, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        learner.apply(gradients, optimizer)
+    jax.tree.map(
+        np.testing.assert_array_equal, before, (weights_of(learner), states.value)
+    )

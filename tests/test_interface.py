@@ -185,7 +185,7 @@ def parameters_of(function):
     return list(inspect.signature(function).parameters)
 
 
-THREE_PARTS = r'(.|\n)*why it cannot work(.|\n)*what to write instead'
+THREE_PARTS = r'(.|\n)*Why: (.|\n)*Fix: '
 
 
 # ---------------------------------------------------------------- HiddenGroup
@@ -707,7 +707,7 @@ def test_perturb_data_of_a_wrong_length_is_an_assertion_error_with_both_numbers(
     numbers = rf'{len(data)} perturbation(.|\n)*{len(perturb.perturb_vars)} hidden'
     with pytest.raises(
         AssertionError,
-        match=numbers + THREE_PARTS.removeprefix(r'(.|\n)*why it cannot work'),
+        match=numbers + THREE_PARTS.removeprefix(r'(.|\n)*Why: '),
     ):
         perturb.perturb_data_to_hidden_group_data(data, graph.hidden_groups)
 
@@ -930,7 +930,7 @@ def test_call_hidden_perturb_without_a_perturbation_is_an_assertion_error(model)
     assert bare.hidden_perturb is None
     with pytest.raises(
         AssertionError,
-        match=r'include_hidden_perturb=False(.|\n)*what to write instead',
+        match=r'include_hidden_perturb=False(.|\n)*Fix: ',
     ):
         bare.call_hidden_perturb(model.inputs, [])
 

@@ -569,6 +569,41 @@ def truth(reaches, labels, shape):
 VANISHING = words('round rem')  # derivatives that are zero at the values drawn
 
 
+def check_origins(case, operation, k, reached, precise):
+    """No element of a result comes from another element than the rule says.
+
+    Where the rule gives up, some element comes from several: of a rule that is precise.
+    """
+    eqn = case.equation
+    origins = operation.origins(eqn, k, case.constant)
+    if origins is None:
+        several = [(seen.sum(axis=1) > 1).any() for seen in reached.values()]
+        assert any(several) or not precise, f'operand {k}: no origins'
+        return
+    assert len(origins) == len(eqn.outvars)
+    size = eqn.invars[k].aval.size
+    for r, seen in reached.items():
+        v = case.results[r]
+        origin = origins[eqn.outvars.index(v)]
+        assert origin.shape == v.aval.shape
+        assert (origin >= NONE).all()
+        assert (origin < size).all()
+        said = origin.reshape(-1, 1) == np.arange(size)
+        assert not (seen & ~said).any(), f'operand {k}: {origin} is not the origin'
+        is_moved = operation.family == 'movement'  # nothing is selected or vanishes
+        if precise and is_moved:
+            np.testing.assert_array_equal(said, seen, f'operand {k}')
+
+
+def check_fan_in(case, operation, k, reached, precise):
+    """As many elements of the operand reach one element of a result as the rule says."""
+    said = operation.fan_in(case.equation, k)
+    most = max(int(seen.sum(axis=1).max(initial=0)) for seen in reached.values())
+    assert said >= most, f'operand {k}: {most} elements, the rule says {said}'
+    if precise:
+        assert said == most, f'operand {k}: {most} elements, the rule says {said}'
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_rule(name):
     case, eqn = CASES[name], CASES[name].equation
@@ -597,6 +632,35 @@ def test_rule(name):
             )  # padding
             if not (case.sound or unseen or operation.family == 'mixing'):
                 np.testing.assert_array_equal(got, true, f'operand {k}')
+    for k, reached in reaches.items():
+        if not operation.differentiates(eqn, k):
+            continue
+        precise = not (case.sound or case.primitive in VANISHING)
+        if operation.origins is not None:
+            check_origins(case, operation, k, reached, precise)
+        if operation.fan_in is not None:
+            check_fan_in(case, operation, k, reached, precise)
+
+
+def test_origins_and_fan_in_are_tried_both_ways():
+    """Rules of every kind: that give origins, that give up, with one or more elements."""
+    given, fans = set(), set()
+    for case in CASES.values():
+        operation, eqn = REGISTRY[case.primitive], case.equation
+        for k in range(len(eqn.invars)):
+            if operation.origins is not None and operation.differentiates(eqn, k):
+                origins = operation.origins(eqn, k, case.constant)
+                given.add((operation.family, origins is not None))
+            if operation.fan_in is not None:
+                fans.add((operation.family, operation.fan_in(eqn, k) > 1))
+    assert given >= {
+        ('elementwise', True),
+        ('movement', True),
+        ('movement', False),
+        ('product', True),
+        ('product', False),
+    }
+    assert fans >= {('product', True), ('product', False), ('reduction', True)}
 
 
 def test_every_primitive_of_jax_in_the_table_is_tried():
@@ -881,6 +945,6 @@ def test_register_primitive(table):
     assert not positions_of(lambda h: bump(h) + h, H)[0].found
     with pytest.raises(
         ValueError,
-        match=r"'diagonal'(.|\n)*why it cannot work(.|\n)*instead: one of 'elementwise'",
+        match=r"'diagonal'(.|\n)*Why: (.|\n)*Fix: one of 'elementwise'",
     ):
         register_primitive(bump_p, 'diagonal')

@@ -85,12 +85,12 @@ def learner_of(rule, **options):
 
 def standing(learner):
     """A function that takes a learner back to where it is now: states, traces, random signs and predictor."""
-    before = None if learner.standing is None else learner.standing.value
+    before = None if learner.rule_state is None else learner.rule_state.value
 
     def start():
         learner.reset_state()
-        if learner.standing is not None:
-            learner.standing.value = before
+        if learner.rule_state is not None:
+            learner.rule_state.value = before
 
     return start
 

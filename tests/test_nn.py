@@ -1,7 +1,5 @@
 """The layers: equal to `brainstate.nn` or to the formula they state, and marked."""
 
-import inspect
-
 import brainevent
 import brainstate
 import brainunit as u
@@ -143,7 +141,6 @@ LAYERS = {
         (3,),
         'sparse_matmul',
     ),
-    'LoRA': ('LoRA', (3, 2, 4), {'kernel_init': drawn}, (3,), 'lora_matmul'),
     'Conv1d': ('Conv1d', ((6, 3), 4, 3), {**WB, 'stride': 2}, (6, 3), 'conv'),
     'Conv1d masked': ('Conv1d', ((6, 3), 4, 3), {**W, 'w_mask': drawn}, (6, 3), 'conv'),
     'Conv2d': (
@@ -190,7 +187,7 @@ def test_layer_equals_the_one_of_brainstate(case):
 
 
 def test_grouped_linear():
-    layer = nn.GroupedLinear((2, 3), (2, 4), **WB)
+    layer = nn.GroupedLinear(2, 3, 4, **WB)
     params, x = layer.weight.value, normal(0, 5, 2, 3)
     expected = (
         np.stack([np.asarray(x)[:, g] @ params['weight'][g] for g in range(2)], 1)
@@ -198,12 +195,19 @@ def test_grouped_linear():
     )
     close(layer(x), expected)
     close(layer(x[0]), expected[0])
+    assert (layer.in_size, layer.out_size) == ((2, 3), (2, 4))
     assert marks(layer, x) == {'grouped_matmul'}
-    assert nn.GroupedLinear((2, 3), (2, 4), w_init=jnp.ones((2, 3, 4)), b_init=None)(
-        x[0]
-    ).shape == (2, 4)
-    with pytest.raises(ValueError, match='what to write instead'):
-        nn.GroupedLinear((2, 3), (3, 4))
+    whole = nn.GroupedLinear(2, 3, 4, w_init=jnp.ones((2, 3, 4)), b_init=None)
+    assert whole(x[0]).shape == (2, 4)
+    with pytest.raises(ValueError, match='Fix: '):
+        nn.GroupedLinear((2, 3), (2, 4), 1)
+
+
+def test_lora_is_scaled_by_its_rank():
+    layer, x = nn.LoRA(3, 2, 4, kernel_init=drawn), normal(0, 5, 3)
+    params = layer.weight.value
+    close(layer(x), x @ (params['lora_a'] @ params['lora_b']) / 2)
+    assert marks(layer, x) == {'lora_matmul'}
 
 
 def test_lora_adds_to_its_base_module():
@@ -338,8 +342,15 @@ def test_kernels_with_units_are_traced(case):
 
 # ---------------------------------------------------------------- cells
 
-BOTH = ['ValinaRNNCell', 'GRUCell', 'MGUCell', 'LSTMCell', 'URLSTMCell']
-CELLS = [*BOTH, 'MinimalRNNCell', 'MiniGRU', 'MiniLSTM', 'CFNCell', 'LRUCell']
+# As brainstate's own, which joins the gates of some cells in one array.
+GATES = {
+    'ValinaRNNCell': {},
+    'GRUCell': {'Wrz': ('Wr', 'Wz')},
+    'MGUCell': {},
+    'LSTMCell': {'W': ('Wi', 'Wg', 'Wf', 'Wo')},
+    'URLSTMCell': {'W': ('Wf', 'Wr', 'Wu', 'Wo')},
+}
+CELLS = [*GATES, 'MinimalRNNCell', 'MiniGRU', 'MiniLSTM', 'CFNCell', 'LRUCell']
 every_batch = pytest.mark.parametrize('batch', [None, 2], ids=['unbatched', 'batched'])
 
 
@@ -348,34 +359,36 @@ def steps(batch):
     return normal(0, 3, *lead, 3)
 
 
-@pytest.mark.parametrize('name', BOTH)
+def joined(name, values):
+    """Values by path of one of our cells, as brainstate's cell of that name holds them."""
+    values = dict(values)
+    for whole, gates in GATES[name].items():
+        parts = [values.pop((gate, 'weight')) for gate in gates]
+        join = lambda *arrays: jnp.concatenate(arrays, axis=-1)
+        values[whole, 'weight'] = jax.tree.map(join, *parts)
+    return values
+
+
+@pytest.mark.parametrize('name', GATES)
 def test_cell_equals_the_one_of_brainstate_over_three_steps(name):
     kwargs = W if name == 'URLSTMCell' else WB
     ours, theirs = (
         getattr(m, name)(3, 4, state_init=constant, **kwargs)
         for m in (nn, brainstate.nn)
     )
-    copy_parameters(ours, theirs)
+    values, states = joined(name, parameters(ours)), theirs.states()
+    assert values.keys() == parameters(theirs).keys()
+    for path, value in values.items():
+        states[path].value = value
     brainstate.nn.init_all_states(ours, 2)
     brainstate.nn.init_all_states(theirs, 2)
     assert hidden(ours).keys() == hidden(theirs).keys()
     xs = steps(2)
     got, expected = gradients((ours, xs), (theirs, xs))
-    close(got, expected)
+    close((joined(name, got[0]), got[1]), expected)
     close(hidden(ours), hidden(theirs))
     ours.reset_state()
     close(run(ours, xs[:, 0]), got[1][:, 0])
-
-
-@pytest.mark.parametrize('name', BOTH)
-def test_constructor_takes_the_arguments_of_brainstate_in_their_order(name):
-    ours, theirs = (
-        inspect.signature(getattr(module, name).__init__).parameters
-        for module in (nn, brainstate.nn)
-    )
-    assert list(ours) == list(theirs)
-    assert type(getattr(nn, name).usual_w_init) is type(theirs['w_init'].default)
-    assert getattr(nn, name).usual_activation == theirs['activation'].default
 
 
 @pytest.mark.parametrize('name', CELLS)
@@ -386,12 +399,13 @@ def test_states_and_marks_of_a_cell(name, batch):
     expected = {
         'LSTMCell': {'c', 'h'},
         'URLSTMCell': {'c', 'h'},
-        'LRUCell': {'re', 'im'},
+        'LRUCell': {'h_re', 'h_im'},
     }.get(name, {'h'})
     assert {path[-1] for path in hidden(cell)} == expected
     shape = (4,) if batch is None else (batch, 4)
     assert all(value.shape == shape for value in hidden(cell).values())
-    assert (cell.in_size, cell.out_size) == ((3,), (4,))
+    outputs = 3 if name == 'LRUCell' else 4
+    assert (cell.in_size, cell.out_size) == ((3,), (outputs,))
     x = steps(batch)[0]
     element_wise = {'element_wise'} if name in ('URLSTMCell', 'LRUCell') else set()
     assert marks(cell, x) == {'matmul'} | element_wise
@@ -409,19 +423,20 @@ def sigmoid(x):
 
 
 def minimal_rnn(cell, x, h):
-    z = np.tanh(linear(cell.Wx, x))
-    gate = sigmoid(linear(cell.Wu, np.concatenate([h, z], -1)))
+    z = linear(cell.phi, x)
+    gate = sigmoid(linear(cell.W_u, np.concatenate([z, h], -1)))
     return gate * h + (1 - gate) * z
 
 
 def mini_gru(cell, x, h):
-    z = sigmoid(linear(cell.Wz, x))
-    return (1 - z) * h + z * linear(cell.Wh, x)
+    z = sigmoid(linear(cell.W_z, np.concatenate([x, h], -1)))
+    return (1 - z) * h + z * linear(cell.W_x, x)
 
 
 def mini_lstm(cell, x, h):
-    f, i = sigmoid(linear(cell.Wf, x)), sigmoid(linear(cell.Wi, x))
-    return f / (f + i) * h + i / (f + i) * linear(cell.Wh, x)
+    xh = np.concatenate([x, h], -1)
+    f, i = sigmoid(linear(cell.W_f, xh)), sigmoid(linear(cell.W_i, xh))
+    return f * h + i * linear(cell.W_x, x)
 
 
 def chaos_free(cell, x, h):
@@ -449,20 +464,23 @@ def test_cell_equals_its_published_formula_over_three_steps(name, batch):
         close(y, h)
 
 
-def test_mini_lstm_stays_finite_when_both_gates_are_shut():
-    cell = nn.MiniLSTM(3, 4, w_init=drawn, b_init=lambda shape: jnp.full(shape, -1e4))
+def test_minimal_rnn_takes_a_function_in_place_of_its_linear_layer():
+    cell = nn.MinimalRNNCell(4, 4, w_init=drawn, phi=jnp.tanh)
     cell.init_state()
-    assert all(
-        np.all(np.isfinite(leaf))
-        for leaf in jax.tree.leaves(gradients((cell, steps(None))))
-    )
+    x = normal(0, 4)
+    gate = jax.nn.sigmoid(cell.W_u(jnp.concatenate([jnp.tanh(x), cell.h.value])))
+    close(cell(x), (1 - gate) * jnp.tanh(x))
+    assert set(parameters(cell)) == {('W_u', 'weight')}
+    with pytest.raises(TypeError, match='Fix: '):
+        nn.MinimalRNNCell(3, 4, phi='tanh')
 
 
 @every_batch
 def test_lru_equals_a_complex_recurrence(batch):
-    cell = nn.LRUCell(3, 5, num_hidden=4, r_min=0.4, r_max=0.9, max_phase=1.0)
+    cell = nn.LRUCell(3, 4, r_min=0.4, r_max=0.9, max_phase=1.0)
     cell.init_state(batch)
-    p = {path[0]: np.asarray(value) for path, value in parameters(cell).items()}
+    one = lambda value: np.asarray(jax.tree.leaves(value)[0])
+    p = {path[0]: one(value) for path, value in parameters(cell).items()}
     lam = np.exp(-np.exp(p['nu_log']) + 1j * np.exp(p['theta_log']))
     assert np.all(
         (np.abs(lam) > 0.4)
@@ -476,8 +494,70 @@ def test_lru_equals_a_complex_recurrence(batch):
         state = lam * state + np.exp(p['gamma_log']) * (
             x @ (p['B_re'] + 1j * p['B_im'])
         )
-        close(y, np.real(state @ (p['C_re'] + 1j * p['C_im'])) + x @ p['D'])
-    close((cell.re.value, cell.im.value), (np.real(state), np.imag(state)))
+        close(y, np.real(state @ (p['C_re'] + 1j * p['C_im'])) + x * p['D'])
+    close((cell.h_re.value, cell.h_im.value), (np.real(state), np.imag(state)))
+
+
+VARIANTS = pytest.mark.parametrize('linear', [True, False], ids=['linear', 'nonlinear'])
+
+
+def rtu_by_hand(cell, params, xs):
+    """States and outputs of an RTU as one complex recurrence, without its code."""
+    nu, theta = params['nu_log',], params['theta_log',]
+    lam = jnp.exp(-jnp.exp(nu) + 1j * jnp.exp(theta))
+    weight = lambda name: params[name, 'weight']['weight']
+    weights = weight('W_re') + 1j * weight('W_im')
+    state, outputs = jnp.zeros((*xs.shape[1:-1], cell.units)), []
+    parts = lambda z: jnp.concatenate([z.real, z.imag], -1)
+    for x in xs:
+        state = lam * state + jnp.sqrt(1 - jnp.abs(lam) ** 2) * (x @ weights)
+        if not cell.linear:
+            state = jnp.tanh(state.real) + 1j * jnp.tanh(state.imag)
+        outputs.append(jnp.tanh(parts(state)) if cell.linear else parts(state))
+    return state, jnp.stack(outputs)
+
+
+@every_batch
+@VARIANTS
+def test_rtu_equals_a_complex_recurrence(linear, batch):
+    cell = nn.RTU(3, 4, linear, r_min=0.4, r_max=0.9, max_phase=1.0)
+    cell.init_state(batch)
+    xs = steps(batch)
+    state, outputs = rtu_by_hand(cell, parameters(cell), xs)
+    close(run(cell, xs), outputs)
+    close((cell.h_re.value, cell.h_im.value), (state.real, state.imag))
+    assert (cell.in_size, cell.out_size) == ((3,), (8,))
+    assert marks(cell, xs[0]) == {'matmul', 'element_wise'}
+    size = np.exp(-np.exp(cell.nu_log.value))
+    assert np.all((size > 0.4) & (size < 0.9))
+    cell.reset_state(7)
+    assert cell.h_re.value.shape == (7, 4)
+
+
+@VARIANTS
+def test_d_rtrl_of_an_rtu_is_bptt(linear):
+    """Eight steps, batched, in two calls: the second has the first in its traces."""
+    cell = nn.RTU(3, 4, linear)
+    xs, ys = normal(0, 8, 2, 3), normal(1, 8, 2, 8)
+    params = parameters(cell)
+    learner = braintrace.compile(cell, 'd_rtrl', xs[0], batch_size=2)
+    step_fn = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    halves = [
+        learner.etrace_grad(xs[part], ys[part], step_fn=step_fn, reduction='sum')
+        for part in (slice(4), slice(4, 8))
+    ]
+    found = jax.tree.map(lambda a, b: a + b, *halves)
+
+    def loss(params):
+        _, outputs = rtu_by_hand(cell, params, xs)
+        return jnp.sum(jnp.mean((outputs - ys) ** 2, (1, 2)))
+
+    expected = jax.grad(loss)(params)
+    assert found.keys() == expected.keys()
+    for path, gradient in expected.items():
+        got, wanted = jax.tree.leaves((found[path], gradient))
+        assert np.max(np.abs(wanted)) > 1e-3
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
 
 
 def test_activation_by_name_or_function():
@@ -487,7 +567,7 @@ def test_activation_by_name_or_function():
         x = normal(0, 3)
         close(cell(x), jax.nn.sigmoid(x @ cell.W.weight.value['weight'][:3]))
     for activation in ('no_such_function', 3):
-        with pytest.raises(ValueError, match='what to write instead'):
+        with pytest.raises(ValueError, match='Fix: '):
             nn.GRUCell(3, 4, activation=activation)
 
 
@@ -502,7 +582,7 @@ def test_leaky_rate_readout(batch):
         assert isinstance(layer.r, brainstate.HiddenState)
         r, xs = np.zeros(layer.r.value.shape), steps(batch)
         for x, y in zip(np.asarray(xs), run(layer, xs), strict=True):
-            r = np.exp(-0.25) * r + x @ np.asarray(layer.weight.value)
+            r = np.exp(-0.25) * r + x @ np.asarray(layer.W.value)
             close(y, r)
         assert marks(layer, xs[0]) == {'matmul'}
         layer.reset_state(batch)
@@ -516,7 +596,7 @@ def test_leaky_rate_readout_wants_one_unit_of_time():
         assert layer(jnp.ones(3)).shape == (4,)
     with (
         brainstate.environ.context(dt=0.5 * u.ms),
-        pytest.raises(ValueError, match='what to write instead'),
+        pytest.raises(ValueError, match='Fix: '),
     ):
         layer(jnp.ones(3))
 
@@ -545,5 +625,5 @@ def test_an_input_of_the_wrong_shape_is_refused():
         (cell, (5,)),
         (nn.Conv1d((6, 3), 4, 3, **W), (5, 3)),
     ):
-        with pytest.raises(ValueError, match='what to write instead'):
+        with pytest.raises(ValueError, match='Fix: '):
             layer(jnp.ones(shape))

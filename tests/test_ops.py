@@ -217,7 +217,7 @@ def test_units_multiply(name):
 
 @pytest.mark.parametrize('name', [name for name in UNIT_CASES if name != 'einsum'])
 def test_a_bias_of_another_dimension_is_refused(name):
-    with pytest.raises(ValueError, match='why it cannot work') as error:
+    with pytest.raises(ValueError, match='Why: ') as error:
         UNIT_CASES[name](normal(0, 3) * u.mV, DENSE * u.mS, normal(1, 4) * u.mV)
     assert_three_parts(error, 'mV', 'uA')
 
@@ -302,7 +302,7 @@ def test_conv_options_and_missing_batch():
 
 def assert_three_parts(error, *mentions):
     text = str(error.value)
-    for part in ('what to write instead', *mentions):
+    for part in ('Fix: ', *mentions):
         assert part in text
 
 
@@ -379,6 +379,6 @@ BAD = {
 @pytest.mark.parametrize('name', BAD)
 def test_bad_arguments_are_refused_in_three_parts(name):
     call, *mentions = BAD[name]
-    with pytest.raises(ValueError, match='why it cannot work') as error:
+    with pytest.raises(ValueError, match='Why: ') as error:
         call()
     assert_three_parts(error, *mentions)

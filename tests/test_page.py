@@ -12,7 +12,7 @@ import pytest
 
 import braintrace as bt
 import pages
-from braintrace.analysis.drawing import Drawing, shortened, width_of
+from braintrace.report.drawing import Drawing, shortened, width_of
 
 VOID = {'meta', 'br'}
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from braintrace.analysis.credit import UNFELT, CreditAnalysis
+from braintrace.analysis.credit import NO_CREDIT, CreditAnalysis
 from braintrace.analysis.sites import find_sites
 from braintrace.frontends.functions import extract_function_info
 from braintrace.program import OtherState
@@ -187,7 +187,7 @@ def check(program, ways):
         credit, reason = case.credit[name]
         if credit == 'none':
             close(found[v], 0 * plain[name], f'{name}: none ({reason})')
-            if not reason.startswith(UNFELT):
+            if not reason.startswith(NO_CREDIT):
                 close(0 * plain[name], plain[name], f'{name}: none ({reason})')
         elif credit != 'local':
             close(
@@ -327,6 +327,13 @@ FOUND = {  # what random programs have found, made small
         jnp.imag(v0)""",
         {'w': (3,)}, {'h': (3,)}, {'x': (3,)}, {}, {'h': 'complex128'},
     ),
+    'states of a wide type share a narrow value': program(
+        """v0 = like(0.8 * s['h'] + x['x'] @ p['w'], s['h'])
+        v0
+        v0""",
+        {'w': (2, 1)}, {'h': (3,)}, {'x': (2,)}, {},
+        {'w': 'complex64', 'x': 'complex64'},
+    ),
 }  # fmt: skip
 
 
@@ -362,9 +369,9 @@ def fuzz(seed, programs, draw=draw_program, local=False):
         found = check(program, ways).credit
         if local:
             assert {credit for credit, _ in found.values()} <= {'exact', 'none'}, found
-            assert not any(reason.startswith(UNFELT) for _, reason in found.values()), (
-                found
-            )
+            assert not any(
+                reason.startswith(NO_CREDIT) for _, reason in found.values()
+            ), found
 
     run()
 

@@ -150,7 +150,6 @@ class HandWritten:
             aux=(),
             groups=(group,),
             taps=self.taps,
-            readouts={},
             weights=tuple(self.parameters),
             constant_targets=(),
             kept_bytes=4 * B * H,

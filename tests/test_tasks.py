@@ -162,3 +162,74 @@ def test_events_are_read_from_their_folder(tmp_path):
         tasks.recordings.events(b'1234')
     with pytest.raises(ValueError, match='Train or Test'):
         tasks.NMNIST(tmp_path / '3').batch(np.random.default_rng(0), 1)
+
+
+EVENTS = [('x', np.int16), ('y', np.int16), ('t', np.int64), ('p', bool)]
+
+
+def test_events_are_counted_by_step_polarity_row_and_column():
+    events = np.array(
+        [
+            (0, 0, 0, True),
+            (2, 1, 99, False),
+            (2, 1, 100, False),
+            (2, 1, 150, False),
+            (1, 0, 299, True),
+            (1, 0, 300, True),  # after the last step
+        ],
+        EVENTS,
+    )
+    found = tasks.events_to_steps(events, 3, (3, 2, 2), step=100, flat=False)
+    wanted = np.zeros((3, 2, 2, 3))
+    wanted[0, 1, 0, 0] = 1
+    wanted[0, 0, 1, 2] = 1
+    wanted[1, 0, 1, 2] = 2
+    wanted[2, 1, 0, 1] = 1
+    np.testing.assert_array_equal(found, wanted)
+    assert found.dtype == np.float32
+    flat = tasks.events_to_steps(events, 3, (3, 2, 2), step=100)
+    np.testing.assert_array_equal(flat, wanted.reshape(3, -1))
+    ones = tasks.events_to_steps(events, 3, (3, 2, 2), step=100, binary=True)
+    np.testing.assert_array_equal(ones, wanted.reshape(3, -1) > 0)
+    later = tasks.events_to_steps(events, 1, (3, 2, 2), step=100, start=100)
+    np.testing.assert_array_equal(later[0], wanted[1].ravel())
+    alike = tasks.events_to_steps(events, 3, (3, 2, 1), step=100, flat=False)
+    np.testing.assert_array_equal(alike[:, 0], wanted.sum(1))
+
+
+def test_the_time_of_a_recording_is_divided():
+    events = np.array([(0, 20), (1, 29), (1, 30), (2, 40)], [('x', int), ('t', float)])
+    steps = lambda **options: tasks.events_to_steps(events, 2, (3, 1, 1), **options)
+    np.testing.assert_array_equal(steps(start=None), [[1, 1, 0], [0, 1, 1]])
+    np.testing.assert_array_equal(steps(), [[0, 0, 0], [1, 2, 1]])
+    empty = tasks.events_to_steps(events[:0], 2, (3, 1, 1), start=None)
+    np.testing.assert_array_equal(empty, np.zeros((2, 3)))
+
+
+def test_polarities_of_either_sign():
+    kinds = [('x', int), ('t', int), ('p', int)]
+    events = np.array([(0, 0, -1), (0, 0, 1), (0, 0, 1)], kinds)
+    found = tasks.events_to_steps(events, 1, (1, 1, 2), step=1)
+    np.testing.assert_array_equal(found, [[1, 2]])
+
+
+def test_recordings_of_events_are_a_task():
+    one = lambda x: (np.array([(x, 0, 5, True), (x, 0, 35, False)], EVENTS), x)
+    task = tasks.EventRecordings([one(0), one(1), one(2)], (3, 1, 2), 3, 4, step=10)
+    inputs, targets, weights = task.batch(np.random.default_rng(0), 6)
+    assert inputs.shape == (4, 6, task.inputs)
+    np.testing.assert_array_equal(inputs[0].argmax(-1) - 3, targets[0])
+    np.testing.assert_array_equal(inputs[3].argmax(-1), targets[3])
+    np.testing.assert_array_equal(inputs.sum((0, 2)), 2)
+    np.testing.assert_array_equal(weights, [0, 0, 1, 1])
+    assert set(targets[0]) == {0, 1, 2}
+
+
+def test_events_that_do_not_fit_are_refused():
+    events = np.array([(3, 0, 5, True)], EVENTS)
+    with pytest.raises(ValueError, match=r'x from 3 to 3(.|\n)*Why: (.|\n)*Fix: '):
+        tasks.events_to_steps(events, 2, (3, 1, 2))
+    with pytest.raises(ValueError, match=r'has a time and a place(.|\n)*Fix: '):
+        tasks.events_to_steps(np.zeros((4, 4)), 2, (3, 1, 2))
+    with pytest.raises(ValueError, match=r'steps=0(.|\n)*Fix: '):
+        tasks.events_to_steps(events, 0, (3, 1, 2))

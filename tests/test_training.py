@@ -1,5 +1,6 @@
 """The training loop: exact resumption, checkpoints that are whole or refused, stops, metrics."""
 
+import gc
 import inspect
 import json
 import os
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as orbax
 import pytest
 
 import braintrace
@@ -152,6 +154,75 @@ def test_checkpoints_hold_traces_and_random_numbers_and_are_whole_or_refused(tmp
     assert complete(tmp_path) == [1]
 
 
+# The readers of orbax that wait for a damaged part end with its error, too.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    values = np.random.default_rng(0).normal(size=(64, 64)).astype('float32')
+    states = {'w': brainstate.State(jnp.asarray(values))}
+    kept = Checkpoints(tmp_path)
+    kept.save(1, states)
+    files = [p for p in tmp_path.rglob('*') if p.is_file()]
+    file = max(files, key=lambda p: p.stat().st_size)
+    whole = file.read_bytes()
+    refused = 0
+    # Most bits are those of one value, and nothing but our own checksum covers them.
+    for at in range(0, len(whole), 997):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        states['w'].value = jnp.zeros((64, 64))
+        try:
+            Checkpoints(tmp_path).restore(states)
+            np.testing.assert_array_equal(states['w'].value, values)
+        except ValueError as error:
+            refused += 'damaged' in str(error)
+            np.testing.assert_array_equal(states['w'].value, 0)
+    gc.collect()
+    assert refused > 3
+
+
+def test_a_checkpoint_is_read_in_the_precision_it_was_written_in(tmp_path):
+    with jax.enable_x64(True):
+        wide = {'w': brainstate.State(jnp.arange(3.0) / 3)}
+        Checkpoints(tmp_path).save(1, wide)
+        assert Checkpoints(tmp_path).restore(wide) == 1
+    narrow = {'w': brainstate.State(jnp.zeros(3))}
+    with pytest.raises(ValueError, match='jax_enable_x64'):
+        Checkpoints(tmp_path).restore(narrow)
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_checksum(tmp_path):
+    states = {'w': brainstate.State(jnp.zeros(3))}
+    kept = Checkpoints(tmp_path)
+    old = orbax.args.StandardSave({'w': {'0': jnp.ones(3)}})
+    kept._manager.save(1, args=old)
+    assert kept.restore(states) == 1
+    np.testing.assert_array_equal(states['w'].value, 1)
+
+
+def test_a_state_of_size_zero_is_left_as_it_is(tmp_path):
+    empty = brainstate.State({'a': jnp.zeros((0, 3)), 'b': jnp.ones(2)})
+    states = {'s': empty, 't': brainstate.State(jnp.zeros(0))}
+    Checkpoints(tmp_path).save(1, states)
+    empty.value = {'a': jnp.zeros((0, 3)), 'b': jnp.zeros(2)}
+    assert Checkpoints(tmp_path).restore(states) == 1
+    np.testing.assert_array_equal(empty.value['b'], 1)
+    assert empty.value['a'].shape == (0, 3)
+    assert states['t'].value.shape == (0,)
+
+
+def test_a_disk_that_is_full_is_told_in_three_parts(tmp_path, monkeypatch):
+    learner, parts = make()
+
+    def full(checkpoints, *given, **options):
+        raise ValueError('RESOURCE_EXHAUSTED: No space left on device')
+
+    with monkeypatch.context() as patched:
+        patched.setattr('orbax.checkpoint.CheckpointManager.save', full)
+        with pytest.raises(OSError, match='No space left') as error:
+            braintrace.fit(learner, updates=2, out=tmp_path, **parts)
+    assert is_explained(error.value)
+    assert braintrace.fit(learner, updates=1, out=tmp_path, resume=True, **parts)
+
+
 def test_records_survive_an_interrupted_resumption_and_damage(
     tmp_path, monkeypatch, capsys
 ):
@@ -189,6 +260,7 @@ def test_records_survive_an_interrupted_resumption_and_damage(
         b'\xff\xfe',
         b'{"update": "x", "seconds": 1}',
         b'null',
+        b'{"update": 4, "seconds": 1' + 400 * b'0' + b'}',
         b'',
     ]
     file.write_bytes(b'\n'.join([*foreign, *lines]) + b'\n')
@@ -199,7 +271,7 @@ def test_records_survive_an_interrupted_resumption_and_damage(
     np.testing.assert_array_equal(resumed['loss'][:3], first['loss'][[0, 2, 3]])
     said = capsys.readouterr().err
     assert (
-        '6 line(s) hold no record of an update and are left out: 1, 2, 3, 4, 5, ...'
+        '7 line(s) hold no record of an update and are left out: 1, 2, 3, 4, 5, ...'
         in said
     )
     assert 'records of 1 of the 4 updates done are missing' in said
@@ -265,6 +337,21 @@ def test_stops(tmp_path):
     assert (stopped.ended, len(stopped.records)) == ('interrupted', 2)
     assert Checkpoints(tmp_path / 'checkpoints').latest == 2
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_checkpoint_with_the_old_name_of_the_rule_state_is_restored(tmp_path):
+    learner = braintrace.compile(
+        brainstate.nn.GRUCell(2, 3), 'uoro', jnp.ones((1, 2)), batch_size=1
+    )
+    states = states_of(learner)
+    old = {name.replace('rule_state', 'standing'): s for name, s in states.items()}
+    assert old.keys() != states.keys()
+    learner.rule_state.value = learner.rule_state.value + 5
+    kept = Checkpoints(tmp_path)
+    kept.save(1, old)
+    learner.rule_state.value = learner.rule_state.value + 1
+    kept.restore(states)
+    assert learner.rule_state.value == 5
 
 
 @pytest.mark.parametrize(
@@ -522,18 +609,23 @@ def test_pictures_of_states_with_units(tmp_path, monkeypatch):
     trial = braintrace.Supervised(learner, TASK, 4).batches(0)
     figures = []
     figure = plots._figure
-    monkeypatch.setattr(
-        plots, '_figure', lambda *given: figures.append(figure(*given)) or figures[-1]
-    )
+
+    def kept(*given, **shared):
+        figures.append(figure(*given, **shared))
+        return figures[-1]
+
+    monkeypatch.setattr(plots, '_figure', kept)
     plots.activity(learner, trial, TASK.kind, tmp_path / 'activity.png')
     labels = [ax.get_ylabel() for ax in figures[0][1].flat]
     assert labels == [
-        'inputs',
-        'tree.current [nA]',
+        'inputs\nchannel',
+        'unit',
         'tree.current [nA]',
         'tree.gate',
-        'output',
+        'probability',
     ]
+    # The heat map of all units has its unit at the colour bar.
+    assert 'tree.current [nA]' in [ax.get_ylabel() for ax in figures[0][0].axes[5:]]
     found = plots.record(learner, trial[0])
     values = learner.evaluate(
         trial[0], step_fn=lambda x: (learner(x), learner.model.v.value)[1]
@@ -582,7 +674,7 @@ def test_applying_by_optax_is_optax():
         weights(learner),
         values,
     )
-    with pytest.raises(TypeError, match='no way to update'):
+    with pytest.raises(TypeError, match='no method to update'):
         learner.apply(gradients, 'adam')
 
 

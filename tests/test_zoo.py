@@ -182,14 +182,20 @@ def site_gradients(graph, g, h2w, gamma, flat, place):
         if g not in jacobian.hidden_to_y:
             continue
         which = [group.index for group in site.hidden_groups].index(g)
-        positions = site.y_positions[which]
-        spread = (
-            gamma.reshape(-1, gamma.shape[-1])[np.maximum(positions, 0)]
-            * (positions >= 0)[..., None]
-        )
-        y_bar = jnp.sum(spread * jacobian.hidden_to_y[g], axis=-1).astype(
-            site.y_var.aval.dtype
-        )
+        y, states = site.y_var.aval, gamma.shape[-1]
+        slopes, sources = jacobian.hidden_to_y[g], site.y_sources[which]
+        if sources is None:
+            positions = site.y_positions[which]
+            spread = (
+                gamma.reshape(-1, states)[np.maximum(positions, 0)]
+                * (positions >= 0)[..., None]
+            )
+            y_bar = jnp.sum(spread * slopes, axis=-1).astype(y.dtype)
+        else:  # summed over the positions that an element reaches
+            at = np.flatnonzero(sources >= 0)
+            credit = jnp.sum(gamma * slopes, axis=-1).reshape(-1)[at].astype(y.dtype)
+            y_bar = jnp.zeros(y.size, y.dtype).at[sources[at]].add(credit)
+            y_bar = y_bar.reshape(y.shape)
         for v, grad in zip(
             site.weight_jaxpr.invars, pull_site(graph, site, env, y_bar), strict=True
         ):

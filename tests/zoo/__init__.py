@@ -7,6 +7,7 @@ from . import (
     control,
     layers,
     numeric,
+    pairs,
     refused,
     spiking,
     structure,

@@ -220,11 +220,11 @@ def ssm_diagonal():
     ['h'],
     {
         'log_a': 'exact 0',
-        'w_delta': 'instantaneous',
-        'w_b': 'instantaneous',
+        'w_delta': 'exact 0',
+        'w_b': 'exact 0',
         'w_c': 'exact',
     },
-    note='the step size of a channel fans out over its state, and the write vector over the channels',
+    note='all states of a channel read its step size, and all channels the write vector',
 )
 def ssm_selective():
     def step(m, x):
@@ -393,7 +393,7 @@ def coupled_oscillators():
 @case(
     ['memory', 'h'],
     {
-        'encoder': 'instantaneous',
+        'encoder': 'instantaneous 0',
         'wx': 'instantaneous 1',
         'wh': 'instantaneous 1',
         'wm': 'instantaneous 1',
@@ -424,8 +424,8 @@ def legendre_memory():
 
 @case(
     ['memory'],
-    {'wk': 'instantaneous', 'wv': 'instantaneous', 'wq': 'exact', 'decay': 'exact 0'},
-    note='an outer product fans each key and value out over a row or a column of the state',
+    {'wk': 'exact 0', 'wv': 'exact 0', 'wq': 'exact', 'decay': 'exact 0'},
+    note='a row or a column of the state reads each key and value',
 )
 def linear_attention():
     def step(m, x):
@@ -449,12 +449,12 @@ def linear_attention():
 @case(
     ['memory'],
     {
-        'wk': 'instantaneous',
-        'wv': 'instantaneous',
+        'wk': 'local 0',
+        'wv': 'local 0',
         'wq': 'exact',
-        'strength': 'instantaneous',
+        'strength': 'local 0',
     },
-    note='S - b (S k) k^T keeps S itself and mixes the rest; b is per sample, so it fans out',
+    note='S - b (S k) k^T keeps S itself and mixes the rest; k is cut in S k, kept in the write',
 )
 def delta_rule():
     def step(m, x):

@@ -215,8 +215,8 @@ def while_loop_beside_the_path():
 
 @case(
     ['V'],
-    {'w': 'instantaneous 0', 'v': 'none'},
-    note='no credit passes a loop of unknown length',
+    {'w': 'exact 0', 'v': 'exact 0'},
+    note='a loop of unknown length, followed',
 )
 def while_loop_on_the_path():
     def advance(m, V, x):
@@ -229,7 +229,7 @@ def while_loop_on_the_path():
 
 
 @case(
-    ['V'], {'w': 'local 0'}, note='a loop of unknown length inside one of known length'
+    ['V'], {'w': 'exact 0'}, note='a loop of unknown length inside one of known length'
 )
 def while_loop_inside_a_scan():
     def advance(m, V, x):

@@ -318,8 +318,8 @@ def gated_linear_unit():
 
 @case(
     ['h'],
-    {'w': 'exact 0', 'gate': 'instantaneous'},
-    note='one gate per sample opens every unit: it fans out',
+    {'w': 'exact 0', 'gate': 'exact 0'},
+    note='one gate per sample opens every unit',
 )
 def one_gate_for_all_units():
     def step(m, x):
@@ -492,8 +492,8 @@ def drop_connect():
 
 @case(
     ['slots'],
-    {'query': 'instantaneous', 'value': 'instantaneous'},
-    note='attention writes to all slots at once',
+    {'query': 'instantaneous', 'value': 'local 0'},
+    note='all slots read the value; each score reads all slots',
 )
 def attention_over_slots():
     def step(m, x):

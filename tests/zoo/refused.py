@@ -1,4 +1,4 @@
-"""Models that cannot work: the error says what was written, why, and what to write instead."""
+"""Models that are refused: the error says what was written, why it does not work and how to fix it."""
 
 import brainstate
 import jax.numpy as jnp

@@ -195,7 +195,7 @@ def shift_register():
     return Step(step, w=weight(I, 1), h=hidden(B, H)), (array(B, I),)
 
 
-@case(['h'], {'w': 'instantaneous'}, note='one result per unit, copied to five places')
+@case(['h'], {'w': 'exact 0'}, note='one result per unit, read at five places')
 def broadcast_result():
     return leaky(
         lambda m, x: (x @ m.w.value)[..., None], shape=(B, H, 5), w=weight(I, H)

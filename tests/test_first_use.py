@@ -1,0 +1,682 @@
+"""What a new user writes by mistake, and what is printed."""
+
+import functools
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import brainstate
+import brainunit as u
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braintrace as bt
+from braintrace import cli, overview, plots
+from braintrace.cli import look, settings
+from braintrace.learner.check import compare
+
+X = jnp.ones((4, 3))
+XS = jnp.ones((5, 4, 3))
+OTHER = jnp.ones((5, 2, 3))
+
+
+class Leak(brainstate.nn.Module):
+    """Units that decay, with a read-out; `kind` is that of their state."""
+
+    kind = brainstate.HiddenState
+
+    def __init__(self, inputs=3, units=6, outputs=2):
+        super().__init__()
+        self.units = units
+        self.feed = brainstate.ParamState(0.1 * jnp.ones((inputs, units)))
+        self.out = brainstate.ParamState(0.1 * jnp.ones((units, outputs)))
+
+    def init_state(self, batch_size=None, **kwargs):
+        shape = (self.units,) if batch_size is None else (batch_size, self.units)
+        self.h = self.kind(jnp.zeros(shape))
+
+    def update(self, x):
+        self.h.value = jnp.tanh(0.9 * self.h.value + x @ self.feed.value)
+        return self.h.value @ self.out.value
+
+
+@pytest.fixture(scope='module')
+def learner():
+    return bt.compile(Leak(), 'd_rtrl', X, batch_size=4)
+
+
+@pytest.fixture(scope='module')
+def plan(learner):
+    return learner.memory_plan(20)
+
+
+def mean_square(learner):
+    return lambda x: jnp.mean(learner(x) ** 2)
+
+
+def parts_of(error):
+    """What was written, why, and the fix."""
+    written, rest = str(error).split('\n  Why: ')
+    return (written, *rest.rsplit('\n  Fix: ', 1))
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def test_a_learner_is_shown_in_five_lines(learner):
+    assert repr(learner).splitlines() == [
+        'D_RTRL learner of Leak, batch 4',
+        '  inputs      (4, 3)',
+        '  parameters  30 numbers in 2 arrays: 2 equal to BPTT',
+        '  groups      h (4, 6)',
+        '  traces      288 B in 1 part',
+    ]
+    assert repr(bt.D_RTRL(Leak())) == 'D_RTRL learner of Leak, not compiled'
+
+
+def test_a_memory_plan_is_shown_in_five_lines(plan):
+    lines = repr(plan).splitlines()
+    assert lines[:2] == ['MemoryPlan of 20 steps', '  traces      288 B in 1 part']
+    assert [line[:12].strip() for line in lines[2:]] == [
+        'one pass',
+        'two passes',
+        'BPTT',
+    ]
+
+
+def test_a_memory_plan_that_is_compiled_quickly_has_the_same_sizes(
+    learner, plan, monkeypatch
+):
+    monkeypatch.setattr('braintrace.learner.memory._QUICK', None)
+    assert learner.memory_plan(20) == plan
+
+
+# ---------------------------------------------------------------- another batch
+
+CALLS = {
+    'call': lambda m: m(OTHER[0]),
+    'window': lambda m: m(bt.MultiStepData(OTHER)),
+    'gradient': lambda m: m.etrace_grad(OTHER, step_fn=mean_square(m)),
+    'fresh': lambda m: m.etrace_grad(OTHER, step_fn=mean_square(m), fresh=True),
+    'evaluate': lambda m: m.evaluate(OTHER),
+    'evaluate a step_fn': lambda m: m.evaluate(OTHER, step_fn=mean_square(m)),
+    'evolve': lambda m: m.etrace_evolve(OTHER),
+    'online': lambda m: m.etrace_online(
+        OTHER, step_fn=mean_square(m), optimizer=optax.sgd(0.1)
+    ),
+    'stream': lambda m: m.stream(mean_square(m), optax.sgd(0.1))(OTHER[0]),
+    'certificate': lambda m: m.certificate(OTHER, step_fn=mean_square(m)),
+}
+
+
+@pytest.mark.parametrize('name', CALLS)
+def test_another_batch(learner, name):
+    before = learner.model.h.value
+    with pytest.raises(bt.CompilationError) as caught:
+        CALLS[name](learner)
+    written, why, fix = parts_of(caught.value)
+    assert written == 'a learner compiled for batch 4, got 2'
+    assert '4 samples' in why
+    assert 'reset_state(batch_size=2)' in fix
+    np.testing.assert_array_equal(learner.model.h.value, before)
+
+
+def test_the_advice_for_another_batch_helps():
+    learner = bt.compile(Leak(), 'd_rtrl', X, batch_size=4)
+    learner.reset_state(batch_size=2)
+    assert learner.evaluate(OTHER).shape == (5, 2, 2)
+    learner.reset_state(batch_size=1)
+    # States of one sample would be broadcast to the inputs.
+    with pytest.raises(bt.CompilationError, match='compiled for batch 1, got 2'):
+        learner.evaluate(OTHER)
+
+
+def test_an_input_that_is_broadcast_over_the_batch_is_no_mistake(learner):
+    assert learner.evaluate(jnp.ones((5, 1, 3))).shape == (5, 4, 2)
+
+
+# ---------------------------------------------------------------- values inside a step
+
+LOSSES = {
+    'float': (lambda y: float(jnp.mean(y)), r'without float\(\.\.\.\)'),
+    'item': (lambda y: jnp.mean(y).item(), r'\.item\(\)'),
+    'numpy': (lambda y: jnp.mean(np.asarray(y)), 'jax.numpy in place of numpy'),
+    'numpy function': (lambda y: np.square(y).mean(), 'jax.numpy in place of numpy'),
+    'if': (lambda y: y.sum() if y.sum() > 0 else 0.0, 'jax.numpy.where'),
+    'index': (lambda y: [y.sum(), y.sum()][jnp.argmax(y[0])], 'jnp.take'),
+}
+
+
+@pytest.mark.parametrize('name', LOSSES)
+def test_a_value_that_a_step_does_not_have(learner, name):
+    loss, advice = LOSSES[name]
+    step_fn = lambda x: loss(learner(x))
+    for call in (learner.etrace_grad, learner.evaluate):
+        with pytest.raises(bt.CompilationError) as caught:
+            call(XS, step_fn=step_fn)
+        written, why, fix = parts_of(caught.value)
+        assert written.startswith('a step_fn of Leak on inputs of shapes ((4, 3),)')
+        assert Path(__file__).name in why
+        assert re.search(advice, fix), fix
+
+
+def test_lists_of_numbers(learner):
+    nested = np.ones((5, 4, 3)).tolist()
+    for call in (learner.etrace_grad, learner.evaluate):
+        with pytest.raises(TypeError) as caught:
+            call(nested, step_fn=mean_square(learner))
+        written, _, fix = parts_of(caught.value)
+        assert 'nested list' in written
+        assert 'jnp.asarray' in fix
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.compile(Leak(), 'd_rtrl', nested[0], batch_size=4)
+    written, _, fix = parts_of(caught.value)
+    assert 'a list of shape (4, 3)' in written
+    assert 'asarray' in fix
+
+
+# ---------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize(
+    'use',
+    [
+        lambda: bt.compile(Leak, 'd_rtrl', X, batch_size=4),
+        lambda: bt.D_RTRL(Leak),
+        lambda: bt.compile_etrace_graph(Leak, X),
+    ],
+    ids=['compile', 'learner', 'graph'],
+)
+def test_a_class_in_place_of_a_model(use):
+    with pytest.raises(TypeError) as caught:
+        use()
+    written, _, fix = parts_of(caught.value)
+    assert written == 'the class Leak as a model'
+    assert 'Leak(...)' in fix
+
+
+def test_an_example_in_place_of_the_rule():
+    for wrong, shown in (((X,), 'an array of shape (4, 3)'), ((), 'no rule')):
+        with pytest.raises(ValueError, match='second argument') as caught:
+            bt.compile(Leak(), *wrong, batch_size=4)
+        written, _, fix = parts_of(caught.value)
+        assert shown in written
+        assert "compile(model, 'd_rtrl', x)" in fix
+
+
+def test_shapes_that_do_not_fit(learner):
+    # Without a batch size the states have no batch axis.
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.compile(bt.nn.GRUCell(3, 6), 'd_rtrl', X)
+    assert 'compile(..., batch_size=4)' in parts_of(caught.value)[2]
+    step_fn = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    with pytest.raises(bt.CompilationError) as caught:
+        learner.etrace_grad(XS, jnp.ones((5, 3, 2)), step_fn=step_fn)
+    written, _, fix = parts_of(caught.value)
+    assert '((4, 3), (3, 2))' in written
+    assert 'targets' in fix
+
+
+def test_a_call_before_compiling():
+    learner = bt.D_RTRL(Leak())
+    uses = [
+        lambda: learner(X),
+        lambda: learner.etrace_grad(XS, step_fn=mean_square(learner)),
+        lambda: learner.report,
+        lambda: learner.memory_plan(10),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match='before compiling') as caught:
+            use()
+        written, _, fix = parts_of(caught.value)
+        assert 'D_RTRL learner' in written
+        assert 'learner.compile_graph(x)' in fix
+        assert "braintrace.compile(model, 'D_RTRL', x" in fix
+
+
+@pytest.mark.parametrize('kind', [brainstate.State, brainstate.ShortTermState])
+def test_a_recurrent_state_of_another_kind_is_named(kind):
+    model = type('Short', (Leak,), {'kind': kind})()
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.compile(model, 'd_rtrl', X, batch_size=4)
+    written, _, fix = parts_of(caught.value)
+    assert ': h is kept from step to step' in written
+    assert fix.endswith('for h')
+
+
+class NeedsTimeStep(Leak):
+    def update(self, x):
+        return super().update(x * brainstate.environ.get('dt'))
+
+
+def test_a_model_that_needs_a_time_step(tmp_path, capsys):
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.compile(NeedsTimeStep(), 'd_rtrl', X, batch_size=4)
+    assert 'brainstate.environ.set(dt=1.0)' in parts_of(caught.value)[2]
+    file = tmp_path / 'timed.py'
+    file.write_text(
+        'import brainstate\n'
+        'def make():\n'
+        '    dt = brainstate.environ.get_dt()\n'
+        '    return brainstate.nn.GRUCell(2, int(3 * dt))\n'
+    )
+    arguments = ['explain', f'{file}:make', '--input', '2,2']
+    assert cli.main(arguments) == cli.USAGE
+    said = capsys.readouterr().err
+    assert "Key 'dt'" in said
+    assert 'timed.py:3' in said
+    assert '--dt 1.0' in said
+    assert cli.main([*arguments, '--dt', 'soon']) == cli.USAGE
+    assert '--dt soon' in capsys.readouterr().err
+    with look.time_step('2.0'):
+        assert look.load(f'{file}:make').num_out == 6
+    assert brainstate.environ.get('dt', default=None) is None
+    with look.time_step('0.1ms'):
+        assert brainstate.environ.get('dt') == 0.1 * u.ms
+
+
+def test_a_resumed_training_has_the_time_step_it_began_with(tmp_path):
+    config = settings.Config('copying', dt='0.5ms')
+    settings.save(tmp_path, config)
+    assert settings.read(tmp_path).dt == '0.5ms'
+
+
+# ---------------------------------------------------------------- credit
+
+
+class Blocked(Leak):
+    """One parameter behind a stopped gradient, one that is never read."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocked = brainstate.ParamState(jnp.ones((6, 2)))
+        self.unread = brainstate.ParamState(jnp.ones(2))
+
+    def update(self, x):
+        y = super().update(x)
+        return y + jax.lax.stop_gradient(self.h.value @ self.blocked.value)
+
+
+class Slow(Leak):
+    """Outputs that are added up in a leaky read-out."""
+
+    keep = 0.95
+
+    def init_state(self, batch_size=None, **kwargs):
+        super().init_state(batch_size)
+        self.y = brainstate.HiddenState(jnp.zeros((batch_size, 2)))
+
+    def update(self, x):
+        self.y.value = self.keep * self.y.value + super().update(x)
+        return self.y.value
+
+
+def test_a_parameter_without_credit():
+    with pytest.warns(bt.CreditWarning) as caught:
+        learner = bt.compile(Blocked(), 'd_rtrl', X, batch_size=4)
+    (warning,) = caught
+    assert warning.filename == __file__
+    written, why, _ = parts_of(warning.message)
+    assert written == 'D_RTRL gives blocked no gradient'
+    assert 'no differentiable path' in why
+    # Whether a parameter is read is known with the step function: fit warns then, and
+    # says nothing twice.
+    train = lambda step: bt.fit(
+        learner,
+        lambda i: (XS,),
+        step_fn=step,
+        optimizer=optax.sgd(0.1),
+        updates=1,
+        show=False,
+    )
+    with pytest.warns(bt.CreditWarning) as caught:
+        train(mean_square(learner))
+    (warning,) = caught
+    assert 'gives blocked, unread no gradient' in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        train(mean_square(learner))
+
+
+class Dead(Leak):
+    """A second layer that no output reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = Leak()
+
+    def update(self, x):
+        self.other(x)
+        return super().update(x)
+
+
+def test_the_traces_of_a_parameter_without_credit_are_counted_and_may_be_left_out():
+    with pytest.warns(bt.CreditWarning) as caught:
+        learner = bt.compile(Dead(), 'd_rtrl', X, batch_size=4)
+    written, _, fix = parts_of(caught[0].message)
+    assert written == 'D_RTRL gives other.feed, other.out no gradient'
+    assert 'their traces take 288 B' in fix
+    assert len(learner.traces) == 2
+    chosen = lambda path: path[0] != 'other'
+    with pytest.warns(bt.CreditWarning) as caught:
+        learner = bt.compile(Dead(), 'd_rtrl', X, batch_size=4, trace=chosen)
+    assert 'traces take' not in str(caught[0].message)
+    assert len(learner.traces) == 1
+
+
+class TwoHeads(Leak):
+    def __init__(self):
+        super().__init__()
+        self.second = brainstate.ParamState(jnp.ones((6, 1)))
+
+    def update(self, x):
+        return super().update(x), self.h.value @ self.second.value
+
+
+def test_an_output_that_the_loss_does_not_read():
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learner = bt.compile(TwoHeads(), 'd_rtrl', X, batch_size=4)
+    options = {'optimizer': optax.sgd(0.1), 'updates': 1, 'show': False}
+
+    def step(x):
+        first, second = learner(x)
+        return jnp.mean(first**2), second  # measured, and not learned
+
+    options['metrics'] = lambda second, x: {'second': second.mean()}
+    with pytest.warns(bt.CreditWarning) as caught:
+        bt.fit(learner, lambda i: (XS,), step_fn=step, **options)
+    written, why, _ = parts_of(caught[0].message)
+    assert written == 'D_RTRL gives second no gradient'
+    assert 'no loss depends on it' in why
+
+
+def test_a_read_out_whose_memory_costs_most_of_the_credit():
+    with pytest.warns(bt.CreditWarning) as caught:
+        bt.compile(Slow(), 'd_rtrl', X, batch_size=4)
+    (warning,) = caught
+    written, why, fix = parts_of(warning.message)
+    assert written == 'D_RTRL gives feed about 1/20 of the credit that passes y'
+    assert '95 %' in why
+    assert "reach='readout'" in fix
+
+
+def test_the_warned_share_of_the_credit_is_right():
+    """The last loss of a long constant sequence, by D-RTRL over BPTT: near 1/20."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', bt.CreditWarning)
+        learner = bt.compile(Slow(), 'd_rtrl', X, batch_size=4)
+    mask = jnp.zeros(300).at[-1].set(1)
+    xs = jnp.ones((300, 4, 3))
+    step = lambda x: jnp.sum(learner(x))
+    check = learner.gradient_check(xs, step_fn=step, mask=mask)
+    (row,) = [row for row in check.rows if row.name == 'feed']
+    assert 1 / row.norm_ratio == pytest.approx(20, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ('model', 'rule', 'options'),
+    [
+        (Leak, 'd_rtrl', {}),
+        (Slow, 'd_rtrl', {'reach': 'readout'}),
+        (Slow, 'bptt', {}),
+        (type('Quick', (Slow,), {'keep': 0.3}), 'd_rtrl', {}),
+    ],
+    ids=['exact', 'readout', 'bptt', 'short memory'],
+)
+def test_no_warning_without_a_reason(model, rule, options):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        bt.compile(model(), rule, X, batch_size=4, **options)
+
+
+# ---------------------------------------------------------------- importing
+
+
+def run_python(code):
+    done = subprocess.run(
+        [sys.executable, '-c', code], capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_the_help_loads_neither_jax_nor_brainstate():
+    code = (
+        'import sys, braintrace.cli\n'
+        'try: braintrace.cli.main(["train", "--help"])\n'
+        'except SystemExit: pass\n'
+        'print("LOADED", *({"jax", "numpy", "brainstate"} & sys.modules.keys()))'
+    )
+    said = run_python(code)
+    assert said[said.index('LOADED') + 1 :] == []
+    assert '--dt' in said
+
+
+def test_the_help_names_every_task_and_network():
+    assert tuple(bt.tasks.TASKS) == cli.TASKS
+    assert tuple(bt.networks.NETWORKS) == cli.NETWORKS
+
+
+def test_the_first_use_may_be_inside_a_traced_function():
+    code = (
+        'import jax, braintrace\n'
+        'f = jax.jit(lambda x: braintrace.matmul(x, x))\n'
+        'f(jax.numpy.ones((2, 2)))\n'
+        'import brainstate\n'
+        'print(brainstate.random.randn(3).shape[0])'
+    )
+    assert run_python(code) == ['3']
+
+
+def test_a_part_of_the_package_keeps_the_precision():
+    code = (
+        "import jax; jax.config.update('jax_enable_x64', True)\n"
+        'import braintrace.networks\n'
+        'print(jax.config.jax_enable_x64)'
+    )
+    assert run_python(code) == ['True']
+
+
+def test_plots_is_a_part_of_the_package():
+    assert bt.plots is plots
+    assert 'plots' in dir(bt)
+    assert callable(plots.learning_curves)
+
+
+# ---------------------------------------------------------------- reports
+
+
+class Stock(brainstate.nn.Module):
+    """A layer of a library, called by the user's own line."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = brainstate.nn.GRUCell(3, 6)
+
+    def update(self, x):
+        return self.cell(x)  # the line that reports name
+
+
+OWN_LINE = next(
+    n
+    for n, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+    if line.endswith('# the line that reports name')
+)
+
+
+@pytest.fixture(scope='module')
+def stock():
+    return bt.compile(Stock(), 'd_rtrl', X, batch_size=4)
+
+
+def test_a_reason_names_the_layer_and_the_line_that_calls_it(stock):
+    own = f'{Path(__file__).name}:{OWN_LINE}'
+    given = stock.report.gradients['cell.Wh.weight.weight']
+    assert re.search(
+        rf'cut at matmul \(brainstate/nn/\S+:\d+, called at \S*{own}\)', given.reason
+    )
+    (cut, *_) = [r for r in stock.report.diagnostics if r.kind == 'cut']
+    assert cut.context['source'].endswith(own)
+    assert '/brainstate/nn/' in cut.context['library']
+    page = stock.report.to_html()
+    assert re.search(rf'{own}</div><div title="[^"]*">in brainstate/nn/', page)
+
+
+def test_sizes_of_every_site_in_text_and_page(stock, plan):
+    text, page = str(stock.report), stock.report.to_html()
+    assert 'matmul + add  9×6, 6 → 4×6' in text
+    trace = re.search(r'9×6, 6 → 4×6\s+(trace [\d.]+ \w+)', text)[1]
+    boxes = re.search(r'<svg.*?</svg>', page, re.DOTALL)[0]
+    for words in ('9×6, 6 → 4×6', trace, 'positions 4×6', '1 state each'):
+        assert words in text
+        assert words in boxes
+    page = stock.report.to_html(memory=plan)
+    for name, _ in plan.ways:
+        assert name in str(plan)
+        assert name in page
+    assert 'dot_general' not in f'{text}{plan}{page}'
+
+
+def test_names_that_are_not_there(learner):
+    history = bt.History([{'update': 1, 'loss': 0.5, 'accuracy': 0.7}])
+    row = compare('feed', 'exact', 'local', jnp.ones(2), jnp.ones(2))
+    check = bt.GradientCheck('D_RTRL', (row,))
+    wrong = {
+        'accuracy': lambda: history['acuracy'],
+        'feed': lambda: bt.RuleComparison((check,))['D_RTRL']['fed'],
+        'D_RTRL': lambda: bt.RuleComparison((check,))['RFLO'],
+    }
+    for advice, use in wrong.items():
+        with pytest.raises(KeyError) as caught:
+            use()
+        assert advice in parts_of(caught.value)[2]
+    for owner, name in ((learner, 'etrace_gard'), (bt, 'compil')):
+        with pytest.raises(AttributeError) as caught:
+            getattr(owner, name)
+        # Python suggests the nearest name from these.
+        assert caught.value.name == name
+        assert caught.value.obj is owner
+
+
+# ---------------------------------------------------------------- pictures
+
+EVIDENCE = bt.tasks.EvidenceAccumulation(
+    cues=2, cue=4, every=6, delay=20, recall=4, group=2, rate=0.5
+)
+COPYING = bt.tasks.Copying(length=2, lag=2)
+SERIES = bt.tasks.task('henon', steps=12)
+HISTORY = bt.History(
+    [{'update': i, 'loss': 1 / i, 'seconds': i, 'accuracy': 0.5} for i in (1, 2, 3)]
+)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Figures in the order in which they are saved."""
+    from matplotlib.figure import Figure
+
+    found = []
+    save = lambda figure, file, **options: found.append(figure)
+    monkeypatch.setattr(Figure, 'savefig', save)
+    return found
+
+
+@functools.cache
+def trained(name):
+    """The task of a case, a learner of it, and one batch."""
+    task, network, rule = CASES[name]
+    net = bt.networks.network(network, task.inputs, task.outputs, units=5)
+    example = jnp.zeros((2, task.inputs))
+    learner = bt.compile(net, rule, example, batch_size=2)
+    return task, learner, bt.Supervised(learner, task, 2).batches(0)
+
+
+def check_axes(figure):
+    """Every panel names its axes or shares them, and its lines and colours."""
+    bars = [ax for ax in figure.axes if hasattr(ax, '_colorbar')]
+    panels = [ax for ax in figure.axes if ax not in bars and ax.axison]
+    assert len(bars) == sum(bool(ax.images) for ax in panels)
+    assert all(bar.get_ylabel() for bar in bars)
+    for ax in panels:
+        shared = ax.get_shared_x_axes().get_siblings(ax)
+        named = [a for a in shared if a.get_xlabel() and a.xaxis.get_ticklabels()]
+        groups = [t.get_text() for t in ax.get_xticklabels()]
+        assert named or 'left' in groups
+        rows = [t.get_text() for t in ax.get_yticklabels()]
+        assert ax.get_ylabel() or 'left' in rows
+        lines = {line.get_color() for line in ax.lines if len(line.get_xdata()) > 1}
+        curves = [line for line in ax.lines if line.get_marker() == 'None']
+        if len(lines) > 1 and len(curves) > 2:
+            assert ax.get_legend() is not None
+
+
+CASES = {
+    'decision': (EVIDENCE, 'alif', 'd_rtrl'),
+    'classes': (COPYING, 'gru', 'pp_prop'),
+    'values': (SERIES, 'rnn', 'bptt'),
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_pictures_name_their_axes_and_colours(figures, name):
+    task, learner, trial = trained(name)
+    plots.activity(learner, trial, task.kind, 'activity.png')
+    assert plots.traces(learner, trial[0], 'traces.png') is learner.rule.has_trace
+    plots.learning_curves({'a': [HISTORY], 'b': [HISTORY, HISTORY]}, 'learning.png')
+    assert len(figures) == 2 + learner.rule.has_trace
+    for figure in figures:
+        check_axes(figure)
+
+
+def test_a_map_of_traces_has_units_in_rows_and_inputs_in_columns():
+    learner = bt.compile(Leak(), 'd_rtrl', X, batch_size=4)
+    learner.etrace_evolve(jnp.zeros((5, 4, 3)).at[..., 1].set(1))
+    ((name, values),) = plots.trace_maps(learner, ('feed',))
+    assert name == 'feed on h'
+    assert values.shape == (6, 3)
+    assert np.abs(values[:, 1]).min() > 0.5
+    assert np.abs(np.delete(values, 1, axis=1)).max() == 0
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_the_overview_of_a_training(figures, name):
+    task, learner, trial = trained(name)
+    before = {path: state.value for path, state in learner.hidden_states.items()}
+    page = overview.Overview(learner, task, trial, HISTORY)
+    for dark in (False, True):
+        page.save('overview.png', 'A title', 'a note', dark=dark)
+    for path, value in before.items():
+        np.testing.assert_array_equal(learner.hidden_states[path].value, value)
+    for figure, style in zip(figures, (overview.LIGHT, overview.DARK), strict=True):
+        check_axes(figure)
+        texts = {
+            t.get_text() for t in figure.findobj(match=lambda a: hasattr(a, 'get_text'))
+        }
+        assert {'A title', 'a note'} <= texts
+        titles = [ax.get_title(loc='left') for ax in figure.axes]
+        assert any(title.startswith('Task') for title in titles)
+        assert any('races' in title for title in titles) is learner.rule.has_trace
+        assert figure.axes[0].get_facecolor()[:3] == pytest.approx(
+            tuple(int(style.page[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        )
+
+
+def test_the_traces_of_a_slow_state_last_longer():
+    _, learner, trial = trained('decision')
+    found = overview.TracesInTime(learner, np.asarray(trial[0]), reads=12)
+    names = found.by_memory()
+    assert names.index('a') < names.index('V')
+    assert found.states['V'].shape == (len(found.steps), EVIDENCE.inputs)
+    # At every read the maps are those of a sequence that ends there.
+    with learner.unmoved():
+        learner.reset_state()
+        learner.etrace_evolve(jnp.asarray(trial[0][: found.steps[-1]]))
+        maps = dict(plots.trace_maps(learner, ('feed',)))
+    np.testing.assert_allclose(
+        found.states['a'][-1], np.abs(maps['feed on a']).mean(0), rtol=1e-5
+    )

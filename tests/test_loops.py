@@ -1,0 +1,406 @@
+"""Loops of unknown length inside a step, and hidden states that a step only reads.
+
+The oracle is forward mode of JAX through its own ``while_loop``, over the whole
+sequence.
+"""
+
+import pathlib
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace
+from braintrace.analysis.diagnostics import DiagnosticKind, DiagnosticLevel
+from braintrace.compat import evaluate
+from braintrace.program import normal_form
+
+T, B, N, H = 6, 3, 2, 4
+
+
+def normal(seed, *shape, scale=1.0):
+    drawn = np.random.default_rng(seed).normal(size=shape) * scale
+    return jnp.asarray(drawn, jnp.float32)
+
+
+XS, YS = normal(10, T, B, N), normal(11, T, B, 2)
+
+
+@jax.custom_vjp
+def spike(v):
+    """A surrogate spike with a derivative for reverse mode alone."""
+    return (v > 0).astype(v.dtype)
+
+
+spike.defvjp(lambda v: (spike(v), v), lambda v, bar: (bar / (1 + jnp.abs(v)) ** 2,))
+
+
+@jax.custom_jvp
+def smooth_spike(v):
+    """The same, for both modes."""
+    return (v > 0).astype(v.dtype)
+
+
+smooth_spike.defjvp(lambda p, t: (smooth_spike(p[0]), t[0] / (1 + jnp.abs(p[0])) ** 2))
+
+
+# ---------------------------------------------------------------- the primitive
+
+
+def shrinking(v, y, w):
+    """A carry of all kinds: a counter, a state that mixes, a factor, a random key."""
+
+    def body(c):
+        k, v, factor, key = c
+        key, sub = jax.random.split(key)
+        noise = jax.random.normal(sub, v.shape)
+        new = 0.7 * v + 0.1 * factor * jnp.tanh(y) + 0.05 * jnp.tanh(v @ w)
+        return k + 1, new + 0.01 * noise, 0.5 * factor, key
+
+    goes_on = lambda c: (jnp.abs(c[1]).sum() > 2.0) & (c[0] < 40)
+    start = (0, v, jnp.ones(()), jax.random.key(3))
+    return jax.lax.while_loop(goes_on, body, start)[1]
+
+
+def long(v, y, w):
+    """More rounds than the reverse pass keeps states of."""
+    body = lambda c: (c[0] + 1, jnp.sin(c[1] * y + 0.1) + 0.1 * v @ w)
+    return jax.lax.while_loop(lambda c: c[0] < 333, body, (0, v))[1]
+
+
+def nested(v, y, w):
+    inner = lambda v: jax.lax.while_loop(
+        lambda v: jnp.abs(v).max() > 0.4, lambda v: v / 2 + 0.01 * y, v
+    )
+    outer = lambda c: (c[0] + 1, inner(c[1] + 0.3 * jnp.tanh(v @ w)))
+    return jax.lax.while_loop(lambda c: c[0] < 3, outer, (0, v))[1]
+
+
+def never(v, y, w):
+    """No round at all."""
+    return jax.lax.while_loop(lambda v: v.sum() > 1e6, lambda v: v * y, v @ w)
+
+
+FUNCTIONS = {f.__name__: f for f in (shrinking, long, nested, never)}
+
+
+def converted(function, *args):
+    closed = normal_form(jax.make_jaxpr(function)(*args))
+    assert 'while' not in {e.primitive.name for e in closed.jaxpr.eqns}
+    return lambda *given: evaluate(closed.jaxpr, closed.consts, *given)[0]
+
+
+def near(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 2e-4, 1e-5), a, b)
+
+
+@pytest.mark.parametrize('name', FUNCTIONS)
+def test_both_modes_and_their_transformations(name):
+    args = (jnp.linspace(1, 3, 5), jnp.linspace(-1, 1, 5), normal(0, 5, 5))
+    function = FUNCTIONS[name]
+    loop = converted(function, *args)
+    every = (0, 1, 2)
+    exact = jax.jacfwd(function, every)(*args)
+    near(loop(*args), function(*args))
+    near(jax.jacfwd(loop, every)(*args), exact)
+    near(jax.jit(jax.jacrev(loop, every))(*args), exact)
+    # vmap inside grad: samples need different numbers of rounds.
+    many = jnp.stack([args[0], 0.1 * args[0], 3 * args[0]])
+    total = lambda f: lambda vs, y, w: jnp.sin(jax.vmap(lambda v: f(v, y, w))(vs)).sum()
+    exact = jax.jacfwd(total(function), every)(many, *args[1:])
+    near(jax.grad(total(loop), every)(many, *args[1:]), exact)
+    # The transpose of the transpose is the forward derivative again.
+    out, pull = jax.vjp(loop, *args)
+    push = jax.vmap(jax.linear_transpose(pull, out))
+    tangents = (normal(1, 2, 5), normal(2, 2, 5), normal(3, 2, 5, 5))
+    exact = jax.vmap(lambda *t: jax.jvp(function, args, t)[1])(*tangents)
+    near(push(tangents)[0], exact)
+
+
+# ---------------------------------------------------------------- steps with loops
+
+
+def settle(v, drive):
+    """Halved until small, by rounds that the data decide."""
+    goes_on = lambda v: jnp.abs(v).sum() > 4.0
+    return jax.lax.while_loop(goes_on, lambda v: 0.8 * v + 0.05 * drive, v)
+
+
+def on_the_way_to_the_state(p, s, x):
+    h = settle(0.9 * s['h'] + 3 * (x @ p['w']), p['v'] * s['h'])
+    return {'h': h}, h @ p['out']
+
+
+def on_the_way_to_the_output(p, s, x):
+    h = 0.9 * s['h'] + 2 * (x @ p['w'])
+    return {'h': h}, settle(h * p['v'], h) @ p['out']
+
+
+def weights_inside(p, s, x):
+    def body(c):
+        k, h = c
+        return k + 1, h + 0.1 * (jnp.cos(k * x) @ p['w'] - p['v'] * h)
+
+    rounds = 2 + (x.sum() > 0).astype(jnp.int32)
+    _, h = jax.lax.while_loop(lambda c: c[0] < rounds, body, (0, s['h']))
+    return {'h': h}, h @ p['out']
+
+
+def fori_with_bounds_of_data(p, s, x):
+    rounds = 1 + (10 * jnp.abs(x).max()).astype(jnp.int32) % 4
+    one = lambda k, h: 0.9 * h + 0.1 * jnp.tanh(h) * p['v']
+    h = jax.lax.fori_loop(0, rounds, one, s['h'] + x @ p['w'])
+    return {'h': h}, h @ p['out']
+
+
+def recurrence_inside(p, s, x):
+    y = x @ p['w']
+    body = lambda c: (
+        c[0] + 1,
+        0.8 * c[1] + 0.2 * (y + jnp.tanh(c[1] * p['v']) @ p['r']),
+    )
+    rounds = 2 + (x.sum() > 0).astype(jnp.int32)
+    _, h = jax.lax.while_loop(lambda c: c[0] < rounds, body, (0, s['h']))
+    return {'h': h}, h @ p['out']
+
+
+LOCAL = {
+    f.__name__: f
+    for f in (
+        on_the_way_to_the_state,
+        on_the_way_to_the_output,
+        weights_inside,
+        fori_with_bounds_of_data,
+    )
+}
+"""Loops that keep positions: exact."""
+STEPS = {**LOCAL, 'recurrence_inside': recurrence_inside}
+
+
+def parameters(step):
+    found = {
+        'w': normal(1, N, H, scale=0.5),
+        'v': normal(2, H, scale=0.5) + 0.5,
+        'out': normal(3, H, 2, scale=0.5),
+    }
+    return found | (
+        {'r': normal(4, H, H, scale=0.5)} if step == 'recurrence_inside' else {}
+    )
+
+
+STATE = {'h': normal(5, B, H)}
+
+
+def forward_gradient(step, params, steps=T):
+    """By forward mode through JAX's own loops, one parameter after the other."""
+
+    def loss(params):
+        def one(state, at):
+            x, y = at
+            state, out = step(params, state, x)
+            return state, jnp.mean((out - y) ** 2)
+
+        return jax.lax.scan(one, STATE, (XS[:steps], YS[:steps]))[1].mean()
+
+    return jax.jacfwd(loss)(params)
+
+
+def gradient(name, rule, steps=T, **options):
+    step, params = STEPS[name], parameters(name)
+    learner = braintrace.compile(step, rule, params, STATE, XS[0], **options)
+    loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    found = learner.etrace_grad(XS[:steps], YS[:steps], step_fn=loss, fresh=True)
+    return learner, found
+
+
+@pytest.mark.parametrize('rule', ['d_rtrl', 'bptt', 'rtrl'])
+@pytest.mark.parametrize('name', STEPS)
+def test_gradients_are_those_of_forward_mode(name, rule):
+    learner, found = gradient(name, rule)
+    exact = forward_gradient(STEPS[name], parameters(name))
+    assert all(jnp.abs(g).max() > 1e-4 for g in exact.values())
+    if name in LOCAL or rule != 'd_rtrl':
+        near(found, exact)
+        assert {g.kind for g in learner.report.gradients.values()} == {'equal to BPTT'}
+    else:
+        # Cut inside the loop: local, and one step is whole.
+        assert not np.allclose(found['w'], exact['w'], rtol=1e-3)
+        kinds = {n: g.kind for n, g in learner.report.gradients.items()}
+        assert kinds['w'] == 'local'
+        near(
+            gradient(name, rule, 1)[1],
+            forward_gradient(STEPS[name], parameters(name), 1),
+        )
+    assert not learner.graph.explain(kind=DiagnosticKind.NOT_DIFFERENTIABLE)
+
+
+@pytest.mark.parametrize('options', [{'passes': 1}, {'block': 2}, {'reach': 'deep'}])
+@pytest.mark.parametrize('name', LOCAL)
+def test_every_way_of_running_gives_the_same(name, options):
+    _, found = gradient(name, 'd_rtrl', **options)
+    near(found, forward_gradient(STEPS[name], parameters(name)))
+
+
+@pytest.mark.parametrize(
+    ('name', 'rule'),
+    [('on_the_way_to_the_state', 'd_rtrl'), ('recurrence_inside', 'bptt')],
+)
+def test_a_model_of_one_sample_is_mapped(name, rule):
+    """Each sample has its own number of rounds."""
+    step, params = STEPS[name], parameters(name)
+    given = (params, {'h': STATE['h'][0]}, XS[0, 0])
+    mapped = {'batch_size': B, 'vmap': True}
+    learner = braintrace.compile(step, rule, *given, **mapped)
+    loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    found = learner.etrace_grad(XS, YS, step_fn=loss, fresh=True)
+    local = braintrace.compile(step, 'd_rtrl', *given, **mapped).report.gradients
+    kind = 'equal to BPTT' if name in LOCAL else 'local'
+    assert {local[n].kind for n in ('w', 'v')} == {kind}
+
+    def total(params):
+        def one(state, at):
+            x, y = at
+            run = lambda s, x: step(params, s, x)
+            state, out = jax.vmap(run)(state, x)
+            return state, jnp.mean((out - y) ** 2)
+
+        start = {'h': jnp.broadcast_to(STATE['h'][0], (B, H))}
+        return jax.lax.scan(one, start, (XS, YS))[1].mean()
+
+    near(found, jax.jacfwd(total)(params))
+
+
+def spiking(fire):
+    def step(p, s, x):
+        def body(c):
+            k, v = c
+            return k + 1, 0.9 * v - 0.1 * fire(v - 0.2) + 0.3 * (x @ p['w'])
+
+        rounds = 2 + (x.sum() > 0).astype(jnp.int32)
+        _, h = jax.lax.while_loop(lambda c: c[0] < rounds, body, (0, s['h']))
+        return {'h': h}, fire(h * p['v']) @ p['out']
+
+    return step
+
+
+@pytest.mark.parametrize('rule', ['d_rtrl', 'rtrl'])
+def test_spikes_with_a_reverse_rule_inside_a_loop(rule):
+    params = parameters('')
+    learner = braintrace.compile(spiking(spike), rule, params, STATE, XS[0])
+    loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    found = learner.etrace_grad(XS, YS, step_fn=loss, fresh=True)
+    near(found, forward_gradient(spiking(smooth_spike), params))
+    certificate = learner.certificate(XS, YS, step_fn=loss)
+    np.testing.assert_allclose(certificate.descent, 1, atol=1e-4)
+
+
+def test_the_certificate_follows_loops():
+    learner, found = gradient('recurrence_inside', 'd_rtrl')
+    loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    certificate = learner.certificate(XS, YS, step_fn=loss, directions=0)
+    exact = forward_gradient(recurrence_inside, parameters('recurrence_inside'))
+    dot = lambda a, b: sum(float(jnp.vdot(a[k], b[k])) for k in a)
+    expected = dot(exact, found) / dot(found, found)
+    np.testing.assert_allclose(certificate.descent, expected, rtol=1e-4)
+    assert abs(expected - 1) > 1e-3
+
+
+# ---------------------------------------------------------------- no credit wanted
+
+
+def test_loops_without_credit_keep_working():
+    """Whole numbers, and what gradients are stopped for: exact, and no diagnostic."""
+
+    def step(p, s, x):
+        h = 0.9 * s['h'] + x @ p['w']
+        halve = lambda c: (c[0] + 1, c[1] / 2)
+        large = lambda c: c[1] > 0.5
+        count, _ = jax.lax.while_loop(large, halve, (0, jnp.abs(h).sum()))
+        level = jax.lax.stop_gradient(jnp.abs(h).sum())
+        _, rest = jax.lax.while_loop(large, halve, (0, level))
+        return {'h': h}, (h @ p['out']) / (1 + count) + rest
+
+    params = {k: parameters('')[k] for k in ('w', 'out')}
+    learner = braintrace.compile(step, 'd_rtrl', params, STATE, XS[0])
+    loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    found = learner.etrace_grad(XS, YS, step_fn=loss, fresh=True)
+    near(found, forward_gradient(step, params))
+    assert not learner.graph.explain(kind=DiagnosticKind.NOT_DIFFERENTIABLE)
+    assert {r.context['credit'] for r in learner.graph.report.credits} == {'exact'}
+
+
+def printing(stopped):
+    def step(p, s, x):
+        def body(v):
+            jax.debug.print('{}', v[0, 0])
+            return v / 2
+
+        h = 0.9 * s['h'] + x @ p['w']
+        given = jax.lax.stop_gradient(h) if stopped else h
+        rest = jax.lax.while_loop(lambda v: jnp.abs(v).sum() > 1, body, given)  # here
+        return {'h': h + rest}, h @ p['out']
+
+    return step
+
+
+def test_a_loop_that_prints_is_refused_by_its_line():
+    params = {k: parameters('')[k] for k in ('w', 'out')}
+    with pytest.raises(braintrace.CompilationError) as error:
+        braintrace.compile(printing(False), 'd_rtrl', params, STATE, XS[0])
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if text.endswith('# here'))
+    assert f'test_loops.py:{line}' in str(error.value)
+    for part in ('Why: ', 'stop_gradient', 'jax.lax.scan'):
+        assert part in str(error.value)
+    braintrace.compile(printing(True), 'd_rtrl', params, STATE, XS[0])
+
+
+# ---------------------------------------------------------------- constant hidden states
+
+
+class Tonic(brainstate.nn.Module):
+    """A leaky unit with a drive that is a hidden state and never changes."""
+
+    def __init__(self, kind=brainstate.HiddenState):
+        super().__init__()
+        self.kind = kind
+        self.w = brainstate.ParamState(normal(1, N, H))
+        self.gain = brainstate.ParamState(normal(2, H))
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+        self.drive = self.kind(jnp.ones((batch_size, H)) * jnp.arange(H))
+
+    def update(self, x):
+        drive = self.drive.value * self.gain.value
+        self.h.value = 0.9 * self.h.value + x @ self.w.value + 0.1 * drive
+        return self.h.value
+
+
+@pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop', 'rtrl', 'bptt'])
+def test_a_hidden_state_that_is_only_read_is_a_constant(rule):
+    gradients = []
+    for kind in (brainstate.HiddenState, brainstate.ShortTermState):
+        learner = braintrace.compile(Tonic(kind), rule, XS[0], batch_size=B)
+        loss = lambda x, learner=learner: jnp.mean(learner(x) ** 2)
+        gradients.append(learner.etrace_grad(XS, step_fn=loss, fresh=True))
+        assert [g.hidden_paths for g in learner.graph.hidden_groups] == [[('h',)]]
+        found = learner.graph.explain(kind=DiagnosticKind.CONSTANT_STATE)
+        assert len(found) == (kind is brainstate.HiddenState)
+    near(gradients[0], gradients[1])
+    assert all(float(jnp.abs(g).max()) > 0 for g in gradients[0].values())
+
+
+def test_the_notice_names_the_state():
+    learner = braintrace.compile(Tonic(), 'd_rtrl', XS[0], batch_size=B)
+    (record,) = learner.graph.explain(kind=DiagnosticKind.CONSTANT_STATE)
+    assert record.level is DiagnosticLevel.NOTICE
+    assert record.message.startswith('drive is read and never written')
+    assert 'drive is read and never written' in str(learner.report)
+    learner.reset_state(batch_size=B + 1)
+    xs = normal(12, T, B + 1, N)
+    loss = lambda x: jnp.mean(learner(x) ** 2)
+    learner.etrace_grad(xs, step_fn=loss)
+    np.testing.assert_array_equal(learner.model.drive.value[0], np.arange(H))

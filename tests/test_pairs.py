@@ -1,0 +1,411 @@
+"""Values that several positions read: traced by pairs, equal to BPTT, however they run.
+
+Every model keeps positions apart across time, so D-RTRL's gradient is BPTT's. The
+oracle is `jax.grad` of a plain scan.
+"""
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace
+
+B, D, N, T = 2, 3, 4, 8
+
+
+def normal(seed, *shape):
+    return 0.5 * np.random.default_rng(seed).normal(size=shape).astype('float32')
+
+
+def selective_ssm(p, s, x):
+    """Δ, B and C from the input; states (b, d, n)."""
+    delta = jax.nn.softplus(x @ p['w_delta'] + p['b_delta'])
+    b, c = x @ p['w_b'], x @ p['w_c']
+    decay = jnp.exp(-delta[:, :, None] * jnp.exp(p['log_a']))
+    h = decay * s['h'] + (delta * x)[:, :, None] * b[:, None, :]
+    return {'h': h}, (h * c[:, None, :]).sum(-1) + p['skip'] * x
+
+
+def linear_attention(p, s, x):
+    """Keys and values of two heads, a decay a head; states (b, head, k, v)."""
+    k = (x @ p['w_k']).reshape(B, 2, 3)
+    v = (x @ p['w_v']).reshape(B, 2, 2)
+    q = (x @ p['w_q']).reshape(B, 2, 3)
+    gate = jax.nn.sigmoid(x @ p['w_g'] + p['b_g'])
+    m = gate[:, :, None, None] * s['m'] + jnp.einsum('bhk,bhv->bhkv', k, v)
+    return {'m': m}, jnp.einsum('bhk,bhkv->bhv', q, m).reshape(B, -1)
+
+
+def outer_product_memory(p, s, x):
+    """A fast-weight memory, written by a product with its own surprise."""
+    k, v = jnp.tanh(x @ p['w_k']), x @ p['w_v']
+    m = 0.9 * s['m'] + p['rate'] * k[:, :, None] * v[:, None, :]
+    return {'m': m}, jnp.einsum('bk,bkv->bv', jnp.tanh(x @ p['w_q']), m)
+
+
+def shared_drive(p, s, x):
+    """One learned drive for all units."""
+    drive = jnp.tanh(x @ p['w'] + p['b'])
+    h = p['a'] * s['h'] + drive
+    return {'h': h}, h @ p['out']
+
+
+def shared_gate(p, s, x):
+    """One gate for all units; its own recurrence is local to each unit."""
+    gate = jax.nn.sigmoid(x @ p['w_g'])
+    h = gate * s['h'] + (1 - gate) * jnp.tanh(x @ p['w'])
+    return {'h': h}, h @ p['out']
+
+
+def neuromodulator(p, s, x):
+    """A scalar by a learned product scales what all units learn of their input."""
+    level = jax.nn.softplus(x @ p['w_m'])[:, None]
+    h = 0.8 * s['h'] + level * (x @ p['w'])
+    return {'h': h}, jnp.tanh(h) @ p['out']
+
+
+def initial_by_flag(p, s, x):
+    """The first input switches the learned initial state on."""
+    flag = x[:, :1] > 5
+    h = jnp.where(flag, jnp.tanh(p['h0']), s['h'])
+    h = 0.9 * h + jnp.tanh(x[:, 1:]) @ p['w']
+    return {'h': h}, h @ p['out']
+
+
+def initial_by_counter(p, s, x):
+    """A counter switches the learned initial state on."""
+    h = jnp.where(s['count'] == 0, p['h0'] * p['scale'], s['h'])
+    h = 0.9 * h + x @ p['w']
+    return {'h': h, 'count': s['count'] + 1}, h @ p['out']
+
+
+def head_gates(p, s, x):
+    """A gate for each head of a flat state."""
+    gate = jnp.repeat(jax.nn.sigmoid(x @ p['w_g']), 2, axis=-1)
+    h = gate * s['h'] + x @ p['w']
+    return {'h': h}, h @ p['out']
+
+
+def complex_drive(p, s, x):
+    """A complex drive for all units of a complex recurrence."""
+    drive = (x @ p['w']) * jnp.exp(1j * p['phase'])
+    h = jnp.exp(1j * p['omega']) * 0.9 * s['h'] + drive
+    return {'h': h}, jnp.real(h) @ p['out']
+
+
+def first_inputs_flag(x):
+    x = np.array(x)
+    x[:, :, 0] = 0
+    x[0, :, 0] = 9
+    return x
+
+
+MODELS = {
+    'selective_ssm': (
+        selective_ssm,
+        {
+            'w_delta': normal(0, D, D),
+            'b_delta': normal(1, D),
+            'w_b': normal(2, D, N),
+            'w_c': normal(3, D, N),
+            'log_a': normal(4, D, N),
+            'skip': normal(5, D),
+        },
+        {'h': np.zeros((B, D, N), 'float32')},
+        D,
+    ),
+    'linear_attention': (
+        linear_attention,
+        {
+            'w_k': normal(0, D, 6),
+            'w_v': normal(1, D, 4),
+            'w_q': normal(2, D, 6),
+            'w_g': normal(3, D, 2),
+            'b_g': normal(4, 2),
+        },
+        {'m': np.zeros((B, 2, 3, 2), 'float32')},
+        D,
+    ),
+    'outer_product_memory': (
+        outer_product_memory,
+        {
+            'w_k': normal(0, D, 4),
+            'w_v': normal(1, D, 3),
+            'w_q': normal(2, D, 4),
+            'rate': np.float32(0.7),
+        },
+        {'m': np.zeros((B, 4, 3), 'float32')},
+        D,
+    ),
+    'shared_drive': (
+        shared_drive,
+        {
+            'w': normal(0, D, 1),
+            'b': normal(1, 1),
+            'a': normal(2, 5),
+            'out': normal(3, 5, 2),
+        },
+        {'h': np.zeros((B, 5), 'float32')},
+        D,
+    ),
+    'shared_gate': (
+        shared_gate,
+        {'w_g': normal(0, D, 1), 'w': normal(1, D, 5), 'out': normal(2, 5, 2)},
+        {'h': np.zeros((B, 5), 'float32')},
+        D,
+    ),
+    'neuromodulator': (
+        neuromodulator,
+        {'w_m': normal(0, D), 'w': normal(1, D, 5), 'out': normal(2, 5, 2)},
+        {'h': np.zeros((B, 5), 'float32')},
+        D,
+    ),
+    'initial_by_flag': (
+        initial_by_flag,
+        {'h0': normal(0, 5), 'w': normal(1, D - 1, 5), 'out': normal(2, 5, 2)},
+        {'h': np.zeros((B, 5), 'float32')},
+        D,
+    ),
+    'initial_by_counter': (
+        initial_by_counter,
+        {
+            'h0': normal(0, 5),
+            'scale': np.float32(1.3),
+            'w': normal(1, D, 5),
+            'out': normal(2, 5, 2),
+        },
+        {'h': np.zeros((B, 5), 'float32'), 'count': np.int32(0)},
+        D,
+    ),
+    'head_gates': (
+        head_gates,
+        {'w_g': normal(0, D, 3), 'w': normal(1, D, 6), 'out': normal(2, 6, 2)},
+        {'h': np.zeros((B, 6), 'float32')},
+        D,
+    ),
+    'complex_drive': (
+        complex_drive,
+        {
+            'w': normal(0, D, 1),
+            'phase': np.float32(0.3),
+            'omega': normal(1, 5),
+            'out': normal(2, 5, 2),
+        },
+        {'h': np.zeros((B, 5), 'complex64')},
+        D,
+    ),
+}
+
+
+def inputs_of(name, size):
+    x = 2 * normal(10, T, B, size)
+    return first_inputs_flag(x) if name == 'initial_by_flag' else x
+
+
+def bptt(step, params, state, xs, ys):
+    """The gradient by reverse mode through a scan."""
+
+    def loss(params):
+        def one(state, at):
+            x, y = at
+            state, out = step(params, state, x)
+            return state, jnp.mean((out - y) ** 2)
+
+        return jnp.sum(jax.lax.scan(one, state, (xs, ys))[1])
+
+    return jax.grad(loss)(params)
+
+
+def setting(name):
+    step, params, state, size = MODELS[name]
+    params, state = jax.tree.map(jnp.asarray, (params, state))
+    xs = jnp.asarray(inputs_of(name, size))
+    out = jax.eval_shape(step, params, state, xs[0])[1]
+    ys = jnp.asarray(normal(11, T, *out.shape))
+    return step, params, state, xs, ys
+
+
+def gradient(name, rule='d_rtrl', block=None, halves=False, fresh=True, **options):
+    step, params, state, xs, ys = setting(name)
+    if block is not None:
+        options['block'] = block
+    learner = braintrace.compile(step, rule, params, state, xs[0], **options)
+    step_fn = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    parts = [slice(0, 3), slice(3, T)] if halves else [slice(0, T)]
+    grads = [
+        learner.etrace_grad(
+            xs[p], ys[p], step_fn=step_fn, fresh=fresh and not halves, reduction='sum'
+        )
+        for p in parts
+    ]
+    return learner, jax.tree.map(lambda *g: sum(g), *grads)
+
+
+def distance(found, wanted):
+    flat = lambda tree: np.concatenate(
+        [np.asarray(x).ravel() for x in jax.tree.leaves(tree)]
+    )
+    a, b = flat(found), flat(wanted)
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+WAYS = {
+    'two passes': {},
+    'carried': {'fresh': False},
+    'halves': {'halves': True},
+    'blocks of 3': {'fresh': False, 'block': 3},
+    'step by step': {'fresh': False, 'block': 1},
+}
+
+
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('name', MODELS)
+def test_equals_bptt(name, way):
+    learner, found = gradient(name, **WAYS[way])
+    wanted = bptt(*setting(name))
+    assert distance(found, wanted) < 2e-6
+    classes = {r.context['credit'] for r in learner.report.credits}
+    assert classes == {'exact'}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_a_trace_is_no_larger_than_pairs_times_inputs(name):
+    learner, _ = gradient(name, fresh=False)
+    _, params, state, _, _ = setting(name)
+    positions = max(np.size(x) for x in jax.tree.leaves(state))
+    for name in params:
+        for trace in learner.get_etrace_of((name,)).values():
+            assert all(np.size(x) <= positions * D for x in jax.tree.leaves(trace))
+
+
+def expanded(p, s, x):
+    """`shared_gate` with the weight of the gate written out for every unit."""
+    gate = jax.nn.sigmoid(x @ jnp.repeat(p['w_g'], 5, axis=1))
+    h = gate * s['h'] + (1 - gate) * jnp.tanh(x @ p['w'])
+    return {'h': h}, h @ p['out']
+
+
+@pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop', 'ottt', 'rflo', 'eprop'])
+def test_rules_treat_a_shared_value_like_one_written_out(rule):
+    """Σ over positions that share an element, of what each position gives alone."""
+    options = {'pp_prop': {'decay_or_rank': 0.8}, 'rflo': {'leak': 0.7}}.get(rule, {})
+    _, found = gradient('shared_gate', rule, fresh=False, **options)
+    _, *rest = MODELS['shared_gate']
+    MODELS['expanded'] = (expanded, *rest)
+    try:
+        _, wanted = gradient('expanded', rule, fresh=False, **options)
+    finally:
+        del MODELS['expanded']
+    assert distance(found, wanted) < 2e-6
+
+
+@jax.custom_vjp
+def spike(v):
+    return (v > 0).astype(v.dtype)
+
+
+spike.defvjp(lambda v: (spike(v), v), lambda v, bar: (bar / (1 + jnp.abs(v)) ** 2,))
+
+
+def test_a_shared_spike_without_forward_mode():
+    def step(p, s, x):
+        drive = spike(x @ p['w'])
+        h = 0.9 * s['h'] + drive * p['gain']
+        return {'h': h}, h @ p['out']
+
+    params = {'w': normal(0, D, 1), 'gain': normal(1, 5), 'out': normal(2, 5, 2)}
+    MODELS['spike'] = (step, params, {'h': np.zeros((B, 5), 'float32')}, D)
+    try:
+        for way in ({'fresh': True}, {'fresh': False, 'block': 3}):
+            learner, found = gradient('spike', **way)
+            assert distance(found, bptt(*setting('spike'))) < 2e-6
+            assert learner.report.credits[0].context['credit'] == 'exact'
+    finally:
+        del MODELS['spike']
+
+
+def test_too_many_pairs_are_cut_and_counted():
+    def step(p, s, x):
+        y = x @ p['w']
+        y = y - y.mean(axis=-1, keepdims=True)
+        h = 0.9 * s['h'] + y
+        return {'h': h}, h
+
+    params, state = {'w': normal(0, D, 5)}, {'h': np.zeros((B, 5), 'float32')}
+    args = jax.tree.map(jnp.asarray, (params, state, normal(1, B, D)))
+    report = braintrace.compile(step, 'd_rtrl', *args).report
+    (credit,) = report.credits
+    assert credit.context['credit'] == 'local'
+    assert '50 pairs, a trace holds up to 10' in credit.context['reason']
+
+
+def test_old_states_reach_no_other_position_through_a_shared_value():
+    """The gate reads all units: its weights are traced, the way through units is cut."""
+
+    def step(p, s, x):
+        gate = jax.nn.sigmoid(x @ p['w_g'] + jax.lax.stop_gradient(s['h']) @ p['u_g'])
+        h = gate * s['h'] + x @ p['w']
+        return {'h': h}, h @ p['out']
+
+    def uncut(p, s, x):
+        gate = jax.nn.sigmoid(x @ p['w_g'] + s['h'] @ p['u_g'])
+        h = gate * s['h'] + x @ p['w']
+        return {'h': h}, h @ p['out']
+
+    params = {
+        'w_g': normal(0, D, 1),
+        'u_g': normal(1, 5, 1),
+        'w': normal(2, D, 5),
+        'out': normal(3, 5, 2),
+    }
+    state = {'h': np.zeros((B, 5), 'float32')}
+    MODELS['uncut'], MODELS['cut'] = (uncut, params, state, D), (step, params, state, D)
+    try:
+        for way in WAYS.values():
+            _, found = gradient('uncut', **way)
+            assert distance(found, bptt(*setting('cut'))) < 2e-6
+        assert distance(found, bptt(*setting('uncut'))) > 1e-3
+    finally:
+        del MODELS['uncut'], MODELS['cut']
+
+
+class Gated(brainstate.nn.Module):
+    """`shared_gate` as a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.w_g = brainstate.ParamState(jnp.asarray(normal(0, D, 1)))
+        self.w = brainstate.ParamState(jnp.asarray(normal(1, D, 5)))
+        self.h = brainstate.HiddenState(jnp.asarray(normal(2, B, 5)))
+
+    def update(self, x):
+        gate = jax.nn.sigmoid(x @ self.w_g.value)
+        new = gate * self.h.value + (1 - gate) * jnp.tanh(x @ self.w.value)
+        self.h.value = new
+        return new
+
+
+def test_the_executor_gives_the_derivative_by_the_element_that_a_position_reads():
+    model, x = Gated(), jnp.asarray(normal(3, B, D))
+    executor = braintrace.ETraceGraphExecutor(model)
+    executor.compile_graph(x)
+    sites = executor.graph.hidden_param_op_relations
+    _, _, _, h2w, _ = executor.solve_h2w_h2h_jacobian(x)
+    found = {site.path[0]: (site, j) for site, j in zip(sites, h2w, strict=True)}
+    site, jacobian = found['w_g']
+    assert site.y_var.aval.shape == (B, 1)
+    np.testing.assert_array_equal(site.y_sources[0].reshape(B, 5), [[0] * 5, [1] * 5])
+    assert (site.y_positions[0] == -2).all()
+    y = x @ model.w_g.value
+    gate, candidate = jax.nn.sigmoid(y), jnp.tanh(x @ model.w.value)
+    slope = gate * (1 - gate) * (model.h.value - candidate)
+    np.testing.assert_allclose(
+        jacobian.hidden_to_y[0][..., 0], slope, rtol=1e-5, atol=1e-6
+    )
+    site, jacobian = found['w']
+    assert site.y_sources == (None,)
+    np.testing.assert_array_equal(
+        site.y_positions[0].ravel(), np.arange(site.y_positions[0].size)
+    )
