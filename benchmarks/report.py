@@ -1,7 +1,12 @@
-"""What the measurements say: ratios, targets, the table and the picture."""
+"""What the measurements say: ratios, targets, the table and the picture.
+
+``python benchmarks/report.py`` writes the tables of the README and of the docs.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -276,6 +281,42 @@ def markdown(table_rows: list[dict]) -> str:
     return '\n'.join(lines)
 
 
+SHORT = ('1', '2', '7', '8')
+"""Workloads of the short table; of each the first size."""
+
+
+def short(table_rows: list[dict]) -> list[dict]:
+    """The rows of the short table: a gated, a spiking, an online and a sparse workload,
+    each with all its rules."""
+    first: dict[str, str] = {}
+    for row in table_rows:
+        first.setdefault(row['key'], row['title'])
+    return [
+        row
+        for row in table_rows
+        if row['key'] in SHORT and row['title'] == first[row['key']]
+    ]
+
+
+TABLE = re.compile(
+    r'(<!-- from benchmarks/results.json -->\n)(?:.*?\n)??(<!-- end -->)', re.DOTALL
+)
+
+
+def tables(measured: list[dict]) -> dict[Path, str]:
+    """Pages with a table between the two comments, and the text of each: the short one
+    is the README's, the full one that of the docs."""
+    root, found = Path(__file__).parent.parent, rows(measured)
+    shown = {'README.md': short(found), 'docs/performance.md': found}
+    return {
+        root / name: TABLE.sub(
+            lambda match, part=part: f'{match[1]}{markdown(part)}\n{match[2]}',
+            (root / name).read_text(),
+        )
+        for name, part in shown.items()
+    }
+
+
 def summary(measured: list[dict], found: list[dict], judged: bool) -> str:
     """Targets missed, and gradients that differ."""
     lines = [
@@ -435,3 +476,9 @@ def milliseconds_of(workload: dict, side: str, variant: str) -> float | None:
 def peak_of(workload: dict, side: str, variant: str) -> float | None:
     peak = workload.get(side, {}).get(variant, {}).get('peak')
     return peak / MIB if peak else None
+
+
+if __name__ == '__main__':
+    results = json.loads((Path(__file__).parent / 'results.json').read_text())
+    for page, text in tables(results['workloads']).items():
+        page.write_text(text)

@@ -1,4 +1,4 @@
-"""Neurons and synapses of brainpy.state, with their units, learn to tell spike patterns apart by when channels fire.
+"""Neurons and synapses of brainpy.state, with their units, learn to classify spike patterns by when channels fire.
 
 Currents are in mA, potentials in mV, time in ms: the network is one you might have for simulation. Run it with
 

@@ -1,7 +1,7 @@
-"""A convolutional spiking network sees which way a bar moves.
+"""A convolutional spiking network learns in which direction a bar moves.
 
-No single picture tells: the units' potentials must remember the one before. The weights of a convolution are shared by
-all places, so its traces are kept by place (see the report). Run it with
+A single picture is not enough: the units' potentials must keep the one before. The weights of a
+convolution are shared by all places, so its traces are kept by place (see the report). Run it with
 
     python examples/conv_snn.py
 """
@@ -26,12 +26,9 @@ class Net(brainstate.nn.Module):
         self.readout = brainstate.nn.Linear(channels, classes)
 
     def init_state(self, batch_size=None, **kwargs):
-        for name in ('V', 'rate'):
-            setattr(
-                self,
-                name,
-                brainstate.HiddenState(jnp.zeros((batch_size, *self.conv.out_size))),
-            )
+        zeros = jnp.zeros((batch_size, *self.conv.out_size))
+        self.V = brainstate.HiddenState(zeros)
+        self.rate = brainstate.HiddenState(zeros)
 
     def update(self, picture):
         spikes = fire(self.V.value - 0.5)

@@ -1,4 +1,4 @@
-"""An Equinox module around a stock GRU cell learns online to give back what it saw three steps ago.
+"""An Equinox module around a stock GRU cell learns online to output its input of three steps ago.
 
 The module describes one sample; the learner maps it over the batch. Run it: python examples/equinox_cell.py
 """

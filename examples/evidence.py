@@ -1,7 +1,7 @@
 """Spiking units with adaptive thresholds count cues and answer after a pause, trained by ``braintrace.fit``.
 
-A shorter form of the task of Bellec et al. (2020). The slow threshold of a unit remembers what the membrane forgets;
-its eligibility trace remembers which synapse was to blame. Pictures go to ``out``, if you name a folder. Run it with
+A shorter form of the task of Bellec et al. (2020). The slow threshold of a unit keeps what the membrane potential
+loses, and so does the eligibility trace on it. Pictures go to ``out``, if you name a folder. Run it with
 
     python examples/evidence.py out/evidence_example
 

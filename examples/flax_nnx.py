@@ -1,4 +1,4 @@
-"""A GRU of Flax NNX learns online to give back what it saw three steps ago, with an optimiser of Flax.
+"""A GRU of Flax NNX learns online to output its input of three steps ago, with an optimiser of Flax.
 
 Run it: python examples/flax_nnx.py
 """

@@ -1,6 +1,6 @@
-"""An unmodified GRU learns to say symbols again after a pause, in a training loop of your own.
+"""An unmodified GRU learns to repeat symbols after a pause, in a training loop of your own.
 
-The network is written for one time step with stock layers; nothing in it knows of traces. Run it with
+The network is written for one time step with stock layers; nothing in it refers to traces. Run it with
 
     python examples/gru_copy.py
 """

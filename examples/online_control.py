@@ -1,8 +1,9 @@
 """A recurrent controller learns while the plant runs: its weights change at every single step.
 
-A pendulum is to follow a moving target. A weak spring-and-damper controller does it badly; what it still has to
-correct teaches a GRU beside it (feedback-error learning), step by step, forward in time. Half-way the pendulum's mass
-doubles, and the controller adapts. The plant is plain NumPy: nothing is differentiated through it. Run it with
+A pendulum is to follow a moving target. A weak spring-and-damper controller does it badly; its
+output is the error signal of a GRU beside it (feedback-error learning), at every step, forward in
+time. Half-way the pendulum's mass doubles, and the controller adapts. The plant is plain NumPy:
+nothing is differentiated through it. Run it with
 
     python examples/online_control.py
 """
@@ -34,22 +35,16 @@ def main(
     brainstate.random.seed(0)
     net = Controller(5, units)
     learner = braintrace.compile(net, 'd_rtrl', jnp.zeros(5))
-    optimizer = optax.adam(lr)
 
-    @brainstate.transform.jit
+    def step_fn(x, correction):
+        (torque,) = learner(x)
+        # Its derivative: what the spring and damper had to add.
+        return -correction * torque, torque
+
+    stream = learner.stream(step_fn, optax.adam(lr))
+
     def act_and_learn(x, correction):
-        def loss():
-            (torque,) = learner(x)
-            return (
-                -correction * torque,
-                torque,
-            )  # its derivative: what the spring and damper had to add
-
-        gradients, torque = brainstate.transform.grad(
-            loss, net.states(brainstate.ParamState), has_aux=True
-        )()
-        learner.apply(gradients, optimizer)
-        return torque
+        return float(stream(x, np.float32(correction)).outputs)
 
     def run(learn):
         angle, speed, errors = 0.0, 0.0, []
@@ -61,9 +56,8 @@ def main(
             )
             correction = 6.0 * (target - angle) + 2.0 * (its_speed - speed)
             x = np.array([target, its_speed, angle, speed, 1.0], 'float32')
-            torque = correction + (
-                float(act_and_learn(x, correction)) if learn else 0.0
-            )
+            learned = act_and_learn(x, correction) if learn else 0.0
+            torque = correction + learned
             speed += dt * (torque / mass - 9.81 * np.sin(angle) - 0.5 * speed)
             angle += dt * speed
             errors.append(abs(target - angle))

@@ -1,8 +1,8 @@
-"""A neuron and a surrogate of your own: resonators learn to tell rhythms apart.
+"""A neuron and a surrogate of your own: resonators learn to classify rhythms.
 
-Each unit turns in a plane of two states and fires where it has swung high enough. How fast it turns is learned along
-with its weights. Nothing is declared: that x, y and the rate belong together, and that no unit feeds another, is found
-in the program; so all gradients here are those of BPTT. Run it with
+Each unit is an oscillator with two states that fires above a threshold. Its frequency is learned along with its
+weights. Nothing is declared: the compiler finds that x, y and the rate belong together and that no unit feeds another,
+so all gradients here are those of BPTT. Run it with
 
     python examples/own_neuron.py
 """
@@ -41,10 +41,10 @@ class Resonators(brainstate.nn.Module):
         self.readout = brainstate.nn.Linear(units, classes)
 
     def init_state(self, batch_size=None, **kwargs):
-        for name in ('x', 'y', 'rate'):
-            setattr(
-                self, name, brainstate.HiddenState(jnp.zeros((batch_size, self.units)))
-            )
+        zeros = jnp.zeros((batch_size, self.units))
+        self.x = brainstate.HiddenState(zeros)
+        self.y = brainstate.HiddenState(zeros)
+        self.rate = brainstate.HiddenState(zeros)
 
     def update(self, current):
         x, y, cos, sin = (

@@ -1,7 +1,7 @@
-"""A JAX primitive of your own inside a model: one line tells the compiler how it treats positions.
+"""A JAX primitive of your own inside a model: one line declares how it treats positions.
 
-Without that line the compiler finds out by trying (and says so). The primitive here is a soft threshold, as a kernel of
-your own would be: an evaluation, shapes, a derivative. Run it with
+Without that line the compiler tests it numerically (and the report says so). The primitive here is
+a soft threshold, as a kernel of your own would be: an evaluation, shapes, a derivative. Run it with
 
     python examples/own_op.py
 """
@@ -36,7 +36,7 @@ ad.defjvp(shrink_p, lambda dx, x: dx * (jnp.abs(x) > 0.1))
 
 
 class Net(brainstate.nn.Module):
-    """Leaky units that forget small values."""
+    """Leaky units with a soft threshold."""
 
     def __init__(self, units: int):
         super().__init__()

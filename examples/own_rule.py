@@ -1,7 +1,8 @@
 """A learning rule of your own from parts, compared with BPTT, with a picture.
 
-``ETraceConfig`` combines how traces are kept, how they are carried on, filtered and taught. The rule here leaks its
-traces by a number, low-passes them and hears of the error through fixed random weights. Run it with
+``ETraceConfig`` combines how traces are stored, carried forward and filtered, and which signal
+multiplies them. The rule here has traces that decay by a number and are low-passed, and errors sent
+back by fixed random weights. Run it with
 
     python examples/own_rule.py rules.png
 """

@@ -37,10 +37,9 @@ class SparseEI(brainstate.nn.Module):
         self.readout = brainstate.nn.Linear(units, outputs)
 
     def init_state(self, batch_size=None, **kwargs):
-        for name in ('V', 'rate'):
-            setattr(
-                self, name, brainstate.HiddenState(jnp.zeros((batch_size, self.units)))
-            )
+        zeros = jnp.zeros((batch_size, self.units))
+        self.V = brainstate.HiddenState(zeros)
+        self.rate = brainstate.HiddenState(zeros)
 
     def update(self, x):
         fired = fire(self.V.value - 1.0)

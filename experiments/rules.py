@@ -1,13 +1,16 @@
 """Write ``docs/rules.md``: what every rule costs, when it is exact, and how near its gradients come to BPTT's.
 
-python experiments/rules.py
+python experiments/rules.py           # all of it, measured again
+python experiments/rules.py --table   # the table of rules only, in seconds
 """
 
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import brainstate
 import jax
@@ -15,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import braintrace
+from braintrace.learner import learner_class
 from braintrace.rules import PRESETS, Coupled, RandomProjection, Reach, Rule
 from braintrace.solver import Factorised, PerParameter, RandomFeedback
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / 'docs' / 'rules.md'
 sys.path.insert(0, str(ROOT / 'benchmarks'))
 import models  # noqa: E402
 
@@ -31,6 +36,19 @@ MODELS = {
     'adaptive LIF': lambda: models.AdaptiveLIF(nn, INPUTS, UNITS),
     'LIF, synapses, 2 layers': lambda: models.SynapticStack(nn, INPUTS, UNITS, 2),
 }
+
+
+MEASURED = {'snap': {'n': 1}, 'ostlfeedforward': {'decay_or_rank': 0.9}}
+"""Options other than the usual ones: SnAp's usual reach takes too long here, and the
+usual decay of OSTLFeedforward leaves nothing to compare."""
+
+
+def measured(name: str) -> Any:
+    """A rule to compare: its name, or a learner with the options that are measured."""
+    if name not in MEASURED:
+        return name
+    kind = learner_class(PRESETS[name])
+    return kind(MODELS['GRU'](), **MEASURED[name])
 
 
 def cosines() -> dict[str, dict[str, list[float]]]:
@@ -56,7 +74,7 @@ def cosines() -> dict[str, dict[str, list[float]]]:
                 rng.normal(size=(STEPS, BATCH, models.OUTPUTS)), jnp.float32
             )
             for check in learner.gradient_check(
-                xs, ys, step_fn=step, rules=names
+                xs, ys, step_fn=step, rules=[measured(name) for name in names]
             ).checks:
                 found.setdefault(check.rule, {}).setdefault(title, []).append(
                     check.cosine
@@ -68,10 +86,16 @@ def cosines() -> dict[str, dict[str, list[float]]]:
 def timed(name: str, units: int, steps: int) -> Callable[[], float]:
     """A function that takes the seconds of one gradient of an adaptive LIF net, traces carried."""
     net = models.AdaptiveLIF(nn, INPUTS, units)
-    learner = braintrace.compile(net, name, jnp.ones((BATCH, INPUTS)), batch_size=BATCH)
+    learner = braintrace.compile(
+        net,
+        name,
+        jnp.ones((BATCH, INPUTS)),
+        batch_size=BATCH,
+        **MEASURED.get(name, {}),
+    )
     xs, ys = jnp.ones((steps, BATCH, INPUTS)), jnp.ones((steps, BATCH, models.OUTPUTS))
-    taught = {'modulator': 1.0} if name == 'threefactor' else {}
-    step = lambda x, y: models.loss(learner(x, **taught), y)
+    extra = {'modulator': 1.0} if name == 'threefactor' else {}
+    step = lambda x, y: models.loss(learner(x, **extra), y)
 
     def seconds() -> float:
         start = time.perf_counter()
@@ -88,7 +112,7 @@ def growth() -> dict[str, tuple[int, float, float, float]]:
     for name, preset in PRESETS.items():
         if name in preset.aliases:
             continue
-        rule = preset.default
+        rule = preset.make(**MEASURED.get(name, {}))
         units = 24 if '³' in rule.cost[1] else 512
         runs = [
             timed(name, *size)
@@ -135,7 +159,34 @@ def described(rule: Rule) -> str:
     elif isinstance(rule.signal, RandomFeedback):
         needs = 'fixed random weights'
     memory, time = rule.cost
-    return f'| `{label}` | {trace} | {memory} | {time} | {rule.exact_when} | {needs} | {rule.use} |'
+    name = f'[`{label}`](rules/{label.lower()}.md)'
+    return f'| {name} | {trace} | {memory} | {time} | {rule.exact_when} | {needs} | {rule.use} |'
+
+
+HEAD = [
+    '| rule | trace | memory | time | exact when | needs | use it for |',
+    '| --- | --- | --- | --- | --- | --- | --- |',
+]
+
+
+def table(text: str) -> list[str]:
+    """The table of all rules: in the order of an older page, then those that are new."""
+    rows = {
+        row.split('`')[1]: row
+        for name, preset in PRESETS.items()
+        if name == preset.name
+        for row in [described(preset.default)]
+    }
+    before = re.findall(r'^\| \[?`(\w+)`', text, re.MULTILINE)
+    order = [name for name in before if name in rows]
+    return [*HEAD, *(rows[name] for name in dict.fromkeys([*order, *rows]))]
+
+
+def with_table(text: str) -> str:
+    """A page with the table of the rules as they are now."""
+    start = text.index(HEAD[0])
+    end = text.index('\n\n', start)
+    return text[:start] + '\n'.join(table(text)) + text[end:]
 
 
 def page(
@@ -148,22 +199,18 @@ def page(
         '',
         '<!-- made by `make rules`; the words are those of `braintrace.rules` -->',
         '',
-        'Start with `D_RTRL`. If its traces are too large, take `pp_prop`; if units must talk to each other over time',
-        'and the net is small, `SnAp` or `RTRL`; if there is no loss but a reward, `ThreeFactor`.',
+        'Start with `D_RTRL`. If its traces are too large, use `pp_prop`; if credit between units over time matters',
+        'and the net is small, `SnAp` or `RTRL`; if there is no loss but a reward, `ThreeFactor`. Below a leaky',
+        "read-out use `D_RTRL` with `reach='readout'`, or `EProp`, which is the same with symmetric feedback.",
         "`learner.gradient_check(..., rules=['d_rtrl', 'pp_prop'])` compares them on your own model, and",
         "`.plot('rules.png')` draws it; `braintrace.SnAp(net, n=2)` in the list is a rule with its options.",
+        'Each rule has a page with its formula, its options, a figure and its paper.',
         '',
         'B batch, I inputs, H units, S states of a unit, T steps. Whatever the rule, read-outs and every other',
         'parameter without a trace get the whole one-step gradient. `learner.report` says which parameters of your',
         "model get a gradient equal to BPTT's under the rule, and what replaces part of it for the others.",
         '',
-        '| rule | trace | memory | time | exact when | needs | use it for |',
-        '| --- | --- | --- | --- | --- | --- | --- |',
-    ]
-    lines += [
-        described(preset.default)
-        for name, preset in PRESETS.items()
-        if name == preset.name
+        *table(PAGE.read_text()),
     ]
     lines += [
         '',
@@ -206,7 +253,10 @@ def page(
         '',
         "leaky = {'temporal_recursion': 'scalar_leak', 'decay': 0.9}",
         "config = braintrace.ETraceConfig(**leaky, trace_filter='kappa', kappa=0.8)",
-        'learner = braintrace.compile(brainstate.nn.GRUCell(3, 4), config, jnp.ones((2, 3)), batch_size=2)',
+        'net = brainstate.nn.Sequential(',
+        '    brainstate.nn.GRUCell(3, 4), brainstate.nn.Linear(4, 1)',
+        ')',
+        'learner = braintrace.compile(net, config, jnp.ones((2, 3)), batch_size=2)',
         '```',
         '',
     ]
@@ -214,5 +264,7 @@ def page(
 
 
 if __name__ == '__main__':
-    (ROOT / 'docs').mkdir(exist_ok=True)
-    (ROOT / 'docs' / 'rules.md').write_text(page(cosines(), growth()))
+    if '--table' in sys.argv:
+        PAGE.write_text(with_table(PAGE.read_text()))
+    else:
+        PAGE.write_text(page(cosines(), growth()))

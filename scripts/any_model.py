@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 import braintrace
-from braintrace.analysis.credit import UNFELT
+from braintrace.analysis.credit import NO_CREDIT
 from braintrace.analysis.diagnostics import DiagnosticKind
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +24,7 @@ HEAD = """# Any model
 
 <!-- made by `make models` from tests/zoo; the words are those of the compiler -->
 
-A model works as it is, or the report says what is lost and where, or compilation ends with the reason. Each
+A model works without changes, or the report says what is lost and where, or compilation ends with the reason. Each
 row is a model of the test zoo, where its groups, sites and credit are also drawn by hand and its numbers are
 checked against dense Jacobians.
 
@@ -33,8 +33,8 @@ checked against dense Jacobians.
 | exact | nothing is cut: under D-RTRL every parameter's gradient is that of BPTT |
 | local | temporal credit through each parameter's own position; the first loss is named |
 | instantaneous | some parameter gets its one-step gradient only |
-| none | some parameter gets no gradient: no output feels it in its own step, and what later steps feel is cut |
-| refused | compilation says what was written, why it cannot work, and what to write instead |
+| none | some parameter gets no gradient: no output of its own step depends on it; paths to later steps are cut |
+| refused | compilation ends with an error that says what was written, why it does not work and how to fix it |
 """
 LOSSES = (DiagnosticKind.MISSING_RULE, DiagnosticKind.NOT_DIFFERENTIABLE)
 ORDER = ('none', 'instantaneous', 'local', 'exact')
@@ -63,7 +63,7 @@ def row(case: zoo.Case) -> str:
     ]
     counts = Counter(r.context['credit'] for r in report.credits)
     judged = [(r.context['credit'], r.context['reason']) for r in report.credits]
-    unfelt = [pair for pair in judged if pair[1].startswith(UNFELT)]
+    unfelt = [pair for pair in judged if pair[1].startswith(NO_CREDIT)]
     worst, reason = next(
         pair
         for c in (*ORDER[1:], 'none')
@@ -91,11 +91,9 @@ def refused(name: str) -> str:
         NotImplementedError,
         braintrace.CompilationError,
     ) as error:
-        what, why, instead = re.split(
-            r'\n\s*(?:why|what)[^:]*: ', str(error), maxsplit=2
-        )
+        what, why, fix = re.split(r'\n  (?:Why|Fix): ', str(error), maxsplit=2)
         short = lambda text: bare(' '.join(text.split()))[:300]
-        return f'| {name.replace("_", " ")} | refused: {short(what)}. {short(why)} | {short(instead)} |'
+        return f'| {name.replace("_", " ")} | refused: {short(what)}. {short(why)} | {short(fix)} |'
     raise AssertionError(f'{name} was not refused')
 
 
@@ -114,7 +112,7 @@ def page() -> str:
         ]
     parts += [
         f'## {title("refused")}\n',
-        '| model | verdict | what to write instead |',
+        '| model | verdict | fix |',
         '| --- | --- | --- |',
     ]
     return '\n'.join([*parts, *map(refused, zoo.REFUSED)]) + '\n'

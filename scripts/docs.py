@@ -1,9 +1,10 @@
-"""What mkdocs needs: pages marked ``execute: true`` run when they are built, docstrings are read as Markdown."""
+"""What mkdocs needs: pages marked ``execute: true`` show what their code prints, and
+docstrings are read as Markdown."""
 
 from __future__ import annotations
 
-import contextlib
-import io
+import ast
+import base64
 import re
 import sys
 from pathlib import Path
@@ -12,30 +13,28 @@ from typing import Any
 import griffe
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).parent.parent
-MEASURED = '<!-- measured -->'
-BLOCK = re.compile(r'```python\n(.*?)```', re.DOTALL)
+sys.path.insert(0, str(Path(__file__).parent))
+from run_pages import BLOCK, ROOT, last_run
+
+EVERY_RULE = '<!-- every rule -->'
 
 
-def run(markdown: str, page: str) -> tuple[str, dict[str, bytes]]:
-    """A page with what its Python blocks print after each; a block that makes ``figure`` shows it. And the pictures."""
-    names: dict[str, Any] = {}
+def with_output(markdown: str, page: Path) -> tuple[str, dict[str, bytes]]:
+    """A page with what its Python blocks print after each, and the pictures of blocks
+    that make a ``figure``."""
+    ran = iter(last_run(page))
     pictures: dict[str, bytes] = {}
 
     def shown(block: re.Match) -> str:
-        names.pop('figure', None)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(block[1], f'{Path(page).stem}.py', 'exec'), names)
-        text = printed.getvalue().replace(f'{ROOT}/', '').rstrip()
-        found = [block[0], *([f'```text\n{text}\n```'] if text else [])]
-        if 'figure' in names:
-            name = f'{Path(page).stem}-{len(pictures)}.svg'
-            drawn = io.BytesIO()
-            names['figure'].savefig(drawn, format='svg')
-            pictures[name] = drawn.getvalue()
-            found.append(f'![what the code above draws]({name})')
-        return '\n\n'.join(found)
+        output = next(ran)
+        parts = [block[0]]
+        if output.printed:
+            parts.append(f'```text\n{output.printed}\n```')
+        if output.picture is not None:
+            name = f'{page.stem}-{len(pictures)}.svg'
+            pictures[name] = base64.b64decode(output.picture)
+            parts.append(f'![what the code above draws]({name})')
+        return '\n\n'.join(parts)
 
     return BLOCK.sub(shown, markdown), pictures
 
@@ -49,21 +48,29 @@ def on_files(files: Any, config: Any) -> None:
     )
 
 
+def registered_rules() -> list[str]:
+    """The functions that make rules, by their full names, read from their files."""
+    found = []
+    for file in sorted((ROOT / 'src' / 'braintrace' / 'rules').glob('*.py')):
+        for node in ast.parse(file.read_text()).body:
+            decorators = map(ast.unparse, getattr(node, 'decorator_list', ()))
+            if any(text.startswith('register(') for text in decorators):
+                found.append(f'braintrace.rules.{file.stem}.{node.name}')
+    return found
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """The table of the benchmark is that of the README; marked pages are run."""
-    if MEASURED in markdown:
-        (table,) = re.findall(
-            r'results.json -->\n(.*?)\n<!-- end',
-            (ROOT / 'README.md').read_text(),
-            re.DOTALL,
-        )
-        markdown = markdown.replace(MEASURED, table)
+    """Rules are listed from their files, and marked pages show what their code
+    prints."""
+    listed = '\n'.join(f'::: {name}' for name in registered_rules())
+    markdown = markdown.replace(EVERY_RULE, listed)
     if not page.meta.get('execute'):
         return markdown
-    print(f'running {page.file.src_uri}', file=sys.stderr, flush=True)
-    markdown, pictures = run(markdown, page.file.src_uri)
+    markdown, pictures = with_output(markdown, Path(page.file.abs_src_path))
+    folder = Path(page.file.src_uri).parent
     for name, content in pictures.items():
-        files.append(File.generated(config, name, content=content))
+        beside = (folder / name).as_posix()
+        files.append(File.generated(config, beside, content=content))
     return markdown
 
 

@@ -29,7 +29,6 @@ from braintrace.operations import REGISTRY
 from braintrace.program import normal_form
 
 OPAQUE = {
-    'while': 'no reverse derivative',
     'pure_callback': 'no derivative',
     'io_callback': 'no derivative',
     'debug_callback': 'no derivative',

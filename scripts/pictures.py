@@ -157,13 +157,13 @@ def time() -> None:
     d.text(
         400,
         30,
-        'forward through all steps, all states kept; then back: memory grows with time',
+        'forward through all steps, all states stored, then backward: memory grows with time',
         RED,
     )
     d.text(
         400,
         190,
-        'a trace ε beside every step says how each weight moved h: nothing to go back to',
+        'a trace ε is carried beside the states: nothing is stored for a backward pass',
         TEAL,
     )
     d.write('time')

@@ -32,7 +32,7 @@ CACHE = ROOT / '.cache' / 'versions'
 PAGE = ROOT / 'docs' / 'versions.md'
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 EXTRA = 'test'
-"""Holds every other extra but that of the docs."""
+"""Holds every other extra but those of the docs, of development and of agents."""
 
 MODELS = ('gru_batched', 'lif_recurrent', 'conv1d', 'sparse_recurrent')
 """Models of the zoo by which every rule is run."""
@@ -76,6 +76,11 @@ SMOKE = {
         'tests/test_tasks.py::test_spoken_digits_are_read_from_their_file',
     ],
     'precision': ['tests/test_precision.py'],
+    'NIR, safetensors and TensorBoard': [
+        'tests/test_nir.py',
+        'tests/test_saving.py::test_weights_in_a_file_of_safetensors',
+        'tests/test_data_and_loggers.py::test_scalars_for_tensorboard',
+    ],
 }
 """Tests by what they are about; the rules are added below."""
 
