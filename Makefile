@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+DOCS := NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(RUN) -m mkdocs build --strict
+NEST := .venv-nest/bin/python
 
-.PHONY: train test zoo conformance fuzz operations models versions browser lint bench bench-compile learn rules docs clean
+.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint bench bench-compile learn nest rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -14,9 +16,10 @@ test: $(READY)
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
+	$(DOCS)  # uses what the tests have run
 
-zoo: $(READY)
-	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal $(addprefix tests/test_,zoo.py learner.py engine.py exactness.py rules.py gradients.py masking.py types.py functions.py flax.py equinox.py)
+zoo: $(READY)  # every case of every test, of which the daily run takes a part
+	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal --ignore tests/test_conformance.py
 
 conformance: $(READY)  # every rule on every model, for hours; RULE=rtrl: by one rule
 	ZOO=all RULE=$(RULE) JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_conformance.py
@@ -27,12 +30,18 @@ browser: $(READY)
 fuzz: $(READY)  # 10,000 random programs; any part of the seeds may be run alone
 	SEEDS=$(or $(SEEDS),0:100) PROGRAMS=$(or $(PROGRAMS),100) JAX_PLATFORMS=cpu $(RUN) -m pytest tests/test_random_programs.py
 
+torture: $(READY)  # faults on purpose; ARGS='--part kills --seed 3 --minutes 10 --resume'
+	JAX_PLATFORMS=cpu $(RUN) -m torture $(ARGS)
+
 operations: $(READY)
 	$(RUN) scripts/operations.py
 	OPERATIONS=all JAX_PLATFORMS=cpu $(RUN) -m pytest tests/test_operations.py
 
 models: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) scripts/any_model.py
+
+published: $(READY)  # scripts in the published package's idioms, on it and on ours
+	$(RUN) published/run.py $(ARGS)
 
 versions: $(READY)  # the lowest and the newest versions; ARGS='--python /path/to/python3.14' adds a Python
 	$(RUN) scripts/versions.py $(ARGS)
@@ -42,18 +51,32 @@ lint: $(READY)
 	$(RUN) -m ruff format
 	$(RUN) -m mypy
 
+scale: $(READY)  # several devices and processes of this machine beside one
+	$(RUN) benchmarks/scale.py $(ARGS)
+
 bench: $(READY)
 	$(RUN) benchmarks/run.py $(ARGS)
 
 learn: $(READY)
 	$(RUN) experiments/learning.py $(ARGS)
 
-rules: $(READY)
-	$(RUN) experiments/rules.py
+rules: $(READY)  # ARGS=--table: the table of rules and their pages only, in seconds
+	JAX_PLATFORMS=cpu $(RUN) experiments/rules.py $(ARGS)
+	JAX_PLATFORMS=cpu $(RUN) scripts/rule_pages.py
+
+nest: $(READY) $(NEST)  # the two e-prop tasks by NEST, in a venv of its own, and by this library
+	JAX_PLATFORMS=cpu $(RUN) scripts/eprop_in_nest.py --nest $(NEST)
+
+$(NEST):
+	$(PYTHON) -m venv .venv-nest
+	$(NEST) -m pip install --quiet nest-simulator || { rm -rf .venv-nest; exit 1; }
+
 
 docs: $(READY)
-	$(RUN) -m pip install --quiet --editable '.[docs]'
-	JAX_PLATFORMS=cpu $(RUN) -m mkdocs build --strict
+	$(DOCS)
+
+notebooks: $(READY)  # the notebooks of the tutorials, from their pages
+	$(RUN) scripts/notebooks.py
 
 bench-compile: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) benchmarks/compile_time.py
@@ -62,8 +85,8 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11'; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable '.[test]'
+	$(RUN) -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peer .cache out site
+	rm -rf $(VENV) .venv-peer .venv-nest .venv-published .cache out site
