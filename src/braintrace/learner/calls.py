@@ -1,0 +1,195 @@
+"""How a call runs: a step function is bound to the model, its program is made once,
+values go in and come out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from ..compiled_step import Values
+from ..errors import is_explained
+from ..frontends.brainstate import explain_failure
+from ..program import Path
+from ..rules import Rule
+from ..solver import BlockSolver, InfluenceSolver, Solved
+from .arguments import (
+    check_aux,
+    check_call,
+    length_of,
+    loss_weights,
+)
+from .binding import StepBinding
+from .learner_state import LearnerState
+from .programs import shapes_of
+from .sequences import SequenceOptions, gradient_program
+
+
+class Calls(LearnerState):
+    """What all calls of a learner share."""
+
+    def _binding(
+        self, step_fn: Callable, sequences: tuple, takes_modulators: bool = False
+    ) -> StepBinding:
+        """A step function traced with the model, once for all calls."""
+        _ = self.graph  # refuses a learner that was not compiled
+        self._kept.check_shapes(self)
+        slice_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
+        example = jax.tree.map(slice_of, sequences)
+        how = {'takes_modulators': takes_modulators}
+        make = lambda: StepBinding.of_step_fn(self, step_fn, example, **how)
+        key = (
+            'binding',
+            step_fn,
+            shapes_of(example),
+            self.rule_state,
+            self._state_shapes(),
+        )
+        binding = self._kept.programs.get(
+            key, make, is_reusable=lambda b: b.is_reusable
+        )
+        if binding.modulator_given and not takes_modulators:
+            self.check_modulated(1.0)
+        return binding
+
+    def _options(self) -> SequenceOptions:
+        return SequenceOptions(
+            self.block, self.passes, self.max_trace_bytes, self.placement
+        )
+
+    def _gradient_program(self, binding: StepBinding, rule: Rule, fresh: bool) -> tuple:
+        """The solver of a step by a rule, and its compiled gradient of a sequence."""
+        solver = self._solver(binding, rule, loss=True)
+        options = self._options()
+
+        def make() -> Callable[..., Solved]:
+            run = gradient_program(solver, rule, fresh, options)
+            return jax.jit(run, donate_argnums=2, static_argnames='masked')
+
+        parts = (solver, fresh)
+        return solver, self._program('gradient', parts, make, binding.is_reusable)
+
+    def _solve(
+        self,
+        sequences: tuple,
+        step_fn: Callable,
+        mask: Any,
+        reduction: str,
+        fresh: bool,
+        rule: Rule | None = None,
+        rule_state: Any = None,
+        at: Mapping[Path, Any] = {},
+        has_aux: bool | None = None,
+    ) -> tuple[StepBinding, BlockSolver | InfluenceSolver, Solved, jax.Array]:
+        """Run a sequence by this rule, or by another; nothing is written yet.
+
+        ``at``: values of parameters and states in place of the current ones, by path.
+        ``has_aux``: whether the step must give auxiliary values, if that matters.
+        """
+        check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
+        length = length_of(sequences)
+        weights, unit = loss_weights(mask, length, 'steps', reduction)
+        binding = self._binding(step_fn, sequences, rule is not None)
+        if has_aux is not None:
+            check_aux(binding.out_tree, has_aux)
+        if rule is None:
+            rule, rule_state = self.rule, self._rule_value()
+        solver, program = self._gradient_program(binding, rule, fresh)
+        parameters, states = self._values(binding, fresh)
+        if at:
+            parameters = binding.with_values(parameters, at)
+            states = binding.with_values(states, at)
+        traces = [] if fresh else self._read_traces(solver, donate=True)
+        if self.check_finite:
+            # What the call gives may be refused, and then the traces must still be
+            # there.
+            traces = jax.tree.map(jnp.copy, traces)
+        inputs = binding.inputs(sequences)
+        with self._cleared_on_error():
+            given = (parameters, states, traces, inputs, weights, unit, rule_state)
+            solved = program(*given, masked=mask is not None)
+        return binding, solver, solved, weights
+
+    def _values(self, binding: StepBinding, fresh: bool) -> tuple[Values, Values]:
+        """Parameters and states as they are, or states at the start of a sequence."""
+        parameters, states = binding.read()
+        if fresh:
+            start = {path: state.value for path, state in self._start.items()}
+            states = binding.with_values(states, start)
+        return parameters, states
+
+    def _loop(self, kind: str, parts: tuple, run: Callable) -> Callable:
+        """A compiled loop of brainstate, made once."""
+        return self._program(kind, parts, lambda: brainstate.transform.jit(run))
+
+    def _next_rule_state(self, solved: Solved | None) -> Any:
+        if self.rule_state is None:
+            return None
+        return self.rule.next_state(self.rule_state.value, solved)
+
+    def _write_rule_state(self, value: Any) -> None:
+        if self.rule_state is not None and value is not self.rule_state.value:
+            self.rule_state.value = value
+
+    def _write(
+        self,
+        binding: StepBinding,
+        solver: BlockSolver | InfluenceSolver,
+        states: Any,
+        traces: list,
+        rule_state: Any,
+        calls: int,
+        fresh: bool = False,
+    ) -> None:
+        """Put the states, the traces and the rule's own state after a call in place,
+        and count the call."""
+        index = self.running_index.value + calls
+
+        def write() -> None:
+            binding.write(states)
+            self._write_traces(solver, traces, fresh)
+            self._write_rule_state(rule_state)
+            self.running_index.value = index
+
+        try:
+            write()
+        except BaseException:
+            # New states with old traces would be wrong from then on, and the old
+            # traces may have been donated: after Ctrl-C all are written.
+            write()
+            raise
+
+    @contextlib.contextmanager
+    def _failure_explained(self, sequences: tuple) -> Iterator[None]:
+        """Around a loop that calls a step_fn: its errors as those of other calls."""
+        try:
+            yield
+        except (TypeError, ValueError, AttributeError) as error:
+            if is_explained(error):
+                raise
+            drop_time = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.int32)
+            slices = jax.tree.map(drop_time, sequences)
+            raise explain_failure(self.model, slices, error, 'a step_fn') from error
+
+    def step_solver(
+        self, step_fn: Callable[..., Any] | None = None, sequences: tuple = ()
+    ) -> tuple[StepBinding, BlockSolver | InfluenceSolver]:
+        """The traced step of the model, or of a step function on slices of sequences,
+        and what solves it."""
+        with self._synchronised():
+            if step_fn is None:
+                binding = self._model_binding(self._example)
+            else:
+                binding = self._binding(step_fn, sequences)
+            loss = step_fn is not None
+            return binding, self._solver(binding, self.rule, loss)
+
+    def is_news(self, text: str) -> bool:
+        """Whether a text was not yet said about this learner; it counts as said now."""
+        new = text not in self._kept.said
+        self._kept.said.add(text)
+        return new

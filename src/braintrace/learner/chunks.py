@@ -1,0 +1,100 @@
+"""Sequences in windows of steps that a step function takes whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from ..frontends.brainstate import module_states
+from ..program import Path
+from ..program.data import MultiStepData
+from ..program.step import path_name
+from .arguments import (
+    check_finite_values,
+    in_windows,
+    length_of,
+    never_called,
+    spared,
+    weighted,
+    weights_like,
+    window_weights,
+)
+from .calls import Calls
+from .recording import recording
+
+
+def gradients_in_chunks(
+    learner: Calls,
+    sequences: tuple,
+    step_fn: Callable,
+    mask: Any,
+    size: int,
+    reduction: str,
+    has_aux: bool,
+    fresh: bool,
+) -> tuple[dict[Path, Any], jax.Array, jax.Array, Any]:
+    """Gradients over windows of ``size`` steps that ``step_fn`` takes whole; it
+    returns a loss for each step, or one for the window."""
+    length = length_of(sequences)
+    chunks = in_windows(sequences, length, size)
+    per_step, per_window = window_weights(mask, length, size, reduction)
+    parameters = module_states(learner.model, brainstate.ParamState)
+
+    def one(total: Any, xs: tuple) -> tuple:
+        chunk, *weights = xs
+        if mask is not None:
+            chunk = spared(chunk, weights[0])
+
+        def loss() -> tuple:
+            with recording(learner, runs_model=False) as record:
+                result = step_fn(*chunk)
+            if not record.calls:
+                raise never_called()
+            value, aux = result if has_aux else (result, None)
+            weight = weights_like(value, size, *weights)
+            return weighted(value, weight), (value, weight, aux)
+
+        grads, (value, weight, aux) = brainstate.transform.grad(
+            loss, parameters, has_aux=True
+        )()
+        counts = jnp.any(weight != 0)
+        add = lambda total, g: total + jnp.where(counts, g, 0)
+        return jax.tree.map(add, total, dict(grads)), (value, weight, aux)
+
+    def run(chunks: tuple, *weights: Any) -> tuple:
+        states = parameters.items()
+        zero = {path: jax.tree.map(jnp.zeros_like, s.value) for path, s in states}
+        return brainstate.transform.scan(one, zero, (chunks, *weights))
+
+    with learner._undone_on_error():
+        if fresh:
+            learner.reset_state()
+        parts = (step_fn, size, has_aux, mask is None, *learner._held())
+        program = learner._loop('chunks', parts, run)
+        with learner._failure_explained(chunks):
+            found = program(chunks, per_step, per_window)
+        gradients, (losses, weights, aux) = found
+        losses, weights = losses.reshape(-1), weights.reshape(-1)
+        if learner.check_finite:
+            named = {path_name(path): gradient for path, gradient in gradients.items()}
+            check_finite_values(losses, weights, named, 'window')
+        if fresh:
+            learner._clear_traces()
+    return gradients, losses, weights, aux
+
+
+def evolve_in_chunks(
+    learner: Calls, sequences: tuple, step_fn: Callable | None, size: Any
+) -> Any:
+    """Advance states and traces by windows of ``size`` steps; outputs of each."""
+    chunks = in_windows(sequences, length_of(sequences, step_fn), size)
+    windowed = lambda *xs: learner(*map(MultiStepData, xs))
+    one = windowed if step_fn is None else step_fn
+    run = lambda *chunks: brainstate.transform.for_loop(one, *chunks)
+    program = learner._loop('evolve chunks', (step_fn, *learner._held()), run)
+    with learner._undone_on_error(), learner._failure_explained(chunks):
+        return program(*chunks)
