@@ -1,0 +1,205 @@
+"""A whole sequence solved by an influence that is carried from step to step.
+
+Letters: t steps, n numbers that parameters are made of, m numbers that states are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..arrays import sum_type
+from ..compiled_step import CompiledStep, Values
+from .influence import Carried, Influence
+from .masking import without_nan, zero_at
+from .one_block import Solved
+
+_SILENT = np.ones((), bool)
+
+
+def _no_gradient(parameters: Values) -> Values:
+    shapes = parameters.items()
+    return Values((key, jnp.zeros_like(x, sum_type(x.dtype))) for key, x in shapes)
+
+
+def _in_types_of(parameters: Values, gradients: Values) -> Values:
+    return Values(
+        (key, x.astype(parameters[key].dtype)) for key, x in gradients.items()
+    )
+
+
+class InfluenceSolver:
+    """Solves sequences of one step by carrying an influence forward. Pure, as a
+    BlockSolver is."""
+
+    def __init__(self, step: CompiledStep, influence: Influence):
+        self.step = step
+        self.influence = influence
+
+    owner = (0,)
+    """Its one trace shares nothing."""
+    kept_bytes = 1
+    """Nothing is kept of a step."""
+
+    @property
+    def labels(self) -> list[tuple]:
+        """The one influence: of all parameters, on all states."""
+        paths = [path for group in self.step.groups for path in group.name]
+        return [(tuple(self.step.names.values()), 'influence', tuple(paths))]
+
+    def block_length(self, steps: int, carried: bool) -> int:
+        """Steps are solved one by one."""
+        return 1
+
+    def init_traces(self) -> list[Carried]:
+        """The influence at the start: none."""
+        return [Carried(self.influence.init(), jnp.zeros((), jnp.int32))]
+
+    def one_pass(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        weights: jax.Array,
+        block: int = 1,
+        rule_state: Any = 0,
+        masked: bool = True,
+    ) -> Solved:
+        """A sequence step by step: gradients, losses, next states, next influence.
+
+        ``masked``: some of the weights may be zero.
+        """
+        (loss,) = self.step.targets
+
+        def one(carry: tuple, at: tuple) -> tuple[tuple, Values]:
+            states, trace, total = carry
+            xs, weight = at
+            gradient = self._gradient(parameters, states, trace, xs, [weight], masked)
+            silent = jnp.all(weight == 0) if masked else None
+            new, trace, values = self._moved(
+                parameters, states, trace, xs, rule_state, silent
+            )
+            total = jax.tree.map(jnp.add, total, gradient)
+            return (new, trace, total), values
+
+        start = (states, traces[0], _no_gradient(parameters))
+        (states, trace, total), values = jax.lax.scan(one, start, (inputs, weights))
+        gradients = _in_types_of(parameters, total)
+        return Solved(
+            gradients, values[loss], values.pick(self.step.aux), states, [trace]
+        )
+
+    def evolve(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        block: int = 1,
+        rule_state: Any = 0,
+    ) -> Solved:
+        """Advance states and influence without a loss; auxiliary values come along."""
+        values, states, traces = self.run(
+            parameters, states, traces, inputs, rule_state
+        )
+        return Solved(
+            Values(), jnp.zeros(0), values.pick(self.step.aux), states, traces
+        )
+
+    def run(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        rule_state: Any = 0,
+    ) -> tuple[Values, Values, list]:
+        """A few steps: targets and auxiliary values of each, next states, next
+        influence."""
+
+        def one(carry: tuple, xs: Values) -> tuple[tuple, Values]:
+            states, trace = carry
+            states, trace, values = self._moved(
+                parameters, states, trace, xs, rule_state
+            )
+            return (states, trace), values
+
+        (states, trace), values = jax.lax.scan(one, (states, traces[0]), inputs)
+        return values, states, [trace]
+
+    def block_gradient(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any = 0,
+    ) -> Values:
+        """Gradient of a few steps for cotangents (t, ...) of their targets."""
+
+        def one(carry: tuple, at: tuple) -> tuple:
+            states, trace, total = carry
+            xs, bars = at
+            gradient = self._gradient(parameters, states, trace, xs, bars)
+            states, trace, _ = self._moved(parameters, states, trace, xs, rule_state)
+            return (states, trace, jax.tree.map(jnp.add, total, gradient)), None
+
+        start = (states, traces[0], _no_gradient(parameters))
+        (_, _, total), _ = jax.lax.scan(one, start, (inputs, list(cotangents)))
+        return _in_types_of(parameters, total)
+
+    def _gradient(
+        self,
+        parameters: Values,
+        states: Values,
+        trace: Carried,
+        inputs: Values,
+        bars: Sequence[jax.Array],
+        masked: bool = True,
+    ) -> Values:
+        """∂ℓ/∂θ + ∂ℓ/∂s · G of one step; ``masked``: all of ``bars`` may be zero."""
+
+        def targets(parameters: Values, moving: Values) -> list[jax.Array]:
+            return self.step.run(parameters, states | moving, inputs)[1]
+
+        moving = states.pick(self.influence.moving)
+        values, pull = jax.vjp(targets, parameters, moving)
+        pairs = zip(bars, values, strict=True)
+        mine, past = pull([jnp.asarray(bar).astype(x.dtype) for bar, x in pairs])
+        found = jax.tree.map(jnp.add, mine, self.influence.gradient(trace, past))
+        if not masked:
+            return found
+        return zero_at(found, jnp.all(jnp.stack([jnp.all(bar == 0) for bar in bars])))
+
+    def _moved(
+        self,
+        parameters: Values,
+        states: Values,
+        trace: Carried,
+        inputs: Values,
+        rule_state: Any,
+        silent: jax.Array | np.ndarray | None = _SILENT,
+    ) -> tuple[Values, Carried, Values]:
+        """States, influence, targets and auxiliary values after a step.
+
+        Where the step is ``silent``, the influence advances at values without NaN.
+        """
+        keys = self.influence.moving
+        new, targets, aux = self.step.run(parameters, states, inputs)
+        if silent is not None:
+            states, inputs = without_nan((states, inputs), silent)
+
+        def advance(parameters: Values, moving: Values) -> Values:
+            return self.step.run(parameters, states | moving, inputs)[0].pick(keys)
+
+        value = self.influence.advance(
+            advance, parameters, states.pick(keys), trace, rule_state
+        )
+        values = Values(zip(self.step.targets, targets, strict=True)) | aux
+        return new, Carried(value, trace.steps + 1), values

@@ -1,0 +1,188 @@
+"""One block of a sequence: derivatives, the rule's signals, credit, gradients, traces.
+
+Letters: t steps of the block, h positions, s components of a position, y results of
+taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..arrays import sum_type
+from ..compiled_step import CompiledStep, Components, Values
+from .block import (
+    Derivatives,
+    backward_credit,
+    completed,
+    derivatives,
+    forward,
+    pull,
+    weight_gradients,
+)
+from .masking import Block, Mask
+from .signals import Symmetric
+from .traces import RecursionView, Trace, Traces
+from .visits import add, advance
+
+
+class Solved(NamedTuple):
+    """What a sequence gives: gradients of parameters, losses and auxiliary values of
+    every step.
+
+    ``predictor_update``, ``predictor_error``: the change of a predictor's weights, its
+    error.
+    """
+
+    gradients: Values
+    losses: jax.Array
+    aux: Values
+    states: Values
+    traces: Trace
+    predictor_update: Sequence[jax.Array] = ()
+    predictor_error: Any = 0.0
+
+
+class OneBlock:
+    """Solves single blocks of a step. Pure: states and traces go in and come out.
+
+    ``rule_state``, in every call, is what a rule keeps for itself: a modulator, a count
+    of updates, the weights of a predictor.
+    """
+
+    def __init__(self, step: CompiledStep, traces: Traces, signal: Any = None):
+        self.step = step
+        self.traces = traces
+        self.signal = Symmetric() if signal is None else signal
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the traces are those of the local step, read by the true signal."""
+        plain = self.traces.is_plain
+        return plain and isinstance(self.signal, Symmetric)
+
+    def _view(
+        self,
+        constants: Values,
+        block: Block,
+        found: Derivatives,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any,
+    ) -> RecursionView:
+        """The block's derivatives with the rule's own signals and matrices."""
+        groups = self.traces.groups
+        learning = self.signal(
+            self.step, constants, block.safe, found, cotangents, groups, rule_state
+        )
+        feedback = self.signal.feedback(self.step, constants, rule_state)
+        slopes = self.traces.slopes(constants, block.safe)
+        reads = self.traces.memory_reads(constants, block.safe, learning, feedback)
+        return self.traces.view(found, learning, slopes, reads)
+
+    def _local_gradients(
+        self,
+        constants: Values,
+        block: Block,
+        found: Derivatives,
+        view: RecursionView,
+        credit: list[Components],
+    ) -> list[Values]:
+        """What the credit of each group adds to the one-step gradients of tap results."""
+        if self.is_plain:
+            credit = self.traces.folded(view, credit)
+        else:
+            credit = self.traces.added_credit(found, view, credit)
+        local = pull(self.step, constants, block.safe, credit)
+        return block.zero_if_dead(self.traces.of_traced(local))
+
+    def _solve(
+        self,
+        constants: Values,
+        states: Values,
+        traces: Trace,
+        total: Values,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any,
+        masked: bool = True,
+    ) -> tuple[tuple[Values, Trace, Values], Derivatives]:
+        """One block forward: next states, next traces, gradients added to ``total``.
+
+        ``masked``: the cotangents of some steps may be zero.
+        """
+        step, traces_of = self.step, self.traces
+        last, kept = forward(step, constants, states, inputs)
+        mask = Mask.of(cotangents) if masked else None
+        block = Block.of(completed(step, constants, inputs | kept, last), mask)
+        found = derivatives(step, constants, block, cotangents)
+        total = add(total, self._constant_gradients(cotangents))
+        view = self._view(constants, block, found, cotangents, rule_state)
+        local: list[Values] = [Values() for _ in step.groups]
+        first = traces_of.no_signal
+        if traces_of.has_block_traces or not self.is_plain:
+            length, last_credit = len(cotangents[0]), traces_of.no_credit()
+            every, first = backward_credit(*view[:3], last_credit, length, mask)
+            local = self._local_gradients(constants, block, found, view, every)
+        results = found.results
+        if traces_of.factorised:
+            results = self._less_factorised(constants, block, found, local)
+        gradients = weight_gradients(
+            step, constants, block, results, local, traces_of.rest
+        )
+        total = add(total, gradients)
+        traces, total = advance(traces_of, constants, block, view, traces, total, first)
+        return (last, traces, total), found
+
+    def _less_factorised(
+        self, constants: Values, block: Block, found: Derivatives, local: list[Values]
+    ) -> Values:
+        """One-step gradients without those that factors replace; ``local`` is changed
+        in place.
+
+        Factors replace the local one-step gradient of their sites. Where the result
+        acts on more than their group, the rest of it stays.
+        """
+        alone = {y for y, box in self.traces.rest.items() if box is None}
+        results = found.results.pick(y for y in found.results if y not in alone)
+        now = block.zero_if_silent(
+            pull(self.step, constants, block.safe, found.signals)
+        )
+        for g, y in self.traces.factorised_results:
+            local[g].pop(y, None)
+            if y in results:
+                local[g][y] = -now[g][y]
+        return results
+
+    # ------------------------------------------------------------ gradients of parameters
+
+    @cached_property
+    def _weight_shapes(self) -> Values:
+        constants = jax.eval_shape(
+            self.step.constants, Values(self.step.parameters), Values(self.step.states)
+        )
+        return constants.pick(self.step.weights)
+
+    def _no_gradient(self) -> Values:
+        shapes = self._weight_shapes.items()
+        return Values((key, jnp.zeros(x.shape, sum_type(x.dtype))) for key, x in shapes)
+
+    def _constant_gradients(self, cotangents: Sequence[jax.Array]) -> Values:
+        """Gradients of targets that no data reaches, from cotangents (t, ...)."""
+        total = Values()
+        for key, cotangent in zip(self.step.targets, cotangents, strict=True):
+            if key in self.step.constant_targets:
+                total[key] = jnp.sum(cotangent, axis=0)
+        return total
+
+    def _of_parameters(
+        self, parameters: Values, states: Values, total: Values
+    ) -> Values:
+        """Gradients of parameters from those of the weights that they determine."""
+        weights = lambda p: self.step.constants(p, states).pick(self.step.weights)
+        values, pull_back = jax.vjp(weights, parameters)
+        bars = Values((key, x.astype(values[key].dtype)) for key, x in total.items())
+        return pull_back(bars)[0]

@@ -1,0 +1,315 @@
+"""Visits: how the traces advance over a block, and the gradients they give.
+
+Letters: t steps of the block, y elements of a site's result, s components of a
+position, w elements of a weight.
+
+    ε_K = P_0 ε_0 + Σ_t P_t ∂h_t/∂w        one visit, by the site's own layout
+    gradient += γ_0 · ε_0
+
+A visit takes in one block, or several whose steps have been kept. Factorised traces
+have no such form and take part in every step of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..arrays import cast, sum_type
+from ..compiled_step import (
+    Components,
+    Jacobian,
+    Key,
+    Operands,
+    Signals,
+    Site,
+    Values,
+)
+from .block import Derivatives, products_to_end, pull, transitions
+from .block_loop import length_of
+from .factors import FactorLayout, FactorTrace
+from .masking import Block, Mask, finite, zero_at
+from .traces import RecursionView, Trace, TracedSite, Traces
+
+
+class Driven(NamedTuple):
+    """What steps add to one trace: operands of its site and P_t ∂h_t/∂y_t by component,
+    both with t first."""
+
+    data: Operands
+    rows: Components
+
+
+class _NoSteps(Values):
+    """Values of steps, where only operands that stay the same are wanted."""
+
+    def __missing__(self, key: Key) -> None:
+        return None
+
+
+def advance(
+    traces_of: Traces,
+    constants: Values,
+    block: Block,
+    view: RecursionView,
+    traces: Trace,
+    total: Values,
+    credit: Sequence[Components],
+) -> tuple[Trace, Values]:
+    """Traces after a block, and ``total`` with their gradients added; ``credit``:
+    γ_0."""
+    operands = [_operands(traced, constants, block) for traced in traces_of.sites]
+    new, total = _advance_factors(
+        traces_of, constants, operands, block, view, traces, total
+    )
+    if not traces_of.has_block_traces:
+        return new, total
+    driven, products = drive(
+        traces_of, constants, block, view, traces_of.unit_products()
+    )
+    dead = None if block.mask is None else block.mask.dead[0]
+    given = (constants, new, driven, products, total, credit, dead)
+    return take_in(traces_of, *given)
+
+
+def drive(
+    traces_of: Traces,
+    constants: Values,
+    block: Block,
+    view: RecursionView,
+    after: Sequence[Jacobian],
+) -> tuple[list[Driven], list[Jacobian]]:
+    """What the steps of a block add to each trace, and P_0 by group; ``after``: P of
+    the steps that follow before the traces are visited."""
+    length = length_of(block.values)
+    products, cotangents = [], []
+    for recursion, matrix, later, slopes in zip(
+        traces_of.recursions, view.transitions, after, view.slopes, strict=True
+    ):
+        to_end, whole = products_to_end(matrix, later, length)
+        products.append(whole)
+        named = {}
+        for s in recursion.alive:
+            products_of = {k: p for (i, k), p in to_end.items() if i == s}
+            named[s] = recursion.folded(products_of, slopes)
+        cotangents.append(named)
+    rows = _rows(traces_of, constants, block.safe, cotangents)
+    driven = []
+    for traced in traces_of.sites:
+        if isinstance(traced.layout, FactorLayout):
+            driven.append(Driven({}, {}))
+            continue
+        _, data = _operands(traced, constants, block)
+        driven.append(Driven(data, rows[traced.site.group][traced.site.result]))
+    return driven, products
+
+
+def take_in(
+    traces_of: Traces,
+    constants: Values,
+    traces: Trace,
+    driven: Sequence[Driven],
+    products: Sequence[Jacobian],
+    total: Values,
+    credit: Sequence[Components],
+    dead: jax.Array | None,
+) -> tuple[Trace, Values]:
+    """Traces after the steps that :func:`drive` saw, in one visit, and ``total`` with
+    γ_0 · ε_0 added; ``dead``: no credit came back to the first of them."""
+    new = list(traces)
+    for n, (site, tap, layout) in enumerate(traces_of.sites):
+        if isinstance(layout, FactorLayout):
+            continue
+        fixed, _ = tap.operands(constants, _NoSteps())
+        data, rows = driven[n]
+        whole, mine = products[site.group], credit[site.group]
+        new[n], gradient = layout.solve(traces[n], fixed, data, rows, whole, mine)
+        if dead is not None:
+            # A trace may be infinite, and no credit may meet it.
+            gradient = zero_at(gradient, dead)
+        total = _add_gradient(total, site, gradient)
+    return new, total
+
+
+def _add_gradient(total: Values, site: Site, gradient: jax.Array) -> Values:
+    dtype = sum_type(site.use.weight.dtype)
+    return add(total, {site.weight: cast(gradient, dtype)})
+
+
+def _advance_factors(
+    traces_of: Traces,
+    constants: Values,
+    operands: list[tuple[Operands, Operands]],
+    block: Block,
+    view: RecursionView,
+    traces: Trace,
+    total: Values,
+) -> tuple[Trace, Values]:
+    """Factorised traces after the block and their gradients; one loop over its
+    steps for all."""
+    layouts, owner = traces_of.factorised, traces_of.owner
+    new: Trace = list(traces)
+    if not layouts:
+        return new, total
+    length, groups = length_of(block.values), traces_of.step.groups
+    units = []
+    for group, signals in zip(groups, view.signals, strict=True):
+        one = lambda x, group=group: jnp.ones((length, *group.shape), x.dtype)
+        units.append({s: {s: one(x)} for s, x in signals.items()})
+    rows = _rows(traces_of, constants, block.safe, units)
+    drives = {}
+    for n, layout in layouts.items():
+        site = traces_of.sites[n].site
+        mine = rows[site.group].get(site.result, {}) if owner[n] == n else {}
+        drives[n] = layout.drive(*operands[n], mine, length)
+
+    def one_step(old: dict[int, FactorTrace], at: tuple) -> tuple:
+        drives, signals, reads, matrices = at
+        carry: dict[int, FactorTrace] = {}
+        y_bars: dict[int, list[jax.Array]] = {}
+        xs: dict[int, list[jax.Array]] = {}
+        for n, trace in old.items():
+            layout, site, owns = layouts[n], traces_of.sites[n].site, owner[n] == n
+            x, mine = drives[n]
+            after = traces_of.recursions[site.group].after(site.result) if owns else ()
+            moved = layout.advance(trace, x, mine, matrices[site.group], after)
+            stored = {s: moved.f[s].astype(f.dtype) for s, f in trace.f.items()}
+            carry[n] = moved._replace(f=stored)
+            # Signals read the new trace, direct reads of old states the old one.
+            reading = [(moved, signals[site.group])]
+            if reads[site.group]:
+                reading.append((trace, reads[site.group]))
+            xs[n] = [read.x for read, _ in reading]
+            if owns:
+                y_bars[n] = [layout.result_gradient(*pair) for pair in reading]
+        return carry, (y_bars, xs)
+
+    start = {n: traces[n] for n in layouts}
+    at = (drives, view.signals, view.reads, view.transitions)
+    found: Any = jax.lax.scan(one_step, start, at)
+    last, (all_y_bars, all_xs) = found
+    for n, layout in layouts.items():
+        new[n] = last[n]
+        for y_bar, x in zip(all_y_bars[owner[n]], all_xs[n], strict=True):
+            if block.mask is not None:
+                y_bar, x = block.zero_if_silent(y_bar), finite(x, block.mask.silent)
+            gradient = layout.gradient(*operands[n], y_bar, x)
+            total = _add_gradient(total, traces_of.sites[n].site, gradient)
+    return new, total
+
+
+def advance_silently(
+    traces_of: Traces,
+    constants: Values,
+    steps: Values,
+    traces: Trace,
+    total: Values,
+    credit: Sequence[Components],
+    dead: jax.Array | bool = True,
+) -> tuple[Trace, Values]:
+    """Traces after a block of completed steps without a loss.
+
+    ``credit``: from a window's own reverse pass, unless the window is ``dead``.
+    """
+    length = length_of(steps)
+    block = Block.of(steps, Mask.of_silence(length, dead))
+    silent = [
+        {
+            i: jnp.zeros((length, *group.shape), dtype)
+            for i, dtype in enumerate(group.dtypes)
+        }
+        for group in traces_of.step.groups
+    ]
+    matrices = transitions(traces_of.step, constants, block.safe)
+    found = Derivatives([], Values(), Values(), silent, traces_of.no_signal, matrices)
+    slopes = traces_of.slopes(constants, block.safe)
+    learning = Signals(Values(), silent, traces_of.no_signal)
+    view = traces_of.view(found, learning, slopes, [[] for _ in traces_of.step.groups])
+    return advance(traces_of, constants, block, view, traces, total, credit)
+
+
+def add_factor_gradients(
+    traces_of: Traces,
+    total: Values,
+    traces: Trace,
+    credit: Sequence[Components],
+    constants: Values,
+    steps: Values,
+    dead: jax.Array,
+) -> Values:
+    """Add γ_0 · ε_0 of factorised traces at the start of a window of completed
+    steps."""
+    start = jax.tree.map(lambda x: x[:1], steps)
+    first = Block(start, start, None)
+    for n, layout in traces_of.factorised.items():
+        site, trace = traces_of.sites[n].site, traces[n]
+        trace = trace._replace(f=traces[traces_of.owner[n]].f)
+        y_bar = layout.result_gradient(trace, credit[site.group])
+        operands = _operands(traces_of.sites[n], constants, first)
+        gradient = layout.gradient(*operands, y_bar[None], trace.x[None])
+        total = _add_gradient(total, site, zero_at(gradient, dead))
+    return total
+
+
+def _rows(
+    traces_of: Traces,
+    constants: Values,
+    steps: Values,
+    cotangents: list[dict[int, Components]],
+) -> list[dict[Key, Components]]:
+    """Pull-backs to every group's tap results, one for each named cotangent: (t,
+    y)."""
+    found: list[dict[Key, Components]] = [{} for _ in traces_of.step.groups]
+    names = sorted({s for named in cotangents for s in named})
+    for s in names:
+        credit = [named.get(s, {}) for named in cotangents]
+        bars = pull(traces_of.step, constants, steps, credit)
+        for g, mine in enumerate(bars):
+            for y, bar in mine.items() if s in cotangents[g] else ():
+                found[g].setdefault(y, {})[s] = bar
+    slopes = traces_of.step.slopes
+    if slopes is not None and any(group.shared for group in traces_of.step.groups):
+        by_group = jax.vmap(lambda values: slopes(constants, values))(steps)
+        for g, mine in enumerate(by_group):
+            for y, by_component in mine.items():
+                found[g][y] = _at_positions(cotangents[g], by_component)
+    return found
+
+
+def _at_positions(
+    cotangents: Mapping[int, Components], slopes: Components
+) -> Components:
+    """Σ_k c_k ∂h_k/∂y at every position, for each named cotangent c."""
+    found = {}
+    for s, credit in cotangents.items():
+        terms = [credit[k] * x for k, x in slopes.items() if k in credit]
+        if terms:
+            found[s] = sum(terms[1:], terms[0])
+    return found
+
+
+def _operands(
+    traced: TracedSite, constants: Values, block: Block
+) -> tuple[Operands, Operands]:
+    """Operands of a site that stay the same, and those of each step.
+
+    A state that is made without any data has none of the latter: all operands but the
+    weight are repeated.
+    """
+    fixed, data = block.operands(traced.tap, constants)
+    if data:
+        return fixed, data
+    weight, length = traced.site.use.operand, length_of(block.values)
+    repeat = lambda x: jnp.broadcast_to(x, (length, *jnp.shape(x)))
+    data = {k: repeat(x) for k, x in fixed.items() if k != weight}
+    return {weight: fixed[weight]}, data
+
+
+def add(total: Values, more: Mapping[Key, Any]) -> Values:
+    """Two sets of gradients in one; the first says which."""
+    return Values(
+        (key, x + more[key] if key in more else x) for key, x in total.items()
+    )

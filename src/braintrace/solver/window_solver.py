@@ -1,0 +1,225 @@
+"""Windows of a sequence: reverse mode inside, traces or a predictor across them.
+
+Letters: t steps of the window, h positions, s components of a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from ..compiled_step import Components, Values
+from .block import (
+    completed,
+    forward,
+)
+from .block_loop import length_of, over_blocks
+from .masking import Mask, all_finite, finite, zero_at
+from .one_block import OneBlock, Solved
+from .traces import Trace
+from .visits import add, add_factor_gradients, advance_silently
+from .window import run_window, window_gradient
+
+
+class Predictor(Protocol):
+    """Predicts the credit that states get from what follows, by group and component."""
+
+    def __call__(
+        self, weights: Sequence[jax.Array], states: list[Components]
+    ) -> list[Components]:
+        """The predicted credit."""
+        ...
+
+    def error_and_change(
+        self,
+        weights: Sequence[jax.Array],
+        states: list[Components],
+        target: list[Components],
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """The distance of the prediction from a target, and the change of weights it
+        calls for."""
+        ...
+
+
+class WindowSolver(OneBlock):
+    """Solves windows of a step, and sequences of them."""
+
+    def windows(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        weights: jax.Array,
+        length: int,
+        deep: bool = False,
+        predictor: Predictor | None = None,
+        fresh: bool = False,
+        unit: Any = 1.0,
+        rule_state: Any = None,
+        masked: bool = True,
+    ) -> Solved:
+        """Reverse mode inside windows of a length; traces or a predictor across them.
+
+        ``fresh``: nothing came before the sequence and nothing follows it. ``unit``:
+        the weight here of a loss that counts 1 for the predictor, whose weights are
+        ``rule_state``. ``masked``: some of the weights may be zero.
+        """
+        step = self.step
+        constants = step.constants(parameters, states)
+        count = -(-length_of(inputs) // length)
+        zero = Values((key, jnp.zeros_like(x)) for key, x in parameters.items())
+        learned = [jnp.zeros_like(x) for x in rule_state] if predictor else []
+
+        def one(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
+            states, traces, total, through, learned, error = carry
+            inputs, weights = at
+            credit_after = None
+            if predictor:
+                follows = jnp.where(fresh & (number == count - 1), 0.0, unit)
+
+                def credit_after(end: list[Components]) -> list[Components]:
+                    scale = lambda x: follows.astype(x.dtype) * x
+                    return jax.tree.map(scale, _predicted(predictor, rule_state, end))
+
+            found = window_gradient(
+                step, parameters, states, inputs, [weights], deep, credit_after, masked
+            )
+            if predictor:
+                start = [
+                    dict(enumerate(group.components(states))) for group in step.groups
+                ]
+                target = jax.tree.map(
+                    lambda x: (x / unit).astype(x.dtype), found.credit
+                )
+                counts = jnp.where(fresh & (number == 0), 0.0, 1.0) * all_finite(start)
+                start = finite(start, jnp.asarray(True))
+                distance, change = predictor.error_and_change(rule_state, start, target)
+                pairs = zip(learned, change, strict=True)
+                learned = [a + counts.astype(b.dtype) * b for a, b in pairs]
+                error = error + counts * distance
+            if traces:
+                dead = jnp.all(weights == 0) & (predictor is None)
+                traces, through = self._across(
+                    constants, states, inputs, traces, through, found.credit, dead
+                )
+            total = add(total, found.gradients)
+            carry = (found.states, traces, total, through, learned, error)
+            return carry, (found.targets[0], found.aux)
+
+        start = (states, traces, zero, self._no_gradient(), learned, jnp.zeros(()))
+        carry, (losses, aux) = over_blocks(one, start, (inputs, weights), length)
+        last, traces, total, through, learned, error = carry
+        if traces:
+            total = add(total, self._of_parameters(parameters, states, through))
+        taught = max(count - fresh, 1)
+        update = [x / taught for x in learned]
+        return Solved(total, losses, aux, last, traces, update, error / taught)
+
+    def run(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        rule_state: Any = None,
+    ) -> tuple[Values, Values, Trace]:
+        """A few steps: targets and auxiliary values of each, next states, next traces."""
+        new, targets, aux = run_window(self.step, parameters, states, inputs)
+        values = Values(zip(self.step.targets, targets, strict=True)) | aux
+        if traces:
+            constants = self.step.constants(parameters, states)
+            traces, _ = self._across(
+                constants,
+                states,
+                inputs,
+                traces,
+                self._no_gradient(),
+                self.traces.no_signal,
+            )
+        return values, new, traces
+
+    def block_gradient(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any = None,
+    ) -> Values:
+        """Online gradient of a few steps for cotangents (t, ...) of their targets."""
+        constants = self.step.constants(parameters, states)
+        start = (states.pick(self.step.written), traces, self._no_gradient())
+        carry, _ = self._solve(constants, *start, inputs, cotangents, rule_state)
+        _, _, total = carry
+        return self._of_parameters(parameters, states, total)
+
+    def exact_window_gradient(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        predictor: Predictor | None = None,
+        rule_state: Any = None,
+    ) -> Values:
+        """Gradient of a window for cotangents of its targets: reverse mode inside, γ_0
+        · ε_0 across.
+
+        ``predictor``: of the credit that the end of the window gets from a loss of
+        weight one.
+        """
+        credit_after = None
+        if predictor:
+            credit_after = lambda end: _predicted(predictor, rule_state, end)
+        found = window_gradient(
+            self.step, parameters, states, inputs, cotangents, credit_after=credit_after
+        )
+        if not traces:
+            return found.gradients
+        constants = self.step.constants(parameters, states)
+        dead = Mask.of(cotangents, predictor is None).dead[0]
+        _, through = self._across(
+            constants, states, inputs, traces, self._no_gradient(), found.credit, dead
+        )
+        return add(found.gradients, self._of_parameters(parameters, states, through))
+
+    def _across(
+        self,
+        constants: Values,
+        states: Values,
+        inputs: Values,
+        traces: Trace,
+        total: Values,
+        credit: Sequence[Components],
+        dead: jax.Array | bool = True,
+    ) -> tuple[Trace, Values]:
+        """Traces after a window without signals of its own; γ_0 · ε_0 is added to the
+        gradient.
+
+        ``dead``: neither the window nor what follows it has a signal.
+        """
+        step, dead = self.step, jnp.asarray(dead)
+        last, kept = forward(step, constants, states.pick(step.written), inputs)
+        steps = completed(step, constants, inputs | kept, last)
+        credit = self.traces.at_start(constants, steps, credit)
+        total = add_factor_gradients(
+            self.traces, total, traces, credit, constants, steps, dead
+        )
+        return advance_silently(
+            self.traces, constants, steps, traces, total, credit, dead
+        )
+
+
+def _predicted(
+    predictor: Predictor, weights: Sequence[jax.Array], states: list[Components]
+) -> list[Components]:
+    """Predicted credit; none for states that are not finite, as after the end of a
+    padded sequence."""
+    found = predictor(weights, finite(states, jnp.asarray(True)))
+    return zero_at(found, ~all_finite(states))
