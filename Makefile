@@ -28,7 +28,7 @@ browser: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) scripts/browser.py $(ARGS)
 
 fuzz: $(READY)  # 10,000 random programs; any part of the seeds may be run alone
-	SEEDS=$(or $(SEEDS),0:100) PROGRAMS=$(or $(PROGRAMS),100) JAX_PLATFORMS=cpu $(RUN) -m pytest tests/test_random_programs.py
+	ZOO=all SEEDS=$(or $(SEEDS),0:100) PROGRAMS=$(or $(PROGRAMS),100) JAX_PLATFORMS=cpu $(RUN) -m pytest tests/test_random_programs.py
 
 torture: $(READY)  # faults on purpose; ARGS='--part kills --seed 3 --minutes 10 --resume'
 	JAX_PLATFORMS=cpu $(RUN) -m torture $(ARGS)

@@ -327,6 +327,22 @@ FOUND = {  # what random programs have found, made small
         jnp.imag(v0)""",
         {'w': (3,)}, {'h': (3,)}, {'x': (3,)}, {}, {'h': 'complex128'},
     ),
+    'a branch that mixes before its result is shared': program(
+        """v0 = x['x'] @ p['w']
+        v1 = lax.cond(v0[0] > 0, lambda a: nn.softmax(a), lambda a: 2 * a, v0)
+        v2 = 0.8 * s['h'] + v1
+        v2
+        v2""",
+        {'w': (2, 2)}, {'h': (3, 2)}, {'x': (2,)},
+    ),
+    'a loop that mixes before its result is shared': program(
+        """v0 = x['x'] @ p['w']
+        v1 = lax.fori_loop(0, 2, lambda i, a: nn.softmax(a) + a, v0)
+        v2 = 0.8 * s['h'] + v1
+        v2
+        v2""",
+        {'w': (2, 2)}, {'h': (3, 2)}, {'x': (2,)},
+    ),
     'states of a wide type share a narrow value': program(
         """v0 = like(0.8 * s['h'] + x['x'] @ p['w'], s['h'])
         v0
@@ -340,6 +356,23 @@ FOUND = {  # what random programs have found, made small
 @pytest.mark.parametrize('name', FOUND)
 def test_found(name, x64):
     check(FOUND[name], [('two_pass', 3), ('one_pass', 2)])
+
+
+@pytest.mark.parametrize(
+    'body',
+    [
+        'lax.cond(v0[0] > 0, jnp.tanh, jnp.sin, v0)',
+        'lax.fori_loop(0, 2, lambda i, a: jnp.tanh(a), v0)',
+    ],
+)
+def test_bodies_that_keep_elements_apart_are_exact_before_their_result_is_shared(
+    body, x64
+):
+    text = f"v0 = x['x'] @ p['w']\nv1 = 0.8 * s['h'] + {body}\nv1\nv1"
+    found = check(
+        program(text, {'w': (2, 2)}, {'h': (3, 2)}, {'x': (2,)}), [('one_pass', 2)]
+    )
+    assert found.credit['w'][0] == 'exact'
 
 
 def drawn(data, draw):

@@ -46,6 +46,7 @@ from ..operations.labels import (
     CONFLICT,
     NONE,
     Labels,
+    Numbering,
     join,
     join_over,
     sources_of,
@@ -146,6 +147,7 @@ class _Pass:
         self.reading: dict[Var, list[tuple[int, int]]] = defaultdict(list)
         self.starts: dict[Var, Labels] = {}
         self.keep: Mapping[Var, np.ndarray] = {}
+        self.entered: dict[int, tuple[list[Labels], Numbering]] = {}
 
     def run(
         self,
@@ -237,11 +239,13 @@ class _Pass:
         """The element of an operand that reaches each position, if no two do.
 
         States reach positions as states: of them each element has one position only.
-        Nor are pairs followed inside of loops and branches.
         """
         operand = eqn.invars[k]
         if self.is_body or operand in self.keep or operand in self.starts:
             return None
+        if i in self.entered:
+            entered, numbering = self.entered[i]
+            return numbering.sources_of(entered[k])
         origins = self.origins_of(i, k, eqn)
         if origins is None:
             return None
@@ -397,10 +401,8 @@ class _Pass:
         kind = structure(eqn)
         if kind in ('custom', 'call'):
             return self.custom(eqn, outs)
-        if kind == 'cond':
-            return self.cond(i, eqn, outs)
-        if kind == 'scan':
-            return self.scan(i, eqn, outs)
+        if kind in ('cond', 'scan'):
+            return self.bodies(i, eqn, outs)
         operation = operation_of(eqn) or self.missing(eqn)
         return operation.labels(eqn, outs, self.const)
 
@@ -445,6 +447,25 @@ class _Pass:
             self.out.cuts.bodies[i, key] = inner.out.cuts
             self.out.found += inner.out.found
             self.out.gaps += inner.out.gaps
+
+    def bodies(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
+        """Branches and loops.
+
+        An element of a result that reaches several positions has a number of its own
+        inside, so that the bodies are cut only where such elements meet.
+        """
+        inside = self.cond if structure(eqn) == 'cond' else self.scan
+        sources = [self.out.sources.get(v) for v in eqn.outvars]
+        if self.opaque or all(s is None for s in sources):
+            return inside(i, eqn, outs)
+        numbering = Numbering(self.size)
+        numbered = [numbering.add(o, s) for o, s in zip(outs, sources, strict=True)]
+        labels = inside(i, eqn, numbered)
+        self.entered[i] = labels, numbering
+        return [
+            x if x is None else np.where(x < self.size, x, CONFLICT).astype(np.int32)
+            for x in labels
+        ]
 
     def cond(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
         result: list[Labels] = [None] * len(eqn.invars)
