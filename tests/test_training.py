@@ -21,7 +21,7 @@ import braintrace
 from braintrace import networks, plots, tasks
 from braintrace.checkpoint import Checkpoints, complete, states_of
 from braintrace.errors import is_explained
-from braintrace.training import Progress
+from braintrace.progress import Progress
 
 TASK = tasks.Copying(length=2, lag=2, symbols=3)
 
@@ -240,7 +240,7 @@ def test_records_survive_an_interrupted_resumption_and_damage(
         return json.JSONEncoder().encode(record)
 
     with monkeypatch.context() as patched:
-        patched.setattr('braintrace.training.json.dumps', killed)
+        patched.setattr('braintrace.history.json.dumps', killed)
         with pytest.raises(KeyboardInterrupt):
             braintrace.fit(learner, updates=5, out=tmp_path, resume=True, **parts)
     assert file.read_text() == text

@@ -15,7 +15,7 @@ import optax
 import braintrace
 from braintrace.checkpoint import states_of
 from braintrace.errors import is_explained
-from braintrace.training import History
+from braintrace.history import History
 
 UPDATES, STEPS, BATCH, INPUTS = 4, 5, 2, 3
 

@@ -34,6 +34,7 @@ from .batches import Batches
 from .checkpoint import load
 from .errors import CompilationError, CreditWarning, NotSupportedError
 from .frontends.brainstate import ModuleInfo, extract_module_info
+from .history import EarlyStop, History
 from .learner import (
     BPTT,
     D_RTRL,
@@ -81,7 +82,8 @@ from .ops import (
     sparse_matmul,
 )
 from .rules import ETraceConfig
-from .training import EarlyStop, History, Supervised, fit
+from .supervised import Supervised
+from .training import fit
 
 if _typing.TYPE_CHECKING:
     from .report import CompilationReport

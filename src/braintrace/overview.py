@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .history import History
 from .learner import Learner
 from .plots import Recorded, new_figure, recorded, running_mean, trace_maps, whole_ticks
-from .training import History
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import numpy as np
 
 from ._brainstate import brainstate
 from .errors import three_parts
+from .history import History
 from .learner import Learner
 from .program.step import path_name
-from .training import History
 
 
 def _figure(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import resource
 import signal
 import sys
 import threading
@@ -13,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,84 +19,12 @@ import numpy as np
 
 from .batches import Batches
 from .checkpoint import Checkpoints, states_of
-from .errors import UnknownName, one_of, printable, three_parts
-from .files import write_whole, written
+from .errors import three_parts
+from .history import History, Record, metrics_log, notice, read_records
 from .learner import Learner
 from .learner.arguments import check_call
 from .learner.credit_warnings import warn_of_credit
-
-Record = dict[str, float]
-"""What one update gave: its number, its loss, the metrics, seconds so far."""
-
-
-@dataclass
-class History:
-    """The records of a training, and why it ended: 'finished', 'stopped early' or
-    'interrupted'.
-
-    ``updates``: how many were done, those before a resumption included. There are fewer
-    records if lines of ``metrics.jsonl`` were lost.
-    """
-
-    records: list[Record] = field(default_factory=list)
-    ended: str = 'finished'
-    updates: int = 0
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        """One metric at every update; NaN where it was not measured."""
-        known = dict.fromkeys(key for record in self.records for key in record)
-        if known and name not in known:
-            why = 'no update measured it'
-            raise UnknownName(
-                three_parts(f'history[{name!r}]', why, one_of(known, name))
-            )
-        return np.array([record.get(name, np.nan) for record in self.records])
-
-
-class EarlyStop:
-    """Stop when a metric has not become better for ``patience`` of its measurements, or
-    is good enough."""
-
-    def __init__(
-        self,
-        metric: str = 'loss',
-        patience: int | None = None,
-        target: float | None = None,
-        larger: bool = False,
-    ):
-        self.metric, self.patience, self.target = metric, patience, target
-        self._sign = -1.0 if larger else 1.0
-        self._best, self._since = np.inf, 0
-
-    def __call__(self, record: Record) -> bool:
-        """Whether to stop after this record."""
-        if self.metric not in record:
-            if not self.metric.startswith('valid_') or any(
-                name.startswith('valid_') for name in record
-            ):
-                names = [name for name in record if name not in ('update', 'seconds')]
-                known = one_of(
-                    dict.fromkeys([*names, *(f'valid_{name}' for name in names)]),
-                    self.metric,
-                )
-                raise ValueError(
-                    three_parts(
-                        f'EarlyStop({self.metric!r})', 'it is not measured', known
-                    )
-                )
-            return False
-        value = self._sign * record[self.metric]
-        self._since = 0 if value < self._best else self._since + 1
-        self._best = min(value, self._best)
-        enough = self.target is not None and value <= self._sign * self.target
-        return enough or (self.patience is not None and self._since >= self.patience)
-
-    def replay(self, records: Sequence[Record]) -> None:
-        """Start from the measurements of a training that is resumed."""
-        self._best, self._since = np.inf, 0
-        for record in records:
-            if self.metric in record:
-                self(record)
+from .progress import Progress
 
 
 def fit(
@@ -185,17 +109,19 @@ def fit(
     checkpoints = Checkpoints(Path(out) / 'checkpoints') if out is not None else None
     states = states_of(learner, optimizer)
     if resume and checkpoints is not None and checkpoints.latest is None:
-        _notice(
+        notice(
             f'{out}: no checkpoint is complete, so training starts again at update 1'
         )
     elif resume and checkpoints is not None:
         history.updates = checkpoints.restore(states)
-        history.records = _read(Path(out or '') / 'metrics.jsonl', history.updates)
+        history.records = read_records(
+            Path(out or '') / 'metrics.jsonl', history.updates
+        )
         notices = [data.resumed_at(history.updates)]
         if held_out is not None:
             notices += [held_out.resumed_at(history.updates // validate_every)]
-        for notice in filter(None, notices):
-            _notice(notice)
+        for text in filter(None, notices):
+            notice(text)
     elif checkpoints is not None and checkpoints.latest is not None:
         raise FileExistsError(
             three_parts(
@@ -219,7 +145,7 @@ def fit(
     is_first = jax.process_index() == 0
     progress = Progress(updates) if show and is_first else None
     with (
-        _log(out if is_first else None, history.records) as log,
+        metrics_log(out if is_first else None, history.records) as log,
         _stop_asked() as stop,
         _closed(callbacks),
         _other_processes(),
@@ -289,11 +215,6 @@ def _check_begun(out: str | Path | None) -> None:
                 'the folder of a training, or resume=False to begin one',
             )
         )
-
-
-def _notice(text: str) -> None:
-    """Print a notice, whether or not progress is shown."""
-    print(f'notice: {printable(text)}', file=sys.stderr, flush=True)
 
 
 def _as_batches(given: Any) -> Batches:
@@ -429,215 +350,6 @@ def _record(
         'loss': float(jnp.mean(losses)),
         **{name: float(value) for name, value in found.items()},
     }
-
-
-class Supervised:
-    """A task for a learner, in the parts that :func:`fit` takes: :meth:`batches`,
-    :meth:`step_fn`, :meth:`metrics`.
-
-    ``penalty``: called after each step, its value is added to the loss; for instance of
-    a :class:`braintrace.nn.FiringRate`.
-
-    >>> import braintrace, jax.numpy as jnp, optax
-    >>> task = braintrace.tasks.Copying(length=2, lag=3)
-    >>> net = braintrace.networks.network('gru', task.inputs, task.outputs, units=8)
-    >>> learner = braintrace.compile(net, 'd_rtrl', jnp.zeros((4, task.inputs)), batch_size=4)
-    >>> parts = Supervised(learner, task, 4)
-    >>> history = fit(learner, **parts.parts(), optimizer=optax.adam(0.01), updates=2, show=False)
-    >>> sorted(history.records[0])
-    ['accuracy', 'loss', 'seconds', 'update']
-    """
-
-    def __init__(
-        self,
-        learner: Learner,
-        task: Any,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        penalty: Callable[[], jax.Array] | None = None,
-    ):
-        self.learner, self.task, self.batch_size, self.seed, self.penalty = (
-            learner,
-            task,
-            batch_size,
-            seed,
-            penalty,
-        )
-
-    def parts(self) -> dict[str, Any]:
-        """The arguments of :func:`fit`."""
-        return {
-            'batches': self.batches,
-            'step_fn': self.step_fn,
-            'metrics': self.metrics,
-        }
-
-    def batches(self, update: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs, targets and weights of one update; weights are 1 in the mean."""
-        inputs, targets, weights = self.task.batch(
-            np.random.default_rng([self.seed, update]), self.batch_size
-        )
-        # Batches can be drawn without a learner too.
-        own = getattr(self.learner, 'own_samples', slice(None))
-        return inputs[:, own], targets[:, own], weights / weights.mean()
-
-    def step_fn(
-        self, x: jax.Array, y: jax.Array, weight: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Loss and outputs of one step: cross-entropy of classes, squared distance of
-        values."""
-        outputs = self.learner(x)
-        if self.task.kind == 'values':
-            loss = jnp.mean((outputs - y) ** 2)
-        else:
-            loss = -jnp.mean(
-                jnp.take_along_axis(jax.nn.log_softmax(outputs), y[..., None], -1)
-            )
-        return weight * loss + (
-            0.0 if self.penalty is None else self.penalty()
-        ), outputs
-
-    def metrics(
-        self, outputs: jax.Array, inputs: Any, targets: Any, weights: Any
-    ) -> dict[str, jax.Array]:
-        """Accuracy of classes; the squared error of values over their variance."""
-        mean = lambda x: jnp.average(x, axis=0, weights=weights)
-        if self.task.kind == 'values':
-            squares = mean(
-                jnp.square(outputs - targets).reshape(len(targets), -1)
-            ).mean()
-            return {'error': squares / jnp.var(targets[jnp.asarray(weights) > 0])}
-        if self.task.kind == 'decision':
-            return {'accuracy': jnp.mean(mean(outputs).argmax(-1) == targets[-1])}
-        return {'accuracy': mean((outputs.argmax(-1) == targets).mean(1))}
-
-
-class Progress:
-    """A line of progress: rewritten in a terminal, a new one every few seconds in a
-    pipe."""
-
-    def __init__(self, updates: int, file: Any = None, every: float = 5.0):
-        self.updates = updates
-        self.file = file or sys.stderr
-        self.live = self.file.isatty()
-        self.every = 0.2 if self.live else every
-        self._shown = 0.0
-        self._recent: list[Record] = []
-
-    def __call__(self, record: Record, steps: int) -> None:
-        """Show a record, if it is time to or the last one."""
-        self._recent = [*self._recent[-19:], record]
-        now, number = time.perf_counter(), int(record['update'])
-        if now - self._shown < self.every and number != self.updates:
-            return
-        self._shown = now
-        first = self._recent[0]
-        gone = (record['seconds'] - first['seconds'], number - int(first['update']))
-        names = [n for n in record if n not in ('update', 'seconds')]
-        mean = lambda name: np.mean([r[name] for r in self._recent if name in r])
-        parts = [
-            f'update {number}/{self.updates}',
-            *(f'{name} {mean(name):.4g}' for name in names),
-        ]
-        parts += [f'(means of {len(self._recent)})'] if len(self._recent) > 1 else []
-        if gone[1]:  # the first update also compiles
-            rate = gone[1] / gone[0]
-            parts += [
-                f'{steps * rate:,.0f} steps/s',
-                f'{_clock((self.updates - number) / rate)} left',
-            ]
-        parts.append(f'{peak_memory() / 2**20:,.0f} MiB')
-        text = printable('  '.join(parts))
-        print(
-            f'\r\033[K{text}' if self.live else text,
-            end='' if self.live else '\n',
-            file=self.file,
-            flush=True,
-        )
-
-    def close(self) -> None:
-        """Leave the line."""
-        if self.live:
-            print(file=self.file, flush=True)
-
-
-def peak_memory() -> int:
-    """The most bytes that this process has held so far."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == 'darwin' else most * 1024
-
-
-def _clock(seconds: float) -> str:
-    return f'{int(seconds) // 60}:{int(seconds) % 60:02}'
-
-
-def _read(file: Path, most: int) -> list[Record]:
-    """Records of updates up to that of the checkpoint; lines that hold no record are
-    left out, with a notice."""
-    found: dict[int, Record] = {}
-    unread = []
-    # Bytes that are not text affect their own line only.
-    text = file.read_text('utf-8', errors='replace') if file.exists() else ''
-    for number, line in enumerate(text.split('\n'), 1):
-        record = _record_of(line)
-        if record is not None:
-            found[int(record['update'])] = record
-        elif line.strip():
-            unread.append(number)
-    if unread:
-        lines = ', '.join(map(str, unread[:5])) + (', ...' if len(unread) > 5 else '')
-        _notice(
-            f'{file}: {len(unread)} line(s) hold no record of an update and are left out: {lines}'
-        )
-    kept = [found[update] for update in sorted(found) if update <= most]
-    if len(kept) < most:
-        _notice(
-            f'{file}: records of {most - len(kept)} of the {most} updates done are missing'
-        )
-    return kept
-
-
-def _record_of(line: str) -> Record | None:
-    """The record that a line holds; none if it was cut off in writing or is something
-    else."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    # A whole number of hundreds of digits is no float.
-    is_number = lambda x: (
-        isinstance(x, float)
-        or (isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**1000)
-    )
-    if not isinstance(record, dict) or not all(map(is_number, record.values())):
-        return None
-    update = record.get('update')
-    is_known = isinstance(update, int) and update >= 1 and 'seconds' in record
-    return record if is_known else None
-
-
-@contextmanager
-def _log(
-    out: str | Path | None, records: list[Record]
-) -> Iterator[Callable[[Record], None]]:
-    """Records go to a file, line by line, after those of earlier updates."""
-    if out is None:
-        yield lambda record: None
-        return
-    path = Path(out) / 'metrics.jsonl'
-    # Replaced whole: a crash here must not lose the records of earlier updates.
-    write_whole(path, ''.join(f'{json.dumps(record)}\n' for record in records))
-    # Unbuffered: text that a full disk did not take must not be written again on close.
-    with path.open('ab', buffering=0) as file:
-
-        def log(record: Record) -> None:
-            line = f'{json.dumps(record)}\n'.encode()
-            with written(str(path)):
-                if file.write(line) < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        yield log
 
 
 def _any_process(flag: bool) -> bool:

@@ -12,24 +12,17 @@ A class is a fact about the model. What a learning rule makes of it is in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..compat import (
     Atom,
     Equation,
-    is_opaque,
     is_var,
-    is_whole_cut,
-    library_line,
-    open_jaxpr,
     source_line,
     source_text,
-    structure,
-    sub_programs,
 )
-from ..errors import CompilationError, three_parts
 from ..program import Hidden, Parameter, Path
 from ..program.step import path_name
 from ..text import operation_name
@@ -37,6 +30,7 @@ from .dependence import of, union
 from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .facts import Facts
 from .groups import HiddenGroup
+from .opaque import opaque_equations
 from .positions import Cut, Positions
 from .sites import HiddenParamOpRelation
 
@@ -58,7 +52,8 @@ class CreditAnalysis:
     positions: Sequence[Positions]
     sites: Sequence[HiddenParamOpRelation]
 
-    def _grads(self, atoms: Sequence[Atom | None]) -> int:
+    def grads(self, atoms: Sequence[Atom | None]) -> int:
+        """Bits of everything that some values depend on."""
         bits = 0
         for atom in atoms:
             bits |= of(self.facts.total, atom).grads if atom is not None else 0
@@ -68,17 +63,17 @@ class CreditAnalysis:
     def _all_results(self) -> int:
         """Bits of everything that some result of the step depends on."""
         p = self.facts.program
-        return self._grads(
+        return self.grads(
             [*p.outputs, *(h.outvar for h in p.hidden), *(o.outvar for o in p.others)]
         )
 
     @cached_property
     def _new(self) -> list[int]:
         """Bits of everything the new states of each group depend on."""
-        return [self._grads([h.outvar for h in m]) for m in self.members]
+        return [self.grads([h.outvar for h in m]) for m in self.members]
 
     @cached_property
-    def _live_groups(self) -> list[bool]:
+    def live_groups(self) -> list[bool]:
         """Groups whose old value influences anything."""
         return [bool(self._all_results & self.facts.old(m)) for m in self.members]
 
@@ -86,7 +81,7 @@ class CreditAnalysis:
     def _passed_on(self) -> list[int]:
         """Bits of the old states that each group's new states read themselves and hand
         on to outputs."""
-        seen = self._grads(self.facts.program.outputs)
+        seen = self.grads(self.facts.program.outputs)
         return [
             union(
                 self.facts.behind[h.outvar]
@@ -97,7 +92,7 @@ class CreditAnalysis:
         ]
 
     @cached_property
-    def _live_others(self) -> list:
+    def live_others(self) -> list:
         """Other states that carry what parameters did from step to step, in what can be
         differentiated."""
         facts, program = self.facts, self.facts.program
@@ -115,7 +110,7 @@ class CreditAnalysis:
         for h in program.hidden:
             sources |= facts.new_bit[h.outvar]
         while found := [
-            o for o in read if o not in live and self._grads([o.outvar]) & sources
+            o for o in read if o not in live and self.grads([o.outvar]) & sources
         ]:
             live += found
             for o in found:
@@ -135,11 +130,14 @@ class CreditAnalysis:
         ]
 
     @cached_property
-    def _opaque(self) -> list[tuple[Equation, int]]:
+    def opaque(self) -> list[tuple[Equation, int]]:
+        """What has no reverse derivative, and the bits whose credit ends there."""
         return opaque_equations(self.facts)
 
     def _stopped(self, bits: int) -> list[str]:
-        return [f'no credit passes {_at(e)}' for e, into in self._opaque if into & bits]
+        return [
+            f'no credit passes {described(e)}' for e, into in self.opaque if into & bits
+        ]
 
     def _cuts(self, g: int, bits: int) -> list[Cut]:
         return [c for c in self.positions[g].found if c.bits.grads & bits]
@@ -160,7 +158,7 @@ class CreditAnalysis:
             found.append(made[::-1])
         return found
 
-    def _passage(self, g: int, other: int, within: bool = False) -> Equation | None:
+    def passage(self, g: int, other: int, within: bool = False) -> Equation | None:
         """The first equation by which a group's old states (or within a step its new
         ones) enter another's new ones."""
         members = self.members[g]
@@ -176,7 +174,7 @@ class CreditAnalysis:
             for e in self._making[other]
             if any(is_var(v) and v in read for v in e.invars)
         )
-        return next((e for e in doors if self._grads(e.outvars) & bits), None)
+        return next((e for e in doors if self.grads(e.outvars) & bits), None)
 
     @cached_property
     def _crossings(self) -> list[dict[int, str]]:
@@ -185,33 +183,31 @@ class CreditAnalysis:
 
     def _crossings_of(self, g: int) -> dict[int, str]:
         old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
-        name = _names(self.groups[g].hidden_paths)
+        name = names(self.groups[g].hidden_paths)
         found: dict[int, str] = {}
-        for other, live in enumerate(self._live_groups):
+        for other, live in enumerate(self.live_groups):
             fed = (
                 self._new[other] & (old | new) if live else self._passed_on[other] & old
             )
             if other != g and fed:
-                passage = self._passage(g, other) or self._passage(
-                    g, other, within=True
-                )
+                passage = self.passage(g, other) or self.passage(g, other, within=True)
                 where = f' ({source_text(passage)})' if passage else ''
-                fed_paths = _names(self.groups[other].hidden_paths)
+                fed_paths = names(self.groups[other].hidden_paths)
                 found[other] = f'{name} feeds {fed_paths}, another group{where}'
         return found
 
     def _leaks_of(self, g: int, linked: Links = frozenset()) -> list[str]:
         """Why credit that reached a group is not all carried on."""
         old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
-        name = _names(self.groups[g].hidden_paths)
+        name = names(self.groups[g].hidden_paths)
         found = [
-            f'{name} feeds itself across positions, cut at {_at(c.eqn)}'
+            f'{name} feeds itself across positions, cut at {described(c.eqn)}'
             for c in self._cuts(g, old)[:1]
         ]
         crossings = self._crossings[g].items()
         found += [text for other, text in crossings if (g, other) not in linked]
-        for state in self._live_others:
-            if self._grads([state.outvar]) & (old | new):
+        for state in self.live_others:
+            if self.grads([state.outvar]) & (old | new):
                 found.append(
                     f'{name} feeds {path_name(state.path)}, which is not a hidden state'
                 )
@@ -221,7 +217,7 @@ class CreditAnalysis:
         """Whether an output of a step feels these bits in that step, or what traces
         carry of them."""
         outputs = self.facts.program.outputs
-        seen = self._grads(outputs)
+        seen = self.grads(outputs)
         read = union(of(self.facts.direct, atom) for atom in outputs).grads
         new_and_old = [
             (
@@ -249,19 +245,19 @@ class CreditAnalysis:
                 0
             ] if stopped else 'no differentiable path to a state or an output'
         met = [g for g in range(len(self.groups)) if self._new[g] & bit]
-        reached = [g for g in met if self._live_groups[g]]
-        others = [o for o in self._live_others if self._grads([o.outvar]) & bit]
+        reached = [g for g in met if self.live_groups[g]]
+        others = [o for o in self.live_others if self.grads([o.outvar]) & bit]
         stopped += [
             leak for g in met for leak in self._stopped(self.facts.old(self.members[g]))
         ]
         if not reached and not others and not stopped:
             return 'exact', 'acts on outputs of its own step only'
-        into = lambda g: _names(self.groups[g].hidden_paths)
+        into = lambda g: names(self.groups[g].hidden_paths)
         cuts: dict[tuple, str] = {}
         for g in reached:
             for c in self._cuts(g, bit):
-                text = f'path to {into(g)} cut at {_at(c.eqn)}: {c.reason}'
-                cuts.setdefault((g, c.reason, _key(c.eqn)), text)
+                text = f'path to {into(g)} cut at {described(c.eqn)}: {c.reason}'
+                cuts.setdefault((g, c.reason, line_of(c.eqn)), text)
         lost = list(cuts.values())
         lost += [leak for g in met for leak in self._leaks_of(g, linked)]
         lost += [
@@ -293,7 +289,7 @@ class CreditAnalysis:
             return 'local', shown(lost)
         return (
             'exact',
-            f'every path into {_names(carried[0].hidden_paths)} keeps its position',
+            f'every path into {names(carried[0].hidden_paths)} keeps its position',
         )
 
     def _feeding(self, groups: Sequence[int]) -> list[str]:
@@ -303,8 +299,8 @@ class CreditAnalysis:
         """Names of the read-outs to which a parameter's groups are linked."""
         bit = self.facts.bit[parameter.invar]
         pairs = sorted(pair for pair in linked if self._new[pair[0]] & bit)
-        names = (_names(self.groups[readout].hidden_paths) for _, readout in pairs)
-        return list(dict.fromkeys(names))
+        found = (names(self.groups[readout].hidden_paths) for _, readout in pairs)
+        return list(dict.fromkeys(found))
 
     def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
         """Pairs (g, other) of groups where a parameter moves g and g feeds the other."""
@@ -317,175 +313,17 @@ class CreditAnalysis:
         bit = self.facts.bit[parameter.invar]
         through_groups = any(
             new & bit and live
-            for new, live in zip(self._new, self._live_groups, strict=True)
+            for new, live in zip(self._new, self.live_groups, strict=True)
         )
         return through_groups or any(
-            self._grads([o.outvar]) & bit for o in self._live_others
+            self.grads([o.outvar]) & bit for o in self.live_others
         )
-
-    # ------------------------------------------------------------ records
-
-    def records(self) -> Iterator[CompilationRecord]:
-        """All findings, in program order within each kind."""
-        yield from self._cut_records()
-        yield from self._gap_records()
-        yield from self._other_records()
-        for path in self.facts.program.untouched_hidden:
-            yield CompilationRecord(
-                DiagnosticKind.UNUSED_STATE,
-                DiagnosticLevel.NOTICE,
-                f'{path_name(path)} is neither read nor written by the step',
-            )
-        for path in self.facts.program.constant_hidden:
-            yield CompilationRecord(
-                DiagnosticKind.CONSTANT_STATE,
-                DiagnosticLevel.NOTICE,
-                f'{path_name(path)} is read and never written by the step: it is a '
-                'constant, and has no trace',
-                context={'state': path},
-            )
-        yield from self._credit_records()
-
-    @cached_property
-    def _place(self) -> dict[int, int]:
-        """The number of the program's own equation that each equation is, or is inside
-        of, by identity."""
-        found: dict[int, int] = {}
-
-        def enter(i: int, eqn: Equation) -> None:
-            found[id(eqn)] = i
-            for sub in sub_programs(eqn):
-                for inner in open_jaxpr(sub.jaxpr).eqns:
-                    enter(i, inner)
-
-        for i, eqn in enumerate(self.facts.program.equations):
-            enter(i, eqn)
-        return found
-
-    def _cut_records(self) -> Iterator[CompilationRecord]:
-        found: dict[tuple, CompilationRecord] = {}
-        for g, positions in enumerate(self.positions):
-            hidden = tuple(self.groups[g].hidden_paths)
-            old = self.facts.old(self.members[g])
-            for cut in reversed(positions.found):
-                paths: list[Path | None] = [None] if cut.bits.grads & old else []
-                paths += dict.fromkeys(
-                    p.path
-                    for p in self.facts.program.parameters
-                    if cut.bits.grads & self.facts.bit[p.invar]
-                )
-                equation = self._place.get(id(cut.eqn))
-                for path in paths:
-                    what = _names(hidden) if path is None else path_name(path)
-                    message = (
-                        f'{what} → {_names(hidden)} cut at {_at(cut.eqn)}: {cut.reason}'
-                    )
-                    key = (hidden, path, cut.reason, _key(cut.eqn))
-                    if key not in found:
-                        context = {
-                            'source': source_line(cut.eqn),
-                            'library': library_line(cut.eqn),
-                            'operand': cut.operand,
-                            'elements': cut.elements,
-                        }
-                        found[key] = CompilationRecord(
-                            DiagnosticKind.CUT,
-                            DiagnosticLevel.NOTICE,
-                            message,
-                            cut.eqn.primitive.name,
-                            path,
-                            hidden,
-                            {**context, 'equations': []},
-                        )
-                    places = found[key].context['equations']
-                    if equation is not None and equation not in places:
-                        places.append(equation)
-        yield from found.values()
-        for g, group in enumerate(self.groups):
-            for other, live in enumerate(self._live_groups):
-                eqn = self._passage(g, other) if live and other != g else None
-                if eqn is None:
-                    continue
-                line, target = source_line(eqn), self.groups[other].hidden_paths
-                yield CompilationRecord(
-                    DiagnosticKind.CUT,
-                    DiagnosticLevel.NOTICE,
-                    f'{_names(group.hidden_paths)} → {_names(target)} cut at {_at(eqn)}: another group',
-                    eqn.primitive.name,
-                    None,
-                    tuple(group.hidden_paths),
-                    {'source': line, 'equations': [self._place[id(eqn)]]},
-                )
-
-    def _gap_records(self) -> Iterator[CompilationRecord]:
-        reported = set()
-        for g, found in enumerate(self.positions):
-            for eqn, kind in found.gaps:
-                name, line = eqn.primitive.name, source_line(eqn)
-                if (name, line) in reported:
-                    continue
-                reported.add((name, line))
-                probed = kind == 'elementwise'
-                told = (
-                    'a numerical probe found it element-wise'
-                    if probed
-                    else 'it is taken to mix positions and its operands are cut'
-                )
-                yield CompilationRecord(
-                    DiagnosticKind.PROBED if probed else DiagnosticKind.MISSING_RULE,
-                    DiagnosticLevel.NOTICE if probed else DiagnosticLevel.WARNING,
-                    f'primitive {name!r} at {source_text(eqn)} has no rule: {told}; '
-                    f'say how it treats positions with braintrace.register_primitive({name!r}, ...)',
-                    name,
-                    None,
-                    tuple(self.groups[g].hidden_paths),
-                    {'source': line},
-                )
-        yield from self._opaque_records()
-
-    def _opaque_records(self) -> Iterator[CompilationRecord]:
-        for eqn, _ in self._opaque:
-            line, name = source_line(eqn), eqn.primitive.name
-            instead = 'give it one with jax.custom_vjp, or write it in JAX'
-            yield CompilationRecord(
-                DiagnosticKind.NOT_DIFFERENTIABLE,
-                DiagnosticLevel.WARNING,
-                f'{operation_name(name)} at {source_text(eqn)} has no reverse derivative: '
-                f'no credit passes it; {instead}',
-                eqn.primitive.name,
-                context={'source': line},
-            )
-
-    def _other_records(self) -> Iterator[CompilationRecord]:
-        for state in self._live_others:
-            bits = self._grads([state.outvar])
-            hidden = tuple(
-                h.path
-                for h in self.facts.program.hidden
-                if bits & self.facts.new_bit[h.outvar]
-            )
-            yield CompilationRecord(
-                DiagnosticKind.OTHER_STATE,
-                DiagnosticLevel.NOTICE,
-                f'{path_name(state.path)} carries differentiable information from step to step but is not a '
-                'hidden state: credit through it ends with the step; a brainstate.HiddenState keeps it',
-                hidden_paths=hidden,
-                context={'state': state.path},
-            )
-
-    def _credit_records(self) -> Iterator[CompilationRecord]:
-        for parameter in self.facts.program.parameters:
-            yield self.credit_record(parameter)
-        for path in self.facts.program.untouched_parameters:
-            yield _credit_record(
-                path, path_name(path), 'none', 'the step never reads it', (), False
-            )
 
     def credit_record(self, parameter: Parameter) -> CompilationRecord:
         """The credit class of one parameter array, as a record."""
         credit, reason = self.judge(parameter)
         hidden, temporal = self._hidden_of(parameter), self.is_temporal(parameter)
-        return _credit_record(
+        return credit_class_record(
             parameter.path, parameter.name, credit, reason, hidden, temporal
         )
 
@@ -499,7 +337,7 @@ class CreditAnalysis:
         return tuple(dict.fromkeys(paths))
 
 
-def _credit_record(
+def credit_class_record(
     path: Path,
     name: str,
     credit: str,
@@ -520,58 +358,16 @@ def _credit_record(
     )
 
 
-def opaque_equations(facts: Facts) -> list[tuple[Equation, int]]:
-    """What has no reverse derivative, and the bits whose credit ends there."""
-    equations = facts.program.equations
-    source = {e.outvars[0]: e.invars[0] for e in equations if is_whole_cut(e)}
-    found = []
-    for eqn in equations:
-        read = [source.get(v, v) for v in eqn.invars if is_var(v)]
-        bits = union(of(facts.total, v) for v in read).grads
-        found += [(e, bits) for e in _opaque_in(eqn) if bits]
-    return found
-
-
-def check_loops(facts: Facts) -> None:
-    """Raise if credit is lost in a loop of unknown length.
-
-    Such loops are followed, except where they print or call Python code.
-    """
-    hidden = facts.program.hidden
-    wanted = facts.parameters | facts.old(hidden) | facts.new(hidden)
-    for eqn, bits in opaque_equations(facts):
-        if structure(eqn) == 'while' and bits & wanted:
-            raise CompilationError(
-                three_parts(
-                    f'a while loop with side effects at {source_text(eqn)}',
-                    'parameters or hidden states act on its results, and reverse mode '
-                    'runs its rounds again, so it would print or call back again too',
-                    'the loop without jax.debug or callbacks in it; a loop of fixed '
-                    'length (jax.lax.scan, fori_loop with static bounds); or '
-                    'jax.lax.stop_gradient on what it reads, if no gradient is needed',
-                )
-            )
-
-
-def _opaque_in(eqn: Equation) -> Iterator[Equation]:
-    """What has no reverse derivative in an equation: itself, or equations of its body
-    where no rule of its own does."""
-    if is_opaque(eqn):
-        yield eqn
-    elif structure(eqn) != 'custom':
-        for sub in sub_programs(eqn):
-            for inner in open_jaxpr(sub.jaxpr).eqns:
-                yield from _opaque_in(inner)
-
-
-def _at(eqn: Equation) -> str:
+def described(eqn: Equation) -> str:
+    """An operation and the line of the user's that it comes from."""
     return f'{operation_name(eqn.primitive.name)} ({source_text(eqn)})'
 
 
-def _key(eqn: Equation) -> tuple[str, str]:
+def line_of(eqn: Equation) -> tuple[str, str]:
     """Equations of one operation and one line of the user's are reported once."""
     return eqn.primitive.name, source_line(eqn)
 
 
-def _names(paths: Sequence[Path]) -> str:
+def names(paths: Sequence[Path]) -> str:
+    """Paths as reports write them."""
     return ', '.join(map(path_name, paths))

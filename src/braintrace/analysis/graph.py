@@ -14,11 +14,13 @@ from ..frontends.brainstate import path_mapping
 from ..program import Hidden, Path, StepProgram
 from ..program.bare import program_of_jaxpr
 from ..program.step import path_name
-from .credit import CreditAnalysis, check_loops
+from .credit import CreditAnalysis
 from .dependence import of
 from .diagnostics import CompilationRecord, DiagnosticKind
 from .facts import Facts
+from .findings import findings
 from .groups import HiddenGroup, group_hidden, make_group
+from .opaque import check_loops
 from .perturbation import HiddenPerturbation, add_perturbation
 from .positions import Positions
 from .relations import relation_records
@@ -214,7 +216,7 @@ def graph_of(
     credit = CreditAnalysis(
         analysed.facts, analysed.members, analysed.groups, analysed.positions, sites
     )
-    found = tuple(credit.records())
+    found = tuple(findings(credit))
     return ETraceGraph(
         module_info=info.add_jaxpr_outs(
             _extra_outputs(program, analysed.groups, sites)

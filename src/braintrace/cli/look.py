@@ -28,7 +28,7 @@ from .._brainstate import brainstate
 from ..compat import failing_line
 from ..errors import printable, three_parts
 from ..files import write_whole
-from ..frontends.brainstate import unset_environment
+from ..frontends.failures import unset_environment
 from ..learner import Learner
 from ..rules.gradients import EQUAL
 

@@ -22,12 +22,14 @@ from .._brainstate import brainstate
 from ..checkpoint import complete
 from ..errors import printable, three_parts
 from ..files import write_whole
+from ..history import History
 from ..learner import Learner
 from ..networks import network
 from ..overview import Overview, name_of
 from ..rules import named
+from ..supervised import Supervised
 from ..tasks import task as make_task
-from ..training import History, Supervised, fit
+from ..training import fit
 from . import settings
 from .look import Result, attempted, load, say, time_step
 from .processes import join

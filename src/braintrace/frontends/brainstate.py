@@ -5,9 +5,6 @@ Tracing leaves the module's states as they were, whatever happens.
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -15,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import brainstate
 import brainunit as u
 import jax
-import numpy as np
 
 from ..compat import (
     ClosedJaxpr,
@@ -23,13 +19,19 @@ from ..compat import (
     Var,
     close,
     evaluate,
-    failing_line,
     is_var,
     make_jaxpr,
 )
 from ..errors import CompilationError, is_explained, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
+from .failures import (
+    check_arguments,
+    check_new_value,
+    explain_failure,
+    parameter_written,
+    state_created,
+)
 
 
 class ModuleInfo(NamedTuple):
@@ -195,7 +197,7 @@ def extract_module_info(
                 'a brainstate.nn.Module, or compile_etrace_graph for other kinds of models',
             )
         )
-    _check_arguments(model, model_args, model_kwargs)
+    check_arguments(model, model_args, model_kwargs)
     return trace_step(lambda *a, **k: model(*a, **k), model, model_args, model_kwargs)
 
 
@@ -222,7 +224,7 @@ def trace_step(
                 raise
             raise explain_failure(model, args, error, what) from error
     if created := [path for path in module_states(model) if path not in found]:
-        raise _state_created(created[0])
+        raise state_created(created[0])
     states = stateful.get_states(*args, **kwargs)
     written = {id(s) for s in stateful.get_write_states(*args, **kwargs)}
     out_shapes, new_shapes = stateful.get_out_shapes(*args, **kwargs)
@@ -247,9 +249,9 @@ def _sort(
     num_out = len(jax.tree.leaves(out_shapes))
     num_in = len(traced.jaxpr.invars) - sum(counts)
     for state, old, new in zip(states, values, new_shapes, strict=True):
-        _check_new_value(paths[id(state)], old, new)
+        check_new_value(paths[id(state)], old, new)
         if id(state) in written and isinstance(state, brainstate.ParamState):
-            raise _parameter_written(paths[id(state)])
+            raise parameter_written(paths[id(state)])
 
     hidden_places, start = [], num_out
     for state, n in zip(states, counts, strict=True):
@@ -352,184 +354,3 @@ def _keys(value: Any) -> list[tuple]:
 
 
 # ---------------------------------------------------------------- bad input
-
-
-def _check_arguments(model: Any, args: tuple, kwargs: dict) -> None:
-    signature = inspect.signature(model.update)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise CompilationError(
-            three_parts(
-                f'{type(model).__name__} called with {len(args)} argument(s) and keywords {sorted(kwargs)}',
-                f'its step is update{signature}: {error}',
-                'one example for each argument of update, as in a call of the model',
-            )
-        ) from error
-
-
-def explain_failure(
-    model: Any, args: tuple, error: Exception, what: str = 'a step'
-) -> CompilationError:
-    """The error of a step, or of a function around it, that fails on such inputs."""
-    name, line = type(model).__name__, failing_line(error)
-    if isinstance(error, AttributeError) and is_module(getattr(error, 'obj', None)):
-        return CompilationError(_explain_attribute(name, error.obj, error.name, line))
-    listed = [i for i, x in enumerate(args) if is_nested_list(x)]
-    if listed:
-        shapes = tuple(_shape_text(x) for x in args)
-    else:
-        shapes = jax.tree.map(lambda x: tuple(jax.numpy.shape(x)), args)
-    # The text of a KeyError is the repr of its message.
-    is_quoted = isinstance(error, KeyError) and len(error.args) == 1
-    text = str(error.args[0] if is_quoted else error).replace('\n', '\n    ')
-    return CompilationError(
-        three_parts(
-            f'{what} of {name} on inputs of shapes {shapes}',
-            f'the step itself fails with {type(error).__name__}: {text}{line}',
-            _LISTS if listed else _fix_of(error, args, what),
-        )
-    )
-
-
-def is_nested_list(x: Any) -> bool:
-    """Whether an input is a list of Python numbers, which JAX reads as many inputs."""
-    leaves = jax.tree.leaves(x)
-    return (
-        isinstance(x, list)
-        and bool(leaves)
-        and all(isinstance(leaf, (bool, int, float)) for leaf in leaves)
-    )
-
-
-_LISTS = 'jax.numpy.asarray(x): JAX reads a list as a container of many numbers'
-
-
-def _shape_text(x: Any) -> Any:
-    """The shape of an input; that of a list of numbers as numpy reads it."""
-    if not is_nested_list(x):
-        return jax.tree.map(lambda leaf: tuple(jax.numpy.shape(leaf)), x)
-    try:
-        return f'a list of shape {np.shape(x)}'
-    except ValueError:
-        return 'a list'
-
-
-def unset_environment(error: Exception) -> str | None:
-    """The advice for a model that reads a setting of brainstate that is not set."""
-    unset = re.search(r"Key '(\w+)' not found in environment", str(error))
-    if unset is None:
-        return None
-    if unset[1] != 'dt':
-        return f'brainstate.environ.set({unset[1]}=...) before the model is made'
-    return (
-        'brainstate.environ.set(dt=1.0) before the model is made, or a time such as '
-        '0.1 * brainunit.ms; on the command line --dt 1.0 or --dt 0.1ms'
-    )
-
-
-def _fix_of(error: Exception, args: tuple, what: str) -> str:
-    """The advice that fits the kind of failure."""
-    unset = unset_environment(error)
-    if unset is not None:
-        return unset
-    if isinstance(error, jax.errors.TracerArrayConversionError):
-        return (
-            'jax.numpy in place of numpy inside a step: jnp.asarray, jnp.mean; or '
-            'has_aux=True to read an array after the call'
-        )
-    if isinstance(error, jax.errors.TracerBoolConversionError):
-        return (
-            'jax.numpy.where, jax.lax.cond or jax.lax.scan where Python code needs the '
-            'value of an array'
-        )
-    if isinstance(error, jax.errors.TracerIntegerConversionError):
-        return (
-            'jax.numpy indexing, as jnp.take(x, i), where Python needs a whole number'
-        )
-    if isinstance(error, jax.errors.ConcretizationTypeError):
-        return (
-            'the array as it is: return jnp.mean(...), without float(...) or .item(); '
-            'after the call its result is a number. Where Python code needs the value of '
-            'an array: jax.numpy.where, jax.lax.cond or jax.lax.scan'
-        )
-    if isinstance(error, (TypeError, ValueError)) and what == 'a step_fn':
-        return (
-            'arrays that fit each other: outputs of the learner, targets and weights '
-            'have the batch axis of the inputs'
-        )
-    if isinstance(error, (TypeError, ValueError)):
-        shapes = [np.shape(x) for x in jax.tree.leaves(args)]
-        batches = [shape[0] for shape in shapes if len(shape) > 1]
-        size = batches[0] if batches else 'B'
-        return (
-            'inputs for which model(*inputs) runs: check their shapes and batch axes; '
-            f'compile(..., batch_size={size}) gives one to the states'
-        )
-    return 'correct that line, so that model(*inputs) runs on its own'
-
-
-def _explain_attribute(name: str, owner: Any, attribute: Any, line: str) -> str:
-    kind = type(owner).__name__
-    known = [n for n in (*vars(owner), *dir(type(owner))) if not n.startswith('_')]
-    similar = difflib.get_close_matches(attribute, dict.fromkeys(known), n=3)
-    meant = f'; perhaps {" or ".join(map(repr, similar))}' if similar else ''
-    if _lacks_states(owner):
-        return three_parts(
-            f'a step of {name} whose states are not initialised',
-            f'{kind} has no attribute {attribute!r}; modules create their states in init_state{line}',
-            f'brainstate.nn.init_all_states(model) (or batch_size=...) before compiling{meant}',
-        )
-    return three_parts(
-        f'a step of {name} that reads {attribute!r} of a {kind}',
-        f'{kind} has no such attribute{line}',
-        'an attribute that __init__ sets, or init_state, which '
-        f'brainstate.nn.init_all_states(model) calls{meant}',
-    )
-
-
-def _lacks_states(module: Any) -> bool:
-    """Whether a class has an ``init_state`` of its own, and its module no state."""
-    if type(module).init_state is brainstate.nn.Module.init_state:
-        return False
-    return not any(
-        isinstance(v, brainstate.ShortTermState) for v in vars(module).values()
-    )
-
-
-def _check_new_value(path: Path, old: Any, new: Any) -> None:
-    old_shapes = [
-        (x.shape, str(x.dtype)) for x in map(jax.numpy.asarray, jax.tree.leaves(old))
-    ]
-    new_shapes = [(tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(new)]
-    if old_shapes != new_shapes:
-        fix = 'states initialised with the shape (batch axis included) and dtype that the step gives them'
-        if [shape for shape, _ in old_shapes] == [shape for shape, _ in new_shapes]:
-            fix = f'inputs of the type of the state, or brainstate.environ.set(precision=64) first; or {fix}'
-        raise CompilationError(
-            three_parts(
-                f'a step that turns state {path_name(path)} from {old_shapes} into {new_shapes}',
-                'a step is repeated, so every state must keep its shape and type',
-                fix,
-            )
-        )
-
-
-def _state_created(path: Path) -> CompilationError:
-    return CompilationError(
-        three_parts(
-            f'a step that creates state {path_name(path)}',
-            'a step is repeated: a state created in it would be new at every step and carry nothing over',
-            'states created in __init__ or init_state, and only read and written in update',
-        )
-    )
-
-
-def _parameter_written(path: Path) -> CompilationError:
-    return CompilationError(
-        three_parts(
-            f'a step that writes parameter {path_name(path)}',
-            'gradients are taken with respect to parameters that stay fixed within a step',
-            'a ShortTermState (or HiddenState) for a value that changes in time; let the optimiser write parameters',
-        )
-    )

@@ -21,7 +21,7 @@ from ..program import Path
 from ..program.step import path_name
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver, Solved
-from .arguments import never_called
+from .losses import never_called
 from .programs import array_shapes
 from .recording import recording
 from .state import RuleState

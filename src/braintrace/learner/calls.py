@@ -13,18 +13,14 @@ import jax.numpy as jnp
 
 from ..compiled_step import Values
 from ..errors import is_explained
-from ..frontends.brainstate import explain_failure
+from ..frontends.failures import explain_failure
 from ..program import Path
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver, Solved
-from .arguments import (
-    check_aux,
-    check_call,
-    length_of,
-    loss_weights,
-)
+from .arguments import check_call, length_of
 from .binding import StepBinding
 from .learner_state import LearnerState
+from .losses import check_aux, loss_weights
 from .programs import shapes_of
 from .sequences import SequenceOptions, gradient_program
 

@@ -13,17 +13,17 @@ from ..frontends.brainstate import module_states
 from ..program import Path
 from ..program.data import MultiStepData
 from ..program.step import path_name
-from .arguments import (
+from .arguments import length_of
+from .calls import Calls
+from .losses import (
     check_finite_values,
     in_windows,
-    length_of,
     never_called,
     spared,
     weighted,
     weights_like,
     window_weights,
 )
-from .calls import Calls
 from .recording import recording
 
 

@@ -16,15 +16,9 @@ from ..errors import CompilationError, three_parts
 from ..frontends import pure_model
 from ..frontends.pure import PureModel
 from ..program.step import path_name
-from .arguments import (
-    LOSS_OUTPUTS,
-    check_aux,
-    check_choice,
-    check_finite_values,
-    results,
-    selected,
-)
+from .arguments import LOSS_OUTPUTS, check_choice, selected
 from .learner import Learner
+from .losses import check_aux, check_finite_values, results
 from .programs import in_trace
 from .recording import recording_of
 

@@ -20,19 +20,17 @@ from .arguments import (
     LOSS_OUTPUTS,
     check_call,
     check_choice,
-    check_finite_values,
     check_optimizer,
     check_paths,
     check_rank,
     length_of,
-    loss_weights,
-    results,
     selected,
 )
 from .batch import batch_explained
 from .binding import StepBinding
 from .chunks import evolve_in_chunks, gradients_in_chunks
 from .learner_state import LearnerState, restored_on_error
+from .losses import check_finite_values, loss_weights, results
 from .measuring import Measuring
 from .model_states import state_shapes
 from .online import online_step

@@ -20,7 +20,6 @@ from .arguments import (
     check_choice,
     check_directions,
     length_of,
-    loss_weights,
     rules_of,
 )
 from .binding import StepBinding
@@ -34,6 +33,7 @@ from .certificate import (
 )
 from .check import GradientCheck, RuleComparison, compare
 from .gradients import gradients_of
+from .losses import loss_weights
 from .memory import MemoryPlan, plan_memory
 from .placement import Placement
 from .recording import recording

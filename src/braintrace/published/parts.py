@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from ..errors import three_parts
 from ..learner import by_rule
-from ..learner.arguments import in_windows, length_of
+from ..learner.arguments import length_of
+from ..learner.losses import in_windows
 from ..learner.optimizers import update_by
 from ..rules import parts
 from ..rules.numbers import as_decay

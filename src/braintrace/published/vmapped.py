@@ -15,11 +15,9 @@ import jax.numpy as jnp
 
 from ..errors import three_parts
 from ..learner import Learner, MultiStepData
-from ..learner.arguments import (
-    LOSS_OUTPUTS,
-    check_choice,
+from ..learner.arguments import LOSS_OUTPUTS, check_choice, length_of
+from ..learner.losses import (
     in_windows,
-    length_of,
     loss_weights,
     results,
     weighted,

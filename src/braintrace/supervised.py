@@ -1,0 +1,94 @@
+"""A task with a learner, in the parts that training takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .learner import Learner
+
+
+class Supervised:
+    """A task for a learner, in the parts that :func:`fit` takes: :meth:`batches`,
+    :meth:`step_fn`, :meth:`metrics`.
+
+    ``penalty``: called after each step, its value is added to the loss; for instance of
+    a :class:`braintrace.nn.FiringRate`.
+
+    >>> import braintrace, jax.numpy as jnp, optax
+    >>> task = braintrace.tasks.Copying(length=2, lag=3)
+    >>> net = braintrace.networks.network('gru', task.inputs, task.outputs, units=8)
+    >>> learner = braintrace.compile(net, 'd_rtrl', jnp.zeros((4, task.inputs)), batch_size=4)
+    >>> parts = Supervised(learner, task, 4)
+    >>> history = fit(learner, **parts.parts(), optimizer=optax.adam(0.01), updates=2, show=False)
+    >>> sorted(history.records[0])
+    ['accuracy', 'loss', 'seconds', 'update']
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        task: Any,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        penalty: Callable[[], jax.Array] | None = None,
+    ):
+        self.learner, self.task, self.batch_size, self.seed, self.penalty = (
+            learner,
+            task,
+            batch_size,
+            seed,
+            penalty,
+        )
+
+    def parts(self) -> dict[str, Any]:
+        """The arguments of :func:`fit`."""
+        return {
+            'batches': self.batches,
+            'step_fn': self.step_fn,
+            'metrics': self.metrics,
+        }
+
+    def batches(self, update: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Inputs, targets and weights of one update; weights are 1 in the mean."""
+        inputs, targets, weights = self.task.batch(
+            np.random.default_rng([self.seed, update]), self.batch_size
+        )
+        # Batches can be drawn without a learner too.
+        own = getattr(self.learner, 'own_samples', slice(None))
+        return inputs[:, own], targets[:, own], weights / weights.mean()
+
+    def step_fn(
+        self, x: jax.Array, y: jax.Array, weight: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Loss and outputs of one step: cross-entropy of classes, squared distance of
+        values."""
+        outputs = self.learner(x)
+        if self.task.kind == 'values':
+            loss = jnp.mean((outputs - y) ** 2)
+        else:
+            loss = -jnp.mean(
+                jnp.take_along_axis(jax.nn.log_softmax(outputs), y[..., None], -1)
+            )
+        return weight * loss + (
+            0.0 if self.penalty is None else self.penalty()
+        ), outputs
+
+    def metrics(
+        self, outputs: jax.Array, inputs: Any, targets: Any, weights: Any
+    ) -> dict[str, jax.Array]:
+        """Accuracy of classes; the squared error of values over their variance."""
+        mean = lambda x: jnp.average(x, axis=0, weights=weights)
+        if self.task.kind == 'values':
+            squares = mean(
+                jnp.square(outputs - targets).reshape(len(targets), -1)
+            ).mean()
+            return {'error': squares / jnp.var(targets[jnp.asarray(weights) > 0])}
+        if self.task.kind == 'decision':
+            return {'accuracy': jnp.mean(mean(outputs).argmax(-1) == targets[-1])}
+        return {'accuracy': mean((outputs.argmax(-1) == targets).mean(1))}
