@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,42 +14,47 @@ from .dependence import Bits, flow, of, union
 from .positions import Credit, Positions, find_positions
 
 
-@dataclass(frozen=True)
 class Facts:
-    """A step program and the bit that stands for each of its sources."""
+    """A step program, the bit that stands for each of its sources, and what each of its
+    values depends on.
 
-    program: StepProgram
+    ``bit``: one bit for each parameter, old hidden state and old other state; inputs
+    share one. ``new_bit``: one for each new hidden state. ``parameters``: bits of all
+    parameters; ``data``: of everything else. ``producer``: the index of the equation
+    that defines each variable. ``constant``: the value of an atom that depends on no
+    source; None for the others.
 
-    @cached_property
-    def bit(self) -> dict[Var, int]:
-        """One bit for each parameter, old hidden state and old other state; inputs
-        share one."""
-        p = self.program
+    Three maps from variables to their sources: ``total`` by any path, ``direct`` by
+    paths that end at a new hidden state when they meet one, ``behind``, of each new
+    hidden state, by paths through no other new state.
+    """
+
+    def __init__(self, program: StepProgram):
+        self.program = program
         sources = [
-            *(x.invar for x in p.parameters),
-            *(x.invar for x in p.hidden),
-            *(x.invar for x in p.others),
+            *(x.invar for x in program.parameters),
+            *(x.invar for x in program.hidden),
+            *(x.invar for x in program.others),
         ]
-        bits = {v: 1 << i for i, v in enumerate(sources)}
-        return bits | dict.fromkeys(p.inputs, 1 << len(sources))
-
-    @cached_property
-    def new_bit(self) -> dict[Var, int]:
-        """One bit for each new hidden state."""
+        self.bit: dict[Var, int] = {v: 1 << i for i, v in enumerate(sources)}
+        self.bit |= dict.fromkeys(program.inputs, 1 << len(sources))
         start = len(self.bit) + 1
-        return {h.outvar: 1 << (start + i) for i, h in enumerate(self.program.hidden)}
-
-    @cached_property
-    def parameters(self) -> int:
-        """Bits of all parameters."""
-        return sum(self.bit[x.invar] for x in self.program.parameters)
-
-    @cached_property
-    def data(self) -> int:
-        """Bits of everything that is not a parameter."""
-        return (
-            sum(set(self.bit.values())) + sum(self.new_bit.values()) - self.parameters
-        )
+        self.new_bit: dict[Var, int] = {
+            h.outvar: 1 << (start + i) for i, h in enumerate(program.hidden)
+        }
+        self.parameters = sum(self.bit[x.invar] for x in program.parameters)
+        every = sum(set(self.bit.values())) + sum(self.new_bit.values())
+        self.data = every - self.parameters
+        self.producer: dict[Var, int] = {
+            v: i for i, eqn in enumerate(program.equations) for v in eqn.outvars
+        }
+        self.constant = Constants(program.closed)
+        jaxpr = program.closed.jaxpr
+        given = [Bits(self.bit[v], self.bit[v]) for v in jaxpr.invars]
+        marks = {v: Bits(b, b) for v, b in self.new_bit.items()}
+        self.behind: dict[Var, Bits] = {}
+        self.total = flow(jaxpr, given, marks)
+        self.direct = flow(jaxpr, given, marks, self.behind)
 
     def old(self, group: tuple[Hidden, ...]) -> int:
         """Bits of old hidden states."""
@@ -60,18 +63,6 @@ class Facts:
     def new(self, group: tuple[Hidden, ...]) -> int:
         """Bits of new hidden states."""
         return sum(self.new_bit[h.outvar] for h in group)
-
-    def _flow(self, behind: dict[Var, Bits] | None) -> dict[Var, Bits]:
-        jaxpr = self.program.closed.jaxpr
-        marks = {v: Bits(b, b) for v, b in self.new_bit.items()}
-        return flow(
-            jaxpr, [Bits(self.bit[v], self.bit[v]) for v in jaxpr.invars], marks, behind
-        )
-
-    @cached_property
-    def total(self) -> dict[Var, Bits]:
-        """Sources of every value by any path."""
-        return self._flow(None)
 
     def ever_behind(self, atoms: Iterable[Atom]) -> int:
         """Bits of all that these values depend on, in their own step or by states that
@@ -87,22 +78,6 @@ class Facts:
                 return found
             found = more
 
-    @cached_property
-    def _split(self) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
-        behind: dict[Var, Bits] = {}
-        return self._flow(behind), behind
-
-    @cached_property
-    def direct(self) -> dict[Var, Bits]:
-        """Sources of every value by paths that end at a new hidden state when they meet
-        one."""
-        return self._split[0]
-
-    @cached_property
-    def behind(self) -> dict[Var, Bits]:
-        """Sources of each new hidden state by paths through no other new state."""
-        return self._split[1]
-
     def through(self, group: tuple[Hidden, ...]) -> SourcesThrough:
         """Sources of every value by paths through no new state but those of the group."""
         return SourcesThrough(self, group)
@@ -110,22 +85,6 @@ class Facts:
     def is_weight(self, bits: Bits) -> bool:
         """Depends on parameters, and on nothing but parameters and constants."""
         return bool(bits.grads & self.parameters) and not bits.reads & self.data
-
-    # ------------------------------------------------------------ constants
-
-    @cached_property
-    def producer(self) -> dict[Var, int]:
-        """The index of the equation that defines each variable."""
-        return {
-            v: i for i, eqn in enumerate(self.program.equations) for v in eqn.outvars
-        }
-
-    @cached_property
-    def constant(self) -> Constants:
-        """The value of an atom that depends on no source; None for the others."""
-        return Constants(self.program.closed)
-
-    # ------------------------------------------------------------ positions
 
     def positions(
         self,

@@ -1,4 +1,25 @@
-"""The solver: the mathematics of the design on arrays, without any compiler."""
+"""The solver: gradients of sequences on arrays, without any compiler.
+
+It reads a :class:`CompiledStep` and knows nothing of where that comes from. In the
+order in which to read:
+
+    block            the formulas of K steps: forward, derivatives, credit, products P
+    recursion        how the trace of a position continues from step to step
+    signals          what traces are multiplied by
+    traces           which traces a step has, how they are stored, the credit they get
+    factors          traces held as an input part and a state part
+    readout_memory   what leaky read-outs remember, as further components of traces
+    visits           how a block advances the traces, and the gradient they give
+    masking          steps that contribute nothing, whatever values they hold
+    one_block        one block: all of the above in order
+    window           reverse mode through consecutive steps
+    window_solver    sequences of windows, traces or a predictor across them
+    block_loop       the one loop over blocks
+    sequence         whole sequences: one pass with traces, two passes without
+    influence        RTRL, SnAp and UORO: parameters on states, nothing cut
+    influence_solver sequences solved by an influence
+    forward          the true derivative along a direction, for certificates
+"""
 
 from .influence import RankOneInfluence, SparseInfluence, WholeInfluence
 from .influence_solver import InfluenceSolver

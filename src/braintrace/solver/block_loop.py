@@ -1,4 +1,7 @@
-"""The one loop over blocks: K steps at a time, and whatever is left over."""
+"""The one loop over blocks: K steps at a time, and whatever is left over.
+
+Letters: K steps of a block; arrays of steps have time first.
+"""
 
 from __future__ import annotations
 

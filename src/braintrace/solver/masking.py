@@ -9,6 +9,7 @@ multiplied:
     dead     neither does that of any later step: no credit arrives, every product with it is zero
 
 An input of a product with weights that is not finite counts as 0 at silent steps.
+Letters: t steps of a block.
 """
 
 from __future__ import annotations

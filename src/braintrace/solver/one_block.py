@@ -25,7 +25,7 @@ from .block import (
     weight_gradients,
 )
 from .masking import Block, Mask
-from .signals import Symmetric
+from .signals import SignalInputs, Symmetric
 from .traces import RecursionView, Trace, Traces
 from .visits import add, advance
 
@@ -74,11 +74,11 @@ class OneBlock:
         rule_state: Any,
     ) -> RecursionView:
         """The block's derivatives with the rule's own signals and matrices."""
-        groups = self.traces.groups
-        learning = self.signal(
-            self.step, constants, block.safe, found, cotangents, groups, rule_state
+        groups, steps = self.traces.groups, block.safe
+        given = SignalInputs(
+            self.step, constants, steps, found, cotangents, groups, rule_state
         )
-        feedback = self.signal.feedback(self.step, constants, rule_state)
+        learning, feedback = self.signal(given), self.signal.feedback(given)
         slopes = self.traces.slopes(constants, block.safe)
         reads = self.traces.memory_reads(constants, block.safe, learning, feedback)
         return self.traces.view(found, learning, slopes, reads)

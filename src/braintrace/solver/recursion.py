@@ -14,7 +14,8 @@ same kind,
     (ε, ē)_t = ((M, 0), (M, κ)) (ε, ē)_{t-1} + (1, 1) ∂h_t/∂θ
     (ε, m)_t = ((M, 0), (κ (U M + V), κ)) (ε, m)_{t-1} + (1, κ U) ∂h_t/∂θ
 
-so that blocks, layouts and both passes treat every rule alike.
+so that blocks, layouts and both passes treat every rule alike. Letters: i, j, k, s
+components of a position; n the components that are added; y results of taps.
 """
 
 from __future__ import annotations

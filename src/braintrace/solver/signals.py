@@ -3,13 +3,15 @@
 Symmetric        L_t, the derivative of the loss
 RandomFeedback   L_t with other weights in place of the read-outs' on the way back
 Modulated        a number the caller gives, for each step, sample or neuron
+
+Letters: t steps of the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,26 +24,32 @@ Feedback = dict[Any, jax.Array]
 """Weights in place of the read-outs' own on the way back."""
 
 
+class SignalInputs(NamedTuple):
+    """What a learning signal may read of a block, all of it with t first.
+
+    ``cotangents``: of the targets. ``groups``: those with a trace. ``rule_state``: what
+    the rule keeps for itself.
+    """
+
+    step: CompiledStep
+    constants: Values
+    steps: Values
+    found: Derivatives
+    cotangents: Sequence[jax.Array]
+    groups: Set[int]
+    rule_state: Any
+
+
 @dataclass(frozen=True)
 class Symmetric:
     """The derivative of the loss."""
 
-    def __call__(
-        self,
-        step: CompiledStep,
-        constants: Values,
-        steps: Values,
-        found: Derivatives,
-        cotangents: Sequence[jax.Array],
-        groups: Set[int],
-        rule_state: Any,
-    ) -> Signals:
-        """The signals of a block; ``groups``: those with a trace."""
+    def __call__(self, given: SignalInputs) -> Signals:
+        """The signals of a block."""
+        found = given.found
         return Signals(found.results, found.signals, found.reads)
 
-    def feedback(
-        self, step: CompiledStep, constants: Values, rule_state: Any
-    ) -> Feedback:
+    def feedback(self, given: SignalInputs) -> Feedback:
         """No weights are replaced."""
         return {}
 
@@ -58,29 +66,20 @@ class RandomFeedback:
     weights: Callable[[int, tuple[int, ...], Any], jax.Array]
     align: float | None = None
 
-    def __call__(
-        self,
-        step: CompiledStep,
-        constants: Values,
-        steps: Values,
-        found: Derivatives,
-        cotangents: Sequence[jax.Array],
-        groups: Set[int],
-        rule_state: Any,
-    ) -> Signals:
+    def __call__(self, given: SignalInputs) -> Signals:
         """The signals of a block."""
-        feedback = self.feedback(step, constants, rule_state)
+        feedback = self.feedback(given)
 
         def one(values: Values, cotangents: list[jax.Array]) -> Signals:
-            return step.signals(constants, values, cotangents, feedback)[1]
+            found = given.step.signals(given.constants, values, cotangents, feedback)
+            return found[1]
 
-        return jax.vmap(one)(steps, list(cotangents))
+        return jax.vmap(one)(given.steps, list(given.cotangents))
 
-    def feedback(
-        self, step: CompiledStep, constants: Values, rule_state: Any
-    ) -> Feedback:
+    def feedback(self, given: SignalInputs) -> Feedback:
         """The weights back from every read-out."""
         found = {}
+        step, constants, rule_state = given.step, given.constants, given.rule_state
         weights = [constants[key] for key in step.readouts.values()]
         for readout, weight, fixed in zip(
             step.readouts, weights, self._fixed(weights), strict=True
@@ -117,37 +116,29 @@ class Modulated:
     """A modulator in place of the derivative of the loss: ``rule_state``, or the step's
     own."""
 
-    def __call__(
-        self,
-        step: CompiledStep,
-        constants: Values,
-        steps: Values,
-        found: Derivatives,
-        cotangents: Sequence[jax.Array],
-        groups: Set[int],
-        rule_state: Any,
-    ) -> Signals:
+    def __call__(self, given: SignalInputs) -> Signals:
         """The signals of a block; direct reads have none."""
-        length = len(cotangents[0])
+        step, found, rule_state = given.step, given.found, given.rule_state
+        length = len(given.cotangents[0])
         if step.modulator is None:
             modulator = jnp.broadcast_to(rule_state, (length, *jnp.shape(rule_state)))
         else:
             own = step.modulator
-            modulator = jax.vmap(lambda values: own(constants, values))(steps)
-        weights = cotangents[0] if step.is_loss else jnp.ones(length)
+            modulator = jax.vmap(lambda values: own(given.constants, values))(
+                given.steps
+            )
+        weights = given.cotangents[0] if step.is_loss else jnp.ones(length)
         signals = []
         for g, like in enumerate(found.signals):
             mine = {
                 i: at_positions(modulator, x[0].shape, weights).astype(x.dtype)
                 for i, x in like.items()
-                if g in groups
+                if g in given.groups
             }
             signals.append(mine)
         return Signals(found.results, signals, [{} for _ in found.reads])
 
-    def feedback(
-        self, step: CompiledStep, constants: Values, rule_state: Any
-    ) -> Feedback:
+    def feedback(self, given: SignalInputs) -> Feedback:
         """No weights are replaced."""
         return {}
 

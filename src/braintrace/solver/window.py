@@ -1,4 +1,7 @@
-"""Windows: reverse mode through consecutive steps."""
+"""Windows: reverse mode through consecutive steps.
+
+Letters: t steps of the window; targets and their cotangents are (t, ...).
+"""
 
 from __future__ import annotations
 
