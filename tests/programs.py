@@ -27,7 +27,7 @@ Pick = Callable[[Sequence], object]
 @jax.custom_vjp
 def spike(v):
     """A step with a smooth slope, by custom_vjp."""
-    return jnp.where(v > 0, 1.0, 0.0)
+    return jnp.where(v > 0, 1.0, 0.0).astype(v.dtype)
 
 
 spike.defvjp(lambda v: (spike(v), v), lambda v, g: (g / (1 + v * v),))

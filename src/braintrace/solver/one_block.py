@@ -175,7 +175,8 @@ class OneBlock:
         total = Values()
         for key, cotangent in zip(self.step.targets, cotangents, strict=True):
             if key in self.step.constant_targets:
-                total[key] = jnp.sum(cotangent, axis=0)
+                dtype = sum_type(self._weight_shapes[key].dtype)
+                total[key] = jnp.sum(cotangent, axis=0).astype(dtype)
         return total
 
     def _of_parameters(
