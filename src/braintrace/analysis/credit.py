@@ -79,17 +79,21 @@ class CreditAnalysis:
 
     @cached_property
     def _passed_on(self) -> list[int]:
-        """Bits of the old states that each group's new states read themselves and hand
-        on to outputs."""
-        seen = self.grads(self.facts.program.outputs)
+        """Bits of the old states that each group's new states read themselves and pass
+        on, in the same step, to outputs or to other states."""
         return [
             union(
-                self.facts.behind[h.outvar]
-                for h in m
-                if seen & self.facts.new_bit[h.outvar]
+                self.facts.behind[h.outvar] for h in m if self._is_read(h.outvar)
             ).grads
             for m in self.members
         ]
+
+    def _is_read(self, new: Atom) -> bool:
+        """Whether another result of the same step depends on a new state."""
+        p = self.facts.program
+        states = [*(h.outvar for h in p.hidden), *(o.outvar for o in p.others)]
+        results = [*p.outputs, *(v for v in states if v is not new)]
+        return bool(self.grads(results) & self.facts.new_bit[new])
 
     @cached_property
     def live_others(self) -> list:
