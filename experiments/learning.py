@@ -1,6 +1,7 @@
 """Learning, not only gradients: the reference tasks under several rules, with seeds and spread.
 
-    python experiments/learning.py [TASK ...] [--rules d_rtrl,pp_prop,eprop,bptt] [--seeds 3] [--first 0] [--updates N]
+    python experiments/learning.py [TASK ...] [--rules d_rtrl,pp_prop,eprop,bptt] [--seeds 3] [--first 0]
+                                   [--updates N] [--stop N]
     python experiments/learning.py [TASK ...] --rules controls
 
 Writes one JSON file a task next to itself, and the table of all of them to ``LEARNING.md``.
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import brainstate
 import jax.numpy as jnp
@@ -31,7 +33,8 @@ class Experiment:
     ``controls``: names of ``CONTROLS``, which are trained beside the rules. ``limits`` are those of rules with a
     reference of their own. ``online``: weights change at every step, under BPTT
     after windows of 25. ``falling``: the rate follows a cosine. ``fixed``: parameters that do not learn.
-    ``own``: what is different for a rule.
+    ``own``: what is different for a rule. ``stop``: end after so many updates, with the
+    rates that a whole run has until then.
     """
 
     task: object
@@ -52,6 +55,7 @@ class Experiment:
     shape: dict = field(default_factory=dict)
     fixed: tuple = ()
     own: dict = field(default_factory=dict)
+    stop: int | None = None
 
     def wanted(self, rule: str) -> tuple[str, Callable[[float], bool]]:
         """What a rule should reach, in words and as a test."""
@@ -159,8 +163,6 @@ EXPERIMENTS = {
         shape={'after': -0.3, 'gain': 0.02},
         own={
             'eprop': {'updates': 400},
-            'one_step': {'updates': 400},
-            'readout_only': {'updates': 400},
             'random_one_step': {'updates': 400},
             'pp_prop': {'fixed': ('recur',)},
             'bptt': {'fixed': ('recur',)},
@@ -207,6 +209,9 @@ def train(
     net = networks.network(
         experiment.network, task.inputs, task.outputs, seed=seed, **experiment.shape
     )
+    alone = rule == 'readout_only'
+    if alone:
+        _hold_weights(net)
     example = jnp.zeros((experiment.batch, task.inputs))
     kind, options = CONTROLS.get(rule, (rule, experiment.options.get(rule, {})))
     if 'feedback' in options:
@@ -226,7 +231,6 @@ def train(
     rate = experiment.rate
     if experiment.falling:
         rate = optax.cosine_decay_schedule(rate, experiment.updates, alpha=0.05)
-    alone = rule == 'readout_only'
     is_fixed = lambda name: name not in READOUTS if alone else name in experiment.fixed
     still = optax.masked(
         optax.set_to_zero(),
@@ -269,7 +273,7 @@ def train(
         learner,
         **supervised.parts(),
         optimizer=clipped,
-        updates=experiment.updates,
+        updates=min(experiment.stop or experiment.updates, experiment.updates),
         callbacks=[tell],
         show=False,
     )
@@ -280,7 +284,16 @@ def train(
     }
 
 
-def run(name: str, rules: tuple, seeds: range, updates: int | None) -> None:
+def _hold_weights(net: brainstate.nn.Module) -> None:
+    """Make constants of weights that are the network's own, outside the read-out."""
+    for name, state in list(vars(net).items()):
+        if isinstance(state, brainstate.ParamState) and name not in READOUTS:
+            setattr(net, name, SimpleNamespace(value=state.value))
+
+
+def run(
+    name: str, rules: tuple, seeds: range, updates: int | None, stop: int | None
+) -> None:
     """Train all, and keep what came out; results of other rules and of earlier seeds stay."""
     experiment = EXPERIMENTS[name]
     file = HERE / f'{name}.json'
@@ -289,6 +302,7 @@ def run(name: str, rules: tuple, seeds: range, updates: int | None) -> None:
         rules = experiment.controls
     for rule in rules or experiment.rules:
         given = {'updates': updates} if updates else {}
+        given |= {'stop': stop} if stop else {}
         own = replace(experiment, **experiment.own.get(rule, {}) | given)
         rate = 'cosine' if own.falling else 'constant'
         how = {
@@ -296,6 +310,7 @@ def run(name: str, rules: tuple, seeds: range, updates: int | None) -> None:
             'shape': own.shape,
             'fixed': own.fixed,
             'rate': rate,
+            'updates': own.updates,
         }
         runs = kept().get(rule, [])[: seeds.start]
         for seed in seeds:
@@ -303,12 +318,13 @@ def run(name: str, rules: tuple, seeds: range, updates: int | None) -> None:
                 f'{name:12} {rule:8} seed {seed}  {text}', flush=True
             )
             runs.append({**train(own, rule, seed, tell), **how})
-        content = {
-            'measure': experiment.measure,
-            'reference': experiment.task.reference,
-            'rules': kept() | {rule: runs},
-        }
-        file.write_text(json.dumps(content, indent=1) + '\n')
+            content = {
+                'measure': experiment.measure,
+                'reference': experiment.task.reference,
+                'rules': kept() | {rule: runs},
+            }
+            # Written after every seed, so that a run that is stopped keeps its results.
+            file.write_text(json.dumps(content, indent=1) + '\n')
 
 
 def table() -> str:
@@ -375,9 +391,11 @@ def main() -> None:
         help='the first seed; results of those before it stay',
     )
     parser.add_argument('--updates', type=int)
+    parser.add_argument('--stop', type=int, help='end after so many of the updates')
     options = parser.parse_args()
     for name in options.tasks or EXPERIMENTS:
-        run(name, options.rules, range(options.first, options.seeds), options.updates)
+        seeds = range(options.first, options.seeds)
+        run(name, options.rules, seeds, options.updates, options.stop)
     page = HERE / 'LEARNING.md'
     # The section of agents is that of agents.py.
     _, heading, agents = page.read_text().partition('\n## Agents')

@@ -23,6 +23,8 @@ from braintrace.solver import (
     Traces,
 )
 
+NO_CUTS = Cuts()
+
 
 def local_step(program, members, positions):
     """The whole step with the cuts of one group put in and everything of other groups held fixed."""
@@ -181,16 +183,17 @@ class Problem:
                 )
         return gradient, states | moved, later
 
-    def interpret(self, flat, held={}, added={}):
+    def interpret(self, flat, held={}, added={}, cuts=NO_CUTS):
         """Run the step equation by equation: the loss, and new states as their equations give them.
 
         Whoever reads a new state reads the one that is ``held`` in its place, or the state with what is ``added``.
+        Gradient stops at ``cuts``.
         """
         jaxpr = self.program.closed.jaxpr
         env = dict(zip(jaxpr.constvars, self.program.closed.consts, strict=True))
         env.update(zip(jaxpr.invars, flat, strict=True))
         made = {}
-        for eqn in jaxpr.eqns:
+        for eqn in with_cuts(jaxpr.eqns, cuts):
             results = evaluate_equation(
                 eqn, [env[v] if is_var(v) else v.val for v in eqn.invars]
             )
@@ -200,10 +203,10 @@ class Problem:
         return env[jaxpr.outvars[0]], made
 
     def signals(self, flat, new):
-        """L of every group: ∂ℓ/∂h less what passes on through states of its own group.
+        """L of every group: ∂ℓ/∂h less what traces count, which passes on through states of its own group.
 
         T = ∂ℓ/∂h along all paths inside the step obeys T_i = L_i + Σ_j T_j ∂h_j/∂h_i, the sum over states j of the
-        same group and their derivative with all other new states held.
+        same group and their derivative in the local step, with all other new states held.
         """
         groups = self.analysed.groups
         spread = lambda parts: {
@@ -224,7 +227,8 @@ class Problem:
 
             def own(part, g=g, group=group):
                 held = spread([*values[:g], part, *values[g + 1 :]])
-                made = self.interpret(flat, held=held)[1]
+                cuts = self.analysed.positions[g].cuts
+                made = self.interpret(flat, held=held, cuts=cuts)[1]
                 return group.concat_hidden([made[v] for v in group.hidden_outvars])
 
             inside = jax.jacrev(own)(value)

@@ -101,6 +101,57 @@ class Feedback(Skip):
         return jnp.tanh(b + delta['b']) @ p['out'] + moved @ p['w2'][0]
 
 
+class Branch(Skip):
+    """The upper layer is computed in a branch, and the cut lies inside it."""
+
+    def upper(self, p, x, read, raw):
+        taken = lambda read, raw: jnp.tanh(read @ p['w2']) + p['s'] * raw
+        left = lambda read, raw: 0.5 * jnp.sin(read @ p['w2'].T) - p['s'] * raw
+        return jax.lax.cond(x[0] > 0, taken, left, read, raw)
+
+    def lower(self, p, s, x, old):
+        return jnp.tanh(0.8 * s['a'] + x @ p['w1'] + old @ p['u1'])
+
+    def step(self, p, s, x):
+        a = self.lower(p, s, x, s['a'])
+        b = 0.9 * s['b'] + self.upper(p, x, a, a)
+        return {'a': a, 'b': b}, b @ p['out']
+
+    def local(self, p, s, x):
+        a = self.lower(p, s, x, stop_gradient(s['a']))
+        return {'a': a, 'b': 0.9 * s['b'] + self.upper(p, x, stop_gradient(a), a)}
+
+    def perturbed(self, p, s, x, delta):
+        a = self.lower(p, s, x, s['a'])
+        b = 0.9 * s['b'] + self.upper(p, x, a + delta['a'], a)
+        return (b + delta['b']) @ p['out']
+
+
+class Loop(Branch):
+    """The upper layer settles in three rounds of a loop, and each round is cut."""
+
+    def upper(self, p, x, a, cut=lambda z: z):
+        one = lambda z, _: (0.7 * z + 0.3 * jnp.tanh(cut(z) @ p['w2']), None)
+        return p['s'] * jax.lax.scan(one, a, length=3)[0]
+
+    def step(self, p, s, x):
+        a = self.lower(p, s, x, s['a'])
+        b = 0.9 * s['b'] + self.upper(p, x, a)
+        return {'a': a, 'b': b}, b @ p['out']
+
+    def local(self, p, s, x):
+        a = self.lower(p, s, x, stop_gradient(s['a']))
+        return {'a': a, 'b': 0.9 * s['b'] + self.upper(p, x, a, stop_gradient)}
+
+    def perturbed(self, p, s, x, delta):
+        """Paths through any cut are all paths less those through none."""
+        a = self.lower(p, s, x, s['a'])
+        kept = lambda a: self.upper(p, x, a, stop_gradient)
+        moved = self.upper(p, x, a + delta['a']) - kept(a + delta['a'])
+        b = 0.9 * s['b'] + moved + kept(a)
+        return (b + delta['b']) @ p['out']
+
+
 def dense_recursion(net, p, s, xs, ys):
     """The gradient by its definition, with the influence of all weights on all states."""
     flat = lambda tree: jnp.concatenate([tree[k] for k in net.states])
@@ -161,7 +212,9 @@ WAYS = [{'fresh': True}, {'fresh': False}, {'fresh': False, 'block': 2}]
 
 @pytest.mark.parametrize('way', WAYS, ids=str)
 @pytest.mark.parametrize(
-    'net', [Skip(), Through(), Feedback()], ids=lambda n: type(n).__name__
+    'net',
+    [Skip(), Through(), Feedback(), Branch(), Loop()],
+    ids=lambda n: type(n).__name__,
 )
 def test_dense_recursion(net, way):
     given = setting(net)

@@ -255,3 +255,28 @@ def two_layers_with_a_skip_connection():
         'upper': hidden(B, H),
     }
     return Step(step, **parts), (array(B, I),)
+
+
+@case(
+    ['lower upper'],
+    {'w1': 'local 0', 'w2': 'local 0', 'gain': 'local 0'},
+    note='the same, with the upper layer in a branch: the cut is inside it',
+)
+def skip_connection_inside_a_branch():
+    def step(m, x):
+        m.lower.value = jnp.tanh(0.8 * m.lower.value + x @ m.w1.value)
+        with_product = lambda h: jnp.tanh(h @ m.w2.value) + m.gain.value * h
+        without = lambda h: -m.gain.value * h
+        is_up = x.sum() > -1e3
+        read = jax.lax.cond(is_up, with_product, without, m.lower.value)
+        m.upper.value = 0.9 * m.upper.value + read
+        return m.upper.value
+
+    parts = {
+        'w1': weight(I, H),
+        'w2': weight(H, H),
+        'gain': weight(H),
+        'lower': hidden(B, H),
+        'upper': hidden(B, H),
+    }
+    return Step(step, **parts), (array(B, I),)

@@ -5,7 +5,9 @@ Every new state gets a perturbation δ. Whoever reads it sees h + δ, except the
 that define the states of its own group: those read h itself, because D and the traces
 already count that path (LSTM: h from the new c). Where such a path is cut it is counted
 nowhere else, so at the cut these equations read the perturbed value too (two layers with
-a skip connection: the upper layer's product with the lower one's new state).
+a skip connection: the upper layer's product with the lower one's new state). A cut may
+lie inside a branch or a loop: then the paths through it are those of the whole equation
+less those of the equation with its cuts in place.
 
 So a value may exist in several views: one for each group it leads to, one for the loss,
 and one with all new states perturbed, which is read at cuts. Views that agree share one
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -30,15 +33,32 @@ from ..arrays import known_value
 from ..compat import Atom, Equation, Var, is_var
 from ..compiled_step import Signals, Values
 from ..operations import run_equation
+from ..program import cut_inside
 from .replay import replay
 from .stages import Stages
 
 LOSS = -1
 PERTURBED = -2
 
-Cutting = Mapping[int, Mapping[tuple[int, int], np.ndarray]]
-"""By group: (equation, operand) where the way to its new states is cut, with the mask
-of the elements that are."""
+
+@dataclass(frozen=True)
+class CutsBetween:
+    """Cuts on the way from new states of a group to new states of the same group.
+
+    ``edges``: (equation, operand) with the mask of the elements that are cut.
+    ``inside``: equations with cuts in a branch or a loop, as they are with these cuts.
+    """
+
+    edges: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    inside: Mapping[int, Equation] = field(default_factory=dict)
+
+    def reads_perturbed(self, i: int, k: int) -> bool:
+        """Whether operand k of equation i is read with all new states perturbed."""
+        return (i, k) in self.edges or i in self.inside
+
+
+Cutting = Mapping[int, CutsBetween]
+"""Cuts by group."""
 
 
 def evaluate_views(
@@ -75,7 +95,7 @@ def evaluate_views(
         return raw[atom, view]
 
     def operand(i: int, k: int, atom: Atom, view: int) -> Any:
-        mask = cutting.get(view, {}).get((i, k))
+        mask = cutting[view].edges.get((i, k)) if view in cutting else None
         if mask is None:
             return read(atom, view)
         if mask.all():
@@ -86,11 +106,16 @@ def evaluate_views(
         shared: dict[tuple[int, ...], list[Any]] = {}
         for view in sorted(set().union(*(views[v] for v in eqn.outvars))):
             operands = [operand(i, k, v, view) for k, v in enumerate(eqn.invars)]
-            key = tuple(map(id, operands))
+            cut = cutting[view].inside.get(i) if view in cutting else None
+            moved = [] if cut is None else [read(v, PERTURBED) for v in eqn.invars]
+            key = tuple(map(id, [*operands, *moved]))
             if key not in shared:
-                results = zip(eqn.outvars, run(i, operands), strict=True)
+                results = run(i, operands)
+                if cut is not None:
+                    results = _with_cut_paths(eqn, cut, results, operands, moved)
                 shared[key] = [
-                    known_value(known[v], x) if v in known else x for v, x in results
+                    known_value(known[v], x) if v in known else x
+                    for v, x in zip(eqn.outvars, results, strict=True)
                 ]
             for v, value in zip(eqn.outvars, shared[key], strict=True):
                 raw[v, view] = value
@@ -120,23 +145,49 @@ def _needed_views(
         needed: set[int] = set().union(*(views[v] for v in eqn.outvars))
         for k, atom in enumerate(eqn.invars) if needed else ():
             want(atom, needed)
-            if any((i, k) in cutting.get(view, {}) for view in needed):
+            groups = [cutting[view] for view in needed if view in cutting]
+            if any(cuts.reads_perturbed(i, k) for cuts in groups):
                 want(atom, {PERTURBED})
     return views
 
 
+def _with_cut_paths(
+    equation: Equation,
+    cut: Equation,
+    values: Sequence[Any],
+    operands: list[Any],
+    perturbed: list[Any],
+) -> list[Any]:
+    """Results whose derivative by perturbations includes the paths through cuts inside
+    the equation: (J - J_cut) (perturbed - operands)."""
+    parts = [run_equation(e, x) for x in (perturbed, operands) for e in (equation, cut)]
+    found = []
+    for value, a, a_cut, b, b_cut in zip(values, *parts, strict=True):
+        moved = jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+        found.append(
+            known_value(value, value + (a - a_cut) - (b - b_cut)) if moved else value
+        )
+    return found
+
+
 def cuts_between_new_states(analysed: Analysed) -> Cutting:
-    """Cuts on the way from new states of a group to new states of the same group."""
+    """Cuts between new states of one group, for every group."""
     facts, found = analysed.facts, {}
     equations = facts.program.equations
+    reads = lambda i, k, new: of(facts.total, equations[i].invars[k]).grads & new
     parts = zip(analysed.members, analysed.positions, strict=True)
     for g, (members, positions) in enumerate(parts):
-        new = facts.new(members)
-        found[g] = {
-            (i, k): mask
-            for (i, k), mask in positions.cuts.edges.items()
-            if of(facts.total, equations[i].invars[k]).grads & new
+        new, cuts = facts.new(members), positions.cuts
+        edges = {
+            (i, k): mask for (i, k), mask in cuts.edges.items() if reads(i, k, new)
         }
+        within = {i for (i, _), body in cuts.bodies.items() if body}
+        inside = {
+            i: cut_inside(i, equations[i], cuts)
+            for i in sorted(within)
+            if any(reads(i, k, new) for k in range(len(equations[i].invars)))
+        }
+        found[g] = CutsBetween(edges, inside)
     return found
 
 
