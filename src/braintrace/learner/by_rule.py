@@ -28,9 +28,9 @@ from ..rules.feedback import feedback_signal
 from ..solver import Factorised, RandomFeedback
 from .arguments import check_batch, check_batch_size, length_of
 from .credit_warnings import warn_of_credit
-from .foreign import adapted, foreign
 from .learner import Learner
 from .model_states import make_states
+from .models import AdaptedModel
 
 AUTOMATIC = (
     'fast_solve',
@@ -228,8 +228,8 @@ def compile(
     ``model``: a brainstate module; a module of Flax NNX or Equinox, with ``state``
     where it takes one as an argument; a function ``step(params, state, *inputs) ->
     (state, out)``, whose params and state come first among the examples. Learners of
-    these last three give gradients in the framework's own structure: see
-    :class:`ForeignLearner`.
+    these last three give gradients in the framework's own structure, and have
+    ``params`` and ``state`` (docs/frameworks.md).
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> net = brainstate.nn.GRUCell(3, 4)
@@ -259,8 +259,8 @@ def compile(
         )
     if not isinstance(model, brainstate.nn.Module):
         batch = batch_size if vmap else None
-        model, example_inputs = adapted(model, example_inputs, state, batch, seed)
-        kind, vmap = foreign(kind), False
+        model = AdaptedModel.of(model, example_inputs, state, batch, seed)
+        example_inputs, vmap = model.pure.inputs, False
     elif state is not None:
         given, why = 'state=... for a brainstate module', 'it keeps its states itself'
         raise ValueError(three_parts(given, why, 'compile without state='))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..compiled_step import Values
-from ..errors import is_explained
+from ..errors import is_explained, three_parts
 from ..frontends.failures import explain_failure
 from ..program import Path
 from ..rules import Rule
@@ -20,7 +20,7 @@ from ..solver import BlockSolver, InfluenceSolver, Solved
 from .arguments import check_call, length_of
 from .binding import StepBinding
 from .learner_state import LearnerState
-from .losses import check_aux, loss_weights
+from .losses import check_aux, check_finite_values, loss_weights
 from .programs import shapes_of
 from .sequences import SequenceOptions, gradient_program
 
@@ -109,6 +109,70 @@ class Calls(LearnerState):
             given = (parameters, states, traces, inputs, weights, unit, rule_state)
             solved = program(*given, masked=mask is not None)
         return binding, solver, solved, weights
+
+    def _in_steps(
+        self,
+        sequences: tuple,
+        step_fn: Callable,
+        mask: Any,
+        reduction: str,
+        has_aux: bool,
+        fresh: bool,
+    ) -> tuple[dict[Path, Any], jax.Array, jax.Array, Any]:
+        """Gradients by path, losses, their weights, auxiliary values; states and traces
+        written."""
+        with self._cleared_on_error():
+            binding, solver, solved, weights = self._solve(
+                sequences, step_fn, mask, reduction, fresh, has_aux=has_aux
+            )
+            self._check_finite(binding, solved, weights)
+            rule_state = self._next_rule_state(solved)
+            after = (solved.states, solved.traces, rule_state)
+            self._write(binding, solver, *after, calls=len(weights), fresh=fresh)
+        aux = binding.aux(solved, len(weights)) if has_aux else None
+        return binding.gradients_by_path(solved.gradients), solved.losses, weights, aux
+
+    def _at_params(
+        self,
+        params: Any,
+        sequences: tuple,
+        step_fn: Callable,
+        mask: Any,
+        chunk_size: int | None,
+        reduction: str,
+        has_aux: bool,
+        fresh: bool,
+    ) -> tuple[dict[Path, Any], jax.Array, jax.Array, Any]:
+        """The same at parameters of the caller's, with nothing of the learner written."""
+        with self._alone():
+            wrong = ['fresh=False'] * (not fresh) + ['chunk_size'] * bool(chunk_size)
+            if wrong:
+                raise ValueError(
+                    three_parts(
+                        f'etrace_grad(..., params=..., {", ".join(wrong)})',
+                        'a call with weights of its own leaves states and traces alone, so it has no '
+                        'past to continue from',
+                        'fresh=True and no chunk_size; or learner.params = ... (Flax: the module '
+                        'itself) and no params',
+                    )
+                )
+            values = self._interface.values_at(params)
+            binding, _, solved, weights = self._solve(
+                sequences, step_fn, mask, reduction, True, at=values, has_aux=has_aux
+            )
+            self._check_finite(binding, solved, weights)
+            paths = binding.paths.items()
+            states = {path: solved.states[v] for v, path in paths if v in solved.states}
+            self._interface.write_at(params, states)
+        aux = binding.aux(solved, len(weights)) if has_aux else None
+        return binding.gradients_by_path(solved.gradients), solved.losses, weights, aux
+
+    def _check_finite(
+        self, binding: StepBinding, solved: Solved, weights: jax.Array
+    ) -> None:
+        if self.check_finite:
+            named = binding.gradients_by_name(solved.gradients)
+            check_finite_values(solved.losses, weights, named, 'step')
 
     def _values(self, binding: StepBinding, fresh: bool) -> tuple[Values, Values]:
         """Parameters and states as they are, or states at the start of a sequence."""

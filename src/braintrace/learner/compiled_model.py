@@ -40,8 +40,10 @@ from .batch import batch_of
 from .binding import StepBinding, TraceChoice, trace_shapes
 from .gradients import gradients_of
 from .model_states import StateShapes
+from .models import MODULE, ModelInterface, interface_of
 from .placement import Placement
 from .programs import ProgramCache, shapes_of
+from .recording import recording_of
 from .spellings import member
 from .state import EligibilityTrace, RuleState, StartValue
 
@@ -181,9 +183,59 @@ class CompiledModel(brainstate.nn.Module):
         return first[0] if len(sizes) == 1 and first else None
 
     def _synchronised(self) -> contextlib.AbstractContextManager:
-        """Around every call, which has the model for itself; where a model keeps its
+        """Around every call, which has the model for itself; where its user keeps its
         values elsewhere, they are read before and written after."""
-        return self._alone()
+        return self._alone() if self._interface is MODULE else self._followed()
+
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[None]:
+        """The same where it is not a call that others must wait for, unless the values
+        are kept elsewhere."""
+        if self._interface is MODULE:
+            yield
+            return
+        record = recording_of(self)
+        runs_model = record is not None and record.runs_model
+        with self._alone():
+            if runs_model:
+                yield
+                return
+            with self._interface.followed(self._compile_again):
+                yield
+
+    def _compile_again(self) -> None:
+        """The graph of a step that has changed."""
+        self._kept.programs.clear()
+        self.executor.compile_graph(*self._example)
+
+    @property
+    def _interface(self) -> ModelInterface:
+        """The model as its user holds it."""
+        return interface_of(self.model)
+
+    @property
+    def params(self) -> Any:
+        """The parameters of a model that is no brainstate module, as its framework
+        holds them: a State of Params, an Equinox model, the params of a function."""
+        with self._followed():
+            return self._interface.params
+
+    @params.setter
+    def params(self, value: Any) -> None:
+        with self._followed():
+            self._interface.params = value
+
+    @property
+    def state(self) -> Any:
+        """What such a model carries from step to step, in the structure in which it was
+        given."""
+        with self._followed():
+            return self._interface.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        with self._followed():
+            self._interface.state = value
 
     # ------------------------------------------------------------ steps and programs
 

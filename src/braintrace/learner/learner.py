@@ -176,6 +176,7 @@ class Learner(Measuring, Saving):
         has_aux: Literal[False] = False,
         return_value: Literal[False] = False,
         fresh: bool = False,
+        params: Any = None,
     ) -> dict[Path, Any]: ...
 
     @overload
@@ -208,8 +209,10 @@ class Learner(Measuring, Saving):
         has_aux: bool = False,
         return_value: bool = False,
         fresh: bool = False,
+        params: Any = None,
     ) -> Any:
-        """Gradients of a whole sequence, by path.
+        """Gradients of a whole sequence, by path; those of a model that is no brainstate
+        module in the structure that its framework's optimisers take.
 
         ``step_fn(*slices)`` calls the learner and returns a scalar loss (or ``(loss,
         aux)``). ``mask`` (T,) weights the losses; 'mean' divides by max(Σ mask, 1). A
@@ -226,6 +229,10 @@ class Learner(Measuring, Saving):
         it, or with 1, a learner with ``vjp_method='multi-step'`` takes windows of one
         step.
 
+        ``params`` (a Flax or Equinox module, or the params of a function): a fresh
+        sequence with these weights, nothing of the learner changed; this also works
+        inside ``jax.jit`` and the like.
+
         With ``return_value`` the losses follow: as they are ('per_step'), times their
         mask ('masked') or reduced to one number ('scalar'). With ``has_aux`` the
         auxiliary values follow, stacked over time.
@@ -233,48 +240,33 @@ class Learner(Measuring, Saving):
         check_choice('loss_output', loss_output, LOSS_OUTPUTS)
         check_choice('reduction', reduction, ('mean', 'sum'))
         chosen = selected(weights, self.param_states)
-        with self._synchronised():
-            sequences = self._placed(sequences, 1)
-            if chunk_size not in (None, 1):
-                found = gradients_in_chunks(
-                    self,
-                    sequences,
-                    step_fn,
-                    mask,
-                    chunk_size,
-                    reduction,
-                    has_aux,
-                    fresh,
-                )
-            else:
-                found = self._in_steps(
-                    sequences, step_fn, mask, reduction, has_aux, fresh
-                )
-        return results(*found, mask, chosen, loss_output, return_value, has_aux)
-
-    def _in_steps(
-        self,
-        sequences: tuple,
-        step_fn: Callable,
-        mask: Any,
-        reduction: str,
-        has_aux: bool,
-        fresh: bool,
-    ) -> tuple[dict[Path, Any], jax.Array, jax.Array, Any]:
-        """Gradients by path, losses, their weights, auxiliary values; states and traces
-        written."""
-        with self._cleared_on_error():
-            binding, solver, solved, weights = self._solve(
-                sequences, step_fn, mask, reduction, fresh, has_aux=has_aux
+        if params is not None:
+            found = self._at_params(
+                params, sequences, step_fn, mask, chunk_size, reduction, has_aux, fresh
             )
-            if self.check_finite:
-                named = binding.gradients_by_name(solved.gradients)
-                check_finite_values(solved.losses, weights, named, 'step')
-            rule_state = self._next_rule_state(solved)
-            after = (solved.states, solved.traces, rule_state)
-            self._write(binding, solver, *after, calls=len(weights), fresh=fresh)
-        aux = binding.aux(solved, len(weights)) if has_aux else None
-        return binding.gradients_by_path(solved.gradients), solved.losses, weights, aux
+        else:
+            with self._synchronised():
+                sequences = self._placed(sequences, 1)
+                if chunk_size not in (None, 1):
+                    found = gradients_in_chunks(
+                        self,
+                        sequences,
+                        step_fn,
+                        mask,
+                        chunk_size,
+                        reduction,
+                        has_aux,
+                        fresh,
+                    )
+                else:
+                    found = self._in_steps(
+                        sequences, step_fn, mask, reduction, has_aux, fresh
+                    )
+        gradients, losses, counts, aux = found
+        if chosen is None:
+            gradients = self._interface.gradients(gradients)
+        given = (mask, chosen, loss_output, return_value, has_aux)
+        return results(gradients, losses, counts, aux, *given)
 
     def etrace_evolve(
         self,
@@ -328,6 +320,7 @@ class Learner(Measuring, Saving):
         are masked, there is no update; states and traces advance. Returns the loss of
         every step.
         """
+        self._interface.check_loop_optimizer(optimizer)
         check_optimizer(optimizer)
         check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
         length = length_of(sequences)
@@ -420,6 +413,7 @@ class Learner(Measuring, Saving):
         Parameters without a gradient stay as they are.
         """
         parameters = self.param_states
+        gradients = self._interface.by_path(gradients)
         check_paths('gradients', gradients, parameters)
         update = update_by(
             check_optimizer(optimizer), parameters, self._kept.optimizers

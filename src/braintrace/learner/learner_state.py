@@ -40,6 +40,7 @@ class LearnerState(CompiledModel):
     def __deepcopy__(self, memo: Any = None) -> Any:
         """A learner of its own on a copy of the model: weights, states, traces, optax
         states."""
+        self._interface.check_copied()
         copied = super().__deepcopy__(
             memo
         )  # copies the states of the tree and shares all else
@@ -83,6 +84,10 @@ class LearnerState(CompiledModel):
 
         Its current states are where a fresh sequence starts.
         """
+        with self._followed():
+            self._compile(first_step(args))
+
+    def _compile(self, args: tuple) -> None:
         # An update would make weak types strong, and everything would be compiled
         # again.
         strong = lambda x: (
@@ -90,7 +95,6 @@ class LearnerState(CompiledModel):
         )
         for state in module_states(self.model).values():
             state.value = jax.tree.map(strong, state.value)
-        args = first_step(args)
         self.executor.compile_graph(*args)
         self._kept.programs.clear()
         self._kept.traces.clear()
@@ -100,9 +104,8 @@ class LearnerState(CompiledModel):
         self._kept.shapes = StateShapes(self)
         self.traces = {}
         self._start = {}
-        carries_on = (brainstate.ParamState, brainstate.random.RandomState)
         for path, state in module_states(self.model).items():
-            if not isinstance(state, carries_on):
+            if not self._interface.carries_on(path, state):
                 self._start[path] = StartValue(state.value)
         if self.rule.predictor is not None:
             self.rule_state = self._new_rule_state()
@@ -272,16 +275,17 @@ class LearnerState(CompiledModel):
 
         This covers every state that is read or written inside, of the learner or not.
         """
-        traces, owners, zeros = self.traces, self._kept.owners, self._kept.zeros
-        touched: Any = brainstate.StateTraceStack()
-        try:
-            with touched:
+        with self._followed():
+            traces, owners, zeros = self.traces, self._kept.owners, self._kept.zeros
+            touched: Any = brainstate.StateTraceStack()
+            try:
+                with touched:
+                    _mark_read(traces)
+                    yield
+            finally:
+                touched.recovery_original_values()
+                self.traces, self._kept.owners, self._kept.zeros = traces, owners, zeros
                 _mark_read(traces)
-                yield
-        finally:
-            touched.recovery_original_values()
-            self.traces, self._kept.owners, self._kept.zeros = traces, owners, zeros
-            _mark_read(traces)
 
     def get_etrace_of(self, path: Path | str | brainstate.State) -> dict[tuple, Any]:
         """The traces of one parameter, by their names.
@@ -329,12 +333,13 @@ class LearnerState(CompiledModel):
         sequences start from then on.
         """
         check_batch_size(batch_size)
-        if batch_size is None:
-            self._restore_start()
-        else:
-            self._resize(batch_size)
-        self._clear_traces()
-        self.running_index.value = jnp.zeros((), jnp.int32)
+        with self._followed():
+            if batch_size is None:
+                self._restore_start()
+            else:
+                self._resize(batch_size)
+            self._clear_traces()
+            self.running_index.value = jnp.zeros((), jnp.int32)
 
     def _restore_start(self) -> None:
         for path, state in module_states(self.model).items():
