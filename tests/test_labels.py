@@ -19,9 +19,10 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from braintrace import register_primitive
+from braintrace.analysis.cuts import Relevance
 from braintrace.analysis.dependence import Bits, flow
 from braintrace.analysis.facts import Facts
-from braintrace.analysis.positions import Credit, find_positions
+from braintrace.analysis.positions import find_positions
 from braintrace.analysis.probe import is_elementwise
 from braintrace.compat import Primitive, evaluate, is_differentiable, make_jaxpr
 from braintrace.operations import REGISTRY
@@ -687,7 +688,7 @@ def positions_of(fn, h, *others):
     numbers = np.arange(h.size, dtype=np.int32).reshape(h.shape)
     program = StepProgram(closed, tuple(jaxpr.invars), (), (), (), ())
     found = find_positions(
-        jaxpr, flow(jaxpr, bits), Credit(1, (1 << len(bits)) - 1), [(jaxpr.outvars[0], numbers)],
+        jaxpr, flow(jaxpr, bits), Relevance(1, (1 << len(bits)) - 1), [(jaxpr.outvars[0], numbers)],
         {jaxpr.invars[0]: numbers}, (), h.size, Facts(program).constant,
     )  # fmt: skip
     cut = make_jaxpr(

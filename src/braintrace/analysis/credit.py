@@ -26,12 +26,12 @@ from ..compat import (
 from ..program import Hidden, Parameter, Path
 from ..program.step import path_name
 from ..text import operation_name
+from .cuts import Cut, Positions
 from .dependence import of, union
 from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .facts import Facts
 from .groups import HiddenGroup
 from .opaque import opaque_equations
-from .positions import Cut, Positions
 from .sites import HiddenParamOpRelation
 
 Links = frozenset[tuple[int, int]]
@@ -39,7 +39,7 @@ Links = frozenset[tuple[int, int]]
 NO_CREDIT = (
     'no output of its step depends on it, and no credit comes back from later ones'
 )
-"""Begins the reason of a parameter that BPTT would teach and traces cannot."""
+"""Begins the reason of a parameter that gets a gradient from BPTT and none from traces."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import numpy as np
 from ..compat import Atom, Var
 from ..program import Hidden, StepProgram
 from .constants import Constants
+from .cuts import Positions, Relevance
 from .dependence import Bits, flow, of, union
-from .positions import Credit, Positions, find_positions
+from .positions import find_positions
 
 
 class Facts:
@@ -98,7 +99,7 @@ class Facts:
         """
         jaxpr = self.program.closed.jaxpr
         before = self.old(old)
-        credit = Credit(self.parameters | before, self.data, before)
+        relevance = Relevance(self.parameters | before, self.data, before)
         starts = [(h.outvar, h.positions) for h in new]
         keep = {h.invar: h.positions for h in old}
         stop = self.new_bit.keys() - {h.outvar for h in through}
@@ -106,7 +107,7 @@ class Facts:
         return find_positions(
             jaxpr,
             self.through(through),
-            credit,
+            relevance,
             starts,
             keep,
             stop,

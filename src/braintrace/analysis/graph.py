@@ -15,6 +15,7 @@ from ..program import Hidden, Path, StepProgram
 from ..program.bare import program_of_jaxpr
 from ..program.step import path_name
 from .credit import CreditAnalysis
+from .cuts import Positions
 from .dependence import of
 from .diagnostics import CompilationRecord, DiagnosticKind
 from .facts import Facts
@@ -22,7 +23,6 @@ from .findings import findings
 from .groups import HiddenGroup, group_hidden, make_group
 from .opaque import check_loops
 from .perturbation import HiddenPerturbation, add_perturbation
-from .positions import Positions
 from .relations import relation_records
 from .sites import HiddenParamOpRelation, find_sites
 

@@ -13,8 +13,8 @@ from ..compat import Jaxpr, Var, evaluate
 from ..errors import NotSupportedError, three_parts
 from ..program import Hidden, Path, slice_between
 from ..program.step import path_name
+from .cuts import Positions
 from .facts import Facts
-from .positions import Positions
 
 T = TypeVar('T')
 

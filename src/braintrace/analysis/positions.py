@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -52,55 +51,10 @@ from ..operations.labels import (
     sources_of,
     sources_through,
 )
-from ..program.slicing import Cuts
 from .constants import Constants
+from .cuts import Cut, Positions, Relevance
 from .dependence import Bits, carry_fixpoint, flow, of
 from .probe import confirmed, is_elementwise
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One place where the local step stops gradient, for the report."""
-
-    eqn: Equation
-    operand: int
-    reason: str
-    bits: Bits
-    elements: int
-
-
-@dataclass
-class Positions:
-    """What a pass found: labels, the edges that carry credit, cuts and gaps.
-
-    ``sources`` has the values of which an element reaches several positions: the
-    element that reaches each position, flat. Their labels say CONFLICT there.
-    """
-
-    labels: dict[Var, np.ndarray] = field(default_factory=dict)
-    sources: dict[Var, np.ndarray] = field(default_factory=dict)
-    edges: set[tuple[int, int]] = field(default_factory=set)
-    cuts: Cuts = field(default_factory=Cuts)
-    found: list[Cut] = field(default_factory=list)
-    gaps: list[tuple[Equation, str]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Credit:
-    """Which values matter to one group: those with a gradient from these sources, met
-    with data. ``old``: the sources among them that are old states."""
-
-    sources: int
-    data: int
-    old: int = -1
-
-    def __call__(self, bits: Bits) -> bool:
-        return bool(bits.grads & self.sources) and bool(bits.reads & self.data)
-
-    def reaches(self, bits: Bits) -> bool:
-        """Whether old states of the group reach a value."""
-        return bool(bits.grads & self.old)
-
 
 FAN_OUT = 'one element reaches several positions'
 PARTED = 'its uses reach different positions'
@@ -127,7 +81,7 @@ class _Pass:
         self,
         jaxpr: Jaxpr,
         env: Mapping[Var, Bits],
-        credit: Credit,
+        relevance: Relevance,
         size: int,
         const: Constants,
         out: Positions,
@@ -135,10 +89,10 @@ class _Pass:
         is_body: bool = False,
     ):
         self.is_body = is_body
-        self.jaxpr, self.env, self.credit, self.size, self.const = (
+        self.jaxpr, self.env, self.relevance, self.size, self.const = (
             jaxpr,
             env,
-            credit,
+            relevance,
             size,
             const,
         )
@@ -177,7 +131,7 @@ class _Pass:
                 self.out.labels[v] = labels
 
     def matters(self, atom: Atom) -> bool:
-        return is_var(atom) and (self.opaque or self.credit(of(self.env, atom)))
+        return is_var(atom) and (self.opaque or self.relevance(of(self.env, atom)))
 
     def cut(self, i: int, k: int, mask: np.ndarray, reason: str) -> None:
         self.out.cuts.add(i, k, mask)
@@ -318,7 +272,7 @@ class _Pass:
         if self.is_body or v in self.keep or v in self.starts:
             return None
         alone = [use for use in uses if use.sources is None]
-        if alone and self.credit.reaches(of(self.env, v)):
+        if alone and self.relevance.reaches(of(self.env, v)):
             return None
         found: Labels = None
         for use in uses:
@@ -426,7 +380,7 @@ class _Pass:
             jaxpr, dict(zip(body.invars, operands, strict=False)), self.const
         )
         env = flow(body, inputs)
-        given = (body, env, self.credit, self.size, const, Positions(), opaque)
+        given = (body, env, self.relevance, self.size, const, Positions(), opaque)
         return _Pass(*given, is_body=True)
 
     def custom(self, eqn: Equation, outs: list[Labels]) -> list[Labels]:
@@ -560,7 +514,7 @@ def _same(a: Labels, b: Labels) -> bool:
 def find_positions(
     jaxpr: Jaxpr,
     env: Mapping[Var, Bits],
-    credit: Credit,
+    relevance: Relevance,
     starts: Sequence[tuple[Atom, np.ndarray]],
     keep: Mapping[Var, np.ndarray],
     stop: Collection[Var],
@@ -575,5 +529,5 @@ def find_positions(
     states of other groups).
     """
     out = Positions()
-    _Pass(jaxpr, env, credit, size, const, out).run(starts, keep, stop)
+    _Pass(jaxpr, env, relevance, size, const, out).run(starts, keep, stop)
     return out

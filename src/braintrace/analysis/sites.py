@@ -18,10 +18,10 @@ from ..compat import Equation, Jaxpr, Primitive, Var, is_var, scope, sub_program
 from ..operations import operation_of
 from ..program import Parameter, Path, cut_inside, slice_back, slice_between
 from ..program.step import path_name
+from .cuts import Positions
 from .dependence import of
 from .facts import Facts
 from .groups import HiddenGroup
-from .positions import Positions
 
 MARK = 'etrace:'
 """Scope names that start so mark an operation as one whose parameters are to be traced.

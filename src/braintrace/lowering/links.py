@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..analysis.cuts import Relevance
 from ..analysis.dependence import of
 from ..analysis.groups import HiddenGroup
-from ..analysis.positions import Credit, find_positions
+from ..analysis.positions import find_positions
 from ..compat import (
     Atom,
     Var,
@@ -316,7 +317,7 @@ class ReadoutLinks:
         found = find_positions(
             make_jaxpr([], inputs, [u], equations),
             facts.direct,
-            Credit(self._bits(g), facts.data),
+            Relevance(self._bits(g), facts.data),
             [(u, numbers)],
             {},
             (),

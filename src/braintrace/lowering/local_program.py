@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
+from ..analysis.cuts import Positions
 from ..analysis.groups import HiddenGroup
-from ..analysis.positions import Positions
 from ..compat import Equation, Var, is_var
 from ..operations import operation_of
 from ..program import equations_between

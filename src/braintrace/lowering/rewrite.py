@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..analysis.cuts import Positions
 from ..analysis.dependence import of
 from ..analysis.facts import Facts
 from ..analysis.graph import Analysed
-from ..analysis.positions import Positions
 from ..compat import (
     Atom,
     Equation,

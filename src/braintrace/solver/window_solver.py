@@ -115,9 +115,9 @@ class WindowSolver(OneBlock):
         last, traces, total, through, learned, error = carry
         if traces:
             total = add(total, self._of_parameters(parameters, states, through))
-        taught = max(count - fresh, 1)
-        update = [x / taught for x in learned]
-        return Solved(total, losses, aux, last, traces, update, error / taught)
+        windows = max(count - fresh, 1)
+        update = [x / windows for x in learned]
+        return Solved(total, losses, aux, last, traces, update, error / windows)
 
     def run(
         self,

@@ -1,0 +1,55 @@
+"""What a position analysis gives: the label of every value, and where paths are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..compat import Equation, Var
+from ..program.slicing import Cuts
+from .dependence import Bits
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One place where the local step stops gradient, for the report."""
+
+    eqn: Equation
+    operand: int
+    reason: str
+    bits: Bits
+    elements: int
+
+
+@dataclass
+class Positions:
+    """What a pass found: labels, the edges that carry credit, cuts and gaps.
+
+    ``sources`` has the values of which an element reaches several positions: the
+    element that reaches each position, flat. Their labels say CONFLICT there.
+    """
+
+    labels: dict[Var, np.ndarray] = field(default_factory=dict)
+    sources: dict[Var, np.ndarray] = field(default_factory=dict)
+    edges: set[tuple[int, int]] = field(default_factory=set)
+    cuts: Cuts = field(default_factory=Cuts)
+    found: list[Cut] = field(default_factory=list)
+    gaps: list[tuple[Equation, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Relevance:
+    """Which values matter to one group: those with a gradient from these sources, met
+    with data. ``old``: the sources among them that are old states."""
+
+    sources: int
+    data: int
+    old: int = -1
+
+    def __call__(self, bits: Bits) -> bool:
+        return bool(bits.grads & self.sources) and bool(bits.reads & self.data)
+
+    def reaches(self, bits: Bits) -> bool:
+        """Whether old states of the group reach a value."""
+        return bool(bits.grads & self.old)
