@@ -10,7 +10,7 @@ import braintrace
 
 ROOT = pathlib.Path(braintrace.__file__).parent
 LAYERS = [
-    {'errors', 'compat', 'text', '_brainstate'},
+    {'errors', 'compat', 'source_lines', 'text', '_brainstate'},
     {'compiled_step', 'arrays'},
     {'program'},
     {'operations'},

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import braintrace as bt
-from braintrace.compat import is_var, short_source
+from braintrace.compat import is_var
+from braintrace.source_lines import short_source
 from zoo.base import Step, array, hidden, other, weight
 
 B, I, H = 2, 3, 4  # noqa: E741

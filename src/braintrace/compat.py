@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import linecache
-import os
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -487,146 +484,27 @@ def kernel_primitive(
 
 # ---------------------------------------------------------------- where an equation was written
 
-_TOOLS = ('jax', 'jaxlib', 'numpy', 'saiunit', 'brainunit', 'brainevent')
-_MODELS = (
-    'brainstate',
-    'brainpy',
-    'brainpy_state',
-    'braintools',
-    'flax',
-    'equinox',
-    'optax',
-)
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_FRONTENDS = _HERE + 'frontends'
-_STDLIB = os.path.dirname(functools.__file__) + os.sep
 
-
-def _is_tool(file: str) -> bool:
-    """True for files of the standard library and of packages that no model is written
-    in."""
-    return (
-        file.startswith('<frozen')
-        or _is_of(file, _TOOLS)
-        or (file.startswith(_STDLIB) and '-packages' not in file)
-    )
-
-
-def _is_of(file: str, packages: Sequence[str]) -> bool:
-    return '-packages' in file and any(
-        f'{os.sep}{name}{os.sep}' in file for name in packages
-    )
-
-
-def _own_line(frames: Sequence[tuple[str, int]]) -> str | None:
-    """``file:line`` of the first frame that is the user's, else of the first of a
-    library of models."""
-    frames = [f for f in frames if not _is_tool(f[0])]
-    models = [f for f in frames if _in_library(f[0])]
-    own = [f for f in frames if f not in models]
-    return next((f'{file}:{line}' for file, line in own + models), None)
-
-
-def source_line(eqn: Equation) -> str:
-    """``file:line`` of the user's own code that made this equation.
-
-    Where no frame is the user's, that of the library the model comes from.
-    """
-    own, library = _places(eqn)
-    return own or library or 'unknown source'
-
-
-def library_line(eqn: Equation) -> str | None:
-    """``file:line`` of the layer of a library that made this equation, where the user's
-    own code called one."""
-    own, library = _places(eqn)
-    return library if own else None
-
-
-def source_text(eqn: Equation) -> str:
-    """The place where an equation was written, shortened: the user's own line, and that
-    of the layer it calls."""
-    own, library = short_source(source_line(eqn)), library_line(eqn)
-    return own if library is None else f'{short_source(library)}, called at {own}'
-
-
-def _places(eqn: Equation) -> tuple[str | None, str | None]:
-    """``file:line`` of the user's innermost frame, and of the layer of a library that
-    it called; either may be None."""
+def frames_of(eqn: Equation) -> list[Any]:
+    """The frames of Python in which an equation was traced, innermost first."""
     stack = eqn.source_info.traceback
-    frames = [] if stack is None else list(stack.frames)
-    first = [i for i, f in enumerate(frames) if f.file_name.startswith(_FRONTENDS)]
-    frames = [
-        f for f in frames[: min(first, default=None)] if not _is_tool(f.file_name)
-    ]
-    users = [i for i, f in enumerate(frames) if not _in_library(f.file_name)]
-    inside = frames[: users[0]] if users else frames
-    # The frame nearest to the user's is the layer's own; those further inside, such as
-    # that of a linear map, are the same for many layers.
-    layers = [f for f in inside if _is_layer(f)] or ([] if users else inside[:1])
-    line = lambda f: f'{f.file_name}:{f.line_num}'
-    own = line(frames[users[0]]) if users else None
-    return own, line(layers[-1]) if layers else None
+    return [] if stack is None else list(stack.frames)
 
 
-def _in_library(file: str) -> bool:
-    """Whether a file is of a library of layers, this package's included; its ready-made
-    networks are models."""
-    if file.startswith(_HERE):
-        return not file.startswith(_HERE + 'networks')
-    return _is_of(file, _MODELS)
-
-
-def _is_layer(frame: Any) -> bool:
-    """Whether a frame of a library is in the code of a layer."""
-    file = frame.file_name
-    if frame.function_name.rpartition('.')[2] == '__call__':
-        return not _is_of(file, ('brainstate',))  # its modules define update
-    if file.startswith(_HERE):
-        return file.startswith(_HERE + 'nn')
-    whole = _is_of(file, ('brainstate', 'flax', 'equinox'))
-    return not whole or f'{os.sep}nn{os.sep}' in file
-
-
-def short_source(source: str) -> str:
-    """A place in a file, shortened: from its package, or from the working folder, if it
-    is in one of them."""
-    *_, rest = source.rpartition('-packages' + os.sep)
-    rest = rest.removeprefix(os.path.dirname(_HERE.rstrip(os.sep)) + os.sep)
-    return rest.removeprefix(os.getcwd() + os.sep)
-
-
-def failing_line(error: BaseException) -> str:
-    """The user's own line in which an error arose, to be added to a message; empty if
-    none is known."""
-    frames = [
-        (f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)
-    ]
-    calls = [i for i, (file, _) in enumerate(frames) if file.startswith(_FRONTENDS)]
-    place = _own_line(frames[max(calls, default=-1) + 1 :][::-1])
-    if place is None:
-        return ''
-    file, _, number = place.rpartition(':')
-    code = linecache.getline(file, int(number)).strip()
-    return f'\n    at {place}' + (f': {code}' if code else '')
-
-
-def from_library(jaxpr: Any) -> bool:
-    """True for the program of a function that JAX, a library of models or this package
-    defines."""
+def defined_in(jaxpr: Any) -> str:
+    """The file and line of the function that a program was traced from; empty if
+    unknown."""
     defined = getattr(open_jaxpr(jaxpr).debug_info, 'func_src_info', '') or ''
-    file = defined.partition(' at ')[2]
-    return _is_tool(file) or _is_of(file, _MODELS) or file.startswith(_HERE)
+    return defined.partition(' at ')[2]
 
 
-def inlined(eqn: Equation, caller: Equation, body: Any, **changes: Any) -> Equation:
-    """An equation of a called program as it stands in the calling one.
-
-    Programs of library functions are cached by JAX with the source line of their first
-    caller, so there the line of this call is used. Names of scopes add up.
-    """
+def inlined(
+    eqn: Equation, caller: Equation, at_caller: bool, **changes: Any
+) -> Equation:
+    """An equation of a called program as it stands in the calling one; ``at_caller``:
+    with the source line of the call. Names of scopes add up."""
     info = eqn.source_info
-    if from_library(body):
+    if at_caller:
         info = info.replace(traceback=caller.source_info.traceback)
     info = info.replace(name_stack=caller.source_info.name_stack + info.name_stack)
     return eqn.replace(source_info=info, **changes)

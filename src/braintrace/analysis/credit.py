@@ -16,15 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..compat import (
-    Atom,
-    Equation,
-    is_var,
-    source_line,
-    source_text,
-)
+from ..compat import Atom, Equation, is_var
 from ..program import Hidden, Parameter, Path
 from ..program.step import path_name
+from ..source_lines import source_line, source_text
 from ..text import operation_name
 from .cuts import Cut, Positions
 from .dependence import of, union

@@ -5,16 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..compat import (
-    Equation,
-    library_line,
-    open_jaxpr,
-    source_line,
-    source_text,
-    sub_programs,
-)
+from ..compat import Equation, open_jaxpr, sub_programs
 from ..program import Path
 from ..program.step import path_name
+from ..source_lines import library_line, source_line, source_text
 from ..text import operation_name
 from .credit import CreditAnalysis, credit_class_record, described, line_of, names
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel

@@ -10,11 +10,11 @@ from ..compat import (
     is_var,
     is_whole_cut,
     open_jaxpr,
-    source_text,
     structure,
     sub_programs,
 )
 from ..errors import CompilationError, three_parts
+from ..source_lines import source_text
 from .dependence import of, union
 from .facts import Facts
 

@@ -25,7 +25,6 @@ from ..compat import (
     Equation,
     Jaxpr,
     Var,
-    from_library,
     is_var,
     open_jaxpr,
     read_branches,
@@ -51,6 +50,7 @@ from ..operations.labels import (
     sources_of,
     sources_through,
 )
+from ..source_lines import from_library
 from .constants import Constants
 from .cuts import Cut, Positions, Relevance
 from .dependence import Bits, carry_fixpoint, flow, of

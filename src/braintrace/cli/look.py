@@ -25,12 +25,12 @@ import numpy as np
 
 from .. import compile as compile_model
 from .._brainstate import brainstate
-from ..compat import failing_line
 from ..errors import printable, three_parts
 from ..files import write_whole
 from ..frontends.failures import unset_environment
 from ..learner import Learner
 from ..rules.gradients import EQUAL
+from ..source_lines import failing_line
 
 Result = tuple[Any, str, int]
 """For machines, for people, and the exit code."""

@@ -11,12 +11,10 @@ import jax
 import numpy as np
 
 from .._brainstate import brainstate
-from ..compat import (
-    failing_line,
-)
 from ..errors import CompilationError, three_parts
 from ..program import Path
 from ..program.step import path_name
+from ..source_lines import failing_line
 
 _LISTS = 'jax.numpy.asarray(x): JAX reads a list as a container of many numbers'
 

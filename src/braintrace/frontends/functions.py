@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, failing_line, make_jaxpr
+from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, make_jaxpr
 from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
+from ..source_lines import failing_line
 from .pure import Leaves, PureModel, free_name, leaf_paths, state_paths
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ..analysis.diagnostics import CompilationRecord, ParameterGradient
-from ..compat import short_source
 from ..compiled_step import Site
 from ..lowering.links import ReadoutLinks
 from ..lowering.step_facts import StepFacts
@@ -22,6 +21,7 @@ from ..solver import BlockSolver, InfluenceSolver, JacobianRecursion, Traces
 from ..solver.factors import FactorLayout
 from ..solver.influence import SparseInfluence
 from ..solver.recursion import Recursion
+from ..source_lines import short_source
 from ..text import operation_name
 from .binding import StepBinding
 

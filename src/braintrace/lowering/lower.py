@@ -12,15 +12,7 @@ import jax.numpy as jnp
 
 from ..analysis.graph import Analysed
 from ..analysis.sites import MARK
-from ..compat import (
-    Atom,
-    Equation,
-    Var,
-    has_reverse_only,
-    is_var,
-    scope,
-    source_line,
-)
+from ..compat import Atom, Equation, Var, has_reverse_only, is_var, scope
 from ..compiled_step import (
     Box,
     CompiledStep,
@@ -35,6 +27,7 @@ from ..compiled_step import (
 )
 from ..operations import SharedUse, operation_of, run_equation, use_of
 from ..program import cut_inside
+from ..source_lines import source_line
 from .effects import effect_box, effects_beyond
 from .links import ReadoutLinks
 from .local_program import LocalProgram

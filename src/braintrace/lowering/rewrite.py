@@ -32,6 +32,7 @@ from ..compat import (
 )
 from ..operations import operation_of
 from ..program import Cuts
+from ..source_lines import from_library
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def _traced(
         if out in results or any(v in sums for v in renamed):
             sums.append(names[out])
         equations.append(
-            inlined(eqn, caller, body, invars=renamed, outvars=[names[out]])
+            inlined(
+                eqn, caller, from_library(body), invars=renamed, outvars=[names[out]]
+            )
         )
     return _Split(equations, products, sums, data, maker)
 

@@ -32,6 +32,7 @@ from ..compat import (
     structure,
     sub_programs,
 )
+from ..source_lines import from_library
 from .loops import followed
 
 
@@ -114,12 +115,13 @@ def _emit(
     for var, value in zip(body.constvars, consts_of(sub.jaxpr), strict=True):
         local[var] = new_var(var.aval)
         consts[local[var]] = value
+    at_caller = from_library(sub.jaxpr)
     for inner in body.eqns:
         fresh = [new_var(v.aval) for v in inner.outvars]
         moved = inlined(
             inner,
             eqn,
-            sub.jaxpr,
+            at_caller,
             invars=[_read(local, v) for v in inner.invars],
             outvars=fresh,
         )

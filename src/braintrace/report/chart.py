@@ -12,10 +12,11 @@ from ..analysis.diagnostics import CompilationRecord, DiagnosticKind
 from ..analysis.facts import Facts
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import HiddenParamOpRelation, weight_operands
-from ..compat import Atom, Equation, Var, is_var, library_line, source_line
+from ..compat import Atom, Equation, Var, is_var
 from ..operations import operation_of
 from ..program import Parameter, Path, StepProgram
 from ..program.step import path_name
+from ..source_lines import library_line, source_line
 from ..text import use_name
 
 MOST = 4

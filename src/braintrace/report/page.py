@@ -22,7 +22,7 @@ from ..analysis.diagnostics import (
     DiagnosticKind,
     DiagnosticLevel,
 )
-from ..compat import short_source
+from ..source_lines import short_source
 from ..text import shape_text, size_text, use_name
 from .chart import Node
 from .drawing import Box, Drawing, Row

@@ -20,10 +20,10 @@ from ..analysis.diagnostics import (
 )
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import HiddenParamOpRelation
-from ..compat import short_source
 from ..errors import printable
 from ..program import Path, StepProgram
 from ..program.step import path_name
+from ..source_lines import short_source
 from ..text import shape_text, size_text
 from .chart import Chart, ChartMaker, Node
 from .page import framed, page
