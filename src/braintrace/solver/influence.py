@@ -35,7 +35,7 @@ Advance = Callable[[Values, Values], Values]
 """(parameters, states): the next states."""
 
 
-class Carried(NamedTuple):
+class InfluenceTrace(NamedTuple):
     """An influence, and the number of steps it has seen."""
 
     value: Any
@@ -58,13 +58,13 @@ class Influence(ABC):
         advance: Advance,
         parameters: Values,
         states: Values,
-        trace: Carried,
+        trace: InfluenceTrace,
         seed: Any,
     ) -> Any:
         """The influence after a step; ``seed`` differs from call to call."""
 
     @abstractmethod
-    def gradient(self, trace: Carried, bar: Values) -> Values:
+    def gradient(self, trace: InfluenceTrace, bar: Values) -> Values:
         """∂ℓ/∂s · G in the shape of the parameters."""
 
     # ------------------------------------------------------------ numbers
@@ -138,7 +138,7 @@ class _Columns(Influence):
         advance: Advance,
         parameters: Values,
         states: Values,
-        trace: Carried,
+        trace: InfluenceTrace,
         seed: Any,
     ) -> jax.Array:
         flat, to_states = ravel_pytree(states)
@@ -156,7 +156,7 @@ class _Columns(Influence):
         size = min(_COLUMNS, self.count)
         return jax.lax.map(one, (jnp.arange(self.count), trace.value), batch_size=size)
 
-    def gradient(self, trace: Carried, bar: Values) -> Values:
+    def gradient(self, trace: InfluenceTrace, bar: Values) -> Values:
         flat, _ = ravel_pytree(bar)
         found = self._dot(trace.value, flat)
         return jax.tree.map(jnp.conj, self.as_parameters(jnp.real(found)))
@@ -308,7 +308,7 @@ class RankOneInfluence(Influence):
         states = [self.step.states[key] for key in self.moving]
         return zeros(states), zeros(self.step.parameters.values())
 
-    def _factors(self, trace: Carried) -> tuple[Values, Values]:
+    def _factors(self, trace: InfluenceTrace) -> tuple[Values, Values]:
         states, parameters = trace.value
         by_state = zip(self.moving, states, strict=True)
         return Values(by_state), Values(
@@ -320,7 +320,7 @@ class RankOneInfluence(Influence):
         advance: Advance,
         parameters: Values,
         states: Values,
-        trace: Carried,
+        trace: InfluenceTrace,
         seed: Any,
     ) -> tuple[list, list]:
         """Both factors after a step, balanced so that neither grows more than the
@@ -345,7 +345,7 @@ class RankOneInfluence(Influence):
         )
         return list(s.pick(self.moving).values()), list(theta.values())
 
-    def gradient(self, trace: Carried, bar: Values) -> Values:
+    def gradient(self, trace: InfluenceTrace, bar: Values) -> Values:
         s, theta = self._factors(trace)
         factor = jnp.real(sum(jnp.sum(a * s[key]) for key, a in bar.items()))
         return jax.tree.map(lambda x: (factor * x).astype(x.dtype), theta)

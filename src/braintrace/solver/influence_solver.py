@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import sum_type
 from ..compiled_step import CompiledStep, Values
-from .influence import Carried, Influence
+from .influence import Influence, InfluenceTrace
 from .masking import without_nan, zero_at
 from .one_block import Solved
 
@@ -55,9 +55,9 @@ class InfluenceSolver:
         """Steps are solved one by one."""
         return 1
 
-    def init_traces(self) -> list[Carried]:
+    def init_traces(self) -> list[InfluenceTrace]:
         """The influence at the start: none."""
-        return [Carried(self.influence.init(), jnp.zeros((), jnp.int32))]
+        return [InfluenceTrace(self.influence.init(), jnp.zeros((), jnp.int32))]
 
     def one_pass(
         self,
@@ -158,7 +158,7 @@ class InfluenceSolver:
         self,
         parameters: Values,
         states: Values,
-        trace: Carried,
+        trace: InfluenceTrace,
         inputs: Values,
         bars: Sequence[jax.Array],
         masked: bool = True,
@@ -181,11 +181,11 @@ class InfluenceSolver:
         self,
         parameters: Values,
         states: Values,
-        trace: Carried,
+        trace: InfluenceTrace,
         inputs: Values,
         rule_state: Any,
         silent: jax.Array | np.ndarray | None = _SILENT,
-    ) -> tuple[Values, Carried, Values]:
+    ) -> tuple[Values, InfluenceTrace, Values]:
         """States, influence, targets and auxiliary values after a step.
 
         Where the step is ``silent``, the influence advances at values without NaN.
@@ -202,4 +202,4 @@ class InfluenceSolver:
             advance, parameters, states.pick(keys), trace, rule_state
         )
         values = Values(zip(self.step.targets, targets, strict=True)) | aux
-        return new, Carried(value, trace.steps + 1), values
+        return new, InfluenceTrace(value, trace.steps + 1), values
