@@ -1,7 +1,7 @@
 """The walk of a first gradient: the functions of the package, in the order in which
 they are first entered.
 
-    python scripts/walk.py             counts of functions, files and changes of file
+    python scripts/walk.py             counts of functions, files, changes of both
     python scripts/walk.py --files     and the files in the order of the walk
     python scripts/walk.py --all       and every function
 
@@ -16,7 +16,7 @@ import argparse
 import pathlib
 import sys
 from collections import Counter
-from itertools import groupby
+from itertools import groupby, pairwise
 from types import FrameType
 from typing import Any
 
@@ -69,9 +69,11 @@ def main() -> None:
                 print(f'    {name}')
     visits = Counter(file for file, _ in rooms)
     often = [f'{file} {n}' for file, n in visits.most_common() if n > 2]
+    folders = [file.partition('/')[0] for file, _ in rooms]
     print(
         f'{len(entered)} functions, {len(visits)} files, '
-        f'{len(rooms) - 1} changes of file'
+        f'{len(rooms) - 1} changes of file, '
+        f'{sum(a != b for a, b in pairwise(folders))} of folder'
     )
     print(f'entered more than twice: {", ".join(often) or "none"}')
 

@@ -132,8 +132,8 @@ class CompiledModel(brainstate.nn.Module):
         self.placement = Placement.of(mesh, shard)
         self.traces: dict[tuple, EligibilityTrace] = {}
         self.running_index = brainstate.LongTermState(jnp.zeros((), jnp.int32))
-        self.rule_state = self._new_rule_state()
         self._example: tuple = ()
+        self.rule_state = self._new_rule_state()
         self._compiled_for: tuple = ()
         self._start: dict[Path, StartValue] = {}
         self._kept = Kept()
@@ -404,9 +404,7 @@ class CompiledModel(brainstate.nn.Module):
     def _new_rule_state(self) -> RuleState | None:
         """The rule's own state as it is at first; a predictor's once the model is
         compiled."""
-        value = self.rule.init_state(
-            None if not hasattr(self, '_example') else self._groups()
-        )
+        value = self.rule.init_state(self._groups())
         return None if value is None else RuleState(value)
 
     def _rule_value(self) -> Any:
