@@ -13,8 +13,8 @@ between states and targets; it is a link as well, for rules that are given a κ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,6 @@ import numpy as np
 
 from ..analysis.cuts import Relevance
 from ..analysis.dependence import of
-from ..analysis.groups import HiddenGroup
 from ..analysis.positions import find_positions
 from ..compat import (
     Atom,
@@ -33,39 +32,19 @@ from ..compat import (
     is_var,
     make_jaxpr,
 )
-from ..compiled_step import Components, Link, Signals, Values
-from ..operations import operation_of, run_equation
+from ..compiled_step import Components, Link, Values
+from ..operations import operation_of
+from .link_paths import Candidate, Edge, LinkPaths
 from .local_step import local_jacobian
-from .replay import replay
-from .stages import Stages
 from .step_facts import StepFacts
 
 MOST_DECAYS = 16
 """Distinct κ of one read-out, each of which needs a trace of its own."""
 
-Feedback = Mapping[tuple[int, int], Any]
-Edge = tuple[int, int]
-"""(equation, operand)"""
-
 
 @dataclass(frozen=True)
-class _Candidate:
-    """A product that a group reaches position by position, on the way to a read-out.
-
-    ``elements``: the element of u that each position of the group acts on, -1 for none.
-    """
-
-    edge: Edge
-    lower: int
-    readout: int | None
-    elements: np.ndarray = field(repr=False)
-
-
-@dataclass(frozen=True)
-class ReadoutLinks:
+class ReadoutLinks(LinkPaths):
     """All links of a step, and the products whose weights random feedback replaces."""
-
-    stages: Stages
 
     # ------------------------------------------------------------ results
 
@@ -97,7 +76,7 @@ class ReadoutLinks:
         indices = set(stages.needed(stages.targets, stages.new_states))
         for readout in self._readouts:
             others = self._bits_except(readout)
-            for i in self._making(readout):
+            for i in self.making(readout):
                 data = stages.taps[i].data if i in stages.taps else ()
                 inputs = [stages.equations[i].invars[k] for k in data]
                 if any(of(facts.direct, v).grads & others for v in inputs):
@@ -118,7 +97,7 @@ class ReadoutLinks:
         links = [x for x in self.links if (x.lower, x.readout) == (lower, readout)]
         if any(link.is_complete for link in links):
             return None
-        if self._group(readout).num_state > 1:
+        if self.group(readout).num_state > 1:
             return 'it has several states per position; a leaky read-out has one'
         if readout not in self._readouts:
             return 'its memory is not linear; a leaky read-out decays by a constant'
@@ -141,9 +120,6 @@ class ReadoutLinks:
         operation = operation_of(self.stages.equations[i])
         return operation is not None and operation.is_product
 
-    def _group(self, g: int) -> HiddenGroup:
-        return self.stages.analysed.groups[g]
-
     def _bits(self, g: int) -> int:
         """Bits of the states of a group, new and old."""
         facts, members = self.stages.facts, self.stages.analysed.members[g]
@@ -152,11 +128,6 @@ class ReadoutLinks:
     def _bits_except(self, g: int) -> int:
         every = range(len(self.stages.analysed.groups))
         return sum(self._bits(other) for other in every if other != g)
-
-    def _making(self, g: int) -> list[int]:
-        """Equations that make a group's new states from other new states."""
-        own = set(self._group(g).hidden_outvars)
-        return self.stages.needed(own, self.stages.new_states - own)
 
     @cached_property
     def _readouts(self) -> dict[int, np.ndarray | None]:
@@ -172,7 +143,7 @@ class ReadoutLinks:
     def _is_fed(self, g: int) -> bool:
         """Whether states of other groups reach the group."""
         facts, others = self.stages.facts, self._bits_except(g)
-        new = self._group(g).hidden_outvars
+        new = self.group(g).hidden_outvars
         return any(facts.behind[v].grads & others for v in new if v in facts.behind)
 
     def _feeds(self, g: int) -> bool:
@@ -226,12 +197,12 @@ class ReadoutLinks:
     # ------------------------------------------------------------ finding links
 
     @cached_property
-    def _candidates(self) -> list[_Candidate]:
-        found: list[_Candidate] = []
+    def _candidates(self) -> list[Candidate]:
+        found: list[Candidate] = []
         taken: set[Edge] = set()
         for readout in self._readouts:
             mine = []
-            for edge in self._products_in(self._making(readout)):
+            for edge in self._products_in(self.making(readout)):
                 if self._is_steady(edge, readout):
                     mine += self._from_groups(edge, readout)
             last = [c for c in mine if not any(self._leads_to(c, d) for d in mine)]
@@ -260,7 +231,7 @@ class ReadoutLinks:
                     found.append((i, k))
         return found
 
-    def _leads_to(self, first: _Candidate, then: _Candidate) -> bool:
+    def _leads_to(self, first: Candidate, then: Candidate) -> bool:
         """Whether the result of one product is part of the input of another."""
         if first.lower != then.lower or first.edge == then.edge:
             return False
@@ -268,18 +239,18 @@ class ReadoutLinks:
         u = self.stages.equations[j].invars[k]
         return i in self.stages.needed([u], self.stages.new_states)
 
-    def _from_groups(self, edge: Edge, readout: int | None) -> list[_Candidate]:
+    def _from_groups(self, edge: Edge, readout: int | None) -> list[Candidate]:
         """The groups that reach an operand position by position."""
         found = []
         for g in range(len(self.stages.analysed.groups)):
             elements = None if g == readout else self._elements(edge, g)
             if elements is not None:
-                found.append(_Candidate(edge, g, readout, elements))
+                found.append(Candidate(edge, g, readout, elements))
         return found
 
     def _elements(self, edge: Edge, g: int) -> np.ndarray | None:
         """The element of the operand that each position of a group acts on."""
-        facts, u = self.stages.facts, self._source(edge)
+        facts, u = self.stages.facts, self.source(edge)
         members = self.stages.analysed.members[g]
         if not of(facts.direct, u).grads & self._bits(g):
             return None
@@ -326,14 +297,10 @@ class ReadoutLinks:
         )
         return None if found.cuts else found.labels
 
-    def _source(self, edge: Edge) -> Var:
-        i, k = edge
-        return self.stages.equations[i].invars[k]
-
     def _is_steady(self, edge: Edge, readout: int) -> bool:
         """Whether ∂Y/∂u depends on parameters and constants only."""
         stages = self.stages
-        u, read = self._source(edge), self._read_between(edge, readout)
+        u, read = self.source(edge), self.read_between(edge, readout)
         constant = stages.facts.constant
         known = Values((v, constant(v)) for v in read if constant.knows(v))
         variables = [v for v in read if v not in known]
@@ -341,29 +308,11 @@ class ReadoutLinks:
 
         def slope(values: list[Any]) -> jax.Array:
             env = known | Values(zip(variables, values, strict=True))
-            state = lambda x: self._state_of(edge, readout, env, x, {})
+            state = lambda x: self.state_of(edge, readout, env, x, {})
             value, pull = jax.vjp(state, env[u])
             return pull(jnp.ones_like(value))[0]
 
         return not self._reads_data(self._steps.sources(slope, variables, shapes))
-
-    def _between(self, edge: Edge, readout: int) -> list[int]:
-        """Equations on the way from an operand to the read-out's new state."""
-        moved = set(self.stages.equations[edge[0]].outvars)
-        found = [edge[0]]
-        for i in self._making(readout):
-            eqn = self.stages.equations[i]
-            if i != edge[0] and any(is_var(v) and v in moved for v in eqn.invars):
-                moved |= set(eqn.outvars)
-                found.append(i)
-        return sorted(found)
-
-    def _read_between(self, edge: Edge, readout: int) -> list[Var]:
-        """What the equations from an operand to the read-out read beside each other."""
-        equations = [self.stages.equations[i] for i in self._between(edge, readout)]
-        made = {v for eqn in equations for v in eqn.outvars}
-        read = [v for eqn in equations for v in eqn.invars if is_var(v)]
-        return list(dict.fromkeys(v for v in read if v not in made))
 
     def _reaches_otherwise(self, lower: int, readout: int, edges: set[Edge]) -> bool:
         """Whether a group reaches a read-out by any path but its links."""
@@ -372,7 +321,7 @@ class ReadoutLinks:
         bits = facts.new(members) | facts.old(members)
         mine = {v for h in members for v in (h.invar, h.outvar)}
         done: set[Atom] = set()
-        todo: list[Atom] = list(self._group(readout).hidden_outvars)
+        todo: list[Atom] = list(self.group(readout).hidden_outvars)
         start = set(todo)
         while todo:
             v = todo.pop()
@@ -391,11 +340,9 @@ class ReadoutLinks:
                     todo.append(x)
         return False
 
-    # ------------------------------------------------------------ derivatives
-
-    def _link(self, c: _Candidate, is_complete: bool) -> Link:
-        facts, group = self.stages.facts, self._group(c.lower)
-        read = of(facts.direct, self._source(c.edge)).grads
+    def _link(self, c: Candidate, is_complete: bool) -> Link:
+        facts, group = self.stages.facts, self.group(c.lower)
+        read = of(facts.direct, self.source(c.edge)).grads
         owners = list(enumerate(group.owners))
         new = [facts.new_bit[v] for v in group.hidden_outvars]
         old = [facts.bit[v] for v in group.hidden_invars]
@@ -404,121 +351,19 @@ class ReadoutLinks:
         decays = () if c.readout is None else self._classes(c.readout)
 
         def slopes(constants: Values, values: Values) -> tuple[Components, Components]:
-            new, old = self._slopes(c, constants | values)
+            new, old = self.slopes(c, constants | values)
             return {s: new[s] for s in states}, {s: old[s] for s in old_states}
 
         return Link(
             lower=c.lower,
             readout=c.readout,
-            source=self._source(c.edge),
+            source=self.source(c.edge),
             states=states,
             old_states=old_states,
             decays=decays,
             is_complete=is_complete and bool(decays),
             slopes=slopes,
-            pull=lambda constants, values, found, feedback: self._pull(
+            pull=lambda constants, values, found, feedback: self.pull(
                 c, constants | values, found, feedback
             ),
         )
-
-    def _slopes(
-        self, c: _Candidate, env: Values
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """∂u/∂h of new and of old states at the positions of h."""
-        stages, group = self.stages, self._group(c.lower)
-        u = self._source(c.edge)
-        new = group.components([env[v] for v in group.hidden_outvars])
-        old = group.components([env[v] for v in group.hidden_invars])
-        fixed = {v: x for v, x in env.items() if v not in stages.differentiated}
-        fixed.update((v, env[v]) for v in stages.new_states if v in env)
-        kept = {v: env[v] for v in stages.tap_results if v in env}
-
-        def source(new: list[jax.Array], old: list[jax.Array]) -> jax.Array:
-            known = dict(fixed)
-            known.update(
-                zip(group.hidden_invars, group.from_components(old), strict=True)
-            )
-            known.update(
-                zip(group.hidden_outvars, group.from_components(new), strict=True)
-            )
-            for i in stages.needed([u], known):
-                eqn, tap = stages.equations[i], stages.taps.get(i)
-                operands = [known[v] if is_var(v) else v.val for v in eqn.invars]
-                if tap:
-                    mine = {v: kept[v] for v in tap.results}
-                    known.update(replay(eqn, tap.data, operands, mine))
-                else:
-                    results = run_equation(eqn, operands)
-                    known.update(zip(eqn.outvars, results, strict=True))
-            return known[u]
-
-        value, pull = jax.vjp(source, new, old)
-        # Each position acts on one element, so that one pull-back has every slope.
-        return pull(jnp.ones_like(value))
-
-    def _pull(
-        self, c: _Candidate, env: Values, found: Signals, feedback: Feedback
-    ) -> jax.Array:
-        """What a read-out sends back to u, at the positions of the lower group."""
-        i, u = c.edge[0], env[self._source(c.edge)]
-        if c.readout is None:
-            (y,) = self.stages.taps[i].results
-            bar = found.results[y]
-            result = lambda x: self._product(c.edge, env, x, feedback)
-        else:
-            readout = c.readout
-            bar = found.signals[readout][0]
-            result = lambda x: self._state_of(c.edge, readout, env, x, feedback)
-        value, pull = jax.vjp(result, u)
-        (q,) = pull(bar.astype(value.dtype))
-        shape = self._group(c.lower).varshape
-        if np.array_equal(c.elements, np.arange(q.size)):
-            return q.reshape(shape)
-        taken = q.reshape(-1)[np.maximum(c.elements, 0)]
-        return jnp.where(c.elements >= 0, taken, 0).astype(q.dtype).reshape(shape)
-
-    def _operands(
-        self, i: int, env: Mapping[Var, Any], feedback: Feedback
-    ) -> list[Any]:
-        read = lambda v: env[v] if is_var(v) else v.val
-        invars = enumerate(self.stages.equations[i].invars)
-        return [feedback[i, k] if (i, k) in feedback else read(v) for k, v in invars]
-
-    def _product(
-        self, edge: Edge, env: Mapping[Var, Any], x: Any, feedback: Feedback
-    ) -> jax.Array:
-        operands = self._operands(edge[0], env, feedback)
-        operands[edge[1]] = x
-        return run_equation(self.stages.equations[edge[0]], operands)[0]
-
-    def _state_of(
-        self,
-        edge: Edge,
-        readout: int,
-        env: Mapping[Var, Any],
-        x: Any,
-        feedback: Feedback,
-    ) -> jax.Array:
-        """The read-out's new state as a function of the operand u of one product."""
-        known = dict(env)
-        for v in self._read_between(edge, readout):
-            if v not in known and v is not self._source(edge):
-                known.update(self._computed(v, env))
-        for i in self._between(edge, readout):
-            eqn = self.stages.equations[i]
-            if i == edge[0]:
-                known[eqn.outvars[0]] = self._product(edge, known, x, feedback)
-                continue
-            results = run_equation(eqn, self._operands(i, known, feedback))
-            known.update(zip(eqn.outvars, results, strict=True))
-        group = self._group(readout)
-        return group.components([known[v] for v in group.hidden_outvars])[0]
-
-    def _computed(self, v: Var, env: Mapping[Var, Any]) -> Values:
-        """A value that the loop did not keep."""
-        known = dict(env)
-        for i in self.stages.needed([v], known):
-            operands = self._operands(i, known, {})
-            results = run_equation(self.stages.equations[i], operands)
-            known.update(zip(self.stages.equations[i].outvars, results, strict=True))
-        return Values({v: known[v]})
