@@ -153,7 +153,8 @@ class Checkpoints:
         if update is None or update not in self._manager.all_steps():
             raise FileNotFoundError(
                 three_parts(
-                    f'a checkpoint{"" if update is None else f" {update}"} of {self._name}',
+                    f'a checkpoint{"" if update is None else f" {update}"} of '
+                    f'{self._name}',
                     f'there are {sorted(self._manager.all_steps()) or "none"}',
                     'a folder that training wrote to with out=...',
                 )
@@ -168,7 +169,8 @@ class Checkpoints:
             raise ValueError(
                 three_parts(
                     f'checkpoint {update} of {self._name}',
-                    f'it cannot be read: {type(error).__name__}: {str(error).splitlines()[0][:200]}',
+                    f'it cannot be read: {type(error).__name__}: '
+                    f'{str(error).splitlines()[0][:200]}',
                     self._fix_for(update),
                 )
             ) from error
@@ -185,7 +187,8 @@ class Checkpoints:
                 three_parts(
                     f'checkpoint {update} of {self._name} for this model',
                     f'it was written by another: {differences}',
-                    'the model, rule, batch size and optimiser that it was written with',
+                    'the model, rule, batch size and optimiser that it was written '
+                    'with',
                 )
             )
         if checksums is not None and (damage := _damage(checksums, as_written)):

@@ -27,7 +27,8 @@ def written(what: str, *kinds: type[Exception]) -> Iterator[None]:
             three_parts(
                 what,
                 f'it cannot be written: {type(error).__name__}: {reason}',
-                'a folder where you may write, with space left; a training whose folder '
+                'a folder where you may write, with space left; a training whose '
+                'folder '
                 'has become so is resumed from its newest checkpoint',
             )
         ) from error

@@ -106,12 +106,14 @@ def read_records(file: Path, most: int) -> list[Record]:
     if unread:
         lines = ', '.join(map(str, unread[:5])) + (', ...' if len(unread) > 5 else '')
         notice(
-            f'{file}: {len(unread)} line(s) hold no record of an update and are left out: {lines}'
+            f'{file}: {len(unread)} line(s) hold no record of an update and are left '
+            f'out: {lines}'
         )
     kept = [found[update] for update in sorted(found) if update <= most]
     if len(kept) < most:
         notice(
-            f'{file}: records of {most - len(kept)} of the {most} updates done are missing'
+            f'{file}: records of {most - len(kept)} of the {most} updates done are '
+            'missing'
         )
     return kept
 

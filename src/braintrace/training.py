@@ -251,7 +251,8 @@ def _check_alike(held_out: Sequence[Any], sequences: Sequence[Any]) -> None:
         raise ValueError(
             three_parts(
                 f'validation on sequences of shapes {shapes[0]}, time aside',
-                f'the learner trains on {shapes[1]}, and its states have that batch axis',
+                f'the learner trains on {shapes[1]}, and its states have that batch '
+                'axis',
                 'batches of the same size; several may be measured by learner.evaluate',
             )
         )
@@ -282,8 +283,10 @@ def _one(
         raise FloatingPointError(
             three_parts(
                 f'a batch whose loss is {record["loss"]}',
-                'an update by it would make the weights non-finite; they are as they were before it',
-                'finite data, a smaller rate, optax.clip_by_global_norm or optax.apply_if_finite',
+                'an update by it would make the weights non-finite; they are as they '
+                'were before it',
+                'finite data, a smaller rate, optax.clip_by_global_norm or '
+                'optax.apply_if_finite',
             )
         )
     learner.apply(gradients, optimizer)

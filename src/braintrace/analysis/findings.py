@@ -100,7 +100,8 @@ def _cut_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
             yield CompilationRecord(
                 DiagnosticKind.CUT,
                 DiagnosticLevel.NOTICE,
-                f'{names(group.hidden_paths)} → {names(target)} cut at {described(eqn)}: another group',
+                f'{names(group.hidden_paths)} → {names(target)} cut at '
+                f'{described(eqn)}: another group',
                 eqn.primitive.name,
                 None,
                 tuple(group.hidden_paths),
@@ -126,7 +127,8 @@ def _gap_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
                 DiagnosticKind.PROBED if probed else DiagnosticKind.MISSING_RULE,
                 DiagnosticLevel.NOTICE if probed else DiagnosticLevel.WARNING,
                 f'primitive {name!r} at {source_text(eqn)} has no rule: {taken}; '
-                f'say how it treats positions with braintrace.register_primitive({name!r}, ...)',
+                'say how it treats positions with '
+                f'braintrace.register_primitive({name!r}, ...)',
                 name,
                 None,
                 tuple(credit.groups[g].hidden_paths),
@@ -160,8 +162,10 @@ def _other_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
         yield CompilationRecord(
             DiagnosticKind.OTHER_STATE,
             DiagnosticLevel.NOTICE,
-            f'{path_name(state.path)} carries differentiable information from step to step but is not a '
-            'hidden state: credit through it ends with the step; a brainstate.HiddenState keeps it',
+            f'{path_name(state.path)} carries differentiable information from step '
+            'to step but is not a '
+            'hidden state: credit through it ends with the step; a '
+            'brainstate.HiddenState keeps it',
             hidden_paths=hidden,
             context={'state': state.path},
         )

@@ -287,7 +287,8 @@ def check_hidden(program: StepProgram) -> None:
             three_parts(
                 'a model whose step writes no hidden state'
                 + (f' and only reads {read}' if read else ''),
-                'eligibility traces belong to states that depend on their own past values, and there are none',
+                'eligibility traces belong to states that depend on their own past '
+                'values, and there are none',
                 'keep values that the next step needs in a brainstate.HiddenState; '
                 'train a model without such values by jax.grad',
             )

@@ -36,8 +36,10 @@ def jacrev_last_dim(
     if new.shape[-1:] != hid_vals.shape[-1:]:
         raise AssertionError(
             three_parts(
-                f'a function from states of shape {hid_vals.shape} to states of shape {new.shape}',
-                'the last axis counts the states of a position, of which there are as many before a step as after it',
+                f'a function from states of shape {hid_vals.shape} to states of '
+                f'shape {new.shape}',
+                'the last axis counts the states of a position, of which there are '
+                'as many before a step as after it',
                 'a function that keeps the length of the last axis',
             )
         )
@@ -154,8 +156,10 @@ class HiddenGroup(NamedTuple):
             raise NotSupportedError(
                 three_parts(
                     f'a hidden group of states with shapes {", ".join(named)}',
-                    'states of one group share their positions, so their shapes must be equal',
-                    'states of one shape, or states that do not reach each other position by position',
+                    'states of one group share their positions, so their shapes must '
+                    'be equal',
+                    'states of one shape, or states that do not reach each other '
+                    'position by position',
                 )
             )
 

@@ -71,7 +71,8 @@ class HiddenPerturbation(NamedTuple):
             raise error(
                 three_parts(
                     f'{len(perturb_data)} perturbation(s) given',
-                    f'the program has {len(self.perturb_vars)} hidden state(s): {names}',
+                    f'the program has {len(self.perturb_vars)} hidden state(s): '
+                    f'{names}',
                     'one array for each, as init_perturb_data() gives',
                 )
             )

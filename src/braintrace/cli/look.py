@@ -196,7 +196,8 @@ def compiled(options: argparse.Namespace, rule: str) -> tuple[Learner, tuple]:
             three_parts(
                 f'{options.model} without an example of its inputs',
                 'the step is traced on an example',
-                '--input 8,3 (a batch of 8 with 3 channels), or a factory that returns (model, x)',
+                '--input 8,3 (a batch of 8 with 3 channels), or a factory that '
+                'returns (model, x)',
             )
         )
     say(f'compiling {options.model}, {rule}')
@@ -375,8 +376,10 @@ def _own_benchmark() -> Result:
         raise FileNotFoundError(
             three_parts(
                 'bench without a model',
-                'the benchmark beside the published package is part of the repository, and this folder is not one',
-                'braintrace bench module:factory, or make bench in a clone of the repository',
+                'the benchmark beside the published package is part of the '
+                'repository, and this folder is not one',
+                'braintrace bench module:factory, or make bench in a clone of the '
+                'repository',
             )
         )
     code = subprocess.run([sys.executable, str(script)], check=False).returncode

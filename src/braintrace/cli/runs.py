@@ -97,7 +97,9 @@ def _prepare(
                 three_parts(
                     f'--units with {config.model}',
                     'the size of a model of your own is set by its own arguments',
-                    f"--model '{config.model.partition('(')[0]}(units={config.units})', if it has such an argument",
+                    '--model '
+                    f"'{config.model.partition('(')[0]}(units={config.units})', if "
+                    'it has such an argument',
                 )
             )
         net = load(config.model, task.inputs, task.outputs)
@@ -131,8 +133,10 @@ def _check_fit(learner: Learner, config: Config, task: Any) -> None:
     if shapes != [(config.batch, task.outputs)]:
         raise ValueError(
             three_parts(
-                f'--model {config.model}, whose step gives {", ".join(map(str, shapes)) or "nothing"}',
-                f'{config.task} compares it with targets of shape {(config.batch, task.outputs)}',
+                f'--model {config.model}, whose step gives '
+                f'{", ".join(map(str, shapes)) or "nothing"}',
+                f'{config.task} compares it with targets of shape '
+                f'{(config.batch, task.outputs)}',
                 'a factory whose second argument is the number of outputs',
             )
         )
@@ -184,7 +188,8 @@ def train(options: argparse.Namespace) -> Result:
         raise ValueError(
             three_parts(
                 f'train with {given}',
-                'it starts on a task, or continues in a folder, whose settings name the task',
+                'it starts on a task, or continues in a folder, whose settings name '
+                'the task',
                 'train TASK, or train --resume DIR',
             )
         )
@@ -247,7 +252,8 @@ def _trained(
     files = ', '.join([*drawn, 'report.txt' if no_page else 'report.html'])
     return (
         result,
-        f'on unseen trials: {metrics}\npictures and report in {printable(out)}: {files}',
+        f'on unseen trials: {metrics}\npictures and report in {printable(out)}: '
+        f'{files}',
         0,
     )
 
@@ -267,7 +273,8 @@ def _begun(options: argparse.Namespace) -> tuple[Path, Config]:
         )
     if (out / 'config.json').exists():
         say(
-            f'{out} holds a training without a complete checkpoint; this one takes its place'
+            f'{out} holds a training without a complete checkpoint; this one takes '
+            'its place'
         )
     return out, config
 
@@ -302,7 +309,8 @@ def _resumed(options: argparse.Namespace) -> tuple[Path, Config]:
         raise ValueError(
             three_parts(
                 f'--resume with {", ".join(changed)}',
-                'a training continues with its first settings: only --updates, --save-every '
+                'a training continues with its first settings: only --updates, '
+                '--save-every '
                 'and --certificate-every may change',
                 'train --resume DIR --updates N, or a new training',
             )

@@ -137,7 +137,8 @@ def read(out: Path) -> Config:
         raise ValueError(
             three_parts(
                 f'--resume {out}, whose config.json was changed: {changes}',
-                'a training continues with its first settings: only the number of updates may change',
+                'a training continues with its first settings: only the number of '
+                'updates may change',
                 fix,
             )
         )

@@ -81,10 +81,11 @@ def _check_function(model: Any, args: tuple, state: Any) -> None:
     if not callable(model) or len(args) < 2 or state is not None:
         raise TypeError(
             three_parts(
-                f'a model of type {type(model).__name__} with {len(args)} example(s) of its arguments'
-                + ('' if state is None else ' and state=...'),
+                f'a model of type {type(model).__name__} with {len(args)} example(s) '
+                'of its arguments' + ('' if state is None else ' and state=...'),
                 'a model is a module of brainstate, Flax NNX or Equinox, or a function '
                 'step(params, state, *inputs) -> (state, out)',
-                'an instance of such a module and its inputs, or such a function with params, state and inputs',
+                'an instance of such a module and its inputs, or such a function '
+                'with params, state and inputs',
             )
         )

@@ -194,7 +194,8 @@ def extract_module_info(
             three_parts(
                 f'a model of type {type(model).__name__}',
                 'this front end reads brainstate modules only',
-                'a brainstate.nn.Module, or compile_etrace_graph for other kinds of models',
+                'a brainstate.nn.Module, or compile_etrace_graph for other kinds of '
+                'models',
             )
         )
     check_arguments(model, model_args, model_kwargs)

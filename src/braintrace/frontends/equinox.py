@@ -23,7 +23,8 @@ class EquinoxModel(PureModel):
     """An Equinox module as a pure step."""
 
     runs = (
-        'inputs and a state for which model(x, state) runs; for a module of one sample vmap=True, batch_size=B and '
+        'inputs and a state for which model(x, state) runs; for a module of one '
+        'sample vmap=True, batch_size=B and '
         'examples of one sample'
     )
 
@@ -38,9 +39,12 @@ class EquinoxModel(PureModel):
         if state is None or not inputs:
             raise CompilationError(
                 three_parts(
-                    f'{type(model).__name__} with {len(inputs)} example input(s) and no state',
-                    'an Equinox module is called as model(x, state), and where its state starts is not known',
-                    'compile(model, rule, x0, state=state0); for a stateful module the state of '
+                    f'{type(model).__name__} with {len(inputs)} example input(s) and '
+                    'no state',
+                    'an Equinox module is called as model(x, state), and where its '
+                    'state starts is not known',
+                    'compile(model, rule, x0, state=state0); for a stateful module '
+                    'the state of '
                     'eqx.nn.make_with_state(...)',
                 )
             )
@@ -71,7 +75,8 @@ class EquinoxModel(PureModel):
                 return jax.tree.leaves(new), out
         raise CompilationError(
             three_parts(
-                f'{self.name} that returns {jax.tree.structure(result)} for a state of {self.state_leaves.structure}',
+                f'{self.name} that returns {jax.tree.structure(result)} for a state '
+                f'of {self.state_leaves.structure}',
                 'a step gives its new state, of the structure of the old one',
                 'model(x, state) -> (out, state), or cell(x, state) -> state',
             )
@@ -94,8 +99,10 @@ class EquinoxModel(PureModel):
         if not traced and not bool(eqx.tree_equal(static, self.static)):
             raise ValueError(
                 three_parts(
-                    f'a {self.name} that differs from the compiled one in more than its parameters',
-                    'the step was compiled for the other parts of the model as they were',
+                    f'a {self.name} that differs from the compiled one in more than '
+                    'its parameters',
+                    'the step was compiled for the other parts of the model as they '
+                    'were',
                     'compile(model, ...) again with this model',
                 )
             )

@@ -26,7 +26,8 @@ def check_arguments(model: Any, args: tuple, kwargs: dict) -> None:
     except TypeError as error:
         raise CompilationError(
             three_parts(
-                f'{type(model).__name__} called with {len(args)} argument(s) and keywords {sorted(kwargs)}',
+                f'{type(model).__name__} called with {len(args)} argument(s) and '
+                f'keywords {sorted(kwargs)}',
                 f'its step is update{signature}: {error}',
                 'one example for each argument of update, as in a call of the model',
             )
@@ -114,7 +115,8 @@ def _fix_of(error: Exception, args: tuple, what: str) -> str:
     if isinstance(error, jax.errors.ConcretizationTypeError):
         return (
             'the array as it is: return jnp.mean(...), without float(...) or .item(); '
-            'after the call its result is a number. Where Python code needs the value of '
+            'after the call its result is a number. Where Python code needs the '
+            'value of '
             'an array: jax.numpy.where, jax.lax.cond or jax.lax.scan'
         )
     if isinstance(error, (TypeError, ValueError)) and what == 'a step_fn':
@@ -141,8 +143,10 @@ def _explain_attribute(name: str, owner: Any, attribute: Any, line: str) -> str:
     if _lacks_states(owner):
         return three_parts(
             f'a step of {name} whose states are not initialised',
-            f'{kind} has no attribute {attribute!r}; modules create their states in init_state{line}',
-            f'brainstate.nn.init_all_states(model) (or batch_size=...) before compiling{meant}',
+            f'{kind} has no attribute {attribute!r}; modules create their states in '
+            f'init_state{line}',
+            'brainstate.nn.init_all_states(model) (or batch_size=...) before '
+            f'compiling{meant}',
         )
     return three_parts(
         f'a step of {name} that reads {attribute!r} of a {kind}',
@@ -172,7 +176,8 @@ def check_new_value(path: Path, old: Any, new: Any) -> None:
             fix = f'inputs of the type of the state, or brainstate.environ.set(precision=64) first; or {fix}'
         raise CompilationError(
             three_parts(
-                f'a step that turns state {path_name(path)} from {old_shapes} into {new_shapes}',
+                f'a step that turns state {path_name(path)} from {old_shapes} into '
+                f'{new_shapes}',
                 'a step is repeated, so every state must keep its shape and type',
                 fix,
             )
@@ -183,8 +188,10 @@ def state_created(path: Path) -> CompilationError:
     return CompilationError(
         three_parts(
             f'a step that creates state {path_name(path)}',
-            'a step is repeated: a state created in it would be new at every step and carry nothing over',
-            'states created in __init__ or init_state, and only read and written in update',
+            'a step is repeated: a state created in it would be new at every step '
+            'and carry nothing over',
+            'states created in __init__ or init_state, and only read and written in '
+            'update',
         )
     )
 
@@ -193,7 +200,9 @@ def parameter_written(path: Path) -> CompilationError:
     return CompilationError(
         three_parts(
             f'a step that writes parameter {path_name(path)}',
-            'gradients are taken with respect to parameters that stay fixed within a step',
-            'a ShortTermState (or HiddenState) for a value that changes in time; let the optimiser write parameters',
+            'gradients are taken with respect to parameters that stay fixed within a '
+            'step',
+            'a ShortTermState (or HiddenState) for a value that changes in time; let '
+            'the optimiser write parameters',
         )
     )

@@ -26,11 +26,13 @@ class FlaxModel(PureModel):
 
     keeps_state = True
     runs = (
-        'inputs, carry and Variables for which the call runs: check their batch axes; jax.numpy.where or jax.lax.cond '
+        'inputs, carry and Variables for which the call runs: check their batch '
+        'axes; jax.numpy.where or jax.lax.cond '
         'where Python code needs the value of an array'
     )
     hidden_state_fix = (
-        'state=carry for a module called as model(carry, x) -> (carry, out), or self.h[...] = h on an nnx.Variable of '
+        'state=carry for a module called as model(carry, x) -> (carry, out), or '
+        'self.h[...] = h on an nnx.Variable of '
         'real numbers in its __call__'
     )
 
@@ -47,7 +49,8 @@ class FlaxModel(PureModel):
                 three_parts(
                     f'vmap=True with {type(model).__name__}',
                     'Flax layers take whole batches, and a Variable has one value',
-                    'example inputs, carry and Variables with their batch axis, and no vmap',
+                    'example inputs, carry and Variables with their batch axis, and '
+                    'no vmap',
                 )
             )
         self.model = model
@@ -96,7 +99,8 @@ class FlaxModel(PureModel):
                     f'{type(self.model).__name__} with {len(inputs)} input(s) and '
                     f'{"no carry" if self.carry is None else "a carry"}',
                     f'it is called as __call__{signature}: {error}',
-                    'one example for each input; state=carry if and only if the first argument is a carry',
+                    'one example for each input; state=carry if and only if the '
+                    'first argument is a carry',
                 )
             ) from error
 
@@ -131,8 +135,10 @@ class FlaxModel(PureModel):
         ):
             raise CompilationError(
                 three_parts(
-                    f'a call of {type(self.model).__name__} that makes or drops Variables',
-                    'a step is repeated: a Variable created in it would be new at every step',
+                    f'a call of {type(self.model).__name__} that makes or drops '
+                    'Variables',
+                    'a step is repeated: a Variable created in it would be new at '
+                    'every step',
                     'Variables made in __init__, and only read and written in __call__',
                 )
             )
@@ -143,7 +149,8 @@ class FlaxModel(PureModel):
                 raise CompilationError(
                     three_parts(
                         f'a call that writes Param {".".join(map(str, path))}',
-                        'gradients are taken with respect to parameters that stay fixed within a step',
+                        'gradients are taken with respect to parameters that stay '
+                        'fixed within a step',
                         'another nnx.Variable for a value that changes in time',
                     )
                 )
@@ -159,9 +166,12 @@ class FlaxModel(PureModel):
             return jax.tree.leaves(result[0]), result[1]
         raise CompilationError(
             three_parts(
-                f'{type(self.model).__name__} with a carry of {structure} that returns {jax.tree.structure(result)}',
-                'a module with a carry is called as model(carry, *inputs) -> (carry, out)',
-                'a __call__ that takes the carry first and returns (carry, out), and a carry of the form it returns',
+                f'{type(self.model).__name__} with a carry of {structure} that '
+                f'returns {jax.tree.structure(result)}',
+                'a module with a carry is called as model(carry, *inputs) -> (carry, '
+                'out)',
+                'a __call__ that takes the carry first and returns (carry, out), and '
+                'a carry of the form it returns',
             )
         )
 
@@ -204,9 +214,11 @@ class FlaxModel(PureModel):
         if not same or (given is not None and graphdef != self.graphdef):
             raise CompilationError(
                 three_parts(
-                    f'a {type(self.model).__name__} whose Variables or mode differ from those that were compiled',
+                    f'a {type(self.model).__name__} whose Variables or mode differ '
+                    'from those that were compiled',
                     'the compiled step reads and writes those',
-                    'compile the module as it is now; after model.train() or model.eval() one call outside jit will do',
+                    'compile the module as it is now; after model.train() or '
+                    'model.eval() one call outside jit will do',
                 )
             )
         self.graphdef = graphdef

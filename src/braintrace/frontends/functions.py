@@ -152,8 +152,10 @@ def run_step(
         raise CompilationError(
             three_parts(
                 f'{getattr(step, "__name__", step)!s} as a step function',
-                f'step(params, state, *inputs) fails with {type(error).__name__}: {error}{failing_line(error)}',
-                'a function step(params, state, *inputs) -> (state, out) that runs on the given examples',
+                f'step(params, state, *inputs) fails with {type(error).__name__}: '
+                f'{error}{failing_line(error)}',
+                'a function step(params, state, *inputs) -> (state, out) that runs '
+                'on the given examples',
             )
         ) from error
     return result

@@ -81,7 +81,8 @@ class PureModel:
             raise CompilationError(
                 three_parts(
                     f'{name}, whose step gives no hidden state a new value',
-                    'eligibility traces belong to states that depend on their own past values, and there are none',
+                    'eligibility traces belong to states that depend on their own '
+                    'past values, and there are none',
                     self.hidden_state_fix,
                 )
             )
@@ -170,9 +171,11 @@ class PureModel:
         ]:
             raise CompilationError(
                 three_parts(
-                    f'parameter {path_name(wrong[0])}, which is not of real or complex numbers',
+                    f'parameter {path_name(wrong[0])}, which is not of real or '
+                    'complex numbers',
                     'parameters are what gradients are taken of',
-                    'only trainable arrays among the parameters, the others in the state',
+                    'only trainable arrays among the parameters, the others in the '
+                    'state',
                 )
             )
 
@@ -200,10 +203,13 @@ class PureModel:
             if (jnp.shape(a), jnp.result_type(a)) != (b.shape, b.dtype):
                 raise CompilationError(
                     three_parts(
-                        f'a step that turns {path_name(path)} from {jnp.result_type(a)}{list(jnp.shape(a))} into '
+                        f'a step that turns {path_name(path)} from '
+                        f'{jnp.result_type(a)}{list(jnp.shape(a))} into '
                         f'{b.dtype}{list(b.shape)}',
-                        'a step is repeated, so every state must keep its shape and type',
-                        'an initial state of the shape (batch axis included) and type that the step gives it',
+                        'a step is repeated, so every state must keep its shape and '
+                        'type',
+                        'an initial state of the shape (batch axis included) and '
+                        'type that the step gives it',
                     )
                 )
         return marks

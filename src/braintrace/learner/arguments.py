@@ -104,7 +104,8 @@ def check_directions(directions: Any) -> None:
         raise ValueError(
             three_parts(
                 f'directions={directions!r}',
-                'it is the number of random directions that the cosine is estimated from',
+                'it is the number of random directions that the cosine is estimated '
+                'from',
                 'a whole number, e.g. 8; 0 if the cosine is not needed',
             )
         )
@@ -166,9 +167,11 @@ def check_rank(args: tuple, example: tuple, extra: int) -> None:
             raise CompilationError(
                 three_parts(
                     f'learner(...) on an input of shape {jnp.shape(x)}',
-                    f'the model was compiled for inputs of shape {jnp.shape(e)}, batch axis included'
+                    f'the model was compiled for inputs of shape {jnp.shape(e)}, '
+                    'batch axis included'
                     + (', and a window adds a time axis in front' if extra else ''),
-                    'inputs with the axes of the compiled example; MultiStepData(x) for a window of steps',
+                    'inputs with the axes of the compiled example; MultiStepData(x) '
+                    'for a window of steps',
                 )
             )
 
@@ -177,7 +180,8 @@ def _empty(what: str) -> ValueError:
     return ValueError(
         three_parts(
             what,
-            'its batch axis or its time axis is empty, so there is nothing to learn from',
+            'its batch axis or its time axis is empty, so there is nothing to learn '
+            'from',
             'at least one sample in a batch and at least one step in a window',
         )
     )
@@ -215,8 +219,10 @@ def check_batch(inputs: tuple, batch_size: int | None) -> None:
         raise ValueError(
             three_parts(
                 f'batch_size={batch_size} with example inputs of shapes {shapes}',
-                'no input has an axis of that size, so all samples would silently share one input',
-                f'example inputs with their batch axis, e.g. ({batch_size}, ...); or vmap=True for one sample',
+                'no input has an axis of that size, so all samples would silently '
+                'share one input',
+                f'example inputs with their batch axis, e.g. ({batch_size}, ...); or '
+                'vmap=True for one sample',
             )
         )
 
@@ -239,7 +245,8 @@ def length_of(sequences: tuple, step_fn: Callable[..., Any] | None = None) -> in
         raise ValueError(
             three_parts(
                 f'sequences of shapes {shapes}',
-                'time is the first axis of every sequence, and all have the same number of steps, at least one',
+                'time is the first axis of every sequence, and all have the same '
+                'number of steps, at least one',
                 'arrays of shape (time, batch, ...)',
             )
         )
@@ -267,7 +274,8 @@ def check_call(
     except TypeError as error:
         raise TypeError(
             three_parts(
-                f'{name}{signature}, to be called with {len(given)} argument(s): {described}',
+                f'{name}{signature}, to be called with {len(given)} argument(s): '
+                f'{described}',
                 str(error),
                 f'a function of {len(given)} argument(s)',
             )

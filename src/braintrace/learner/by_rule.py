@@ -142,7 +142,8 @@ def _check_config(preset: Preset, config: ETraceConfig, given: Mapping) -> None:
         raise ValueError(
             three_parts(
                 f'{preset.title}(config={config.name}, {dict(given)})',
-                f'the configuration is a whole rule, and {preset.title} has other traces '
+                f'the configuration is a whole rule, and {preset.title} has other '
+                'traces '
                 'or was given options beside it',
                 f'braintrace.compile(model, {config.name}, ...)',
             )
@@ -356,7 +357,8 @@ def train_synthetic_gradient(
         raise ValueError(
             three_parts(
                 f'{length} steps with windows of {window.steps}',
-                'the predictor learns from the credit that a window sends back to what came '
+                'the predictor learns from the credit that a window sends back to '
+                'what came '
                 'before it',
                 'a sequence of two windows and more, or a smaller window',
             )

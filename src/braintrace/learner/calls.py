@@ -150,9 +150,11 @@ class Calls(LearnerState):
                 raise ValueError(
                     three_parts(
                         f'etrace_grad(..., params=..., {", ".join(wrong)})',
-                        'a call with weights of its own leaves states and traces alone, so it has no '
+                        'a call with weights of its own leaves states and traces '
+                        'alone, so it has no '
                         'past to continue from',
-                        'fresh=True and no chunk_size; or learner.params = ... (Flax: the module '
+                        'fresh=True and no chunk_size; or learner.params = ... '
+                        '(Flax: the module '
                         'itself) and no params',
                     )
                 )

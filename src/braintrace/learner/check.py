@@ -55,7 +55,8 @@ class GradientCheck:
         ]
         for name, r in zip(names, self.rows, strict=True):
             lines.append(
-                f'{name:{width}}  {r.gradient:13}  {r.cosine:6.3f}  {r.relative_error:10.2e}  {r.norm_ratio:10.3f}'
+                f'{name:{width}}  {r.gradient:13}  {r.cosine:6.3f}  '
+                f'{r.relative_error:10.2e}  {r.norm_ratio:10.3f}'
             )
         return '\n'.join(lines)
 

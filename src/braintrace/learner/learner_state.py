@@ -204,8 +204,10 @@ class LearnerState(CompiledModel):
                 three_parts(
                     f'{self.rule.name} traces of {size_text(needed)}',
                     f'that is more than max_trace_bytes={limit}; nothing was allocated',
-                    "etrace_grad(..., fresh=True), which needs no trace; rule 'pp_prop', whose "
-                    'traces are linear in neurons; trace_dtype=jnp.bfloat16; a smaller batch; or '
+                    'etrace_grad(..., fresh=True), which needs no trace; rule '
+                    "'pp_prop', whose "
+                    'traces are linear in neurons; trace_dtype=jnp.bfloat16; a '
+                    'smaller batch; or '
                     'a larger max_trace_bytes',
                 )
             )

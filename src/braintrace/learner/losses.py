@@ -129,7 +129,8 @@ def weights_like(loss: Any, size: int, per_step: Any, per_window: Any) -> Any:
     if jnp.shape(loss) not in ((), (size,)):
         raise CompilationError(
             three_parts(
-                f'a step_fn whose loss has shape {jnp.shape(loss)}, with chunk_size={size}',
+                f'a step_fn whose loss has shape {jnp.shape(loss)}, with '
+                f'chunk_size={size}',
                 'a window has one loss for each of its steps, or one for all of them',
                 f'a loss of shape ({size},), or a scalar',
             )
@@ -139,7 +140,8 @@ def weights_like(loss: Any, size: int, per_step: Any, per_window: Any) -> Any:
         per = 'window' if jnp.ndim(loss) == 0 else 'step'
         raise ValueError(
             three_parts(
-                f'a mask of another length than the losses, of which there is one a {per}',
+                'a mask of another length than the losses, of which there is one a '
+                f'{per}',
                 'a mask weights the losses',
                 f'a mask with one number for each {per}',
             )
@@ -163,7 +165,8 @@ def check_aux(structure: Any, has_aux: bool) -> None:
     raise CompilationError(
         three_parts(
             f'a step_fn that returns {structure} with has_aux={has_aux}',
-            'a step gives its loss, or with has_aux=True, which fit sets if it has metrics, a pair (loss, aux)',
+            'a step gives its loss, or with has_aux=True, which fit sets if it has '
+            'metrics, a pair (loss, aux)',
             'return loss' if not has_aux else 'return loss, outputs',
         )
     )
@@ -188,7 +191,8 @@ def check_finite_values(
         raise ValueError(
             three_parts(
                 'check_finite=True inside jit',
-                'values are not known while a program is traced, so nothing could be raised',
+                'values are not known while a program is traced, so nothing could be '
+                'raised',
                 'the call outside jit (it is compiled anyway), or check_finite=False',
             )
         )
@@ -206,5 +210,6 @@ def _not_finite(what: str) -> str:
     return three_parts(
         f'{what} is not finite',
         'an update by it would make the weights non-finite; nothing was updated',
-        'finite inputs, a smaller rate, optax.clip_by_global_norm; mask=... for steps that do not count',
+        'finite inputs, a smaller rate, optax.clip_by_global_norm; mask=... for '
+        'steps that do not count',
     )

@@ -110,6 +110,7 @@ def _reshaped(
             f'a call of a {rule} learner compiled for {was}, with states of {now}: '
             f'{path_name(path)}',
             f'{reason} after this learner was compiled',
-            f'learner.reset_state({size}) before this call, or a model for each learner',
+            f'learner.reset_state({size}) before this call, or a model for each '
+            'learner',
         )
     )

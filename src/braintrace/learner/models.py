@@ -177,7 +177,8 @@ class AdaptedModel(brainstate.nn.Module, ModelInterface):
             if bool(jnp.any(value != value[:1])):
                 raise ValueError(
                     three_parts(
-                        f'reset_state(batch_size={batch_size}) with {path_name(path)}, which starts differently for '
+                        f'reset_state(batch_size={batch_size}) with '
+                        f'{path_name(path)}, which starts differently for '
                         'each sample',
                         'the start of other samples is not known',
                         'compile again with a state of that batch',
@@ -270,8 +271,10 @@ class AdaptedModel(brainstate.nn.Module, ModelInterface):
             raise CompilationError(
                 three_parts(
                     f'a copy of the learner of {self.pure.name}',
-                    'it reads and writes the module that it was given, and a copy would use the same module',
-                    'braintrace.compile(nnx.clone(module), ...), a learner of a copied module',
+                    'it reads and writes the module that it was given, and a copy '
+                    'would use the same module',
+                    'braintrace.compile(nnx.clone(module), ...), a learner of a '
+                    'copied module',
                 )
             )
 
@@ -331,8 +334,11 @@ def _inside_a_transformation() -> CompilationError:
     return CompilationError(
         three_parts(
             'a call of this learner inside jit, grad or the like',
-            'it reads and writes weights, states and traces that are stored outside, which a traced program cannot do',
-            'the call outside (it is compiled anyway; etrace_grad(x[None], y[None], step_fn=...) for one step), or '
-            'inside etrace_grad(..., fresh=True, params=...) with the weights or the model that the program was given',
+            'it reads and writes weights, states and traces that are stored outside, '
+            'which a traced program cannot do',
+            'the call outside (it is compiled anyway; etrace_grad(x[None], y[None], '
+            'step_fn=...) for one step), or '
+            'inside etrace_grad(..., fresh=True, params=...) with the weights or the '
+            'model that the program was given',
         )
     )

@@ -49,9 +49,11 @@ def made_beside(
         raise CompilationError(
             three_parts(
                 'the first use of an optimiser inside jit',
-                'its state starts from the values of the weights, which are not known while a '
+                'its state starts from the values of the weights, which are not '
+                'known while a '
                 'program is traced',
-                'learner.optimizer_states(optimizer), which creates that state, before the call of '
+                'learner.optimizer_states(optimizer), which creates that state, '
+                'before the call of '
                 'the jitted function',
             )
         ) from error

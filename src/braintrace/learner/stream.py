@@ -75,7 +75,8 @@ class Stream:
             raise ValueError(
                 three_parts(
                     f'stream(..., decay={decay!r})',
-                    'the eligibility of earlier gradients is multiplied by it at every step',
+                    'the eligibility of earlier gradients is multiplied by it at '
+                    'every step',
                     'a number from 0 to 1, as discount times λ; or None to keep none',
                 )
             )

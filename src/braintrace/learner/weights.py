@@ -149,7 +149,8 @@ def _safetensors() -> Any:
             three_parts(
                 'weights in a file of safetensors',
                 'the package safetensors is not installed',
-                "pip install 'braintrace-online[safetensors]', or learner.weights() and "
+                "pip install 'braintrace-online[safetensors]', or learner.weights() "
+                'and '
                 'numpy.savez',
             )
         ) from error

@@ -109,7 +109,8 @@ class ETraceGraphExecutor:
                 three_parts(
                     f'ETraceGraphExecutor({type(model).__name__})',
                     'the executor reads and writes the states of a brainstate module',
-                    'a brainstate.nn.Module; compile_etrace_graph takes plain functions',
+                    'a brainstate.nn.Module; compile_etrace_graph takes plain '
+                    'functions',
                 )
             )
         self.model: Any = model

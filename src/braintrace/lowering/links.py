@@ -106,7 +106,8 @@ class ReadoutLinks(LinkPaths):
         if not self._classes(readout):
             return f'it has more than {MOST_DECAYS} different decays; use fewer'
         return (
-            'the read-out is not a product of weights with a function of each unit in the '
+            'the read-out is not a product of weights with a function of each unit '
+            'in the '
             'same step; write it as y = κ y + f(h) @ W, after the new h'
         )
 

@@ -246,7 +246,8 @@ def _layer(nir: Any, layer: Any) -> Any:
         three_parts(
             f'nir.write of a {type(layer).__name__}',
             'it is not known how to say this layer in NIR',
-            'a model of nir.read, or a brainstate.nn.Sequential of brainstate.nn.Linear '
+            'a model of nir.read, or a brainstate.nn.Sequential of '
+            'brainstate.nn.Linear '
             f'and of nodes: nir.{", nir.".join(NODES)}',
         )
     )

@@ -256,7 +256,8 @@ class Flatten(Node):
                 three_parts(
                     'a Flatten node without the shape of its input',
                     'batch axes, which it keeps, are known by that shape',
-                    'input_type=... of the node, or a graph with the shapes of its inputs',
+                    'input_type=... of the node, or a graph with the shapes of its '
+                    'inputs',
                 )
             )
         shape = tuple(int(n) for n in self.input_type['input'])

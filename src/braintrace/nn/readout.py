@@ -53,8 +53,10 @@ class LeakyRateReadout(brainstate.nn.Module):
             raise ValueError(
                 three_parts(
                     f'LeakyRateReadout with tau={self.tau} and dt={dt}',
-                    'the decay exp(-dt / tau) needs both in units of time, or both without a unit',
-                    'for instance tau=5 * u.ms with brainstate.environ.set(dt=0.1 * u.ms)',
+                    'the decay exp(-dt / tau) needs both in units of time, or both '
+                    'without a unit',
+                    'for instance tau=5 * u.ms with brainstate.environ.set(dt=0.1 * '
+                    'u.ms)',
                 )
             )
         return jnp.exp(-u.maybe_decimal(dt / self.tau))
@@ -122,7 +124,8 @@ class WindowRate(brainstate.nn.Module):
                 three_parts(
                     f'WindowRate(window={window!r})',
                     'a window has at least one step',
-                    'the number of steps of a sequence, as WindowRate(100, window=1000)',
+                    'the number of steps of a sequence, as WindowRate(100, '
+                    'window=1000)',
                 )
             )
         self.in_size = self.out_size = size

@@ -124,7 +124,8 @@ FAMILIES['elementwise'] = ELEMENTWISE
 register(
     ELEMENTWISE,
     'abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e '
-    'bitcast_convert_type cbrt clamp clz complex conj cos cosh device_put digamma eq erf '
+    'bitcast_convert_type cbrt clamp clz complex conj cos cosh device_put digamma eq '
+    'erf '
     'erf_inv erfc exp exp2 expm1 ge gt igamma igamma_grad_a igammac imag integer_pow '
     'is_finite le lgamma log log1p logistic lt max min name ne not or polygamma '
     'population_count pow random_gamma_grad real reduce_precision '

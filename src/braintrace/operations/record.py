@@ -211,7 +211,8 @@ def register_primitive(
                 three_parts(
                     f'register_primitive(..., {operation!r})',
                     'no family has that name',
-                    f'one of {", ".join(map(repr, FAMILIES))}, an Operation, or a function '
+                    f'one of {", ".join(map(repr, FAMILIES))}, an Operation, or a '
+                    'function '
                     'labels(eqn, outs, const)',
                 )
             )

@@ -110,7 +110,8 @@ def _check(path: Path, holds: bool, where: str) -> None:
         raise ValueError(
             three_parts(
                 f'hidden state {path_name(path)}, which is not among {where}',
-                'every hidden state has an input and an output of the program, a path and a state object',
+                'every hidden state has an input and an output of the program, a '
+                'path and a state object',
                 'the mappings of one program, as extract_module_info gives them',
             )
         )

@@ -45,8 +45,10 @@ def _first(x: Any) -> Any:
         raise ValueError(
             three_parts(
                 f'MultiStepData of an array of shape {shape}',
-                'the first axis of its arrays is time, and a model is compiled for its first step',
-                'arrays of shape (steps, ...) with at least one step, or SingleStepData for the inputs of one step',
+                'the first axis of its arrays is time, and a model is compiled for '
+                'its first step',
+                'arrays of shape (steps, ...) with at least one step, or '
+                'SingleStepData for the inputs of one step',
             )
         )
     if isinstance(x, jax.ShapeDtypeStruct):

@@ -118,7 +118,8 @@ def check_shapes(closed: ClosedJaxpr, values: Sequence[Any]) -> None:
             three_parts(
                 f'a call with arrays of shapes {got}',
                 f'the step was compiled for {expected}',
-                'inputs and states of the compiled shapes, or compile again with the new ones',
+                'inputs and states of the compiled shapes, or compile again with the '
+                'new ones',
             )
         )
 

@@ -182,7 +182,8 @@ def check_subclass(kind: type) -> None:
         raise TypeError(
             three_parts(
                 f'class {kind.__name__} with its own {", ".join(own)}',
-                'learners here do not call these methods, so the class would silently be '
+                'learners here do not call these methods, so the class would '
+                'silently be '
                 'its base',
                 'a rule from parts, ETraceConfig(...) or a Rule of its own with '
                 'rules.register, as examples/own_rule.py does',

@@ -478,7 +478,8 @@ def _rounded(points: Sequence[tuple[float, float]]) -> str:
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
         a, b = (_towards(corner, end) for end in (before, after))
         found.append(
-            f'L{_n(a[0])} {_n(a[1])}Q{_n(corner[0])} {_n(corner[1])} {_n(b[0])} {_n(b[1])}'
+            f'L{_n(a[0])} {_n(a[1])}Q{_n(corner[0])} {_n(corner[1])} {_n(b[0])} '
+            f'{_n(b[1])}'
         )
     return ''.join([*found, f'L{_n(points[-1][0])} {_n(points[-1][1])}'])
 

@@ -164,7 +164,8 @@ class _Page:
             sum(n.kind == 'operation' for n in self.chart.nodes),
         )
         caption = (
-            f'{sites} operation{"s" * (sites != 1)} with parameters and {groups} hidden group{"s" * (groups != 1)}, '
+            f'{sites} operation{"s" * (sites != 1)} with parameters and {groups} '
+            f'hidden group{"s" * (groups != 1)}, '
             f'from inputs on the left to outputs on the right.'
         )
         svg = drawing.svg(f'The model {self.report.model}', caption)
@@ -173,7 +174,8 @@ class _Page:
             ('last', 'from the last step'),
             (
                 'cut',
-                'cut, by number: no credit from step to step (a full line with a number: in part)',
+                'cut, by number: no credit from step to step (a full line with a '
+                'number: in part)',
             ),
             ('plain', 'no gradient'),
         ]
@@ -241,7 +243,8 @@ class _Page:
             'table',
             tag(
                 'caption',
-                'Every parameter array, the gradient it gets and where it acts. Press a heading to sort.',
+                'Every parameter array, the gradient it gets and where it acts. '
+                'Press a heading to sort.',
             ),
             tag('thead', tag('tr', *map(button, names))),
             tag('tbody', *rows),

@@ -126,7 +126,8 @@ class ETraceConfig:
     def _side(self, field: str, side: int) -> Any:
         if not self.is_factorized:
             raise AttributeError(
-                f'{field} has one side: {self.trace_factorization} traces are no factors'
+                f'{field} has one side: {self.trace_factorization} traces are no '
+                'factors'
             )
         return getattr(self, field)[side]
 

@@ -100,7 +100,8 @@ def _in_windows(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
     if rule.window.steps is None:
         return ParameterGradient(
             EQUAL,
-            'reverse mode through all steps of a call; nothing is carried to the next call',
+            'reverse mode through all steps of a call; nothing is carried to the '
+            'next call',
         )
     after = (
         'a learned predictor stands for the credit of later ones'

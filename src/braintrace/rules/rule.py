@@ -137,7 +137,8 @@ class Rule:
         return [
             (
                 to_readouts and not isinstance(self.trace, PerParameter),
-                'the memory of a read-out is kept beside one trace for each parameter and '
+                'the memory of a read-out is kept beside one trace for each '
+                'parameter and '
                 'position',
                 "reach='local', or rule 'd_rtrl', 'ostlrecurrent' or 'eprop'",
             ),
@@ -168,8 +169,10 @@ class Rule:
             ),
             (
                 windows != (self.window is not None),
-                'exact windows need no trace, and without a trace there are only windows',
-                "trace_factorization='none' with update_schedule='window' or 'sequence_end'",
+                'exact windows need no trace, and without a trace there are only '
+                'windows',
+                "trace_factorization='none' with update_schedule='window' or "
+                "'sequence_end'",
             ),
             (
                 windows and own_recursion,
@@ -275,9 +278,11 @@ class Rule:
             raise CompilationError(
                 three_parts(
                     f'{self.name} with κ = {self.filter:g} without a read-out',
-                    'the filter acts on what a read-out reads of each unit, and no product '
+                    'the filter acts on what a read-out reads of each unit, and no '
+                    'product '
                     'with weights lies between the states and the outputs',
-                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, inside the '
+                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, '
+                    'inside the '
                     'model; or no filter',
                 )
             )

@@ -95,9 +95,11 @@ class RandomFeedback:
             raise CompilationError(
                 three_parts(
                     'feedback by random weights without a read-out',
-                    'no product with weights lies between the states and the loss, by which '
+                    'no product with weights lies between the states and the loss, '
+                    'by which '
                     'errors could be sent back',
-                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, inside the '
+                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, '
+                    'inside the '
                     "model; or feedback='symmetric'",
                 )
             )
@@ -171,9 +173,11 @@ def _unclear(got: tuple, shape: tuple) -> CompilationError:
     return CompilationError(
         three_parts(
             f'a modulator of shape {got} for states of shape {shape}',
-            'it is neither one number, nor clearly one for each sample, for each neuron, or for '
+            'it is neither one number, nor clearly one for each sample, for each '
+            'neuron, or for '
             'both',
-            f'shape () or {shape}, or with ones: {by_sample}, {by_neuron}; trace=... keeps the '
+            f'shape () or {shape}, or with ones: {by_sample}, {by_neuron}; trace=... '
+            'keeps the '
             'modulator from states whose parameters it does not choose',
         )
     )

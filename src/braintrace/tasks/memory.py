@@ -38,7 +38,8 @@ class EvidenceAccumulation:
     kind: ClassVar[str] = 'decision'
     step_unit: ClassVar[str] = 'ms'
     reference: ClassVar[str] = (
-        'error below 7 % within 200–500 iterations (e-prop, Bellec 2020); 91.1 % mlGeNN, 93.8 % NEST'
+        'error below 7 % within 200–500 iterations (e-prop, Bellec 2020); 91.1 % '
+        'mlGeNN, 93.8 % NEST'
     )
 
     @property
@@ -145,7 +146,8 @@ class Copying:
 
     kind: ClassVar[str] = 'classes'
     reference: ClassVar[str] = (
-        'cross-entropy after 200 updates: BPTT 2.010, published D_RTRL 2.043, chance 2.079 '
+        'cross-entropy after 200 updates: BPTT 2.010, published D_RTRL 2.043, chance '
+        '2.079 '
         '(GRU 64, batch 32, Adam 2e-3)'
     )
 

@@ -30,7 +30,8 @@ class Randman:
 
     kind: ClassVar[str] = 'decision'
     reference: ClassVar[str] = (
-        'solved above 0.9 by spiking networks with a hidden layer (Zenke and Vogels 2021)'
+        'solved above 0.9 by spiking networks with a hidden layer (Zenke and Vogels '
+        '2021)'
     )
 
     frequencies: ClassVar[int] = 10

@@ -99,7 +99,8 @@ class SHD:
     outputs: ClassVar[int] = 20
     kind: ClassVar[str] = 'decision'
     reference: ClassVar[str] = (
-        'accuracy 0.71 recurrent LIF by BPTT (Cramer 2020); 0.8 and more with adaptation'
+        'accuracy 0.71 recurrent LIF by BPTT (Cramer 2020); 0.8 and more with '
+        'adaptation'
     )
 
     @property

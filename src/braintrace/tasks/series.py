@@ -23,9 +23,11 @@ class Series:
     outputs: ClassVar[int] = 1
     kind: ClassVar[str] = 'values'
     reference: ClassVar[str] = (
-        'mean squared error over variance (Mackey-Glass / Lorenz x / Hénon; tanh RNN 64, 8 lanes, Adam 1e-3, updates '
+        'mean squared error over variance (Mackey-Glass / Lorenz x / Hénon; tanh RNN '
+        '64, 8 lanes, Adam 1e-3, updates '
         'at every of 15,000 steps): '
-        'SnAp-1 .0050 / .0024 / .0052, RTRL .0180 / .0051 / .0052, RFLO .0572 / .0442 / .0704, '
+        'SnAp-1 .0050 / .0024 / .0052, RTRL .0180 / .0051 / .0052, RFLO .0572 / '
+        '.0442 / .0704, '
         'TBPTT(25) .0080 / .0054 / .0311'
     )
 
