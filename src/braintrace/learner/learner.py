@@ -51,16 +51,17 @@ class Learner(Measuring, Saving):
     ``reach``: 'local'; 'readout' for credit through the memory of leaky linear
     read-outs, carried in the traces (:class:`D_RTRL`, :class:`OSTLRecurrent` and
     :class:`EProp`, which has it by default); or 'deep' for credit that passes from
-    layer to layer inside a window. ``vjp_method``: 'single-step', or 'multi-step', where every call is a
-    window: reverse mode through the whole of its steps, and the credit of the states at
-    its start is multiplied by the traces. A :class:`MultiStepData` call is one window.
-    All others (``learner(x)``, and sequences without ``chunk_size``) are windows of one
-    step: a loss reaches the traces of all states that the step reads, other units'
-    included. A rule with a signal or a recursion of its own (random feedback, κ, a
-    modulator, a scalar leak) takes the steps of a window one by one. ``vmap``: the model describes one sample; its
-    states have a batch axis in front and it is mapped over them. ``block``: steps
-    solved together; chosen automatically and never visible in a result. ``passes``: 1
-    carries traces, 2 keeps the states of a fresh sequence and carries none; by default
+    layer to layer inside a window. ``vjp_method``: 'single-step', or 'multi-step',
+    where every call is a window: reverse mode through the whole of its steps, and the
+    credit of the states at its start is multiplied by the traces. A
+    :class:`MultiStepData` call is one window. All others (``learner(x)``, and sequences
+    without ``chunk_size``) are windows of one step: a loss reaches the traces of all
+    states that the step reads, other units' included. A rule with a signal or a
+    recursion of its own (random feedback, κ, a modulator, a scalar leak) takes the
+    steps of a window one by one. ``vmap``: the model describes one sample; its states
+    have a batch axis in front and it is mapped over them. ``block``: steps solved
+    together; chosen automatically and never visible in a result. ``passes``: 1 carries
+    traces, 2 keeps the states of a fresh sequence and carries none; by default
     whichever fits. ``trace``: 'auto', 'marked' (parameters used through marked
     operations) or a predicate on paths; the others keep their one-step gradient.
     ``trace_dtype``: storage type of the traces; more than ``max_trace_bytes`` is

@@ -2,7 +2,8 @@
 
 The learner works on the states of a brainstate module. A brainstate module is that
 itself. Models of Flax NNX and Equinox and plain functions are pure steps on lists of
-arrays (``frontends/pure.py``), and an :class:`AdaptedModel` holds their arrays as states.
+arrays (``frontends/pure.py``), and an :class:`AdaptedModel` holds their arrays as
+states.
 """
 
 from __future__ import annotations
