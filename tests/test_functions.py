@@ -269,6 +269,17 @@ def test_every_rule_as_for_a_module(rule):
     assert type(mine) is type(module)
 
 
+def test_a_module_keeps_its_own_weights_and_states():
+    _, params, h = make('rnn')
+    learner = bt.compile(Same(params, h), 'd_rtrl', X)
+    with pytest.raises(TypeError, match='params=... of a brainstate module'):
+        learner.etrace_grad(XS, step_fn=squared(learner), fresh=True, params=params)
+    for name in ('params', 'state'):
+        assert not hasattr(learner, name)
+        with pytest.raises(AttributeError):
+            setattr(learner, name, params)
+
+
 def test_a_copy_has_weights_and_states_of_its_own():
     step, params, h = make('rnn')
     learner = bt.compile(step, 'd_rtrl', params, h, X)
