@@ -272,7 +272,7 @@ def test_every_rule_as_for_a_module(rule):
 def test_a_module_keeps_its_own_weights_and_states():
     _, params, h = make('rnn')
     learner = bt.compile(Same(params, h), 'd_rtrl', X)
-    with pytest.raises(TypeError, match='params=... of a brainstate module'):
+    with pytest.raises(TypeError, match='of a brainstate module'):
         learner.etrace_grad(XS, step_fn=squared(learner), fresh=True, params=params)
     for name in ('params', 'state'):
         assert not hasattr(learner, name)

@@ -8,8 +8,6 @@ position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -20,49 +18,47 @@ from ..operations import operation_of
 from ..program import equations_between
 
 
-@dataclass(frozen=True)
 class LocalProgram:
-    """Which equations make up a group's local step, and what depends on what in it."""
+    """Which equations make up a group's local step, and what depends on what in it.
 
-    equations: Sequence[Equation]
-    tap_results: Sequence[Var]
-    group: HiddenGroup
-    positions: Positions
+    ``taps``: results of taps that reach the group. ``shared``: those of which an element
+    reaches several positions: the element that reaches each position. ``indices``: the
+    equations of the local step, in program order. ``constants``: what it reads beside
+    old states and taps. ``pattern``: (i, j) where the new component i can depend on the
+    old component j.
+    """
 
-    @cached_property
-    def taps(self) -> tuple[Var, ...]:
-        """Results of taps that reach the group."""
-        return tuple(v for v in self.tap_results if v in self.positions.labels)
-
-    @cached_property
-    def shared(self) -> dict[Var, np.ndarray]:
-        """Results of taps of which an element reaches several positions: the element
-        that reaches each position."""
-        shape, sources = self.group.varshape, self.positions.sources
-        return {v: sources[v].reshape(shape) for v in self.taps if v in sources}
-
-    @cached_property
-    def indices(self) -> list[int]:
-        """The equations of the local step, in program order."""
-        sources = {*self.group.hidden_invars, *self.taps}
-        cuts, edges = self.positions.cuts, self.positions.edges
-        return equations_between(
-            self.equations, sources, self.group.hidden_outvars, cuts, edges
+    def __init__(
+        self,
+        equations: Sequence[Equation],
+        tap_results: Sequence[Var],
+        group: HiddenGroup,
+        positions: Positions,
+    ):
+        self.equations, self.group, self.positions = equations, group, positions
+        self.taps = tuple(v for v in tap_results if v in positions.labels)
+        shape, sources = group.varshape, positions.sources
+        self.shared: dict[Var, np.ndarray] = {
+            v: sources[v].reshape(shape) for v in self.taps if v in sources
+        }
+        starts = {*group.hidden_invars, *self.taps}
+        cuts, edges = positions.cuts, positions.edges
+        ends = group.hidden_outvars
+        self.indices = equations_between(equations, starts, ends, cuts, edges)
+        mine = [equations[i] for i in self.indices]
+        made = starts | {v for eqn in mine for v in eqn.outvars}
+        reads = [*(v for eqn in mine for v in eqn.invars), *ends]
+        self.constants: tuple[Var, ...] = tuple(
+            dict.fromkeys(v for v in reads if is_var(v) and v not in made)
+        )
+        self._sources = self._find_sources()
+        owners, old = group.owners, group.hidden_invars
+        every = range(len(owners))
+        self.pattern = frozenset(
+            (i, j) for i in every for j in every if old[owners[j]] in self._reads(i)
         )
 
-    @cached_property
-    def constants(self) -> tuple[Var, ...]:
-        """What it reads beside old states and taps."""
-        equations = [self.equations[i] for i in self.indices]
-        made = {*self.group.hidden_invars, *self.taps}
-        made.update(v for eqn in equations for v in eqn.outvars)
-        reads = [v for eqn in equations for v in eqn.invars] + list(
-            self.group.hidden_outvars
-        )
-        return tuple(dict.fromkeys(v for v in reads if is_var(v) and v not in made))
-
-    @cached_property
-    def _sources(self) -> dict[Var, frozenset[Var]]:
+    def _find_sources(self) -> dict[Var, frozenset[Var]]:
         """Which old states and taps each value can depend on."""
         found = {v: frozenset([v]) for v in (*self.group.hidden_invars, *self.taps)}
         cuts, kept = self.positions.cuts, set(self.indices)
@@ -77,15 +73,6 @@ class LocalProgram:
     def _reads(self, component: int) -> frozenset[Var]:
         state = self.group.hidden_outvars[self.group.owners[component]]
         return self._sources.get(state, frozenset())
-
-    @cached_property
-    def pattern(self) -> frozenset[tuple[int, int]]:
-        """(i, j) where the new component i can depend on the old component j."""
-        owners, old = self.group.owners, self.group.hidden_invars
-        every = range(len(owners))
-        return frozenset(
-            (i, j) for i in every for j in every if old[owners[j]] in self._reads(i)
-        )
 
     def reached(self, y: Var) -> tuple[int, ...]:
         """Components of the new states that a tap's result can reach."""

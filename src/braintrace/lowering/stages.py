@@ -13,9 +13,8 @@ of them, and no product is run again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import jax
 
@@ -41,33 +40,76 @@ class PreparedWeight:
     kernel: Kernel
 
 
-@dataclass(frozen=True)
 class Stages:
     """The equations of a step, sorted by when they run.
 
     ``targets`` are differentiated; ``aux`` and ``extra`` are other values wanted of
-    every step, ``extra`` for the solver itself.
+    every step, ``extra`` for the solver itself. All else is found when it is made.
     """
 
-    analysed: Analysed
-    targets: tuple[Atom, ...]
-    aux: tuple[Var, ...] = ()
-    extra: tuple[Var, ...] = ()
+    facts: Facts
+    """What each value depends on."""
+    program: StepProgram
+    equations: Sequence[Equation]
+    """Those of the program."""
 
-    @property
-    def facts(self) -> Facts:
-        """What each value depends on."""
-        return self.analysed.facts
+    taps: dict[int, TapEquation]
+    """All taps by the index of their equation."""
+    tap_results: tuple[Var, ...]
+    """The results of all taps."""
+    locals: tuple[LocalProgram, ...]
+    """The local step of every group."""
+    carried: tuple[tuple[Var, Atom], ...]
+    """(old, new) of every state that the step writes."""
+    new_states: frozenset[Var]
+    """All new hidden states."""
+    direct_reads: frozenset[Var]
+    """Old hidden states that a target can read along a path without any new hidden
+    state."""
 
-    @property
-    def program(self) -> StepProgram:
-        """The step program."""
-        return self.facts.program
+    constants: tuple[Var, ...]
+    """Values that depend on no data; new states are never among them."""
+    constant_targets: tuple[Var, ...]
+    """Targets that no data reaches, as a penalty on weights alone."""
+    weights: tuple[Var, ...]
+    """Every variable that gets a gradient: weights of taps, and constant targets."""
+    differentiated: frozenset[Var]
+    """Values that a derivative by tap results or old states may change."""
+    derivative_variables: tuple[Var, ...]
+    """What derivative programs read and the program makes: operands and results of taps,
+    constants of local steps."""
+    projected: tuple[Var, ...]
+    """Values that depend on inputs and on no state, and that others read."""
 
-    @property
-    def equations(self) -> Sequence[Equation]:
-        """Its equations."""
-        return self.program.equations
+    anchors: tuple[Var, ...]
+    """Values kept in place of the tap results they are sums of: arguments of nonlinear
+    functions."""
+    kept: tuple[Var, ...]
+    """What the time loop keeps of every step for derivatives.
+
+    Anchors, results of taps that are needed themselves, and values that depend on other
+    states without carrying credit, so that those states themselves are not kept.
+    """
+    prepared: dict[int, PreparedWeight]
+    """Products of the time loop whose weight is prepared for a faster kernel once a
+    call."""
+
+    def __init__(
+        self,
+        analysed: Analysed,
+        targets: tuple[Atom, ...],
+        aux: tuple[Var, ...] = (),
+        extra: tuple[Var, ...] = (),
+    ):
+        self.analysed = analysed
+        self.targets, self.aux, self.extra = targets, aux, extra
+        self.facts = analysed.facts
+        self.program = self.facts.program
+        self.equations = self.program.equations
+        self._find_structure()
+        self._sort()
+        self._choose_kept()
+        self.prepared = self._prepared_weights()
 
     # ------------------------------------------------------------ running a part
 
@@ -98,37 +140,85 @@ class Stages:
                 todo += [a for a in self.equations[producer[v]].invars if is_var(a)]
         return sorted(kept)
 
-    # ------------------------------------------------------------ taps
+    # ------------------------------------------------------------ structure
 
-    @cached_property
-    def taps(self) -> dict[int, TapEquation]:
-        """All taps by the index of their equation."""
-        return find_taps(self.facts)
+    def _find_structure(self) -> None:
+        """Taps, local steps and states."""
+        groups, program = self.analysed.groups, self.program
+        self.taps = find_taps(self.facts)
+        self.tap_results = tuple(v for tap in self.taps.values() for v in tap.results)
+        self.locals = tuple(
+            LocalProgram(self.equations, self.tap_results, group, positions)
+            for group, positions in zip(groups, self.analysed.positions, strict=True)
+        )
+        pairs = [(h.invar, h.outvar) for h in program.hidden]
+        others = [(o.invar, o.outvar) for o in program.others if o.outvar is not None]
+        self.carried = tuple(pairs + others)
+        self.new_states = frozenset(v for g in groups for v in g.hidden_outvars)
+        after = [self.equations[i] for i in self.needed(self.targets, self.new_states)]
+        atoms = [*self.targets, *(v for eqn in after for v in eqn.invars)]
+        read = {v for v in atoms if is_var(v)}
+        old = (v for group in groups for v in group.hidden_invars)
+        self.direct_reads = frozenset(v for v in old if v in read)
 
-    @cached_property
-    def tap_results(self) -> tuple[Var, ...]:
-        """The results of all taps."""
-        return tuple(v for tap in self.taps.values() for v in tap.results)
+    # ------------------------------------------------------------ when equations run
 
-    @cached_property
-    def weights(self) -> tuple[Var, ...]:
-        """Every variable that gets a gradient: weights of taps, and targets that no
-        data reaches."""
+    def _sort(self) -> None:
+        """What runs once a call, and what once a block."""
+        facts, program = self.facts, self.program
+        made = [v for eqn in self.equations for v in eqn.outvars]
+        new = sum(facts.new_bit.values())
+        # Bits of everything that credit can reach, and of all states, old and new.
+        self._credit = facts.parameters | facts.old(program.hidden) | new
+        old = [*(h.invar for h in program.hidden), *(o.invar for o in program.others)]
+        self._states = sum(facts.bit[v] for v in old) | new
+
+        free = self._where(lambda reads: not reads & facts.data)
+        self.constants = tuple(v for v in free if v not in self.new_states)
+        fixed = {*self.constants, *(p.invar for p in program.parameters)}
+        self.constant_targets = tuple(
+            v for v in self.targets if is_var(v) and v in fixed
+        )
         weights = [
             tap.equation.invars[k] for tap in self.taps.values() for k in tap.weights
         ]
-        return tuple(dict.fromkeys([*weights, *self.constant_targets]))
+        self.weights = tuple(dict.fromkeys([*weights, *self.constant_targets]))
+        constants = set(self.constants)
+        self.differentiated = frozenset(
+            v for v in made if v not in constants and self._bits(v).grads & self._credit
+        )
+        wanted = [*self.targets, *self.extra]
+        for tap in self.taps.values():
+            wanted += [*tap.equation.invars, *tap.results]
+        for local in self.locals:
+            wanted += local.constants
+        self._read_by_derivatives = tuple(dict.fromkeys(filter(is_var, wanted)))
+        self.derivative_variables = tuple(
+            v for v in self._read_by_derivatives if v in facts.producer
+        )
+        self.projected = self._projected(made)
 
-    @cached_property
-    def constant_targets(self) -> tuple[Var, ...]:
-        """Targets that no data reaches, as a penalty on weights alone."""
-        fixed = {*self.constants, *(p.invar for p in self.program.parameters)}
-        return tuple(v for v in self.targets if is_var(v) and v in fixed)
+    def _bits(self, atom: Atom) -> Bits:
+        return of(self.facts.total, atom)
 
-    @cached_property
-    def prepared(self) -> dict[int, PreparedWeight]:
-        """Products of the time loop whose weight is prepared for a faster kernel once a
-        call."""
+    def _where(self, test: Callable[[int], object]) -> tuple[Var, ...]:
+        """Results of equations whose operands, taken together, pass a test of what they
+        read."""
+        found: list[Var] = []
+        for eqn in self.equations:
+            if test(union(map(self._bits, eqn.invars)).reads):
+                found += eqn.outvars
+        return tuple(found)
+
+    def _projected(self, made: Sequence[Var]) -> tuple[Var, ...]:
+        data, states = self.facts.data, self._states
+        free = set(self._where(lambda reads: reads & data and not reads & states))
+        rest = (eqn for eqn in self.equations if not free.issuperset(eqn.outvars))
+        read = {v for eqn in rest for v in eqn.invars if is_var(v)}
+        wanted = read | set(self.derivative_variables)
+        return tuple(v for v in made if v in free and v in wanted)
+
+    def _prepared_weights(self) -> dict[int, PreparedWeight]:
         if jax.default_backend() != 'cpu':
             return {}
         fixed = {*self.constants, *(p.invar for p in self.program.parameters)}
@@ -142,134 +232,57 @@ class Stages:
                         found[i] = PreparedWeight(k, new_var(v.aval), kernel)
         return found
 
-    # ------------------------------------------------------------ dependence
+    # ------------------------------------------------------------ what the loop keeps
 
-    def _bits(self, atom: Atom) -> Bits:
-        return of(self.facts.total, atom)
-
-    @cached_property
-    def _states(self) -> int:
-        """Bits of all states, old and new."""
-        p = self.program
-        old = [*(h.invar for h in p.hidden), *(o.invar for o in p.others)]
-        return sum(self.facts.bit[v] for v in old) | sum(self.facts.new_bit.values())
-
-    @cached_property
-    def _credit(self) -> int:
-        """Bits of everything that credit can reach: parameters and hidden states."""
-        facts = self.facts
-        new = sum(facts.new_bit.values())
-        return facts.parameters | facts.old(self.program.hidden) | new
-
-    @cached_property
-    def differentiated(self) -> frozenset[Var]:
-        """Values that a derivative by tap results or old states may change."""
-        constants = set(self.constants)
-        made = (v for eqn in self.equations for v in eqn.outvars)
-        return frozenset(
-            v for v in made if v not in constants and self._bits(v).grads & self._credit
-        )
-
-    @cached_property
-    def new_states(self) -> frozenset[Var]:
-        """All new hidden states."""
-        return frozenset(
-            v for group in self.analysed.groups for v in group.hidden_outvars
-        )
-
-    @cached_property
-    def direct_reads(self) -> frozenset[Var]:
-        """Old hidden states that a target can read along a path without any new hidden
-        state."""
-        equations = self.needed(self.targets, self.new_states)
-        atoms = [
-            *self.targets,
-            *(v for i in equations for v in self.equations[i].invars),
-        ]
-        read = {v for v in atoms if is_var(v)}
-        old = (v for group in self.analysed.groups for v in group.hidden_invars)
-        return frozenset(v for v in old if v in read)
-
-    # ------------------------------------------------------------ stages
-
-    def _where(self, test: Callable[[int], object]) -> tuple[Var, ...]:
-        """Results of equations whose operands, taken together, pass a test of what they
-        read."""
-        found: list[Var] = []
-        for eqn in self.equations:
-            if test(union(map(self._bits, eqn.invars)).reads):
-                found += eqn.outvars
-        return tuple(found)
-
-    @cached_property
-    def constants(self) -> tuple[Var, ...]:
-        """Values that depend on no data; new states are never among them."""
-        free = self._where(lambda reads: not reads & self.facts.data)
-        return tuple(v for v in free if v not in self.new_states)
-
-    @cached_property
-    def projected(self) -> tuple[Var, ...]:
-        """Values that depend on inputs and on no state, and that others read."""
-        data, states = self.facts.data, self._states
-        free = set(self._where(lambda reads: reads & data and not reads & states))
-        rest = (eqn for eqn in self.equations if not free.issuperset(eqn.outvars))
-        read = {v for eqn in rest for v in eqn.invars if is_var(v)}
-        wanted = read | set(self.derivative_variables)
-        made = (v for eqn in self.equations for v in eqn.outvars)
-        return tuple(v for v in made if v in free and v in wanted)
-
-    @cached_property
-    def carried(self) -> tuple[tuple[Var, Atom], ...]:
-        """(old, new) of every state that the step writes."""
-        pairs = [(h.invar, h.outvar) for h in self.program.hidden]
-        others = [
-            (o.invar, o.outvar) for o in self.program.others if o.outvar is not None
-        ]
-        return tuple(pairs + others)
-
-    @cached_property
-    def _read_by_derivatives(self) -> tuple[Var, ...]:
-        """What derivative programs read: operands and results of taps, constants of
-        local steps."""
-        wanted = [*self.targets, *self.extra]
-        for tap in self.taps.values():
-            wanted += [*tap.equation.invars, *tap.results]
-        for local in self.locals:
-            wanted += local.constants
-        return tuple(dict.fromkeys(v for v in wanted if is_var(v)))
-
-    @cached_property
-    def derivative_variables(self) -> tuple[Var, ...]:
-        """Those of them that the program makes."""
-        return tuple(v for v in self._read_by_derivatives if v in self.facts.producer)
-
-    @cached_property
-    def locals(self) -> tuple[LocalProgram, ...]:
-        """The local step of every group."""
-        parts = zip(self.analysed.groups, self.analysed.positions, strict=True)
-        return tuple(
-            LocalProgram(self.equations, self.tap_results, group, positions)
-            for group, positions in parts
-        )
-
-    # ------------------------------------------------------------ what the time loop keeps
-
-    @cached_property
-    def _core(self) -> frozenset[Var]:
-        """Values that the time loop makes."""
+    def _choose_kept(self) -> None:
+        """What the time loop keeps of every step for derivatives."""
         core = self.needed((new for _, new in self.carried), ())
-        return frozenset(v for i in core for v in self.equations[i].outvars)
-
-    @cached_property
-    def _readers(self) -> dict[Var, list[int]]:
-        """Equations on the way to anything that derivatives want, by what they read."""
-        found: dict[Var, list[int]] = {}
-        for i in self.needed(
-            (*self.derivative_variables, *self.new_states, *self.aux), ()
-        ):
+        in_loop = frozenset(v for i in core for v in self.equations[i].outvars)
+        # Equations on the way to anything that derivatives want, by what they read.
+        self._readers: dict[Var, list[int]] = {}
+        ends = (*self.derivative_variables, *self.new_states, *self.aux)
+        for i in self.needed(ends, ()):
             for v in self.equations[i].invars:
                 if is_var(v):
-                    found.setdefault(v, []).append(i)
+                    self._readers.setdefault(v, []).append(i)
+        self.anchors = self._anchors(in_loop)
+        results = (
+            v
+            for v in self.tap_results
+            if v in in_loop and self._bits(v).reads & self._states
+        )
+        kept = [*self.anchors, *filter(self.is_needed, results), *self._border()]
+        self.kept = tuple(dict.fromkeys(kept))
+
+    def _anchors(self, in_loop: Collection[Var]) -> tuple[Var, ...]:
+        sums, found = set(self.tap_results), []
+        for i, eqn in enumerate(self.equations):
+            reads_sum = any(is_var(v) and v in sums for v in eqn.invars)
+            if i in self.taps or not reads_sum or not self._is_linear(i):
+                continue
+            for v in eqn.outvars:
+                made_there = v in in_loop and v not in self.new_states
+                if made_there and self._wants_value(v):
+                    found.append(v)
+                else:
+                    sums.add(v)
+        return tuple(found)
+
+    def _border(self) -> list[Var]:
+        """Values that depend on other states without carrying credit, where derivative
+        programs read them."""
+        others = sum(self.facts.bit[o.invar] for o in self.program.others)
+
+        def without_credit(v: Atom) -> bool:
+            bits = self._bits(v)
+            reads_others = is_var(v) and bool(bits.reads & others)
+            return reads_others and not bits.grads & self._credit
+
+        found = list(filter(without_credit, (*self._read_by_derivatives, *self.aux)))
+        for i in self.needed((*self.derivative_variables, *self.aux), ()):
+            eqn = self.equations[i]
+            if any(self._bits(v).grads & self._credit for v in eqn.outvars):
+                found += filter(without_credit, eqn.invars)
         return found
 
     def _is_linear(self, i: int) -> bool:
@@ -284,26 +297,6 @@ class Stages:
         readers = self._readers.get(v, ())
         return any(i in self.taps or not self._is_linear(i) for i in readers)
 
-    @cached_property
-    def anchors(self) -> tuple[Var, ...]:
-        """Values kept in place of the tap results they are sums of: arguments of
-        nonlinear functions."""
-        sums, found = set(self.tap_results), []
-        for i, eqn in enumerate(self.equations):
-            reads_sum = any(is_var(v) and v in sums for v in eqn.invars)
-            if i in self.taps or not reads_sum or not self._is_linear(i):
-                continue
-            for v in eqn.outvars:
-                if (
-                    v in self._core
-                    and v not in self.new_states
-                    and self._wants_value(v)
-                ):
-                    found.append(v)
-                else:
-                    sums.add(v)
-        return tuple(found)
-
     def is_needed(self, v: Var) -> bool:
         """Whether derivatives need a value, given anchors and new states."""
         if self._wants_value(v):
@@ -311,37 +304,3 @@ class Stages:
         known = {*self.anchors, *self.new_states}
         made = (o for i in self._readers.get(v, ()) for o in self.equations[i].outvars)
         return any(o not in known and self.is_needed(o) for o in made)
-
-    @cached_property
-    def kept(self) -> tuple[Var, ...]:
-        """What the time loop keeps of every step for derivatives.
-
-        Anchors, results of taps that are needed themselves, and values that depend on
-        other states without carrying credit, so that those states themselves are not
-        kept.
-        """
-        others = sum(self.facts.bit[o.invar] for o in self.program.others)
-
-        def without_credit(v: Atom) -> bool:
-            bits = self._bits(v)
-            return (
-                is_var(v)
-                and bool(bits.reads & others)
-                and not bits.grads & self._credit
-            )
-
-        border = [
-            v for v in (*self._read_by_derivatives, *self.aux) if without_credit(v)
-        ]
-        for i in self.needed((*self.derivative_variables, *self.aux), ()):
-            eqn = self.equations[i]
-            if any(self._bits(v).grads & self._credit for v in eqn.outvars):
-                border += filter(without_credit, eqn.invars)
-        in_loop = (
-            v
-            for v in self.tap_results
-            if v in self._core and self._bits(v).reads & self._states
-        )
-        return tuple(
-            dict.fromkeys([*self.anchors, *filter(self.is_needed, in_loop), *border])
-        )
