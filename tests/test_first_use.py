@@ -126,6 +126,18 @@ def test_another_batch(learner, name):
     np.testing.assert_array_equal(learner.model.h.value, before)
 
 
+def test_another_batch_of_inputs_and_targets():
+    net = brainstate.nn.Sequential(
+        brainstate.nn.GRUCell(3, 4), brainstate.nn.Linear(4, 2)
+    )
+    learner = bt.compile(net, 'd_rtrl', X, batch_size=4)
+    step_fn = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    with pytest.raises(bt.CompilationError, match='compiled for batch 4, got 2'):
+        learner.etrace_grad(OTHER, OTHER[..., :2], step_fn=step_fn)
+    with pytest.raises(bt.CompilationError, match='compiled for batch 4, got 2'):
+        learner(OTHER[0])
+
+
 def test_the_advice_for_another_batch_helps():
     learner = bt.compile(Leak(), 'd_rtrl', X, batch_size=4)
     learner.reset_state(batch_size=2)

@@ -173,8 +173,8 @@ def check(program, ways):
         case.plain(case.parameters, *given)
         for given in ((case.weights, 1.0), (case.weights, 0.0), (start, 1.0))
     )
-    if not all(np.isfinite(g).all() for g in plain.values()):
-        hypothesis.reject()  # beyond the largest number there is nothing to compare
+    if not all(np.abs(g).max(initial=0) < 1e8 for g in plain.values()):
+        hypothesis.reject()  # states that explode: rounding alone changes gradients
     found = {}
     for way, block in ways:
         engine = case.engine(way, block)

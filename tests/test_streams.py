@@ -177,6 +177,26 @@ def test_the_gradient_of_another_scalar():
     assert_equal(weight, hidden().T @ error)
 
 
+def test_the_gradient_of_a_scalar_of_the_outputs():
+    learner, step_fn = learner_of()
+    xs, _ = data()
+    of = lambda logits: jnp.sum(jax.nn.log_softmax(logits)[:, 0])
+    stream = learner.stream(step_fn)
+    before = values(learner)
+    outputs, gradient = stream.gradient(xs[0], of=of)
+    stream.gradient(xs[1], of=of)
+    assert stream.program_count == 1
+    stream.reset()
+    found = stream.gradient(xs[0], step_fn=lambda x: of(learner(x)))
+    assert_equal((outputs, gradient), (found.outputs, found.gradient))
+    with pytest.raises(ValueError, match='no optimizer'):
+        stream.apply(gradient)
+    stream.reset()
+    assert_equal(values(learner), before)
+    with pytest.raises(ValueError, match='one of them'):
+        stream.gradient(xs[0], of=of, step_fn=step_fn)
+
+
 def test_eligibility_is_the_decayed_sum_of_gradients():
     xs, ys = data()
     learner, step_fn = learner_of()

@@ -8,10 +8,13 @@ from contextlib import contextmanager
 import jax
 import jax.numpy as jnp
 
+from .._brainstate import brainstate
 from ..errors import CompilationError, three_parts
 from ..program import Path
 
 Shape = tuple[int, ...]
+_OF_SHAPES = (TypeError, ValueError, CompilationError)
+"""Errors of shapes that do not fit; modules of brainstate wrap them."""
 
 
 def batch_of(example: tuple, states: Mapping[Path, Shape]) -> int | None:
@@ -57,7 +60,7 @@ def batch_explained(
     )
     try:
         yield
-    except (TypeError, ValueError, CompilationError) as error:
+    except (*_OF_SHAPES, brainstate.BrainStateError) as error:
         raise CompilationError(text) from error
     # States of one sample may have been broadcast to the batch of the inputs.
     if any(states().get(path) != shape for path, shape in compiled_states.items()):
@@ -67,11 +70,12 @@ def batch_explained(
 def _other_batch(args: tuple, example: tuple, compiled: int, time: bool) -> int | None:
     """The batch size of inputs that differ from an example in nothing else."""
     given, wanted = jax.tree.leaves(args), jax.tree.leaves(example)
-    if len(given) != len(wanted):
+    if len(given) < len(wanted):
         return None
+    # Targets may follow the inputs of the model.
     shapes = [jnp.shape(x)[int(time) :] for x in given]
     found = None
-    for shape, expected in zip(shapes, map(jnp.shape, wanted), strict=True):
+    for shape, expected in zip(shapes, map(jnp.shape, wanted), strict=False):
         if shape == expected:
             continue
         if shape[1:] != expected[1:] or expected[:1] != (compiled,) or not shape:

@@ -389,7 +389,7 @@ class Learner(Measuring, Saving):
     def stream(
         self,
         step_fn: Callable[..., Any],
-        optimizer: Any,
+        optimizer: Any = None,
         *,
         chunk: int | None = None,
         decay: float | None = None,
@@ -397,10 +397,10 @@ class Learner(Measuring, Saving):
         """Learn from data that arrive one step at a time.
 
         ``step_fn(*inputs)`` calls the learner and returns a scalar loss, or ``(loss,
-        aux)``. ``optimizer``: as for :meth:`etrace_online`. ``chunk``: calls bring 1 to
-        so many steps, time first. ``decay``: gradients of :meth:`Stream.gradient` are
-        added up, the sum multiplied by this number at every step, for rewards that come
-        later.
+        aux)``. ``optimizer``: as for :meth:`etrace_online`; None if weights are not to
+        change. ``chunk``: calls bring 1 to so many steps, time first. ``decay``:
+        gradients of :meth:`Stream.gradient` are added up, the sum multiplied by this
+        number at every step, for rewards that come later.
         """
         _ = self.graph  # refuses a learner that was not compiled
         return Stream(self, step_fn, optimizer, chunk=chunk, decay=decay)

@@ -7,7 +7,8 @@ state, and the eligibility of delayed rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,12 +39,20 @@ class StreamStep(NamedTuple):
     outputs: Any
 
 
-class StreamGradient(NamedTuple):
-    """An online gradient by path, the scalar it is the gradient of, and the outputs."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StreamGradient:
+    """An online gradient by path, the scalar it is the gradient of, and the outputs.
 
+    It unpacks as ``outputs, gradient``.
+    """
+
+    outputs: Any
     gradient: Gradients
     value: jax.Array
-    outputs: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.outputs, self.gradient))
 
 
 class Stream:
@@ -58,7 +67,7 @@ class Stream:
         self,
         learner: Learner,
         step_fn: Callable[..., Any],
-        optimizer: Any,
+        optimizer: Any = None,
         *,
         chunk: int | None = None,
         decay: float | None = None,
@@ -91,15 +100,17 @@ class Stream:
             )
         self.learner = learner
         self.step_fn = step_fn
-        self.optimizer = check_optimizer(optimizer)
+        self.optimizer = None if optimizer is None else check_optimizer(optimizer)
         self.chunk = chunk
         self.decay = decay
         self._programs: dict[tuple, _Program] = {}
         self._written: dict[int, Any] = {}
         self._with_outputs: dict[Callable, Callable] = {}
-        self._update = update_by(
-            optimizer, learner.param_states, learner._kept.optimizers
-        )
+        self._scalars: dict[Callable, Callable] = {}
+        self._update: Callable[[Gradients], None] = _no_update
+        if optimizer is not None:
+            states = learner.param_states
+            self._update = update_by(optimizer, states, learner._kept.optimizers)
         self._eligibility: brainstate.State | None = None
         if decay is not None:
             zero = lambda state: jax.tree.map(jnp.zeros_like, state.value)
@@ -133,17 +144,44 @@ class Stream:
         return self._run('predict', self._predicting, inputs)
 
     def gradient(
-        self, *inputs: Any, step_fn: Callable[..., Any] | None = None
+        self,
+        *inputs: Any,
+        step_fn: Callable[..., Any] | None = None,
+        of: Callable[[Any], Any] | None = None,
     ) -> StreamGradient:
         """The online gradient of the scalar that ``step_fn(*inputs)`` returns, as a
         log-probability or a value; states and traces advance, weights stay.
 
-        With ``decay`` it is added to the eligibility, which :meth:`apply` uses.
+        ``of``: instead of a step function, a scalar function of the model's outputs,
+        whose inputs are then the model's. With ``decay`` the gradient is added to the
+        eligibility, which :meth:`apply` uses.
         """
+        if of is not None and step_fn is not None:
+            raise ValueError(
+                three_parts(
+                    'stream.gradient(..., step_fn=..., of=...)',
+                    'both say which scalar is differentiated',
+                    'one of them',
+                )
+            )
         inputs = self.learner._placed(inputs, 0)
+        if of is not None:
+            step_fn = self._scalar_of(of)
         step_fn = self.step_fn if step_fn is None else step_fn
         make = lambda inputs: self._differentiating(step_fn, inputs)
-        return StreamGradient(*self._run(('gradient', step_fn), make, inputs))
+        gradient, value, outputs = self._run(('gradient', step_fn), make, inputs)
+        return StreamGradient(outputs, gradient, value)
+
+    def _scalar_of(self, of: Callable[[Any], Any]) -> Callable[..., tuple]:
+        """A step function that returns a scalar of the outputs, and the outputs."""
+        if of not in self._scalars:
+
+            def step(*inputs: Any) -> tuple:
+                outputs = self.learner(*inputs)
+                return of(outputs), outputs
+
+            self._scalars[of] = step
+        return self._scalars[of]
 
     def apply(self, gradient: Gradients | None = None, scale: Any = 1.0) -> None:
         """Update the weights by ``scale`` times a gradient, as a reward or a TD error.
@@ -412,6 +450,16 @@ class _Program:
                 state.was_read = False
         self._own = new
         return found
+
+
+def _no_update(gradients: Gradients) -> None:
+    raise ValueError(
+        three_parts(
+            'an update by a stream that has no optimizer',
+            'only predict() and gradient() leave the weights as they are',
+            'learner.stream(step_fn, optax.adam(1e-3))',
+        )
+    )
 
 
 def _shapes(value: Any) -> list[tuple]:
