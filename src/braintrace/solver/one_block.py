@@ -115,18 +115,22 @@ class OneBlock:
         ``masked``: the cotangents of some steps may be zero.
         """
         step, traces_of = self.step, self.traces
+        # Forward in time, then all that derivatives read, for every step at once.
         last, kept = forward(step, constants, states, inputs)
         mask = Mask.of(cotangents) if masked else None
         block = Block.of(completed(step, constants, inputs | kept, last), mask)
+        # L, R and D of every step, and the same as the rule's recursion sees them.
         found = derivatives(step, constants, block, cotangents)
         total = add(total, self._constant_gradients(cotangents))
         view = self._view(constants, block, found, cotangents, rule_state)
+        # γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t back to the start, and (∂h_t/∂y_t)ᵀ γ_t.
         local: list[Values] = [Values() for _ in step.groups]
         first = traces_of.no_signal
         if traces_of.has_block_traces or not self.is_plain:
             length, last_credit = len(cotangents[0]), traces_of.no_credit()
             every, first = backward_credit(*view[:3], last_credit, length, mask)
             local = self._local_gradients(constants, block, found, view, every)
+        # One product for each weight, then the traces: γ_0 · ε_0, and ε_K.
         results = found.results
         if traces_of.factorised:
             results = self._less_factorised(constants, block, found, local)
