@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DOCS := NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(RUN) -m mkdocs build --strict
 NEST := .venv-nest/bin/python
 
-.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint bench bench-compile learn nest rules docs notebooks clean
+.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint bench bench-sparse bench-compile learn nest rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -56,6 +56,10 @@ scale: $(READY)  # several devices and processes of this machine beside one
 
 bench: $(READY)
 	$(RUN) benchmarks/run.py $(ARGS)
+	$(if $(ARGS),,$(RUN) benchmarks/sparse.py)
+
+bench-sparse: $(READY)  # the sparse networks of `make bench` alone; ARGS='--only 20000'
+	$(RUN) benchmarks/sparse.py $(ARGS)
 
 learn: $(READY)
 	$(RUN) experiments/learning.py $(ARGS)

@@ -118,13 +118,17 @@ class ConvLIF(brainstate.nn.Module):
 
 
 class SparseLIF(brainstate.nn.Module):
-    """Leaky units with a few synapses each, read out as the mean activity of equal populations."""
+    """Leaky units with a few synapses each, read out as the mean activity of equal populations.
 
-    def __init__(self, nn: Any, units: int, synapses: int):
+    ``events``: the product takes spikes as events, not as numbers.
+    """
+
+    def __init__(self, nn: Any, units: int, synapses: int, events: bool = False):
         super().__init__()
         import brainevent
 
         self.units = units
+        self.given = brainevent.BinaryArray if events else jnp.asarray
         targets = (
             np.random.default_rng(1)
             .integers(0, units, units * synapses)
@@ -142,8 +146,9 @@ class SparseLIF(brainstate.nn.Module):
     def update(self, x: jax.Array) -> jax.Array:
         V = self.V.value
         fired = spike(V - 1.0)
-        self.V.value = 0.9 * V + x + self.recur(fired) - fired
-        return spike(self.V.value - 1.0).reshape(len(x), OUTPUTS, -1).mean(-1)
+        self.V.value = 0.9 * V + x + self.recur(self.given(fired)) - fired
+        counted = self.V.value[:, : self.units // OUTPUTS * OUTPUTS]
+        return spike(counted - 1.0).reshape(len(x), OUTPUTS, -1).mean(-1)
 
 
 # ------------------------------------------------------------ workloads

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import sys
@@ -182,9 +183,9 @@ class Worker:
         self.side = side
         self.runs: dict[str, Run] = {}
 
-    def open(self, index: int, quick: bool) -> dict:
-        """Take a workload by its number in the list."""
-        self.workload = models.workloads(quick)[index]
+    def open(self, index: int, quick: bool, source: str = 'models') -> dict:
+        """Take a workload by its number in the list of a module."""
+        self.workload = importlib.import_module(source).workloads(quick)[index]
         self.data = jax.block_until_ready(self.workload.data())
         small = models.tiny(self.workload)
         Run(self.side, small, 'bptt', small.data())  # what all variants need is loaded

@@ -11,7 +11,7 @@ import braintrace
 ROOT = pathlib.Path(braintrace.__file__).parent
 LAYERS = [
     {'errors', 'compat', 'source_lines', 'text', '_brainstate'},
-    {'compiled_step', 'arrays'},
+    {'compiled_step', 'arrays', 'split'},
     {'program'},
     {'operations'},
     {'frontends'},

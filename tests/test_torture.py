@@ -24,7 +24,7 @@ CASES = {
     'random_models': (1,),
     'threads': (1,),
     'processes': (1,),
-    'export': (6, 7),
+    'export': (6, 7, 8),
 }
 """Numbers of cases by part."""
 MODULES = {name: importlib.import_module(f'torture.{name}') for name in CASES}

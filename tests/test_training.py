@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import threading
+import time
 
 import brainstate
 import braintools
@@ -221,6 +223,47 @@ def test_a_disk_that_is_full_is_told_in_three_parts(tmp_path, monkeypatch):
             braintrace.fit(learner, updates=2, out=tmp_path, **parts)
     assert is_explained(error.value)
     assert braintrace.fit(learner, updates=1, out=tmp_path, resume=True, **parts)
+
+
+def test_large_checkpoints_are_written_while_training_goes_on(tmp_path, monkeypatch):
+    """They hold the values of their update, and an error of writing ends the training."""
+    monkeypatch.setattr('braintrace.checkpoint.LARGE', 0)
+    threads = []
+    write = Checkpoints._write
+
+    def slow(checkpoints, update, values):
+        threads.append(threading.current_thread())
+        time.sleep(0.3)  # updates go on meanwhile and write over the weights
+        write(checkpoints, update, values)
+
+    monkeypatch.setattr(Checkpoints, '_write', slow)
+    brainstate.random.seed(0)
+    learner, parts = make()
+    braintrace.fit(learner, updates=4, out=tmp_path / 'a', save_every=1, **parts)
+    assert len(threads) == 4
+    assert threading.main_thread() not in threads
+    monkeypatch.setattr('braintrace.checkpoint.LARGE', 2**40)
+    brainstate.random.seed(0)
+    alone, parts = make()
+    braintrace.fit(alone, updates=3, out=tmp_path / 'b', **parts)
+    assert threads[-1] is threading.main_thread()
+    found = []
+    for folder, number in (('a', 3), ('b', 3)):
+        learner, parts = make()
+        states = states_of(learner, parts['optimizer'])
+        kept = Checkpoints(tmp_path / folder / 'checkpoints')
+        assert kept.restore(states, number) == 3
+        found.append([jax.tree.map(np.asarray, s.value) for s in states.values()])
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+    def full(checkpoints, *given, **options):
+        raise ValueError('RESOURCE_EXHAUSTED: No space left on device')
+
+    monkeypatch.setattr('braintrace.checkpoint.LARGE', 0)
+    monkeypatch.setattr('orbax.checkpoint.CheckpointManager.save', full)
+    learner, parts = make()
+    with pytest.raises(OSError, match='No space left'):
+        braintrace.fit(learner, updates=2, out=tmp_path / 'c', **parts)
 
 
 def test_records_survive_an_interrupted_resumption_and_damage(

@@ -1,4 +1,4 @@
-"""Gradient programs are lowered for CUDA and TPU, which need not be there.
+"""Programs of gradients and streams are lowered for CPU, CUDA and TPU, which need not be there.
 
 ``jax.export`` does everything but the last step of compilation. A call of a function of
 the CPU in the program would mean that it could not run elsewhere.
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
+import optax
 
 import braintrace
 from braintrace.learner.by_rule import RULES as EVERY
@@ -25,7 +26,9 @@ sys.path.insert(0, str(ROOT / 'tests'))
 from oracle import sequence, total_of
 from zoo import CASES as ZOO
 
-TITLE = 'gradient programs of ten models by every rule, lowered for CUDA and TPU'
+TITLE = (
+    'gradients and streams of ten models by every rule, lowered for CPU, CUDA and TPU'
+)
 MODELS = (
     'gru_batched',
     'lstm_batched',
@@ -39,8 +42,9 @@ MODELS = (
     'minigru',
 )
 RULES = [name for name in EVERY if name != 'es_d_rtrl']
-PLATFORMS = ('cuda', 'tpu')
-CASES = 2 * len(MODELS) * len(RULES)
+PLATFORMS = ('cpu', 'cuda', 'tpu')
+KINDS = ('fresh', 'with traces', 'stream')
+CASES = len(KINDS) * len(MODELS) * len(RULES)
 STEPS = 4
 
 HARMLESS = re.compile(r'Sharding|annotate|shape_assertion|SPMD|cu_threefry|tpu_')
@@ -60,16 +64,27 @@ def program_of(learner: Any, xs: tuple, fresh: bool) -> tuple[Any, tuple]:
     return program, given
 
 
+def stream_program(learner: Any, xs: tuple) -> tuple[Any, tuple]:
+    """The compiled step of a stream with updates, and its arguments."""
+    step_fn = lambda *x: total_of(learner(*x))
+    stream = learner.stream(step_fn, optax.adam(1e-3))
+    first = jax.tree.map(lambda x: x[0], xs)
+    stream(*first)
+    (program,) = stream._programs.values()
+    return program._compiled, (program.values(), *first)
+
+
 def calls_in(text: str) -> set[str]:
     """Names of functions outside of the program that it calls."""
     return set(re.findall(r'custom_call\s*@([\w.]+)', text))
 
 
 def case(seed: int, number: int) -> str:
-    """One model by one rule, as a fresh sequence or with traces."""
-    fresh = number % 2 == 0
-    name = MODELS[(number // 2) % len(MODELS)]
-    rule = RULES[(number // 2) // len(MODELS)]
+    """One model by one rule, as a fresh sequence, with traces or as a stream."""
+    kind = KINDS[number % len(KINDS)]
+    number //= len(KINDS)
+    name = MODELS[number % len(MODELS)]
+    rule = RULES[number // len(MODELS)]
     zoo = ZOO[name]
     with jax.enable_x64(True) if zoo.x64 else contextlib.nullcontext():
         model, inputs = zoo.build()
@@ -77,7 +92,10 @@ def case(seed: int, number: int) -> str:
         learner.compile_graph(*inputs)
         xs = tuple(sequence(x, STEPS) for x in inputs)
         try:
-            program, given = program_of(learner, xs, fresh)
+            if kind == 'stream':
+                program, given = stream_program(learner, xs)
+            else:
+                program, given = program_of(learner, xs, kind == 'fresh')
         except (braintrace.NotSupportedError, ValueError) as error:
             check_explained(error)
             return 'refused by the rule'
@@ -90,4 +108,4 @@ def case(seed: int, number: int) -> str:
         text = export(*flat).mlir_module()
     foreign = {c for c in calls_in(text) if not HARMLESS.search(c)}
     assert not foreign, f'{name} by {rule} calls {sorted(foreign)}'
-    return f'lowered, {"fresh" if fresh else "with traces"}'
+    return f'lowered, {kind}'

@@ -125,8 +125,3 @@ def summed_by(values: jax.Array, index: np.ndarray, size: int) -> jax.Array:
     places = np.where(flat < 0, size, flat)
     start = jnp.zeros((*values.shape[:first], size), values.dtype)
     return start.at[..., places].add(values, mode='drop')
-
-
-def runs_on_mesh() -> bool:
-    """Whether the program that is traced now will be split over devices."""
-    return not jax.sharding.get_abstract_mesh().empty

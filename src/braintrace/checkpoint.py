@@ -7,6 +7,7 @@ import ast
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ _MODEL = 'learner.model.'
 """How the names of a model's states begin in a checkpoint."""
 _CHECKSUM = 'checksum'
 """The name beside those of the states under which a checkpoint keeps its checksum."""
+LARGE = 2**24
+"""Bytes of states from which on a training does not wait for its checkpoints."""
 
 
 def states_of(
@@ -74,6 +77,8 @@ class Checkpoints:
         options = orbax.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=False
         )
+        self._writer = ThreadPoolExecutor(1)
+        self._under_way: Future | None = None
         with written(f'checkpoints in {self._name}'):
             self._manager = orbax.CheckpointManager(self.folder, options=options)
 
@@ -91,21 +96,48 @@ class Checkpoints:
     @property
     def latest(self) -> int | None:
         """The number of the newest checkpoint."""
+        self.finish()
         return self._manager.latest_step()
 
-    def save(self, update: int, states: Mapping[str, brainstate.State]) -> None:
+    def save(
+        self,
+        update: int,
+        states: Mapping[str, brainstate.State],
+        background: bool = False,
+    ) -> None:
         """Write the values of states as the checkpoint of an update; one that is there
-        already stays."""
-        if update not in self._manager.all_steps():
-            values = _values(states)
-            # Large arrays are stored without one, so that a flipped bit would be read
-            # as another weight. What other hosts hold cannot be read here.
-            if all(map(_is_here, jax.tree.leaves(values))):
-                values[_CHECKSUM] = _checksums(values)
-            # A full disk is a ValueError of the library that stores the arrays.
-            with written(f'checkpoint {update} of {self._name}', ValueError):
-                self._manager.save(update, args=self._orbax.args.StandardSave(values))
-                self._manager.wait_until_finished()
+        already stays.
+
+        ``background``: large states are copied, and written while the caller goes on,
+        until the next call; :meth:`finish` waits for them.
+        """
+        self.finish()
+        if update in self._manager.all_steps():
+            return
+        values = _values(states)
+        size = sum(x.nbytes for x in jax.tree.leaves(values))
+        if background and size >= LARGE and jax.process_count() == 1:
+            # A copy: the arrays of states are written over by the next update.
+            values = jax.tree.map(np.array, values)
+            self._under_way = self._writer.submit(self._write, update, values)
+        else:
+            self._write(update, values)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _write(self, update: int, values: dict[str, dict[str, Any]]) -> None:
+        # Large arrays are stored without one, so that a flipped bit would be read
+        # as another weight. What other hosts hold cannot be read here.
+        if all(map(_is_here, jax.tree.leaves(values))):
+            values[_CHECKSUM] = _checksums(values)
+        # A full disk is a ValueError of the library that stores the arrays.
+        with written(f'checkpoint {update} of {self._name}', ValueError):
+            self._manager.save(update, args=self._orbax.args.StandardSave(values))
+            self._manager.wait_until_finished()
 
     def _target(self, update: int, states: Mapping[str, brainstate.State]) -> Any:
         """Shapes and types of what a checkpoint holds, on the devices of these states;
@@ -149,6 +181,7 @@ class Checkpoints:
 
         ``left_out``: of the names in the checkpoint those that no state has to have.
         """
+        self.finish()
         update = self.latest if update is None else update
         if update is None or update not in self._manager.all_steps():
             raise FileNotFoundError(

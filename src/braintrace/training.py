@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,7 @@ def fit(
         metrics_log(out if is_first else None, history.records) as log,
         _stop_asked() as stop,
         _closed(callbacks),
+        _finished(checkpoints),
         _other_processes(),
     ):
         for i in range(done, updates):
@@ -187,7 +188,7 @@ def fit(
             if checkpoints is not None and (
                 (i + 1) % save_every == 0 or last or history.ended != 'finished'
             ):
-                checkpoints.save(i + 1, states)
+                checkpoints.save(i + 1, states, background=True)
             if history.ended != 'finished':
                 break
     if progress is not None:
@@ -238,6 +239,20 @@ def _closed(callbacks: Sequence[Any]) -> Iterator[None]:
         for callback in callbacks:
             if callable(getattr(callback, 'close', None)):
                 callback.close()
+
+
+@contextmanager
+def _finished(checkpoints: Checkpoints | None) -> Iterator[None]:
+    """Wait for the checkpoint that is being written, whatever happens inside."""
+    try:
+        yield
+    except BaseException:
+        if checkpoints is not None:
+            with suppress(OSError):
+                checkpoints.finish()
+        raise
+    if checkpoints is not None:
+        checkpoints.finish()
 
 
 def _check_alike(held_out: Sequence[Any], sequences: Sequence[Any]) -> None:

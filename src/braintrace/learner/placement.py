@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..errors import three_parts
 from ..frontends.brainstate import module_states
+from ..split import Split, splitting
 from .arguments import check_choice
 
 PARTS = ('batch', 'neurons')
@@ -244,7 +245,8 @@ class Placement:
 
     def active(self) -> contextlib.AbstractContextManager:
         """Around programs: they are traced for this mesh."""
-        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+        mesh = self.mesh.abstract_mesh
+        return splitting(Split(mesh, _names(self.batch), _names(self.neurons)))
 
 
 def pinned(placement: Placement | None, tree: Any) -> Any:

@@ -3,6 +3,7 @@ describes."""
 
 from __future__ import annotations
 
+import functools
 import math
 import string
 from collections.abc import Callable
@@ -19,12 +20,12 @@ from ..arrays import (
     cast,
     factors_for,
     picked,
-    runs_on_mesh,
     sum_type,
     summed_by,
 )
 from ..compat import Equation
 from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from ..split import Split, current_split, runs_on_mesh, spec_of, summed_over
 from .record import Const, Kernel, Operation, register
 from .rules import AxisMap, axes, fan_in_along, origins_along
 from .weight_use import BaseUse, SharedUse, bind
@@ -67,6 +68,16 @@ def dot_general_subscripts(eqn: Equation) -> str:
     return f'{"".join(first)},{"".join(second)}->{"".join([*shared, *free])}'
 
 
+def axes_of_mesh(
+    split: Split, sample: str, letters: str, sizes: dict[str, int]
+) -> dict[str, tuple[str, ...]]:
+    """The axes of the mesh for the letter of samples, and for the last of others."""
+    found = {sample: split.of_samples(sizes[sample])} if sample else {}
+    if letters and letters[-1] != sample:
+        found[letters[-1]] = split.of_neurons(sizes[letters[-1]])
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class DenseUse(BaseUse):
     """A weight contracted with x."""
@@ -92,17 +103,42 @@ class DenseUse(BaseUse):
         xs = steps[self.input][:, *(boxes.get(c, slice(None)) for c in x)]
         xs, y_bars = factors_for(self.weight.dtype, xs, y_bars)
         dtype = sum_type(jnp.result_type(xs, y_bars))
+        split = current_split()
         # Rows of steps and samples in one axis could not be split over devices.
-        if shared or runs_on_mesh():
+        if shared or (runs_on_mesh() and split is None):
             product = f't{x},t{y}->{weight}'
             gradient = jnp.einsum(product, xs, y_bars, preferred_element_type=dtype)
-        else:
+        elif split is None:
             gradient = self._as_one_product(xs, y_bars, dtype)
+        else:
+            gradient = self._on_each_device(split, xs, y_bars, dtype)
         gradient = cast(gradient, sum_type(self.weight.dtype))
         if gradient.shape == self.weight.shape:
             return gradient
         part = tuple(boxes.get(c, slice(None)) for c in weight)
         return jnp.zeros(self.weight.shape, gradient.dtype).at[part].set(gradient)
+
+    def _on_each_device(
+        self, split: Split, xs: jax.Array, y_bars: jax.Array, dtype: Any
+    ) -> jax.Array:
+        """The product of the samples of each device, and the sum of them."""
+        x, weight, y, _, _ = self.axes
+        sizes = dict(zip(x, xs.shape[1:], strict=True))
+        sizes |= dict(zip(y, y_bars.shape[1:], strict=True))
+        over = axes_of_mesh(split, self.sample_letter, weight, sizes)
+        samples = over.get(self.sample_letter, ())
+
+        def own(xs: jax.Array, y_bars: jax.Array) -> jax.Array:
+            return summed_over(self._as_one_product(xs, y_bars, dtype), samples)
+
+        given = (spec_of(f't{x}', over), spec_of(f't{y}', over))
+        return split.on_each_device(own, given, spec_of(weight, over))(xs, y_bars)
+
+    @cached_property
+    def sample_letter(self) -> str:
+        """The first axis of y, if it counts samples: one of x and not of w."""
+        x, weight, y, _, _ = self.axes
+        return y[:1] if y[:1] in x and y[:1] not in weight else ''
 
     def _as_one_product(
         self, xs: jax.Array, y_bars: jax.Array, dtype: Any
@@ -137,7 +173,7 @@ class DenseTrace:
     that reaches the group is kept.
 
     Samples are solved one after the other: the trace of each is read and written once a
-    block, while it is in the cache. Split over devices, all are solved together.
+    block, while it is in the cache. Each of several devices does so with its own.
     """
 
     use: DenseUse
@@ -152,13 +188,6 @@ class DenseTrace:
     def _axes(self) -> str:
         axes = self.use.axes
         return ''.join(c for c in axes.y if c not in axes.weight) + axes.weight
-
-    @cached_property
-    def _samples(self) -> bool:
-        """Whether the first axis of y, x and the trace counts samples."""
-        axes = self.use.axes
-        first = axes.y[:1]
-        return bool(first) and first in axes.x and first not in axes.weight
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -194,9 +223,32 @@ class DenseTrace:
         rows = dict(zip(rows, parts, strict=True))
         product = {at: self._here(p) for at, p in product.items()}
         credit = {s: self._here(g) for s, g in credit.items()}
-        if not self._samples or self.shape[0] == 1 or runs_on_mesh():
-            new, total = self._solve(self._axes, x, y, trace, xs, rows, product, credit)
+        given = (trace, xs, rows, product, credit)
+        split, sample = current_split(), self.use.sample_letter
+        if not sample or (runs_on_mesh() and split is None):
+            new, total = self._solve(self._axes, x, y, *given)
             return new, self._as_weight(total, self._axes)
+        run = self._by_sample
+        if split is not None:
+            run = functools.partial(self._on_each_device, split)
+        new, total = run(*given)
+        return new, self._as_weight(total, self._axes[1:])
+
+    def _by_sample(
+        self,
+        trace: Components,
+        xs: jax.Array,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+    ) -> tuple[Components, jax.Array]:
+        """The trace after a block and the sum of γ · ε before it, sample by sample."""
+        x, _, y, _, _ = self.use.axes
+        first = next(iter(trace.values()))
+        if len(first) == 1:
+            given = (trace, xs, rows, product, credit)
+            new, total = self._solve(self._axes, x, y, *given)
+            return new, total[0]
         sample, rest = y[0], self._axes[1:]
         xs = jnp.moveaxis(xs, 1 + x.index(sample), 0)
         rows = {s: jnp.moveaxis(row, 1, 0) for s, row in rows.items()}
@@ -206,9 +258,31 @@ class DenseTrace:
             new, found = self._solve(rest, x, y, *at)
             return total + found, new
 
-        start = jnp.zeros(self.shape[1:], sum_type(self.use.trace_dtype))
-        total, new = jax.lax.scan(one, start, (trace, xs, rows, product, credit))
-        return new, self._as_weight(total, rest)
+        start = jnp.zeros(first.shape[1:], sum_type(self.use.trace_dtype))
+        found: Any = jax.lax.scan(one, start, (trace, xs, rows, product, credit))
+        total, new = found
+        return new, total
+
+    def _on_each_device(
+        self, split: Split, trace: Components, *given: Any
+    ) -> tuple[Components, jax.Array]:
+        """The same on each device, for its own samples and neurons."""
+        x, _, y, _, _ = self.use.axes
+        sample, axes = y[0], self._axes
+        sizes = dict(zip(axes, self.shape, strict=True))
+        over = axes_of_mesh(split, sample, axes, sizes)
+        samples = over.get(sample, ())
+        # Values beside the trace have axes of length one where y has none.
+        beside = spec_of(axes, {c: a for c, a in over.items() if c in y})
+        specs = (spec_of(axes, over), spec_of(f't{x}', over), spec_of(f't{y}', over))
+
+        def own(*given: Any) -> tuple[Components, jax.Array]:
+            new, total = self._by_sample(*given)
+            return new, summed_over(total, samples)
+
+        found = (spec_of(axes, over), spec_of(axes[1:], over))
+        run = split.on_each_device(own, (*specs, beside, beside), found)
+        return run(trace, *given)
 
     def _solve(
         self,

@@ -7,6 +7,7 @@ exist for the types and the platform; otherwise as the model has them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from ..arrays import cast, factors_for, known_value, padded, sum_type
 from ..compat import Equation, is_differentiable
 from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from ..split import current_split, runs_on_mesh, summed_over
 from .record import Const, Operation, UseRule, register
 from .rules import mixing_labels
 from .synapses import (
@@ -27,6 +30,7 @@ from .synapses import (
     at_synapses,
     call_kernel,
     has_kernels,
+    own_starts,
     to_columns,
     to_rows,
     trace_kernel,
@@ -129,8 +133,11 @@ def _run(product: SparseProduct) -> Callable[[Equation], Callable[..., list] | N
 
 
 def _by_neuron(values: jax.Array) -> jax.Array:
-    """(t, neurons, samples...) as (neurons, steps and samples)."""
-    moved = jnp.moveaxis(values, 0, 1)
+    """(t, neurons, samples...) as (neurons, steps and samples).
+
+    Over several devices samples come first, so that they can still be split.
+    """
+    moved = jnp.moveaxis(values, 0, -1 if runs_on_mesh() else 1)
     return moved.reshape(len(moved), -1)
 
 
@@ -276,13 +283,51 @@ class SynapseTrace(WholeTrace):
         product: Jacobian,
         credit: Components,
     ) -> tuple[Components, jax.Array]:
-        use, states = self.use, tuple(trace)
-        x = _by_neuron(steps[use.product.x])
-        rows = {s: _by_neuron(v) for s, v in rows.items() if s in trace}
-        samples = math.prod(self.shape[1:])
-        at_post = lambda v: self.at_result(v).reshape(-1, samples)
-        factors = {k: at_post(v) for k, v in product.items() if set(k) <= set(states)}
-        credit = {s: at_post(v) for s, v in credit.items() if s in trace}
+        """One visit of the trace by every device, for its own samples and synapses."""
+        use, states = self.use, set(trace)
+        at_post = self.at_result
+        given = (
+            trace,
+            steps[use.product.x],
+            {s: v for s, v in rows.items() if s in states},
+            {k: at_post(v) for k, v in product.items() if set(k) <= states},
+            {s: at_post(v) for s, v in credit.items() if s in states},
+            *use.product.kept_structure(fixed, steps),
+        )
+        split = current_split()
+        if split is None:
+            new, gradient = self._visit_own((), (), *given)
+            return new, use.as_weight(gradient)
+        count, *sizes = self.shape
+        synapses = split.of_neurons(count)
+        samples = split.of_samples(sizes[0]) if sizes else ()
+        spec = lambda *first: P(*first, *(samples,) * bool(sizes))
+        ends = [spec(None, None)] * 2 + [spec(None)] * 2
+        specs = (spec(synapses), *ends, P(synapses), P())
+        own = functools.partial(self._visit_own, samples, synapses)
+        run = split.on_each_device(own, specs, (spec(synapses), P(synapses)))
+        new, gradient = run(*given)
+        return new, use.as_weight(gradient)
+
+    def _visit_own(
+        self,
+        sample_axes: tuple[str, ...],
+        synapse_axes: tuple[str, ...],
+        trace: Components,
+        x: jax.Array,
+        rows: Components,
+        factors: Jacobian,
+        credit: Components,
+        indices: jax.Array,
+        starts: jax.Array,
+    ) -> tuple[Components, jax.Array]:
+        """The visit on one device; the gradient has the order of the synapses."""
+        states = tuple(trace)
+        samples = math.prod(trace[states[0]].shape[1:])
+        x = _by_neuron(x)
+        rows = {s: _by_neuron(v) for s, v in rows.items()}
+        flat = lambda values: {k: v.reshape(-1, samples) for k, v in values.items()}
+        factors, credit = flat(factors), flat(credit)
         pairs = [(s, r) for s in states for r in states]
         # Arrays that are zero by structure are replaced by any of the same kind.
         given = [
@@ -297,15 +342,16 @@ class SynapseTrace(WholeTrace):
             tuple(pair in factors for pair in pairs),
             tuple(s in credit for s in states),
         )
-        structure = use.product.kept_structure(fixed, steps)
+        structure = (indices, own_starts(starts, len(indices), synapse_axes))
         first = len(structure) + 1 + len(given)
         outs = [jax.ShapeDtypeStruct(e.shape, e.dtype) for e in old]
         outs.append(jax.ShapeDtypeStruct(old[0].shape[:1], old[0].dtype))
         aliases = {first + n: n for n in range(len(old))}
         found = call_kernel(kernel, outs, *structure, x, *given, *old, aliases=aliases)
         *new, gradient = found
-        shaped = zip(states, new, strict=True)
-        return {s: e.reshape(self.shape) for s, e in shaped}, use.as_weight(gradient)
+        shape = trace[states[0]].shape
+        arrays = {s: e.reshape(shape) for s, e in zip(states, new, strict=True)}
+        return arrays, summed_over(gradient, sample_axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,8 +370,11 @@ class OneWeightUse(BaseUse):
         structure = self.product.kept_structure(fixed, steps)
         flat = _by_neuron(xs)
         u = _multiply(jnp.ones(1, xs.dtype), *structure, flat, self.params)
-        count, *_ = shape = (len(xs), *self.result.shape)
-        return jnp.moveaxis(u.reshape(len(u), count, *shape[2:]), 1, 0)
+        steps_and_samples = [len(xs), *self.result.shape[1:]]
+        if runs_on_mesh():
+            steps_and_samples.append(steps_and_samples.pop(0))
+        u = u.reshape(len(u), *steps_and_samples)
+        return jnp.moveaxis(u, -1 if runs_on_mesh() else 1, 0)
 
     def gradient(
         self,

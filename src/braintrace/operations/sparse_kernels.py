@@ -99,6 +99,14 @@ def at_synapses(indices: Any, starts: Any, rows: Any, columns: Any, out: Any) ->
                 out[e] = 0
 
 
+@compiled
+def ends(pre_is_row: bool, row: Any, column: Any) -> Any:
+    """The neurons that a synapse comes from and leads to."""
+    if pre_is_row:
+        return row, column
+    return column, row
+
+
 def make_trace_kernel(
     pre_is_row: bool,
     has_rows: tuple[bool, ...],
@@ -134,11 +142,7 @@ def make_trace_kernel(
         found = np.zeros((states, samples), x.dtype)
         for row in range(len(starts) - 1):
             for e in range(starts[row], starts[row + 1]):
-                pre, post = indices[e], indices[e]
-                if pre_is_row:
-                    pre = row
-                else:
-                    post = row
+                pre, post = ends(pre_is_row, row, indices[e])
                 total = x.dtype.type(0)
                 for s in range(states):
                     here = found[s]
@@ -191,11 +195,7 @@ def _visit_of_one(
         zero = x.dtype.type(0)
         for row in range(len(starts) - 1):
             for e in range(starts[row], starts[row + 1]):
-                pre, post = indices[e], indices[e]
-                if pre_is_row:
-                    pre = row
-                else:
-                    post = row
+                pre, post = ends(pre_is_row, row, indices[e])
                 before = old[e, 0]
                 gradient[e] = credit[post, 0] * before if has_credit else zero
                 found = factor[post, 0] * before if has_factor else zero
@@ -222,11 +222,7 @@ def _visit_of_one(
         found = np.zeros(samples, x.dtype)
         for row in range(len(starts) - 1):
             for e in range(starts[row], starts[row + 1]):
-                pre, post = indices[e], indices[e]
-                if pre_is_row:
-                    pre = row
-                else:
-                    post = row
+                pre, post = ends(pre_is_row, row, indices[e])
                 total = zero
                 for k in range(samples):
                     before = old[e, k]
@@ -243,19 +239,9 @@ def _visit_of_one(
                     new[e, k] = found[k]
 
     @compiled
-    def visit(
-        indices: Any,
-        starts: Any,
-        x: Any,
-        rows: Any,
-        factor: Any,
-        credit: Any,
-        old: Any,
-        new: Any,
-        gradient: Any,
-    ) -> None:
-        given = (indices, starts, x, rows, factor, credit, old, new, gradient)
-        if old.shape[1] == 1:
+    def visit(*given: Any) -> None:
+        new = given[-2]
+        if new.shape[1] == 1:
             of_one_sample(*given)
         else:
             of_samples(*given)

@@ -9,6 +9,9 @@ have derivatives of any order. Arrays of neurons have shape (neurons, samples). 
 they run by the loops of ``sparse_kernels``; programs that are exported for other
 platforms hold gathers and sums by index. A model that runs elsewhere keeps the
 operations it is written with.
+
+Over several devices (``split``) each has its own samples and its own synapses, as
+stretches of their order, and what the synapses of one neuron add up to is summed.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from ..arrays import runs_on_mesh
 from ..compat import kernel_primitive
+from ..split import Split, current_split, runs_on_mesh, summed_over
 
 TYPES = (jnp.float32, jnp.float64)
 """Types of numbers that the kernels are used for."""
@@ -34,11 +38,24 @@ def _has_numba() -> bool:
 
 
 def has_kernels(*dtypes: Any) -> bool:
-    """Whether products of these types run by the kernels, which are those of one
-    device."""
+    """Whether products of these types run by the kernels: on one CPU, or on several
+    with arrays split in a way that is known."""
+    is_known = not runs_on_mesh() or current_split() is not None
+    return is_known and _fit(*dtypes)
+
+
+def _fit(*dtypes: Any) -> bool:
+    """Whether there are kernels for these types here."""
     one_type = len(set(map(jnp.dtype, dtypes))) == 1 and dtypes[0] in TYPES
-    is_one_cpu = jax.default_backend() == 'cpu' and not runs_on_mesh()
-    return one_type and is_one_cpu and _has_numba()
+    return one_type and jax.default_backend() == 'cpu' and _has_numba()
+
+
+def own_starts(starts: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
+    """Starts of rows among the ``count`` synapses of this device."""
+    if not axes:
+        return starts
+    first = jax.lax.axis_index(axes).astype(starts.dtype) * count
+    return jnp.clip(starts - first, 0, count)
 
 
 def call_kernel(
@@ -85,65 +102,108 @@ def rows_of(indices: jax.Array, starts: jax.Array) -> jax.Array:
 
 
 def _product_shape(
-    weights: Any, indices: Any, starts: Any, x: Any, *, size: int
+    weights: Any,
+    indices: Any,
+    starts: Any,
+    x: Any,
+    *,
+    size: int,
+    split: Split | None,
 ) -> tuple[tuple[int, ...], Any]:
     return (size, x.shape[1]), x.dtype
 
 
 def _many_products(
-    primitive: Callable[[], Any], operands: Any, has_axis: Any, *, size: int
+    primitive: Callable[[], Any],
+    operands: Any,
+    has_axis: Any,
+    *,
+    size: int,
+    split: Split | None,
 ) -> tuple[Any, int] | None:
     """Cases with one set of weights are further samples."""
     weights, indices, starts, x = operands
     if has_axis != [False, False, False, True]:
         return None
     cases, neurons, samples = x.shape
+    multiply = functools.partial(primitive().bind, size=size, split=split)
+    if split is not None:
+        # Samples come first, so that the axis of both is still split by samples.
+        x = jnp.transpose(x, (1, 2, 0)).reshape(neurons, samples * cases)
+        y = multiply(weights, indices, starts, x)
+        return y.reshape(size, samples, cases), 2
     x = jnp.moveaxis(x, 0, 1).reshape(neurons, cases * samples)
-    y = primitive().bind(weights, indices, starts, x, size=size)
-    return y.reshape(size, cases, samples), 1
+    return multiply(weights, indices, starts, x).reshape(size, cases, samples), 1
 
 
 def _columns_portable(
-    weights: Any, indices: Any, starts: Any, x: Any, *, size: int
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, split: Any = None
 ) -> Any:
     values = weights[:, None] * x[rows_of(indices, starts)]
     return jnp.zeros((size, x.shape[1]), x.dtype).at[indices].add(values)
 
 
-def _columns_kernel(
-    weights: Any, indices: Any, starts: Any, x: Any, *, size: int
-) -> Any:
-    if not has_kernels(weights.dtype, x.dtype):
-        return _columns_portable(weights, indices, starts, x, size=size)
-    out = jax.ShapeDtypeStruct((size, x.shape[1]), x.dtype)
-    return call_kernel(_kernels().to_columns, out, weights, indices, starts, x)
-
-
 def _rows_portable(
-    weights: Any, indices: Any, starts: Any, x: Any, *, size: int
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, split: Any = None
 ) -> Any:
     values = weights[:, None] * x[indices]
     rows = rows_of(indices, starts)
     return jnp.zeros((size, x.shape[1]), x.dtype).at[rows].add(values)
 
 
-def _rows_kernel(weights: Any, indices: Any, starts: Any, x: Any, *, size: int) -> Any:
-    if not has_kernels(weights.dtype, x.dtype):
-        return _rows_portable(weights, indices, starts, x, size=size)
-    out = jax.ShapeDtypeStruct((size, x.shape[1]), x.dtype)
-    return call_kernel(_kernels().to_rows, out, weights, indices, starts, x)
+def _product_kernel(
+    name: str, portable: Callable[..., Any]
+) -> Callable[..., jax.Array]:
+    """A product by the kernel of a name, or by JAX code where there is none."""
+
+    def one_device(
+        weights: Any, indices: Any, starts: Any, x: Any, size: int
+    ) -> jax.Array:
+        out = jax.ShapeDtypeStruct((size, x.shape[1]), x.dtype)
+        kernel = getattr(_kernels(), name)
+        return call_kernel(kernel, out, weights, indices, starts, x)
+
+    def run(
+        weights: Any,
+        indices: Any,
+        starts: Any,
+        x: Any,
+        *,
+        size: int,
+        split: Split | None,
+    ) -> jax.Array:
+        is_known = split is not None or not runs_on_mesh()
+        if not (is_known and _fit(weights.dtype, x.dtype)):
+            return portable(weights, indices, starts, x, size=size)
+        if split is None:
+            return one_device(weights, indices, starts, x, size)
+        samples = split.of_samples(x.shape[1])
+        synapses = split.of_neurons(indices.shape[0])
+
+        def own(weights: Any, indices: Any, starts: Any, x: Any) -> jax.Array:
+            starts = own_starts(starts, indices.shape[0], synapses)
+            y = one_device(weights, indices, starts, x, size)
+            return summed_over(y, synapses)
+
+        by_synapse, by_sample = PartitionSpec(synapses), PartitionSpec(None, samples)
+        own_weights = by_synapse if weights.size == indices.size else PartitionSpec()
+        given = (own_weights, by_synapse, PartitionSpec(), by_sample)
+        run_split = split.on_each_device(own, given, by_sample)
+        return run_split(weights, indices, starts, x)
+
+    return run
 
 
 to_columns_p: Any = kernel_primitive(
     'to_columns',
     shape=_product_shape,
     portable=_columns_portable,
-    kernel=_columns_kernel,
+    kernel=_product_kernel('to_columns', _columns_portable),
     transposes={
-        0: lambda bar, weights, indices, starts, x, *, size: at_synapses(
+        0: lambda bar, weights, indices, starts, x, *, size, split: at_synapses(
             indices, starts, x, bar
         ),
-        3: lambda bar, weights, indices, starts, x, *, size: to_rows(
+        3: lambda bar, weights, indices, starts, x, *, size, split: to_rows(
             weights, indices, starts, bar
         ),
     },
@@ -153,12 +213,12 @@ to_rows_p: Any = kernel_primitive(
     'to_rows',
     shape=_product_shape,
     portable=_rows_portable,
-    kernel=_rows_kernel,
+    kernel=_product_kernel('to_rows', _rows_portable),
     transposes={
-        0: lambda bar, weights, indices, starts, x, *, size: at_synapses(
+        0: lambda bar, weights, indices, starts, x, *, size, split: at_synapses(
             indices, starts, bar, x
         ),
-        3: lambda bar, weights, indices, starts, x, *, size: to_columns(
+        3: lambda bar, weights, indices, starts, x, *, size, split: to_columns(
             weights, indices, starts, bar, x.aval.shape[0]
         ),
     },
@@ -168,18 +228,22 @@ to_rows_p: Any = kernel_primitive(
 
 def to_columns(weights: Any, indices: Any, starts: Any, x: Any, size: int) -> jax.Array:
     """y (size, k) from x (rows, k); one weight for each synapse, or one for all."""
-    return to_columns_p.bind(weights, indices, starts, x, size=size)
+    given = {'size': size, 'split': current_split()}
+    return to_columns_p.bind(weights, indices, starts, x, **given)
 
 
 def to_rows(weights: Any, indices: Any, starts: Any, x: Any) -> jax.Array:
     """y (rows, k) from x (columns, k)."""
-    return to_rows_p.bind(weights, indices, starts, x, size=starts.shape[0] - 1)
+    given = {'size': starts.shape[0] - 1, 'split': current_split()}
+    return to_rows_p.bind(weights, indices, starts, x, **given)
 
 
 # ---------------------------------------------------------------- gradients of weights
 
 
-def _synapses_portable(indices: Any, starts: Any, rows: Any, columns: Any) -> Any:
+def _synapses_portable(
+    indices: Any, starts: Any, rows: Any, columns: Any, *, split: Any = None
+) -> Any:
     row = rows_of(indices, starts)
 
     def one(total: Any, pair: Any) -> tuple[Any, None]:
@@ -191,23 +255,42 @@ def _synapses_portable(indices: Any, starts: Any, rows: Any, columns: Any) -> An
     return jax.lax.scan(one, start, (rows.T, columns.T))[0]
 
 
-def _synapses_kernel(indices: Any, starts: Any, rows: Any, columns: Any) -> Any:
-    if not has_kernels(rows.dtype, columns.dtype):
+def _synapses_kernel(
+    indices: Any, starts: Any, rows: Any, columns: Any, *, split: Split | None
+) -> jax.Array:
+    is_known = split is not None or not runs_on_mesh()
+    if not (is_known and _fit(rows.dtype, columns.dtype)):
         return _synapses_portable(indices, starts, rows, columns)
-    out = jax.ShapeDtypeStruct(indices.shape, rows.dtype)
-    return call_kernel(_kernels().at_synapses, out, indices, starts, rows, columns)
+
+    def one_device(indices: Any, starts: Any, rows: Any, columns: Any) -> jax.Array:
+        out = jax.ShapeDtypeStruct(indices.shape, rows.dtype)
+        return call_kernel(_kernels().at_synapses, out, indices, starts, rows, columns)
+
+    if split is None:
+        return one_device(indices, starts, rows, columns)
+    samples = split.of_samples(rows.shape[1])
+    synapses = split.of_neurons(indices.shape[0])
+
+    def own(indices: Any, starts: Any, rows: Any, columns: Any) -> jax.Array:
+        starts = own_starts(starts, indices.shape[0], synapses)
+        return summed_over(one_device(indices, starts, rows, columns), samples)
+
+    by_synapse, by_sample = PartitionSpec(synapses), PartitionSpec(None, samples)
+    given = (by_synapse, PartitionSpec(), by_sample, by_sample)
+    run_split = split.on_each_device(own, given, by_synapse)
+    return run_split(indices, starts, rows, columns)
 
 
 at_synapses_p = kernel_primitive(
     'at_synapses',
-    shape=lambda indices, starts, rows, columns: (indices.shape, rows.dtype),
+    shape=lambda indices, starts, rows, columns, *, split: (indices.shape, rows.dtype),
     portable=_synapses_portable,
     kernel=_synapses_kernel,
     transposes={
-        2: lambda bar, indices, starts, rows, columns: to_rows(
+        2: lambda bar, indices, starts, rows, columns, *, split: to_rows(
             bar, indices, starts, columns
         ),
-        3: lambda bar, indices, starts, rows, columns: to_columns(
+        3: lambda bar, indices, starts, rows, columns, *, split: to_columns(
             bar, indices, starts, rows, columns.aval.shape[0]
         ),
     },
@@ -216,4 +299,5 @@ at_synapses_p = kernel_primitive(
 
 def at_synapses(indices: Any, starts: Any, rows: Any, columns: Any) -> jax.Array:
     """Σ_k of values at the row times values at the column of each synapse."""
-    return at_synapses_p.bind(indices, starts, rows, columns)
+    split = current_split()
+    return at_synapses_p.bind(indices, starts, rows, columns, split=split)

@@ -1,0 +1,142 @@
+"""Sparse networks beside the published package, their own forward pass and BPTT, in one run.
+
+    python benchmarks/sparse.py [--only 20000,131072] [--spikes events] [--rounds 3] [--quick]
+
+Both sides run the same models, weights, data and losses, in turn, on one core. Spikes are multiplied as numbers or
+as events, which the published package's sparse product does not take. ``MiB`` is the most that a call occupies, inputs
+and Python itself aside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+
+import models
+import run
+
+HERE = Path(__file__).resolve().parent
+TITLES = {
+    'forward': 'forward pass of the model',
+    'bptt': 'BPTT of the model',
+    'pp_prop': 'pp_prop',
+    'd_rtrl_fresh': 'D-RTRL, fresh',
+    'd_rtrl_carried': 'D-RTRL, carried',
+}
+TARGETS = {'20000': 4.0, '131072': 8.0}
+"""Times the speed of the published package that are wanted, by neurons."""
+MOST_FORWARD, MOST_MIB = 1.0, 2048
+
+
+def workloads(quick: bool = False) -> list[models.Workload]:
+    """Two sizes, with spikes as numbers and as events."""
+    found = []
+    for units, batch, peer_steps in ((20_000, 8, 30), (131_072, 32, 3)):
+        for events in (False, True):
+            sizes = {'units': units, 'synapses': 8, 'events': events}
+            title = f'{units:,} neurons, {8 * units:,} synapses, batch {batch}, T 30, '
+            workload = models.Workload(
+                str(units),
+                title + ('events' if events else 'numbers'),
+                models.SparseLIF,
+                sizes,
+                (units,),
+                batch=batch,
+                steps=30,
+                variants=('pp_prop', 'd_rtrl_fresh', 'd_rtrl_carried'),
+                peer=() if events else ('d_rtrl_carried', 'pp_prop'),
+                peer_steps=peer_steps,
+            )
+            found.append(workload)
+    return [models.tiny(w) for w in found] if quick else found
+
+
+def measured(
+    index: int, workload: models.Workload, pythons: dict, rounds: int, quick: bool
+) -> dict[tuple[str, str], dict]:
+    """Seconds and peak memory of every variant of a workload, by side and variant."""
+    # At the large size a call of BPTT or of the published package takes a minute.
+    is_large = workload.batch > 8
+    baselines = ('forward',) if is_large else run.BASELINES
+    plan = [('ours', v) for v in (*baselines, *workload.variants)]
+    plan += [('peer', v) for v in workload.peer if 'peer' in pythons]
+    sides = {name: run.Side(name, python) for name, python in pythons.items()}
+    for side in sides.values():
+        side('open', index=index, quick=quick, source='sparse')
+    found = {}
+    for name, variant in plan:
+        steps = workload.steps_of(name, variant)
+        print(f'  {name}: {variant}', end='', flush=True)
+        answer = sides[name]('setup', variant=variant, steps=steps)
+        is_long = is_large and name == 'peer'
+        if 'error' not in answer and not is_long:
+            answer |= sides[name]('peak', variant=variant)
+        count = 1 if is_long else rounds
+        times = []
+        while 'error' not in answer and len(times) < count:
+            answer |= sides[name]('run', variant=variant)
+            times.append(answer.get('seconds', 0.0) * workload.steps / steps)
+        sides[name]('drop', variant=variant)
+        print(f', {answer.get("error") or f"{median(times):.3g} s"}', flush=True)
+        found[name, variant] = answer | {'times': times}
+    for side in sides.values():
+        side.close()
+    return found
+
+
+def table(workload: models.Workload, found: dict, judged: bool) -> str:
+    """Rows of a workload; ✓ and ✗ where there is a target."""
+    lines = [f'\n{workload.title}\n']
+    lines.append('| | s | forward passes | published, s | times its speed | MiB |')
+    lines.append('| --- | ---: | ---: | ---: | ---: | ---: |')
+    forward = median(found['ours', 'forward']['times'])
+    for (name, variant), row in found.items():
+        if name == 'peer' or 'error' in row:
+            continue
+        seconds = median(row['times'])
+        theirs = found.get(('peer', run.counterpart(variant)), {})
+        peer = median(theirs['times']) if theirs.get('times') else None
+        is_rule = variant not in run.BASELINES
+        mark = lambda met, is_rule=is_rule: f' {"✗✓"[met]}' * (judged and is_rule)
+        passes, mib = seconds / forward, row['peak'] / 2**20
+        most = MOST_FORWARD if variant == 'pp_prop' else float('inf')
+        cells = [TITLES[variant], f'{seconds:.3g}']
+        cells.append(f'{passes:.2f}' + (mark(passes <= most) if most < 9 else ''))
+        cells.append('' if peer is None else f'{peer:.3g}')
+        speed = None if peer is None or not is_rule else peer / seconds
+        wanted = TARGETS.get(workload.key, 0.0)
+        cells.append('' if speed is None else f'{speed:.1f}{mark(speed >= wanted)}')
+        cells.append(f'{mib:,.0f}{mark(mib <= MOST_MIB)}')
+        lines.append(f'| {" | ".join(cells)} |')
+    for (name, variant), row in found.items():
+        if 'error' in row:
+            lines.append(f'\n{name}, {TITLES[variant]}: {row["error"]}')
+    return '\n'.join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--only', default='', help='numbers of neurons')
+    parser.add_argument('--spikes', default='', choices=('numbers', 'events'))
+    parser.add_argument('--rounds', type=int, default=3)
+    parser.add_argument('--quick', action='store_true', help='tiny sizes')
+    parser.add_argument('--no-peer', action='store_true')
+    given = parser.parse_args()
+    pythons = {'ours': sys.executable}
+    if not given.no_peer:
+        pythons['peer'] = run.peer_python()
+    tables = []
+    for index, workload in enumerate(workloads(given.quick)):
+        is_wanted = not given.only or workload.key in given.only.split(',')
+        if not is_wanted or not workload.title.endswith(given.spikes):
+            continue
+        print(workload.title, flush=True)
+        found = measured(index, workload, pythons, given.rounds, given.quick)
+        tables.append(table(workload, found, not given.quick))
+        print(tables[-1], flush=True)
+
+
+if __name__ == '__main__':
+    main()
