@@ -11,20 +11,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from statistics import median
 
 import models
+import report
 import run
 
-HERE = Path(__file__).resolve().parent
-TITLES = {
-    'forward': 'forward pass of the model',
-    'bptt': 'BPTT of the model',
-    'pp_prop': 'pp_prop',
-    'd_rtrl_fresh': 'D-RTRL, fresh',
-    'd_rtrl_carried': 'D-RTRL, carried',
-}
 TARGETS = {'20000': 4.0, '131072': 8.0}
 """Times the speed of the published package that are wanted, by neurons."""
 MOST_FORWARD, MOST_MIB = 1.0, 2048
@@ -56,7 +48,7 @@ def workloads(quick: bool = False) -> list[models.Workload]:
 def measured(
     index: int, workload: models.Workload, pythons: dict, rounds: int, quick: bool
 ) -> dict[tuple[str, str], dict]:
-    """Seconds and peak memory of every variant of a workload, by side and variant."""
+    """Seconds, peak memory and agreement of every variant, by side and variant."""
     # At the large size a call of BPTT or of the published package takes a minute.
     is_large = workload.batch > 8
     baselines = ('forward',) if is_large else run.BASELINES
@@ -77,10 +69,18 @@ def measured(
         times = []
         while 'error' not in answer and len(times) < count:
             answer |= sides[name]('run', variant=variant)
-            times.append(answer.get('seconds', 0.0) * workload.steps / steps)
-        sides[name]('drop', variant=variant)
+            times.append(answer.pop('seconds', 0.0) * workload.steps / steps)
+        if is_large:
+            sides[name]('drop', variant=variant)
         print(f', {answer.get("error") or f"{median(times):.3g} s"}', flush=True)
-        found[name, variant] = answer | {'times': times}
+        found[name, variant] = answer | {'seconds': times, 'steps': steps}
+    if 'peer' in sides and not is_large:
+        runs = {
+            side: {v: row for (name, v), row in found.items() if name == side}
+            for side in sides
+        }
+        for variant, gradients in run.agreement(workload, sides, runs).items():
+            found['ours', variant]['gradients'] = report.verdict(gradients)
     for side in sides.values():
         side.close()
     return found
@@ -89,30 +89,32 @@ def measured(
 def table(workload: models.Workload, found: dict, judged: bool) -> str:
     """Rows of a workload; ✓ and ✗ where there is a target."""
     lines = [f'\n{workload.title}\n']
-    lines.append('| | s | forward passes | published, s | times its speed | MiB |')
-    lines.append('| --- | ---: | ---: | ---: | ---: | ---: |')
-    forward = median(found['ours', 'forward']['times'])
+    titles = ('', 's', 'forward passes', 'published, s', 'times its speed', 'MiB')
+    lines.append(f'| {" | ".join(titles)} | gradients |')
+    lines.append(f'| --- |{" ---: |" * (len(titles) - 1)} --- |')
+    forward = median(found['ours', 'forward']['seconds'])
     for (name, variant), row in found.items():
         if name == 'peer' or 'error' in row:
             continue
-        seconds = median(row['times'])
+        seconds = median(row['seconds'])
         theirs = found.get(('peer', run.counterpart(variant)), {})
-        peer = median(theirs['times']) if theirs.get('times') else None
+        peer = median(theirs['seconds']) if theirs.get('seconds') else None
         is_rule = variant not in run.BASELINES
         mark = lambda met, is_rule=is_rule: f' {"✗✓"[met]}' * (judged and is_rule)
         passes, mib = seconds / forward, row['peak'] / 2**20
         most = MOST_FORWARD if variant == 'pp_prop' else float('inf')
-        cells = [TITLES[variant], f'{seconds:.3g}']
+        cells = [report.NAMES[variant], f'{seconds:.3g}']
         cells.append(f'{passes:.2f}' + (mark(passes <= most) if most < 9 else ''))
         cells.append('' if peer is None else f'{peer:.3g}')
         speed = None if peer is None or not is_rule else peer / seconds
         wanted = TARGETS.get(workload.key, 0.0)
         cells.append('' if speed is None else f'{speed:.1f}{mark(speed >= wanted)}')
         cells.append(f'{mib:,.0f}{mark(mib <= MOST_MIB)}')
+        cells.append(row.get('gradients', ''))
         lines.append(f'| {" | ".join(cells)} |')
     for (name, variant), row in found.items():
         if 'error' in row:
-            lines.append(f'\n{name}, {TITLES[variant]}: {row["error"]}')
+            lines.append(f'\n{name}, {report.NAMES[variant]}: {row["error"]}')
     return '\n'.join(lines)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import braintrace
 from braintrace.compat import is_var
-from braintrace.operations import run_equation, synapses
+from braintrace.operations import run_equation, sparse_weights, synapses
 from braintrace.program.normal import normal_form
 
 ROWS, COLUMNS, FAN, B, T = 5, 6, 3, 4, 6
@@ -252,6 +252,15 @@ def test_rules_give_what_they_give_for_a_dense_matrix(name, rule):
 def test_samples_mapped_and_alone(rule, batch, vmap):
     found = gradients(rule, batch=batch, vmap=vmap)
     wanted = gradients(rule, batch=batch, vmap=vmap, dense=True)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('adapts', [False, True])
+def test_steps_of_many_samples_are_visited_one_by_one(adapts, monkeypatch):
+    monkeypatch.setattr(sparse_weights, 'MANY_SAMPLES', B)
+    found = gradients('d_rtrl', adapts=adapts)
+    wanted = gradients('d_rtrl', adapts=adapts, dense=True)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 

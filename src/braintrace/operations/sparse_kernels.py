@@ -109,6 +109,7 @@ def ends(pre_is_row: bool, row: Any, column: Any) -> Any:
 
 def make_trace_kernel(
     pre_is_row: bool,
+    time_first: bool,
     has_rows: tuple[bool, ...],
     has_factor: tuple[bool, ...],
     has_credit: tuple[bool, ...],
@@ -118,11 +119,14 @@ def make_trace_kernel(
         ε_s[e, k] = Σ_r factor_sr[post, k] ε_r[e, k] + Σ_t row_s[post, t, k] x[pre, t, k]
         gradient[e] = Σ_s Σ_k credit_s[post, k] ε_s[e, k] before that
 
+    ``time_first``: rows and x have axes (t, neurons, k) instead, which needs no copy and
+    is as fast for many samples, but not for one.
     Arguments: indices, starts, x, all rows, factors and credits, old traces; new traces
     and the gradient. Those that are not there by structure are not read.
     """
     if len(has_rows) == 1:
-        return _visit_of_one(pre_is_row, has_rows[0], has_factor[0], has_credit[0])
+        has = (has_rows[0], has_factor[0], has_credit[0])
+        return _visit_of_one(pre_is_row, time_first, *has)
     states = len(has_rows)
     rows_at = 3
     factors_at = rows_at + states
@@ -138,7 +142,7 @@ def make_trace_kernel(
         credits, old = given[credit_at:old_at], given[old_at:new_at]
         new, gradient = given[new_at:end], given[end]
         samples = old[0].shape[1]
-        steps = x.shape[1] // samples
+        steps = x.shape[0 if time_first else 1]
         found = np.zeros((states, samples), x.dtype)
         for row in range(len(starts) - 1):
             for e in range(starts[row], starts[row + 1]):
@@ -157,11 +161,14 @@ def make_trace_kernel(
                             for k in range(samples):
                                 here[k] += factor[k] * before[k]
                     if has_rows[s]:
-                        left, right = rows[s][post], x[pre]
+                        values = rows[s]
                         for t in range(steps):
-                            for k in range(samples):
-                                at = t * samples + k
-                                here[k] += left[at] * right[at]
+                            if time_first:
+                                for k in range(samples):
+                                    here[k] += values[t, post, k] * x[t, pre, k]
+                            else:
+                                for k in range(samples):
+                                    here[k] += values[post, t, k] * x[pre, t, k]
                 gradient[e] = total
                 # The new trace may lie where the old one does.
                 for s in range(states):
@@ -172,7 +179,11 @@ def make_trace_kernel(
 
 
 def _visit_of_one(
-    pre_is_row: bool, has_rows: bool, has_factor: bool, has_credit: bool
+    pre_is_row: bool,
+    time_first: bool,
+    has_rows: bool,
+    has_factor: bool,
+    has_credit: bool,
 ) -> Callable[..., None]:
     """The same for a single component, without the choice among arrays.
 
@@ -201,7 +212,7 @@ def _visit_of_one(
                 found = factor[post, 0] * before if has_factor else zero
                 if has_rows:
                     for t in range(x.shape[1]):
-                        found += rows[post, t] * x[pre, t]
+                        found += rows[post, t, 0] * x[pre, t, 0]
                 new[e, 0] = found
 
     @compiled
@@ -218,7 +229,7 @@ def _visit_of_one(
     ) -> None:
         zero = x.dtype.type(0)
         samples = old.shape[1]
-        steps = x.shape[1] // samples
+        steps = x.shape[0 if time_first else 1]
         found = np.zeros(samples, x.dtype)
         for row in range(len(starts) - 1):
             for e in range(starts[row], starts[row + 1]):
@@ -232,9 +243,12 @@ def _visit_of_one(
                 gradient[e] = total
                 if has_rows:
                     for t in range(steps):
-                        at = t * samples
-                        for k in range(samples):
-                            found[k] += rows[post, at + k] * x[pre, at + k]
+                        if time_first:
+                            for k in range(samples):
+                                found[k] += rows[t, post, k] * x[t, pre, k]
+                        else:
+                            for k in range(samples):
+                                found[k] += rows[post, t, k] * x[pre, t, k]
                 for k in range(samples):
                     new[e, k] = found[k]
 

@@ -1,0 +1,344 @@
+"""Weights of compressed sparse matrices: gradients and traces with one entry a synapse,
+or one a neuron where all synapses share a weight."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ..arrays import cast, factors_for, padded, sum_type
+from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from ..split import current_split, runs_on_mesh, summed_over
+from .sparse_product import SparseProduct, multiply
+from .synapses import (
+    TYPES,
+    at_synapses,
+    call_kernel,
+    has_kernels,
+    own_starts,
+    trace_kernel,
+)
+from .weight_use import BaseUse, FullTrace, WholeTrace
+
+MANY_SAMPLES = 16
+"""From so many samples on, steps are visited one by one, without a copy that lays the
+steps of a neuron side by side: its samples fill a cache line by themselves."""
+
+
+def _by_neuron(values: jax.Array) -> jax.Array:
+    """(t, neurons, samples...) as (neurons, steps and samples).
+
+    Over several devices samples come first, so that they can still be split.
+    """
+    moved = jnp.moveaxis(values, 0, -1 if runs_on_mesh() else 1)
+    return moved.reshape(len(moved), -1)
+
+
+@dataclass(frozen=True, eq=False)
+class SynapseUse(BaseUse):
+    """One weight a synapse of a compressed sparse matrix. x has axes (pre, samples...),
+    y has (post, samples...).
+
+    ``indices``, ``starts``: the columns of synapses and the starts of rows;
+    ``order``: the place of each synapse's weight. All of them are constant.
+    """
+
+    product: SparseProduct
+    to_columns: bool
+    indices: np.ndarray
+    starts: np.ndarray
+    order: np.ndarray | None
+
+    @property
+    def input(self) -> int | None:
+        return self.product.x
+
+    @cached_property
+    def _ends(self) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        return (rows, self.indices) if self.to_columns else (self.indices, rows)
+
+    @property
+    def pre(self) -> np.ndarray:
+        """The neuron each synapse comes from."""
+        return self._ends[0]
+
+    @property
+    def post(self) -> np.ndarray:
+        """The neuron each synapse leads to."""
+        return self._ends[1]
+
+    def sides(self, pre: Any, post: Any) -> tuple[Any, Any]:
+        """Values of rows and of columns."""
+        return (pre, post) if self.to_columns else (post, pre)
+
+    def as_weight(self, values: jax.Array) -> jax.Array:
+        """Values of the synapses in the order and shape of the weight."""
+        if self.order is not None:
+            values = jnp.zeros_like(values).at[self.order].set(values)
+        return values.reshape(self.weight.shape)
+
+    def gradient(
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
+    ) -> jax.Array:
+        """Σ_t of x at ``pre`` times ȳ at ``post``: no more than one entry a synapse at
+        a time."""
+        if self.product.x not in steps:
+            return super().gradient(fixed, steps, y_bars, box)
+        y_bars = padded(y_bars, box, self.result.shape)
+        xs, y_bars = factors_for(self.weight.dtype, steps[self.product.x], y_bars)
+        dtype = sum_type(jnp.result_type(xs, y_bars))
+        if has_kernels(dtype):
+            structure = self.product.kept_structure(fixed, steps)
+            ends = [v.astype(dtype) for v in (xs, y_bars)]
+            total = self._at_synapses(structure, *self.sides(*ends))
+        else:
+            total = self._summed(xs, y_bars, dtype)
+        return self.as_weight(cast(total, sum_type(self.weight.dtype)))
+
+    def _at_synapses(
+        self, structure: tuple[Any, Any], rows: jax.Array, columns: jax.Array
+    ) -> jax.Array:
+        """Σ_t of values (t, neurons, samples...) at both ends of each synapse."""
+        is_few = math.prod(rows.shape[2:]) < MANY_SAMPLES
+        # Each product over several devices ends with a sum, so that there is one only.
+        if is_few or runs_on_mesh():
+            return at_synapses(*structure, _by_neuron(rows), _by_neuron(columns))
+
+        def step(total: jax.Array, ends: tuple) -> tuple:
+            flat = [v.reshape(len(v), -1) for v in ends]
+            return total + at_synapses(*structure, *flat), None
+
+        start = jnp.zeros(len(self.pre), rows.dtype)
+        return jax.lax.scan(step, start, (rows, columns))[0]
+
+    def _summed(self, xs: jax.Array, y_bars: jax.Array, dtype: Any) -> jax.Array:
+        def step(total: jax.Array, at: tuple) -> tuple:
+            x, y_bar = at
+            found = x[self.pre].astype(dtype) * y_bar[self.post]
+            return total + found.sum(axis=tuple(range(1, found.ndim))), None
+
+        return jax.lax.scan(step, jnp.zeros(len(self.pre), dtype), (xs, y_bars))[0]
+
+    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
+        return SynapseTrace(self, positions, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class SynapseTrace(WholeTrace):
+    """(w, samples): one entry a synapse and sample, in the order of the matrix."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.use.indices), *self.use.result.shape[1:])
+
+    def plus(
+        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
+    ) -> jax.Array:
+        use = self.use
+
+        def step(total: jax.Array, at: tuple) -> tuple:
+            row, x = at
+            return total + cast(row[use.post] * x[use.pre], total.dtype), None
+
+        return jax.lax.scan(step, trace, (rows, steps[use.product.x]))[0]
+
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return self.at_result(factor)[self.use.post] * trace
+
+    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
+        found = jnp.sum(self.scaled(trace, credit), axis=range(1, trace.ndim))
+        return self.use.as_weight(found)
+
+    def solve(
+        self,
+        trace: Components,
+        fixed: Operands,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+    ) -> tuple[Components, jax.Array]:
+        """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`TraceLayout`.
+
+        On CPUs by one visit of the trace, which is written in place.
+        """
+        read = [steps[self.use.product.x], *rows.values()]
+        read += [*product.values(), *credit.values()]
+        plain = super().solve
+        if not has_kernels(*(x.dtype for x in (*trace.values(), *read))):
+            return plain(trace, fixed, steps, rows, product, credit)
+        return jax.lax.platform_dependent(
+            trace,
+            fixed,
+            steps,
+            rows,
+            product,
+            credit,
+            cpu=self._visit,
+            default=plain,
+        )
+
+    def _visit(
+        self,
+        trace: Components,
+        fixed: Operands,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+    ) -> tuple[Components, jax.Array]:
+        """One visit of the trace by every device, for its own samples and synapses."""
+        use, states = self.use, set(trace)
+        at_post = self.at_result
+        given = (
+            trace,
+            steps[use.product.x],
+            {s: v for s, v in rows.items() if s in states},
+            {k: at_post(v) for k, v in product.items() if set(k) <= states},
+            {s: at_post(v) for s, v in credit.items() if s in states},
+            *use.product.kept_structure(fixed, steps),
+        )
+        split = current_split()
+        if split is None:
+            new, gradient = self._visit_own((), (), *given)
+            return new, use.as_weight(gradient)
+        count, *sizes = self.shape
+        synapses = split.of_neurons(count)
+        samples = split.of_samples(sizes[0]) if sizes else ()
+        spec = lambda *first: P(*first, *(samples,) * bool(sizes))
+        ends = [spec(None, None)] * 2 + [spec(None)] * 2
+        specs = (spec(synapses), *ends, P(synapses), P())
+        own = functools.partial(self._visit_own, samples, synapses)
+        run = split.on_each_device(own, specs, (spec(synapses), P(synapses)))
+        new, gradient = run(*given)
+        return new, use.as_weight(gradient)
+
+    def _visit_own(
+        self,
+        sample_axes: tuple[str, ...],
+        synapse_axes: tuple[str, ...],
+        trace: Components,
+        x: jax.Array,
+        rows: Components,
+        factors: Jacobian,
+        credit: Components,
+        indices: jax.Array,
+        starts: jax.Array,
+    ) -> tuple[Components, jax.Array]:
+        """The visit on one device; the gradient has the order of the synapses."""
+        states = tuple(trace)
+        samples = math.prod(trace[states[0]].shape[1:])
+        time_first = samples >= MANY_SAMPLES
+
+        def of_steps(values: jax.Array) -> jax.Array:
+            values = values.reshape(*values.shape[:2], samples)
+            return values if time_first else jnp.moveaxis(values, 0, 1)
+
+        x, rows = of_steps(x), {s: of_steps(v) for s, v in rows.items()}
+        flat = lambda values: {k: v.reshape(-1, samples) for k, v in values.items()}
+        factors, credit = flat(factors), flat(credit)
+        # Arrays that are zero by structure are replaced by any of the same kind.
+        none = x[0] if time_first else x[:, 0]
+        pairs = [(s, r) for s in states for r in states]
+        given = [
+            *(rows.get(s, x) for s in states),
+            *(factors.get(pair, none) for pair in pairs),
+            *(credit.get(s, none) for s in states),
+        ]
+        old = [e.reshape(-1, samples) for e in trace.values()]
+        kernel = trace_kernel(
+            self.use.to_columns,
+            time_first,
+            tuple(s in rows for s in states),
+            tuple(pair in factors for pair in pairs),
+            tuple(s in credit for s in states),
+        )
+        structure = (indices, own_starts(starts, len(indices), synapse_axes))
+        first = len(structure) + 1 + len(given)
+        outs = [jax.ShapeDtypeStruct(e.shape, e.dtype) for e in old]
+        outs.append(jax.ShapeDtypeStruct(old[0].shape[:1], old[0].dtype))
+        aliases = {first + n: n for n in range(len(old))}
+        found = call_kernel(kernel, outs, *structure, x, *given, *old, aliases=aliases)
+        *new, gradient = found
+        shape = trace[states[0]].shape
+        arrays = {s: e.reshape(shape) for s, e in zip(states, new, strict=True)}
+        return arrays, summed_over(gradient, sample_axes)
+
+
+@dataclass(frozen=True, eq=False)
+class OneWeightUse(BaseUse):
+    """One weight for all synapses: y = w · u, where u is the product with ones."""
+
+    product: SparseProduct
+    params: Any
+
+    @property
+    def input(self) -> int | None:
+        return self.product.x
+
+    def unit(self, fixed: Operands, steps: Operands, xs: jax.Array) -> jax.Array:
+        """u (t, post, samples...) of steps x (t, pre, samples...)."""
+        structure = self.product.kept_structure(fixed, steps)
+        flat = _by_neuron(xs)
+        u = multiply(jnp.ones(1, xs.dtype), *structure, flat, self.params)
+        steps_and_samples = [len(xs), *self.result.shape[1:]]
+        if runs_on_mesh():
+            steps_and_samples.append(steps_and_samples.pop(0))
+        u = u.reshape(len(u), *steps_and_samples)
+        return jnp.moveaxis(u, -1 if runs_on_mesh() else 1, 0)
+
+    def gradient(
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
+    ) -> jax.Array:
+        """Σ_t of ȳ_t · u_t; x need not be events, since it may be a trace of them."""
+        xs = steps.get(self.product.x)
+        if xs is None or xs.dtype not in TYPES or y_bars.dtype not in TYPES:
+            return super().gradient(fixed, steps, y_bars, box)
+        y_bars = padded(y_bars, box, self.result.shape)
+        total = jnp.sum(y_bars * self.unit(fixed, steps, xs))
+        return cast(total, sum_type(self.weight.dtype)).reshape(self.weight.shape)
+
+    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
+        if self.operands[self.product.x].dtype in TYPES:
+            return OneWeightTrace(self, positions, shape)
+        return FullTrace(self, positions, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class OneWeightTrace(WholeTrace):
+    """(y): each element of y has its own entry of the one weight."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.use.result.shape
+
+    def plus(
+        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
+    ) -> jax.Array:
+        use = self.use
+        xs = steps[use.product.x]
+        u = use.unit(fixed, steps, use.product.data(xs, xs.dtype))
+        return trace + cast(jnp.sum(rows * u, axis=0), trace.dtype)
+
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return self.at_result(factor) * trace
+
+    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
+        return jnp.sum(self.scaled(trace, credit)).reshape(self.use.weight.shape)
