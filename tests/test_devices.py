@@ -364,7 +364,8 @@ def test_a_checkpoint_moves_to_other_numbers_of_devices(tmp_path):
         found = continued(learner, tmp_path / 'moved')
         used = {len(x.sharding.device_set) for x in jax.tree.leaves(found)}
         assert max(used) == count
-        assert_same(found, continued(made('adaptive'), one_device))
+        # Three runs of updates, each of which starts from the rounding of the last.
+        assert_same(found, continued(made('adaptive'), one_device), 1e-5)
 
 
 # ---------------------------------------------------------------- what cannot work
