@@ -217,9 +217,22 @@ def test_units_multiply(name):
 
 @pytest.mark.parametrize('name', [name for name in UNIT_CASES if name != 'einsum'])
 def test_a_bias_of_another_dimension_is_refused(name):
-    with pytest.raises(ValueError, match='Why: ') as error:
+    with pytest.raises(u.UnitMismatchError, match='Why: ') as error:
         UNIT_CASES[name](normal(0, 3) * u.mV, DENSE * u.mS, normal(1, 4) * u.mV)
     assert_three_parts(error, 'mV', 'uA')
+
+
+def test_transforms_of_quantities_see_numbers():
+    x, weight, bias = normal(0, 3) * u.mV, DENSE * u.mS, normal(1, 4) * u.uA
+    y = ops.matmul(x, weight, bias, weight_fn=jnp.tanh, bias_fn=jnp.abs)
+    assert u.get_unit(y) == u.uA
+    expected = ops.matmul(x.mantissa, jnp.tanh(DENSE), jnp.abs(bias.mantissa))
+    np.testing.assert_allclose(y.mantissa, expected, rtol=1e-5)
+    rows = ops.embedding(np.array([1]), weight, weight_fn=lambda w: w**2)
+    assert u.get_unit(rows) == u.mS
+    # A unit that the transform gives itself is kept beside that of the weight.
+    scaled = ops.element_wise(weight, weight_fn=lambda w: w * u.mV)
+    assert u.have_same_dim(scaled, u.uA)
 
 
 def test_element_wise_and_embedding_keep_the_unit():
@@ -363,6 +376,11 @@ BAD = {
         '(4,)',
         '(5,)',
     ),
+    'sparse_matmul, matrix': (
+        lambda: ops.sparse_matmul(jnp.ones(3), jnp.ones(3), sparse_mat=jnp.eye(3)),
+        'ArrayImpl',
+        'CSR',
+    ),
     'lora_matmul, rank': (
         lambda: ops.lora_matmul(jnp.ones(3), jnp.ones((3, 2)), jnp.ones((3, 4))),
         '(3, 2)',
@@ -381,4 +399,5 @@ def test_bad_arguments_are_refused_in_three_parts(name):
     call, *mentions = BAD[name]
     with pytest.raises(ValueError, match='Why: ') as error:
         call()
+    assert isinstance(error.value, TypeError)
     assert_three_parts(error, *mentions)

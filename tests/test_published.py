@@ -534,6 +534,26 @@ def test_a_learner_class_takes_a_configuration_of_its_kind():
     factors = braintrace.ETraceConfig(trace_factorization='io_factorized', decay=0.9)
     with pytest.raises(ValueError, match='other traces'):
         compiled('d_rtrl', config=factors)
+    # The published constructor needs a decay; that of the configuration holds.
+    assert braintrace.pp_prop(Net(), 0.5, config=factors).config == factors
+
+
+def test_refused_arguments_have_the_published_types():
+    for wrong in (0, 1.0, -0.1):
+        with pytest.raises(AssertionError, match='Why'):
+            braintrace.pp_prop(Net(), wrong)
+    with pytest.raises(AssertionError, match='Why'):
+        braintrace.D_RTRL(Net(), vjp_method='both')
+    for rule in (None, int, braintrace.D_RTRL(Net())):
+        with pytest.raises(TypeError, match='Why'):
+            braintrace.compile(Net(), rule, XS[0])
+    with pytest.raises(ValueError, match='Why'):
+        braintrace.compile(Net(), 'd_rtrl')
+    executor = braintrace.ETraceGraphExecutor(Net())
+    with pytest.raises(TypeError, match='needs a rule'):
+        braintrace.ETraceAlgorithm(Net(), executor)
+    with pytest.raises(AttributeError, match='two decays'):
+        _ = braintrace.pp_prop(Net(), (0.9, 0.8)).decay
 
 
 # ---------------------------------------------------------------- names
@@ -655,6 +675,8 @@ def test_optimisers_of_a_synthesiser():
 
 
 def test_an_operation_by_a_function_is_traced():
+    from braintrace import _op
+
     doubled = braintrace.register_primitive(
         'doubled', lambda x, w: 2 * (x @ w), gradient_enabled=True, batched=True
     )
@@ -662,6 +684,10 @@ def test_an_operation_by_a_function_is_traced():
         doubled.register_etp_rules(dt_to_t=lambda *a: a)
     with pytest.raises(TypeError, match='no such rules'):
         doubled.register_etp_rules(bogus=None)
+    assert doubled in _op.ETP_PRIMITIVES
+    assert doubled in _op.BATCHED_PRIMITIVES
+    assert doubled in _op.ETP_RULES_DT_TO_T
+    assert doubled not in _op.ETP_RULES_XY_TO_DW
 
     class Doubled(Broadcasting):
         def update(self, x):

@@ -53,8 +53,20 @@ class UnknownName(KeyError):
     __str__ = Exception.__str__
 
 
+class ArgumentError(ValueError, TypeError, AssertionError):
+    """An argument with a wrong value or type.
+
+    Code may catch it by each of these types: JAX and packages for which models are
+    written raise one or another of them for the same mistake.
+    """
+
+
 class CompilationError(Exception):
     """A model cannot be turned into an eligibility-trace graph."""
+
+
+class InputError(CompilationError, ValueError):
+    """Example inputs that are not those of the model's step."""
 
 
 class NotSupportedError(Exception):

@@ -18,10 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from braintrace.errors import three_parts
+from braintrace.errors import ArgumentError, three_parts
 
 MARK = 'etrace:'
 """What the name of every mark begins with."""
+
+
+class UnitError(u.UnitMismatchError, ValueError):
+    """Arguments of an op whose units do not fit."""
+
 
 Value = ArrayLike | u.Quantity
 Result = Any  # jax.Array, or u.Quantity where an argument has a unit
@@ -204,6 +209,12 @@ def sparse_matmul(
     `sparse_mat` (of brainevent or brainunit) says where the entries are, `weight` what
     they are.
     """
+    if not hasattr(sparse_mat, 'with_data'):
+        raise _refusal(
+            f'sparse_matmul(..., sparse_mat) of type {type(sparse_mat).__name__}',
+            'a sparse matrix says where the entries are, and takes new ones by with_data',
+            'a matrix of brainevent, such as brainevent.CSR.fromdense(mask)',
+        )
     x_shape, size, stored = (
         jnp.shape(x),
         tuple(sparse_mat.shape),
@@ -266,7 +277,13 @@ def lora_matmul(
 
 
 def _apply(fn: ValueFn, value: Any) -> Any:
-    return value if fn is None or value is None else fn(value)
+    """A transform of a weight; of a quantity it sees the number, and the unit is kept."""
+    if fn is None or value is None:
+        return value
+    if not isinstance(value, u.Quantity):
+        return fn(value)
+    made = fn(u.get_mantissa(value))
+    return _with_unit(u.get_mantissa(made), u.get_unit(made) * u.get_unit(value))
 
 
 def _with_unit(mantissa: Any, unit: u.Unit) -> Any:
@@ -283,11 +300,12 @@ def _add_bias(op: str, y: Any, bias: Value | None) -> Any:
         return y
     have, want = (str(u.get_unit(value)) for value in (bias, y))
     if not u.have_same_dim(y, bias):
-        raise _refusal(
+        text = three_parts(
             f'{op}(..., bias) with a bias in unit {have} and a product in unit {want}',
             'values of different dimensions cannot be added',
             f'a bias in {want}, the unit of x times the unit of the weight',
         )
+        raise UnitError(text)
     sizes = zip(reversed(jnp.shape(bias)), reversed(y.shape), strict=False)
     if jnp.ndim(bias) > y.ndim or any(size not in (1, full) for size, full in sizes):
         raise _refusal(
@@ -315,5 +333,5 @@ def _per_axis(value: int | Sequence[int] | None, axes: int) -> tuple[int, ...]:
     return tuple(value) * axes if len(value) == 1 else tuple(value)
 
 
-def _refusal(written: str, why: str, fix: str) -> ValueError:
-    return ValueError(three_parts(written, why, fix))
+def _refusal(written: str, why: str, fix: str) -> ArgumentError:
+    return ArgumentError(three_parts(written, why, fix))

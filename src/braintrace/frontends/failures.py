@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from .._brainstate import brainstate
-from ..errors import CompilationError, three_parts
+from ..errors import CompilationError, InputError, three_parts
 from ..program import Path
 from ..program.step import path_name
 from ..source_lines import failing_line
@@ -24,7 +24,7 @@ def check_arguments(model: Any, args: tuple, kwargs: dict) -> None:
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise CompilationError(
+        raise InputError(
             three_parts(
                 f'{type(model).__name__} called with {len(args)} argument(s) and '
                 f'keywords {sorted(kwargs)}',

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import CompilationError, one_of, three_parts
+from ..errors import ArgumentError, CompilationError, one_of, three_parts
 from ..frontends.failures import is_nested_list
 from ..program import Path
 from ..program.data import MultiStepData
@@ -27,7 +27,7 @@ def bytes_of(tree: Any) -> int:
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'{name}={value!r}', 'it has no such choice', one_of(choices, value)
             )

@@ -13,7 +13,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..errors import one_of, three_parts
+from ..errors import ArgumentError, one_of, three_parts
 from ..program.data import first_step
 from ..rules import (
     PRESETS,
@@ -137,8 +137,13 @@ def _by_name(
 
 
 def _check_config(preset: Preset, config: ETraceConfig, given: Mapping) -> None:
-    """Raise unless a configuration is one of the learner class it was given to."""
-    if family(config.rule) is not family(preset.default) or given:
+    """Raise unless a configuration is one of the learner class it was given to.
+
+    Decays are part of a configuration, and those beside it are left out: constructors of
+    the published package have to be given some.
+    """
+    beside = given.keys() - {'decay_or_rank'}
+    if family(config.rule) is not family(preset.default) or beside:
         raise ValueError(
             three_parts(
                 f'{preset.title}(config={config.name}, {dict(given)})',
@@ -312,14 +317,14 @@ def _learner_of(rule: Any) -> Any:
         return rule
     if rule is None or hasattr(rule, 'shape'):
         given = 'no rule' if rule is None else f'an array of shape {rule.shape}'
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'compile(model, ...) with {given} as its second argument',
                 'the rule stands between the model and the example inputs',
                 f"compile(model, 'd_rtrl', x); {one_of(PRESETS)}",
             )
         )
-    raise ValueError(
+    raise ArgumentError(
         three_parts(f'rule={rule!r}', 'there is no such rule', one_of(PRESETS, rule))
     )
 
@@ -327,6 +332,8 @@ def _learner_of(rule: Any) -> Any:
 def _made(kind: Any, model: Any, vmap: bool, options: dict[str, Any]) -> Learner:
     try:
         return kind(model, vmap=vmap, **options)
+    except ArgumentError:  # a TypeError as well, and says more
+        raise
     except TypeError as error:
         names = [
             n for n in inspect.signature(kind).parameters if n not in ('self', 'model')

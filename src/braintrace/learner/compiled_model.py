@@ -19,7 +19,7 @@ from brainstate.util import FlattedDict
 
 from ..analysis.diagnostics import CUTS
 from ..analysis.graph import ETraceGraph
-from ..errors import NotSupportedError, printable, three_parts
+from ..errors import ArgumentError, NotSupportedError, printable, three_parts
 from ..frontends.brainstate import module_states, trace_step
 from ..lowering.executor import ETraceGraphExecutor
 from ..program import Path
@@ -99,6 +99,14 @@ class CompiledModel(brainstate.nn.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)  # type: ignore[call-arg]
+        if not isinstance(rule, Rule):
+            raise ArgumentError(
+                three_parts(
+                    f'{type(self).__name__}(model, {rule!r})',
+                    'the class of all learners needs a rule',
+                    'the class of a rule, as braintrace.D_RTRL(model)',
+                )
+            )
         if reach is not None:
             check_choice('reach', reach, ('local', 'readout', 'deep'))
         check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))

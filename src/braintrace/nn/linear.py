@@ -118,6 +118,14 @@ class LoRA(brainstate.nn.LoRA):
     one is given."""
 
     def __call__(self, x: ArrayLike) -> ops.Result:
+        if self.base_module is not None and not callable(self.base_module):
+            raise ValueError(
+                three_parts(
+                    f'LoRA(..., base_module={self.base_module!r})',
+                    'the low-rank map is added to what this module gives for x',
+                    'a layer or a function of x, or None',
+                )
+            )
         params = self.weight.value
         rank = params['lora_a'].shape[-1]
         y = ops.lora_matmul(x, params['lora_a'], params['lora_b'], alpha=1 / rank)

@@ -62,13 +62,15 @@ def config_of(rule: Rule) -> ETraceConfig:
     return ETraceConfig(**parts)
 
 
-def _decay(side: int) -> Callable[[Any], float]:
+def _decay(side: int | None) -> Callable[[Any], float]:
     def of(learner: Any) -> float:
         decays = learner.rule.decay
         if decays is None:
             kind = type(learner).__name__
             raise AttributeError(f'{kind!r} object has no decay: its traces are whole')
-        return decays[side]
+        if side is None and decays[0] != decays[1]:
+            raise AttributeError(f'two decays {decays}: decay_x and decay_f')
+        return decays[side or 0]
 
     return of
 
@@ -139,7 +141,7 @@ MEMBERS: dict[str, Callable[[Any], Any]] = {
     'attach_synthesizer': lambda learner: partial(attach_synthesizer, learner),
     'feedback': _feedback,
     'config': lambda learner: config_of(learner.rule),
-    'decay': _decay(0),
+    'decay': _decay(None),
     'decay_f': _decay(1),
     'decay_x': _decay(0),
     'graph_executor': lambda learner: learner.executor,

@@ -16,6 +16,18 @@ from ..errors import three_parts
 from ..operations import register_primitive as register_operation
 from ..ops import mark
 
+REGISTERED: set[ETPPrimitive] = set()
+"""All operations made here; `braintrace._op` shows them by the published names."""
+BATCHED: set[ETPPrimitive] = set()
+"""Those made with ``batched=True``."""
+RULES: dict[str, dict[ETPPrimitive, Callable]] = {
+    'dt_to_t': {},
+    'xy_to_dw': {},
+    'init_drtrl': {},
+    'init_pp': {},
+}
+"""The four rules as they were given. None of them is called."""
+
 
 class ETPPrimitive:
     """An operation by name; ``bind`` runs its function."""
@@ -48,28 +60,32 @@ class ETPPrimitive:
 
     __call__ = bind
 
-    def _derived(self, rule: str, function: Callable | None) -> Callable | None:
+    def _derived(self, rule: str, function: Callable) -> Callable:
+        self._warn(rule)
+        RULES[rule][self] = function
+        return function
+
+    def _warn(self, rule: str) -> None:
         warnings.warn(
             f'{rule} of {self.name} is not used: traces and gradients follow from the '
             "operation's function here",
             DeprecationWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
-        return function
 
-    def register_dt_to_t(self, fn: Callable) -> Callable | None:
+    def register_dt_to_t(self, fn: Callable) -> Callable:
         """Not needed: derived from the function."""
         return self._derived('dt_to_t', fn)
 
-    def register_xy_to_dw(self, fn: Callable) -> Callable | None:
+    def register_xy_to_dw(self, fn: Callable) -> Callable:
         """Not needed: derived from the function."""
         return self._derived('xy_to_dw', fn)
 
-    def register_init_drtrl(self, fn: Callable) -> Callable | None:
+    def register_init_drtrl(self, fn: Callable) -> Callable:
         """Not needed: derived from the function."""
         return self._derived('init_drtrl', fn)
 
-    def register_init_pp(self, fn: Callable) -> Callable | None:
+    def register_init_pp(self, fn: Callable) -> Callable:
         """Not needed: derived from the function."""
         return self._derived('init_pp', fn)
 
@@ -93,8 +109,11 @@ class ETPPrimitive:
                     f'some of {", ".join(sorted(known))}',
                 )
             )
-        given = ', '.join(name for name, fn in rules.items() if fn is not None)
-        self._derived(given or 'no rule', None)
+        given = {name: fn for name, fn in rules.items() if fn is not None}
+        for name, fn in given.items():
+            if name in RULES:
+                RULES[name][self] = fn
+        self._warn(', '.join(given) or 'no rule')
 
     def __repr__(self) -> str:
         return self.name
@@ -123,7 +142,11 @@ def register_primitive(
     operation = options.pop('impl_fn', operation)
     takes_a_name = isinstance(primitive, str) and callable(operation)
     if takes_a_name and (options.keys() <= _OWN) and not _gives_labels(operation):
-        return ETPPrimitive(primitive, operation)
+        made = ETPPrimitive(primitive, operation)
+        REGISTERED.add(made)
+        if options.get('batched'):
+            BATCHED.add(made)
+        return made
     return register_operation(primitive, operation, **options)
 
 

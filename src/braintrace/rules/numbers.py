@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import three_parts
+from ..errors import ArgumentError, three_parts
 
 
 def _plain(value: Any) -> Any:
@@ -29,7 +29,7 @@ def as_decays(name: str, value: Any) -> tuple[float, float]:
         isinstance(d, (int, float)) and (d >= 1 if isinstance(d, int) else 0 <= d < 1)
     )
     if len(pair) != 2 or not all(map(fits, pair)):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'{name}={value!r}',
                 'a decay lies between 0 and 1, a rank is a whole number from 1',
@@ -44,7 +44,7 @@ def as_decay(name: str, value: Any) -> float:
     """A decay from 0 to below 1."""
     found = _plain(value)
     if not isinstance(found, (int, float)) or not 0 <= found < 1:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'{name}={value!r}', 'a decay lies between 0 and 1', f'{name}=0.9'
             )
@@ -56,7 +56,7 @@ def as_positive(name: str, value: Any) -> float:
     """A number that scales."""
     found = _plain(value)
     if not isinstance(found, (int, float)) or not 0 < found < float('inf'):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'{name}={value!r}',
                 'it is a scale: positive and finite',
@@ -70,7 +70,7 @@ def as_count(name: str, value: Any) -> int:
     """A whole number from 1."""
     found = _plain(value)
     if not isinstance(found, int) or found < 1:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'{name}={value!r}',
                 'it is a count',
@@ -88,7 +88,7 @@ def as_seed(name: str, value: Any) -> int:
     if getattr(found, 'dtype', None) == jnp.uint32 and found.size:
         found = int(found.ravel()[-1])
     if not isinstance(found, int):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'{name}={value!r}',
                 'it is the seed of random numbers',
