@@ -1,6 +1,8 @@
-"""Importing the package leaves the precision that the user has set."""
+"""Importing the package, and its first use, leave the precision that the user has set."""
 
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -10,8 +12,12 @@ ON = "jax.config.update('jax_enable_x64', True)"
 OFF = "jax.config.update('jax_enable_x64', False)"
 
 
-def after_import(before='', environment=None, at_import='import braintrace'):
-    """``jax_enable_x64`` after ``import braintrace`` in a new interpreter."""
+SOURCE = pathlib.Path(__file__).parent.parent / 'src' / 'braintrace'
+FIRST_USE = 'import braintrace\nbraintrace.compile'
+
+
+def after_import(before='', environment=None, at_import=FIRST_USE):
+    """``jax_enable_x64`` after the first use of the package in a new interpreter."""
     code = f'import jax\n{before}\n{at_import}\nprint(jax.config.jax_enable_x64)'
     clean = {k: v for k, v in os.environ.items() if k != 'JAX_ENABLE_X64'}
     done = subprocess.run(
@@ -39,7 +45,7 @@ def test_x64_is_kept(before, environment, expected):
 
 
 def test_x64_of_a_context_does_not_leak():
-    local = 'with jax.enable_x64(True):\n    import braintrace'
+    local = 'with jax.enable_x64(True):\n    import braintrace\n    braintrace.compile'
     assert after_import(at_import=local) is False
 
 
@@ -49,6 +55,17 @@ def test_a_part_of_the_package_keeps_x64():
 
 def test_float64_is_float64():
     at_import = (
-        'import braintrace, jax.numpy as jnp\nassert jnp.ones(1).dtype == "float64"'
+        'import braintrace, jax.numpy as jnp\nbraintrace.compile\n'
+        'assert jnp.ones(1).dtype == "float64"'
     )
     assert after_import(ON, at_import=at_import)
+
+
+def test_every_part_may_be_the_first_that_is_imported():
+    """It takes brainstate, or its folder does first, from where x64 is kept."""
+    keeps = lambda file: '_brainstate import brainstate' in file.read_text()
+    for file in SOURCE.rglob('*.py'):
+        direct = re.search(r'^(import|from) brainstate\b', file.read_text(), re.M)
+        if direct and file.name != '_brainstate.py':
+            assert file.parent != SOURCE, file
+            assert keeps(file.parent / '__init__.py'), file

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._brainstate import brainstate
 from .compat import (
     Equation,
     consts_of,

@@ -4,6 +4,7 @@
 Both need the package ``nir`` (``pip install 'braintrace-online[nir]'``).
 """
 
+from .._brainstate import brainstate as brainstate
 from .files import from_graph, read, to_graph, write
 from .model import Model
 from .nodes import (
