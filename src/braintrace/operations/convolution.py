@@ -17,11 +17,11 @@ import numpy as np
 
 from ..arrays import cast, factors_for, padded, sum_type
 from ..compat import Equation
-from ..compiled_step import Box, Operands, TraceLayout
+from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
 from .labels import Labels, project
 from .record import Const, Operation, register
 from .rules import only, shape_of, windows
-from .weight_use import BaseUse, WholeTrace, bind
+from .weight_use import BaseUse, WholeTrace, bind, has_kernel
 
 
 def _labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
@@ -76,19 +76,29 @@ class ConvolutionUse(BaseUse):
         return groups, math.prod(self.weight.shape) // filters, filters // groups
 
     def patches(self, x: jax.Array) -> jax.Array:
-        """(r, g, c) of one input."""
+        """(r, g, c) of one input: a shifted copy of it for each place of the filter."""
         batch, feature, *space = self._numbers.lhs_spec
+        params, spec = self.params, self._numbers.out_spec
+        x = x.transpose(batch, *space, feature)
+        around = [
+            (low, high, dilation - 1)
+            for (low, high), dilation in zip(
+                params['padding'], params['lhs_dilation'], strict=True
+            )
+        ]
+        none = (0, 0, 0)
+        x = jax.lax.pad(x, jnp.zeros((), x.dtype), [none, *around, none])
         window = [self.weight.shape[d] for d in self._numbers.rhs_spec[2:]]
-        found = jax.lax.conv_general_dilated_patches(
-            x.transpose(batch, feature, *space),
-            window,
-            self.params['window_strides'],
-            self.params['padding'],
-            self.params['lhs_dilation'],
-            self.params['rhs_dilation'],
-        )
+        strides = params['window_strides']
+        lengths = [self.result.shape[a] for a in spec[2:]]
+        parts = []
+        for place in np.ndindex(*window):
+            start = np.multiply(place, params['rhs_dilation'])
+            stop = start + np.multiply(np.subtract(lengths, 1), strides) + 1
+            first, end = (0, *start, 0), (len(x), *stop, x.shape[-1])
+            parts.append(jax.lax.slice(x, first, end, (1, *strides, 1)))
         groups, size, _ = self.sizes
-        return jnp.moveaxis(found, 1, -1).reshape(-1, groups, size)
+        return jnp.stack(parts, axis=-1).reshape(-1, groups, size)
 
     def rows(self, y: jax.Array) -> jax.Array:
         """(r, g, o) of one result."""
@@ -141,6 +151,48 @@ class ConvolutionTrace(WholeTrace):
             size,
             filters,
         )
+
+    def solve(
+        self,
+        trace: Components,
+        fixed: Operands,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+    ) -> tuple[Components, jax.Array]:
+        """As :class:`WholeTrace` says; by a kernel in one pass, where there is one."""
+        data = {0: steps[0]}
+        given = (trace, data, rows, product, credit)
+        if self.use.sizes[0] > 1 or not has_kernel(self.shape, given):
+            return super().solve(trace, fixed, steps, rows, product, credit)
+        plainly = lambda trace, data, *rest: super(ConvolutionTrace, self).solve(
+            trace, fixed, data, *rest
+        )
+        return jax.lax.platform_dependent(*given, cpu=self._by_kernel, default=plainly)
+
+    def _by_kernel(
+        self,
+        trace: Components,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+    ) -> tuple[Components, jax.Array]:
+        # llvmlite is optional.
+        from .dense_kernels import visit
+
+        use, here = self.use, lambda x: self.use.rows(self.at_result(x))[:, 0]
+        new, total = visit(
+            {s: e[:, 0] for s, e in trace.items()},
+            jax.vmap(use.patches)(steps[0])[:, :, 0],
+            {s: jax.vmap(use.rows)(row)[:, :, 0] for s, row in rows.items()},
+            {at: here(p) for at, p in product.items()},
+            {s: here(c) for s, c in credit.items() if s in trace},
+            True,
+        )
+        new = {s: e[:, None] for s, e in new.items()}
+        return new, use.as_weight(total[None])
 
     def plus(
         self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array

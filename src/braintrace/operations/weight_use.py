@@ -8,6 +8,8 @@ y elements of the result, w elements of the weight, p positions of the group.
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import cast, is_complex, padded, picked, sum_type, summed_by
+from ..arrays import (
+    cast,
+    is_complex,
+    padded,
+    picked,
+    sum_type,
+    summed_by,
+)
 from ..compat import Equation, evaluate_equation
 from ..compiled_step import (
     Box,
@@ -28,6 +37,7 @@ from ..compiled_step import (
     TraceLayout,
     WeightUse,
 )
+from ..split import runs_on_mesh
 from .labels import NONE
 
 
@@ -230,6 +240,20 @@ def bind(
 
 
 # ---------------------------------------------------------------- layouts
+
+LEAST_FOR_KERNEL = 2**11
+"""Elements of a trace from which on ``dense_kernels`` is used."""
+
+
+def has_kernel(shape: tuple[int, ...], given: Any) -> bool:
+    """Whether a trace of a shape is visited by a kernel, in one pass over it, with all
+    arrays of a tree of one type, on one device."""
+    dtypes = {x.dtype for x in jax.tree.leaves(given)}
+    fits = dtypes in ({jnp.dtype('float32')}, {jnp.dtype('float64')})
+    is_one_cpu = jax.default_backend() == 'cpu' and not runs_on_mesh()
+    is_large = math.prod(shape) >= LEAST_FOR_KERNEL
+    has_llvm = importlib.util.find_spec('llvmlite') is not None
+    return fits and is_one_cpu and is_large and has_llvm
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from ..compiled_step import (
     Tap,
     Values,
 )
+from .block_loop import length_of
 from .masking import Block, Mask, zero_at
 from .recursion import Recursion
 
@@ -37,6 +38,8 @@ def forward(
 ) -> tuple[Values, Values]:
     """The states after a block, and what its steps leave: projections, kept values, old
     states."""
+    if length_of(inputs) == 1:
+        constants = constants.pick(k for k in constants if k not in step.prepared)
     projected = jax.vmap(lambda xs: step.project(constants, xs))(inputs)
     old_keys = [old for old, _ in step.hidden]
 

@@ -189,6 +189,19 @@ class Traces:
         return frozenset((site.group, site.result) for site in sites)
 
     @cached_property
+    def rows_from(self) -> tuple[int, ...]:
+        """For every trace the first with the same ∂h/∂y, by which steps drive it."""
+        first: dict[Any, int] = {}
+        found = []
+        for n, (site, _, _) in enumerate(self.sites):
+            key: Any = n
+            if site.result not in self.step.groups[site.group].shared:
+                y, positions = site.use.result, site.positions.tobytes()
+                key = (site.group, site.enters, y.shape, y.dtype, positions)
+            found.append(first.setdefault(key, n))
+        return tuple(found)
+
+    @cached_property
     def owner(self) -> tuple[int, ...]:
         """For every trace the first with the same ε_f: results that enter one sum share
         it."""
@@ -366,12 +379,13 @@ class Traces:
     def driven_bytes(self) -> int:
         """Bytes that :func:`drive` keeps of one step."""
         found = 0
-        for site, _, layout in self.sites:
+        for n, (site, _, layout) in enumerate(self.sites):
             if isinstance(layout, FactorLayout):
                 continue
             use, width = site.use, site.use.result.dtype.itemsize
-            rows = len(self.recursions[site.group].carried(site.result))
-            found += rows * int(np.prod(use.result.shape)) * width
+            if self.rows_from[n] == n:
+                rows = len(self.recursions[site.group].carried(site.result))
+                found += rows * int(np.prod(use.result.shape)) * width
             shape = () if use.input is None else use.operand_shape(use.input)
             found += int(np.prod(shape)) * width
         return found

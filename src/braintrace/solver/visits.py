@@ -37,7 +37,7 @@ from .traces import RecursionView, Trace, TracedSite, Traces
 
 class Driven(NamedTuple):
     """What steps add to one trace: operands of its site and P_t ∂h_t/∂y_t by component,
-    both with t first."""
+    both with t first. Rows that are those of an earlier trace are kept there."""
 
     data: Operands
     rows: Components
@@ -98,12 +98,14 @@ def drive(
         cotangents.append(named)
     rows = _rows(traces_of, constants, block.safe, cotangents)
     driven = []
-    for traced in traces_of.sites:
+    for n, traced in enumerate(traces_of.sites):
         if isinstance(traced.layout, FactorLayout):
             driven.append(Driven({}, {}))
             continue
         _, data = _operands(traced, constants, block)
-        driven.append(Driven(data, rows[traced.site.group][traced.site.result]))
+        is_first = traces_of.rows_from[n] == n
+        mine = rows[traced.site.group][traced.site.result] if is_first else {}
+        driven.append(Driven(data, mine))
     return driven, products
 
 
@@ -124,7 +126,7 @@ def take_in(
         if isinstance(layout, FactorLayout):
             continue
         fixed, _ = tap.operands(constants, _NoSteps())
-        data, rows = driven[n]
+        data, rows = driven[n].data, driven[traces_of.rows_from[n]].rows
         whole, mine = products[site.group], credit[site.group]
         new[n], gradient = layout.solve(traces[n], fixed, data, rows, whole, mine)
         if dead is not None:

@@ -1,0 +1,260 @@
+"""One visit of a trace after a step or a few, in place, for CPUs.
+
+Letters: n samples (or places of an image), c inputs of the weight, f its outputs, s and
+r components of ε, t steps. For each element of the trace, which is read and written
+once:
+
+    gradient[c, f] += Σ_s credit_s[n, f] ε_s[n, c, f]
+    ε_s[n, c, f] = Σ_r factor_sr[n, f] ε_r[n, c, f] + Σ_t x[t, n, c] row_s[t, n, f]
+
+XLA would read and write the traces several times: once for each component and once for
+the gradient. Rows of the trace are taken four at a time, and of each 16 numbers, so that
+what all rows have in common is loaded once for the four.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from llvmlite import ir
+
+from ..compiled_step import Components, Jacobian
+from .native import Buffer, loop, number_type, register, rest_of, several, word
+
+ROWS, WIDTH = 4, 16
+"""Rows of a trace that are taken together, and numbers of each."""
+FLAGS = ('reassoc', 'contract', 'nsz')
+"""Sums may be reordered; infinities and NaN keep their meaning."""
+
+
+class Structure(NamedTuple):
+    """What there is of a trace: components, the rows, factors and credits that are not
+    zero by structure; whether the inputs come before the outputs in memory, and whether
+    there is one step only."""
+
+    components: tuple[int, ...]
+    rows: tuple[int, ...]
+    factors: tuple[tuple[int, int], ...]
+    credits: tuple[int, ...]
+    inputs_first: bool
+    one_step: bool
+
+    @property
+    def name(self) -> str:
+        """A name for the kernel."""
+        join = lambda numbers: '_'.join(map(str, numbers))
+        factors = join(f'{s}{r}' for s, r in self.factors)
+        parts = (join(self.components), join(self.rows), factors, join(self.credits))
+        how = f'{int(self.inputs_first)}{int(self.one_step)}'
+        return f'braintrace_visit_{"_of_".join(parts)}_{how}'
+
+
+class _Visit:
+    """The instructions of a visit.
+
+    Operands: x, rows, factors, credits, old traces; results: new traces, which lie where
+    the old ones do, and the gradient.
+    """
+
+    def __init__(
+        self,
+        made: Structure,
+        number: Any,
+        build: ir.IRBuilder,
+        operands: list[Buffer],
+        results: list[Buffer],
+    ):
+        self.made, self.number, self.build = made, number, build
+        self.x, *rest = operands
+        self.drives = dict(zip(made.rows, rest, strict=False))
+        names = [('factor', *pair) for pair in made.factors]
+        names += [('credit', s) for s in made.credits]
+        self.vectors = dict(zip(names, rest[len(made.rows) :], strict=False))
+        *traces, self.gradient = results
+        self.traces = dict(zip(made.components, traces, strict=True))
+        self.samples, self.rows, self.width = (
+            traces[0].size(build, axis) for axis in range(3)
+        )
+
+    def emit(self) -> None:
+        """All samples; the gradient of the first is stored, those of others added."""
+        self._sample(word(0), True)
+        with loop(self.build, word(1), self.samples, 1) as n:
+            self._sample(n, False)
+
+    def _sample(self, n: Any, first: bool) -> None:
+        done = word(0)
+        for count in (ROWS, 1):
+            with loop(self.build, done, self.rows, count) as i:
+                self._some_rows(n, i, count, first)
+            done = rest_of(self.build, self.rows, count)
+
+    def _some_rows(self, n: Any, i: Any, count: int, first: bool) -> None:
+        done = word(0)
+        for size in (WIDTH, 1):
+            with loop(self.build, done, self.width, size) as j:
+                self._part(n, i, j, count, size, first)
+            done = rest_of(self.build, self.width, size)
+
+    def _part(self, n: Any, i: Any, j: Any, count: int, size: int, first: bool) -> None:
+        """``size`` numbers of ``count`` rows, from element (n, i, j) on."""
+        made, build = self.made, self.build
+        new: dict[tuple[int, int], Any] = {}
+        shared: dict[tuple, Any] = {}
+        for k in range(count):
+            row = build.add(i, word(k))
+            if k == 0 or not made.inputs_first:
+                for name, vector in self.vectors.items():
+                    shared[name] = self._along_outputs(vector, n, row, j, size)
+            at = self._place(n, row, j)
+            old = {s: e.load(build, at, size) for s, e in self.traces.items()}
+            self._add_gradient(shared, old, row, j, size, first)
+            for s in made.components:
+                pairs = [
+                    (shared['factor', q, r], old[r]) for q, r in made.factors if q == s
+                ]
+                new[k, s] = self._sum(pairs, size)
+        new = self._driven(n, i, j, new, count, size)
+        for (k, s), value in new.items():
+            at = self._place(n, build.add(i, word(k)), j)
+            self.traces[s].store(build, value, at, size)
+
+    def _driven(self, n: Any, i: Any, j: Any, new: dict, count: int, size: int) -> dict:
+        """New traces with what the steps add."""
+        if not self.made.rows:
+            return new
+        if self.made.one_step:
+            return self._with_step(n, i, j, new, count, size)
+        build = self.build
+        before = build.block
+        with loop(build, word(0), self.x.size(build, 0), 1) as t:
+            # The sums so far come from before the loop or from its last round.
+            body = build.block
+            build.position_after(t)
+            sums = {key: build.phi(several(self.number, size)) for key in new}
+            build.position_at_end(body)
+            for key, value in new.items():
+                sums[key].add_incoming(value, before)
+            at = build.add(build.mul(t, self.samples), n)
+            more = self._with_step(at, i, j, sums, count, size)
+            for key, value in more.items():
+                sums[key].add_incoming(value, build.block)
+        return sums
+
+    def _with_step(
+        self, n: Any, i: Any, j: Any, new: dict, count: int, size: int
+    ) -> dict:
+        """New traces with what one step adds; ``n``: the number of step and sample."""
+        made, build, found = self.made, self.build, dict(new)
+        rows: dict[int, Any] = {}
+        for k in range(count):
+            row = build.add(i, word(k))
+            if k == 0 or not made.inputs_first:
+                for s, drive in self.drives.items():
+                    rows[s] = self._along_outputs(drive, n, row, j, size)
+            x = self._along_inputs(self.x, n, row, j, size)
+            for s, value in rows.items():
+                term = build.fmul(value, x, flags=FLAGS)
+                found[k, s] = build.fadd(new[k, s], term, flags=FLAGS)
+        return found
+
+    def _add_gradient(
+        self, shared: dict, old: dict, row: Any, j: Any, size: int, first: bool
+    ) -> None:
+        build = self.build
+        pairs = [(shared['credit', s], old[s]) for s in self.made.credits]
+        if not pairs and not first:
+            return
+        at = build.add(build.mul(row, self.width), j)
+        total = self._sum(pairs, size)
+        if not first:
+            total = build.fadd(self.gradient.load(build, at, size), total, flags=FLAGS)
+        self.gradient.store(build, total, at, size)
+
+    def _sum(self, pairs: list[tuple], size: int) -> Any:
+        """Σ a b."""
+        build, total = self.build, None
+        for a, b in pairs:
+            term = build.fmul(a, b, flags=FLAGS)
+            total = term if total is None else build.fadd(total, term, flags=FLAGS)
+        return ir.Constant(several(self.number, size), None) if total is None else total
+
+    # ------------------------------------------------------------ memory
+
+    def _place(self, n: Any, i: Any, j: Any) -> Any:
+        """The number of element (n, i, j) of a trace."""
+        build = self.build
+        row = build.add(build.mul(n, self.rows), i)
+        return build.add(build.mul(row, self.width), j)
+
+    def _along_outputs(self, buffer: Buffer, n: Any, i: Any, j: Any, size: int) -> Any:
+        """Values (n, f) beside the elements from (n, i, j) on."""
+        return self._beside(buffer, n, i, j, size, self.made.inputs_first)
+
+    def _along_inputs(self, buffer: Buffer, n: Any, i: Any, j: Any, size: int) -> Any:
+        """Values (n, c) beside the elements from (n, i, j) on."""
+        return self._beside(buffer, n, i, j, size, not self.made.inputs_first)
+
+    def _beside(
+        self, buffer: Buffer, n: Any, i: Any, j: Any, size: int, is_last: bool
+    ) -> Any:
+        build = self.build
+        if is_last:
+            at = build.add(build.mul(n, self.width), j)
+            return buffer.load(build, at, size)
+        return self._repeated(buffer, build.add(build.mul(n, self.rows), i), size)
+
+    def _repeated(self, buffer: Buffer, at: Any, size: int) -> Any:
+        """One number, ``size`` times."""
+        value = buffer.load(self.build, at, 1)
+        if size == 1:
+            return value
+        empty = ir.Constant(several(self.number, size), ir.Undefined)
+        first = self.build.insert_element(empty, value, ir.Constant(ir.IntType(32), 0))
+        places = ir.Constant(ir.VectorType(ir.IntType(32), size), None)
+        return self.build.shuffle_vector(first, empty, places)
+
+
+def visit(
+    trace: Components,
+    x: jax.Array,
+    rows: Components,
+    factors: Jacobian,
+    credit: Components,
+    inputs_first: bool,
+) -> tuple[Components, jax.Array]:
+    """The traces after the steps and γ · ε before them, summed over samples.
+
+    Traces (n, c, f), or (n, f, c) if not ``inputs_first``; x (t, n, c), rows (t, n, f);
+    all else (n, f).
+    """
+    rows = {s: rows[s] for s in trace if s in rows}
+    factors = {(s, r): factors[s, r] for s in trace for r in trace if (s, r) in factors}
+    made = Structure(
+        tuple(trace),
+        tuple(rows),
+        tuple(factors),
+        tuple(credit),
+        inputs_first,
+        len(x) == 1,
+    )
+    old = list(trace.values())
+    given = [x, *rows.values(), *factors.values(), *credit.values(), *old]
+    dtype = jnp.dtype(x.dtype)
+    outs = [jax.ShapeDtypeStruct(e.shape, dtype) for e in old]
+    outs.append(jax.ShapeDtypeStruct(old[0].shape[1:], dtype))
+    number = number_type(dtype)
+    name = f'{made.name}_{dtype.name}'
+    emit = lambda *parts: _Visit(made, number, *parts).emit()
+    register(name, number, (len(given), len(outs)), emit)
+    first = len(given) - len(old)
+    call = jax.ffi.ffi_call(
+        name,
+        outs,
+        input_output_aliases={first + n: n for n in range(len(old))},
+        vmap_method='sequential',
+    )
+    *new, total = call(*given)
+    return dict(zip(trace, new, strict=True)), total
