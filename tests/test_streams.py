@@ -277,17 +277,17 @@ def step_of_function(p, s, x):
     return {'h': h}, h @ p['out']
 
 
-def test_streams_of_functions_flax_and_equinox():
+def test_streams_of_functions(tmp_path):
     xs, ys = data()
     random = np.random.default_rng(2)
     draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
     params = {'w': draw(INPUTS, UNITS), 'out': draw(UNITS, 2)}
     state = {'h': jnp.zeros((B, UNITS))}
     make = lambda: braintrace.compile(step_of_function, 'd_rtrl', params, state, xs[0])
-    _check_front_end(make, lambda learner: learner.params, xs, ys)
+    _check_front_end(make, lambda learner: learner.params, xs, ys, tmp_path)
 
 
-def test_streams_of_flax_modules():
+def test_streams_of_flax_modules(tmp_path):
     nnx = pytest.importorskip('flax.nnx')
     xs, ys = data()
 
@@ -301,10 +301,10 @@ def test_streams_of_flax_modules():
             return self.h[...]
 
     make = lambda: braintrace.compile(Cell(), 'd_rtrl', xs[0])
-    _check_front_end(make, lambda learner: learner.params, xs, ys)
+    _check_front_end(make, lambda learner: learner.params, xs, ys, tmp_path)
 
 
-def test_streams_of_equinox_modules():
+def test_streams_of_equinox_modules(tmp_path):
     eqx = pytest.importorskip('equinox')
     xs, ys = data()
     make = lambda: braintrace.compile(
@@ -315,12 +315,11 @@ def test_streams_of_equinox_modules():
         batch_size=B,
         vmap=True,
     )
-    _check_front_end(
-        make, lambda learner: eqx.filter(learner.params, eqx.is_array), xs, ys
-    )
+    params_of = lambda learner: eqx.filter(learner.params, eqx.is_array)
+    _check_front_end(make, params_of, xs, ys, tmp_path)
 
 
-def _check_front_end(make, params_of, xs, ys):
+def _check_front_end(make, params_of, xs, ys, folder):
     learner = make()
     step_fn = lambda x, y: jnp.mean((learner(x) - y) ** 2)
     losses = learner.etrace_online(xs, ys, step_fn=step_fn, optimizer=optax.adam(1e-2))
@@ -330,6 +329,35 @@ def _check_front_end(make, params_of, xs, ys):
     found = [stream(x, y).loss for x, y in zip(xs, ys, strict=True)]
     assert_equal(found, list(losses))
     assert_equal(params_of(learner), wanted)
+
+    learner = make()
+    stream = learner.stream(step_fn, optax.adam(1e-2), chunk=4)
+    parts = [(xs[a:b], ys[a:b]) for a, b in ((0, 1), (1, 5), (5, 7))]
+    found = [stream(*part).loss for part in parts]
+    assert_equal(jnp.concatenate(found), losses)
+    assert_equal(params_of(learner), wanted)
+    assert stream.program_count == 1
+
+    learner = make()
+    stream = learner.stream(step_fn, optax.sgd(0.1), decay=0.5)
+    start = jax.tree.map(np.array, params_of(learner))
+    first, second = (stream.gradient(xs[t], ys[t]).gradient for t in range(2))
+    stream.save(folder)
+    stream.apply(scale=0.3)
+    size = lambda a, b: float(np.linalg.norm(a - b))
+    moved = jax.tree.leaves(jax.tree.map(size, params_of(learner), start))
+    by = lambda a, b: 0.03 * size(0.5 * a, -b)
+    assert_equal(
+        sorted(moved), sorted(jax.tree.leaves(jax.tree.map(by, first, second)))
+    )
+    assert min(moved) > 1e-4
+    changed = jax.tree.map(np.array, params_of(learner))
+    outputs = stream.predict(xs[2])
+    stream.load(folder)
+    assert_equal(params_of(learner), start, tolerance=0)
+    stream.apply(scale=0.3)
+    assert_equal(params_of(learner), changed, tolerance=0)
+    assert_equal(stream.predict(xs[2]), outputs, tolerance=0)
 
 
 def test_online_updates_of_any_length():

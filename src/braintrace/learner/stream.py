@@ -7,7 +7,7 @@ state, and the eligibility of delayed rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..errors import three_parts
 from ..program import Path
 from .arguments import check_call, check_optimizer
 from .optimizers import update_by
-from .placement import Placement
 from .recording import recording_of
 from .sequences import evolution_program
-from .state import EligibilityTrace
+from .stream_program import StreamProgram, shapes_of_inputs
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -103,7 +103,7 @@ class Stream:
         self.optimizer = None if optimizer is None else check_optimizer(optimizer)
         self.chunk = chunk
         self.decay = decay
-        self._programs: dict[tuple, _Program] = {}
+        self._programs: dict[tuple, StreamProgram] = {}
         self._written: dict[int, Any] = {}
         self._with_outputs: dict[Callable, Callable] = {}
         self._scalars: dict[Callable, Callable] = {}
@@ -134,9 +134,10 @@ class Stream:
                 )
             )
         padded = jax.tree.map(lambda x: _padded(x, most), inputs)
-        count = jnp.asarray(length, jnp.int32)
-        found = self._run('chunk', self._learning, padded, count)
-        return StreamStep(*jax.tree.map(lambda x: x[:length], found))
+        found = self._run('chunk', self._learning, padded, np.int32(length))
+        if length < most:
+            found = jax.tree.map(lambda x: x[:length], found)
+        return StreamStep(*found)
 
     def predict(self, *inputs: Any) -> Any:
         """The outputs of the model; states and traces advance, weights stay."""
@@ -332,7 +333,7 @@ class Stream:
         kind: Any,
         make: Callable[[tuple], Callable],
         inputs: tuple,
-        count: jax.Array | None = None,
+        count: np.int32 | None = None,
     ) -> Any:
         """Call the program of a kind for inputs of these shapes, made if there is none.
 
@@ -340,116 +341,20 @@ class Stream:
         many of the steps in the inputs count.
         """
         with self.learner._synchronised():
-            leaves, structure = jax.tree.flatten(inputs)
-            key = (kind, structure, *map(_shape_of, leaves))
+            key = (kind, *shapes_of_inputs(inputs))
             program = self._programs.get(key)
             values = None if program is None else program.values()
             if program is None or values is None:
                 example = inputs if count is None else _first(inputs)
                 function = make(example)
                 in_chunks = count is not None
-                program = _Program(
+                program = StreamProgram(
                     function, example, in_chunks, self._written, self.learner.placement
                 )
                 self._programs[key] = program
                 values = program.values() or []
             args = inputs if count is None else (count, *inputs)
             return program(values, *args)
-
-
-class _Program:
-    """A function that reads and writes states, as one compiled call that uses the
-    memory of their values again."""
-
-    def __init__(
-        self,
-        function: Callable,
-        example: tuple,
-        in_chunks: bool,
-        written: dict[int, Any],
-        placement: Placement | None,
-    ):
-        self._function = brainstate.transform.StatefulFunction(
-            function, return_only_write=False
-        )
-        self._function.make_jaxpr(*example)
-        self._states = list(self._function.get_states(*example))
-        # What any program of the stream wrote last, by the identity of the state.
-        self._written = written
-        self._own: list[Any] = [None] * len(self._states)
-        self._shapes = [_shapes(state._read_value()) for state in self._states]
-        # Where states are split over devices, each stays as it is.
-        self._shardings: list[Any] | None = None
-        if placement is not None:
-            values = [state._read_value() for state in self._states]
-            self._shardings = jax.tree.map(placement.present, values)
-        self._traced = 0
-        run = self._steps if in_chunks else self._step
-
-        def traced(*given: Any) -> tuple:
-            self._traced += 1
-            return run(*given)
-
-        self._compiled: Any = jax.jit(traced, donate_argnums=0)
-
-    @property
-    def count(self) -> int:
-        """How many programs were compiled; JAX does not count those that it calls by
-        its slower way."""
-        return max(self._traced, self._compiled._cache_size())
-
-    def values(self) -> list[Any] | None:
-        """The values of all states in arrays that are safe to donate; None if one has
-        another shape than the program was made for.
-
-        What a program of the stream wrote belongs to it, unless a user has read the
-        trace since. Of everything else a copy is donated.
-        """
-        found = []
-        for n, state in enumerate(self._states):
-            value = state._read_value()
-            if value is not self._own[n] and _shapes(value) != self._shapes[n]:
-                return None
-            written = self._written.get(id(state))
-            if value is not written or getattr(state, 'was_read', False):
-                value = jax.tree.map(jnp.copy, value)
-                if self._shardings is not None:
-                    value = jax.device_put(value, self._shardings[n])
-            found.append(value)
-        return found
-
-    def _step(self, values: Sequence[Any], *inputs: Any) -> tuple:
-        new, found = self._function.jaxpr_call(values, *inputs)
-        if self._shardings is not None:
-            new = jax.lax.with_sharding_constraint(list(new), self._shardings)
-        return new, found
-
-    def _steps(self, values: Sequence[Any], count: jax.Array, *inputs: Any) -> tuple:
-        """The first ``count`` steps; results of the others are zero."""
-        at = lambda n: jax.tree.map(lambda x: x[n], inputs)
-        _, like = jax.eval_shape(self._step, values, *at(0))
-        most = len(jax.tree.leaves(inputs)[0])
-        empty = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), like)
-
-        def one(n: jax.Array, carry: tuple) -> tuple:
-            values, results = carry
-            new, found = self._step(values, *at(n))
-            put = lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, n, 0)
-            return list(new), jax.tree.map(put, results, found)
-
-        return jax.lax.fori_loop(0, count, one, (list(values), empty))
-
-    def __call__(self, values: list[Any], *args: Any) -> Any:
-        """Run it, from :meth:`values`; what the function returns."""
-        new, found = self._compiled(values, *args)
-        for state, value in zip(self._states, new, strict=True):
-            # The setter of a state takes as long as the step of a small network.
-            state._write_value(value)
-            self._written[id(state)] = value
-            if isinstance(state, EligibilityTrace):
-                state.was_read = False
-        self._own = new
-        return found
 
 
 def _no_update(gradients: Gradients) -> None:
@@ -462,16 +367,6 @@ def _no_update(gradients: Gradients) -> None:
     )
 
 
-def _shapes(value: Any) -> list[tuple]:
-    return [_shape_of(x) for x in jax.tree.leaves(value)]
-
-
-def _shape_of(x: Any) -> tuple:
-    if isinstance(x, jax.Array):
-        return x.shape, x.dtype
-    return jnp.shape(x), jnp.result_type(x)
-
-
 def _one(inputs: tuple) -> tuple:
     """Inputs of one step as a sequence of one."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], inputs)
@@ -481,7 +376,10 @@ def _first(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def _padded(x: Any, length: int) -> jax.Array:
-    x = jnp.asarray(x)
-    rest = jnp.zeros((length - len(x), *x.shape[1:]), x.dtype)
-    return jnp.concatenate([x, rest])
+def _padded(x: Any, length: int) -> Any:
+    if len(x) == length:
+        return x
+    # NumPy compiles nothing, whatever the length.
+    of = np if type(x) is np.ndarray else jnp
+    rest = of.zeros((length - len(x), *x.shape[1:]), x.dtype)
+    return of.concatenate([x, rest])

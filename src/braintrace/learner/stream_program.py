@@ -1,0 +1,147 @@
+"""A function that reads and writes states, compiled as one call that is quick to
+make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .placement import Placement
+from .state import EligibilityTrace
+
+
+class StreamProgram:
+    """A function that reads and writes states, as one compiled call that uses the
+    memory of their values again."""
+
+    def __init__(
+        self,
+        function: Callable,
+        example: tuple,
+        in_chunks: bool,
+        written: dict[int, Any],
+        placement: Placement | None,
+    ):
+        self._function = brainstate.transform.StatefulFunction(
+            function, return_only_write=False
+        )
+        self._function.make_jaxpr(*example)
+        self._states = list(self._function.get_states(*example))
+        self._traces = [s for s in self._states if isinstance(s, EligibilityTrace)]
+        # What any program of the stream wrote last, by the identity of the state, and
+        # what this one did.
+        self._written = written
+        self._ids = list(map(id, self._states))
+        self._own: list[Any] = [None] * len(self._states)
+        self._shapes = [_shapes(state._read_value()) for state in self._states]
+        # Where states are split over devices, each stays as it is.
+        self._shardings: list[Any] | None = None
+        if placement is not None:
+            values = [state._read_value() for state in self._states]
+            self._shardings = jax.tree.map(placement.present, values)
+        self._traced = 0
+        run = self._steps if in_chunks else self._step
+
+        def traced(*given: Any) -> tuple:
+            self._traced += 1
+            return run(*given)
+
+        self._compiled: Any = jax.jit(traced, donate_argnums=0)
+
+    @property
+    def count(self) -> int:
+        """How many programs were compiled; JAX does not count those that it calls by
+        its slower way."""
+        return max(self._traced, self._compiled._cache_size())
+
+    def values(self) -> list[Any] | None:
+        """The values of all states in arrays that are safe to donate; None if one has
+        another shape than the program was made for.
+
+        What a program of the stream wrote belongs to it, unless a user has read the
+        trace since. Of everything else a copy is donated.
+        """
+        if self._is_latest():
+            return self._own
+        found = []
+        for n, state in enumerate(self._states):
+            value = state._read_value()
+            if value is not self._own[n] and _shapes(value) != self._shapes[n]:
+                return None
+            written = self._written.get(id(state))
+            if value is not written or getattr(state, 'was_read', False):
+                value = jax.tree.map(jnp.copy, value)
+                if self._shardings is not None:
+                    value = jax.device_put(value, self._shardings[n])
+            found.append(value)
+        return found
+
+    def _is_latest(self) -> bool:
+        """Whether the states have the values that this program wrote last, and no trace
+        was read since: the case of nearly every step, so it must be quick."""
+        for state, value in zip(self._states, self._own, strict=True):
+            if state._value is not value:
+                return False
+        return not any(trace.was_read for trace in self._traces)
+
+    def _step(self, values: Sequence[Any], *inputs: Any) -> tuple:
+        new, found = self._function.jaxpr_call(values, *inputs)
+        if self._shardings is not None:
+            new = jax.lax.with_sharding_constraint(list(new), self._shardings)
+        return new, found
+
+    def _steps(self, values: Sequence[Any], count: jax.Array, *inputs: Any) -> tuple:
+        """The first ``count`` steps; results of the others are zero."""
+        at = lambda n: jax.tree.map(lambda x: x[n], inputs)
+        _, like = jax.eval_shape(self._step, values, *at(0))
+        most = len(jax.tree.leaves(inputs)[0])
+        empty = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), like)
+
+        def one(n: jax.Array, carry: tuple) -> tuple:
+            values, results = carry
+            new, found = self._step(values, *at(n))
+            put = lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, n, 0)
+            return list(new), jax.tree.map(put, results, found)
+
+        return jax.lax.fori_loop(0, count, one, (list(values), empty))
+
+    def __call__(self, values: list[Any], *args: Any) -> Any:
+        """Run it, from :meth:`values`; what the function returns."""
+        new, found = self._compiled(values, *args)
+        for state, value in zip(self._states, new, strict=True):
+            # The setters of a state take as long as the step of a small network.
+            object.__setattr__(state, '_value', value)
+        for trace in self._traces:
+            if trace.was_read:
+                trace.was_read = False
+        self._written.update(zip(self._ids, new, strict=True))
+        self._own = list(new)
+        return found
+
+
+def shapes_of_inputs(inputs: tuple) -> tuple:
+    """What a program is specialised for; arrays need no look at their structure."""
+    if all(type(x) is np.ndarray or isinstance(x, jax.Array) for x in inputs):
+        return tuple((x.shape, _type_in_jax(x)) for x in inputs)
+    leaves, structure = jax.tree.flatten(inputs)
+    return (structure, *map(_shape_of, leaves))
+
+
+def _type_in_jax(x: Any) -> Any:
+    is_numpy = type(x) is np.ndarray
+    return jax.dtypes.canonicalize_dtype(x.dtype) if is_numpy else x.dtype
+
+
+def _shapes(value: Any) -> list[tuple]:
+    return [_shape_of(x) for x in jax.tree.leaves(value)]
+
+
+def _shape_of(x: Any) -> tuple:
+    if isinstance(x, jax.Array):
+        return x.shape, x.dtype
+    return jnp.shape(x), jnp.result_type(x)
