@@ -2,10 +2,12 @@
 
     make bench
     make bench ARGS='--only 1,2 --rounds 7'
+    make bench ARGS='--only streams'
 
 The published package is installed into an environment of its own and called by its public interface. Both sides run
 the same models, weights, data and losses, in turn, on one core of a Linux machine. The table goes to the screen,
-everything measured to ``results.json``, the table to ``results.txt`` and a picture to ``results.svg``.
+everything measured to ``results.json``, the table to ``results.txt`` and a picture to ``results.svg``. Streams and
+carried traces have a table of their own, by ``streams.py``.
 """
 
 from __future__ import annotations
@@ -246,7 +248,7 @@ def main() -> int:
     parser.add_argument(
         '--only',
         default='',
-        help='numbers of workloads, such as 1,2; results of the others are kept',
+        help='numbers of workloads, such as 1,2, or streams; results of others are kept',
     )
     parser.add_argument('--rounds', type=int, default=5, help='calls of each variant')
     parser.add_argument(
@@ -262,6 +264,11 @@ def main() -> int:
     )
     options = parser.parse_args()
     chosen = set(filter(None, options.only.split(',')))
+    if not options.quick and (not chosen or 'streams' in chosen):
+        subprocess.run([sys.executable, str(HERE / 'streams.py')], check=True)
+        if chosen == {'streams'}:
+            return 0
+        chosen -= {'streams'}
     pythons = {'ours': sys.executable} | (
         {} if options.no_peer else {'peer': peer_python()}
     )

@@ -35,6 +35,14 @@ def test_measured_tables_are_those_of_the_benchmark(monkeypatch):
     assert 3 <= len(short.splitlines()) - 2 <= 8
 
 
+def test_the_table_of_streams_is_that_of_the_benchmark(monkeypatch):
+    monkeypatch.setattr(sys, 'path', [str(ROOT / 'benchmarks'), *sys.path])
+    import streams_table
+
+    assert streams_table.PAGE.read_text() == streams_table.page()
+    assert len(json.loads(streams_table.RESULTS.read_text())) > 10
+
+
 def test_links_lead_to_files():
     text = (ROOT / 'README.md').read_text()
     targets = [t.partition('#')[0] for t in re.findall(r'\]\(([^)\s]+)\)', text)]
