@@ -32,7 +32,8 @@ CACHE = ROOT / '.cache' / 'versions'
 PAGE = ROOT / 'docs' / 'versions.md'
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 EXTRA = 'test'
-"""Holds every other extra but those of the docs, of development and of agents."""
+"""Holds every other extra but those of the docs, of development, of agents and of
+hardware."""
 
 MODELS = ('gru_batched', 'lif_recurrent', 'conv1d', 'sparse_recurrent')
 """Models of the zoo by which every rule is run."""

@@ -760,6 +760,7 @@ def test_the_distribution_has_a_name_of_its_own():
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
     assert project['name'] == 'braintrace-online'
     extras = project['optional-dependencies']
+    assert {'published', 'cpu', 'cuda12', 'cuda13', 'tpu'} <= extras.keys()
     for requirement in (r for extra in extras.values() for r in extra):
         assert not requirement.startswith('braintrace['), requirement
     for file in (ROOT / 'src').rglob('*.py'):
