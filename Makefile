@@ -5,8 +5,10 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 DOCS := NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(RUN) -m mkdocs build --strict
 NEST := .venv-nest/bin/python
+ARENA := .venv-arena/bin/python
+TORCH ?= torch==2.13.0
 
-.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint bench bench-sparse bench-compile learn nest rules docs notebooks clean
+.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -75,6 +77,15 @@ $(NEST):
 	$(PYTHON) -m venv .venv-nest
 	$(NEST) -m pip install --quiet nest-simulator || { rm -rf .venv-nest; exit 1; }
 
+arena: $(READY) $(ARENA)  # other libraries of spiking networks beside this one; ARGS='--cores 1 --size 512'
+	$(RUN) benchmarks/arena/run.py $(ARGS)
+
+# PyTorch first and pinned, so that the others do not bring another build of it. Where
+# pip has a CUDA build only, name the index of PyTorch's CPU builds:
+#     make arena TORCH='torch==2.13.0 --index-url URL'
+$(ARENA):
+	$(PYTHON) -m venv .venv-arena
+	{ $(ARENA) -m pip install --quiet --upgrade pip && $(ARENA) -m pip install --quiet $(TORCH) && $(ARENA) -m pip install --quiet torch==2.13.0 snntorch==1.0.0 spikingjelly==2.0.0 norse==1.1.0 nest-simulator==3.10.0; } || { rm -rf .venv-arena; exit 1; }
 
 docs: $(READY)
 	$(DOCS)
@@ -93,4 +104,4 @@ $(READY): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peer .venv-nest .venv-published .cache out site
+	rm -rf $(VENV) .venv-arena .venv-peer .venv-nest .venv-published .cache out site

@@ -2,6 +2,7 @@
 
     python scripts/eprop_in_nest.py --nest PYTHON    PYTHON is an interpreter that can import nest
     PYTHON scripts/eprop_in_nest.py --simulate TASK  what the first starts: one task by NEST, as JSON
+    python scripts/eprop_in_nest.py --ours TASK      one task by this library, as JSON
 
 Weights, inputs and targets are those of ``tests/eprop_numpy.py``, which both read. NEST has one step of delay on the
 way in, one to the read-out and one among outputs; generators start at step 1.
@@ -66,7 +67,7 @@ def optimizer(name):
     return {'type': 'adam', 'eta': 5e-3, **adam, **limits}, True
 
 
-def simulate(name):
+def simulate(name, threads=1):
     """Losses of all iterations and seconds for each step, of one task by NEST."""
     import nest
 
@@ -81,7 +82,7 @@ def simulate(name):
         eprop_update_interval=float(task.steps),
         eprop_learning_window=float(task.window),
         eprop_reset_neurons_on_update=True,
-        total_num_virtual_procs=1,
+        total_num_virtual_procs=threads,
     )
     generators = nest.Create('spike_generator', task.inputs)
     relays = nest.Create('parrot_neuron', task.inputs)
@@ -156,7 +157,11 @@ def simulate(name):
         losses = 0.5 * np.sum((y - target) ** 2, axis=(0, 2))
     else:
         losses = -np.mean(np.sum(target * np.log(y), axis=0), axis=-1)
-    return {'losses': losses.tolist(), 'seconds': seconds / steps}
+    return {
+        'losses': losses.tolist(),
+        'seconds': seconds / steps,
+        'version': nest.__version__,
+    }
 
 
 # ---------------------------------------------------------------- ours
@@ -231,10 +236,16 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('--nest', metavar='PYTHON')
-    parser.add_argument('--simulate', choices=TASKS)
+    parser.add_argument('--simulate', metavar='TASK', choices=TASKS)
+    parser.add_argument('--ours', metavar='TASK', choices=TASKS)
+    parser.add_argument('--cores', choices=('1', 'all'), default='1')
     options = parser.parse_args()
+    cores = os.cpu_count() if options.cores == 'all' else 1
     if options.simulate:
-        print('\n' + json.dumps(simulate(options.simulate)))
+        print('\n' + json.dumps(simulate(options.simulate, cores)))
+    elif options.ours:
+        os.sched_setaffinity(0, set(range(cores)))
+        print('\n' + json.dumps(ours(options.ours, double=False)))
     elif compared(options.nest or sys.executable) > 1e-9:
         sys.exit('losses differ by more than 1e-9')
 
