@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import textwrap
+import warnings
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -150,6 +151,22 @@ def test_training_writes_all_and_goes_on_exactly(here, capsys):
     )
     assert code == 2
     assert 'Fix: ' in said
+
+
+def test_the_main_job_has_the_credit_of_its_readout():
+    config = lambda *words: runs._config(
+        parser().parse_args(['train', 'evidence', *words])
+    )
+    assert config().rule_options == {'reach': 'readout'}
+    assert config('--rule', 'pp_prop').rule_options == {}
+    assert config('--model', 'gru').rule_options == {}
+    local = config('--rule-option', 'reach=local')
+    assert local.rule_options == {'reach': 'local'}
+    with pytest.warns(braintrace.CreditWarning, match="reach='readout'"):
+        runs._prepare(replace(local, units=6, batch=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', braintrace.CreditWarning)
+        runs._prepare(replace(config(), units=6, batch=2))
 
 
 def test_own_model_and_comparison(here, capsys):

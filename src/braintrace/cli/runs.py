@@ -56,6 +56,8 @@ _BY_TASK: dict[str, dict[str, Any]] = {
     'digits': {'model': 'gru', 'batch': 64, 'updates': 1000, 'lr': 3e-3},
     'randman': {'model': 'alif', 'batch': 64, 'updates': 300, 'lr': 5e-3},
 }
+_READOUT_REACH = {('evidence', 'alif', 'd_rtrl')}
+"""Task, network and rule whose traces include the memory of the leaky read-out."""
 _HELD_OUT = 10**9
 """Number of the first batch that no training sees."""
 
@@ -69,7 +71,12 @@ def _config(options: argparse.Namespace) -> Config:
         'rule_options': dict(options.rule_option),
     }
     chosen = {name: value for name, value in given.items() if value is not None}
-    return Config(options.task, **{**_BY_TASK.get(options.task, {}), **chosen, **more})
+    config = Config(
+        options.task, **{**_BY_TASK.get(options.task, {}), **chosen, **more}
+    )
+    if (config.task, config.model, config.rule.lower()) in _READOUT_REACH:
+        config.rule_options.setdefault('reach', 'readout')
+    return config
 
 
 def _prepare(
