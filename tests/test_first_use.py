@@ -655,6 +655,14 @@ def test_a_map_of_traces_has_units_in_rows_and_inputs_in_columns():
     assert np.abs(np.delete(values, 1, axis=1)).max() == 0
 
 
+def test_parts_of_a_trace_are_named_by_their_states():
+    net = bt.networks.network('alif', 3, 2, units=4)
+    learner = bt.compile(net, 'd_rtrl', jnp.ones((4, 3)), batch_size=4, reach='readout')
+    learner.etrace_evolve(jnp.ones((5, 4, 3)))
+    names = [name for name, _ in plots.trace_maps(learner, ('feed',))]
+    assert names == [f'feed on {x}' for x in ('V', 'a', 'rate.r', 'read-out')]
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_the_overview_of_a_training(figures, name):
     task, learner, trial = trained(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -292,7 +292,7 @@ def trace_maps(learner: Learner, path: Any) -> list[tuple[str, np.ndarray]]:
     return [
         pair
         for key, trace in learner.get_etrace_of(path).items()
-        for pair in _maps(key, trace, _units_of(learner, key))
+        for pair in _maps(key, trace, _units_of(learner, key), _names(learner, key))
     ]
 
 
@@ -302,7 +302,21 @@ def _units_of(learner: Learner, key: tuple) -> int:
     return int(np.prod(jnp.shape(jax.tree.leaves(state.value)[0])[1:]))
 
 
-def _maps(key: tuple, trace: Any, units: int) -> list[tuple[str, np.ndarray]]:
+def _names(learner: Learner, key: tuple) -> Callable[[int], str]:
+    """How the parts of a trace are called: by the state that each is carried on. Parts
+    beyond the states of the group hold the memory of read-outs."""
+    paths = key[2]
+    count = learner.graph.hid_path_to_group[paths[0]].num_state
+    # A state may stand for several of a position; then the number says which.
+    several = ', '.join(map(path_name, paths))
+    own = lambda i: path_name(paths[i]) if count == len(paths) else f'{several} ({i})'
+    more = lambda i: 'read-out' if i == count else f'read-out ({i - count})'
+    return lambda i: own(i) if i < count else more(i)
+
+
+def _maps(
+    key: tuple, trace: Any, units: int, on: Callable[[int], str]
+) -> list[tuple[str, np.ndarray]]:
     """Units × inputs of the first sample, for each state that a trace is carried on;
     factors multiplied out."""
     parts = trace.f if hasattr(trace, 'f') else trace
@@ -310,10 +324,6 @@ def _maps(key: tuple, trace: Any, units: int) -> list[tuple[str, np.ndarray]]:
         return []
     if hasattr(trace, 'f') and jnp.ndim(trace.x) == 0:
         return []  # a bias, which has no inputs
-    # A state may stand for several of a position; then the number says which.
-    single = max(parts, default=0) < len(key[2])
-    several = ', '.join(map(path_name, key[2]))
-    on = lambda i: path_name(key[2][i]) if single else f'{several} ({i})'
     found = []
     for i, part in parts.items():
         values = np.asarray(part, np.float32)[0]

@@ -13,8 +13,8 @@ from .rule import NoTrace, Rule, Window
 
 @register('DNI', check={'window': 2}, vjp_method='multi-step')
 def dni(synthesizer: Any = None, *, window: int = 10, predictor: Any = None) -> Rule:
-    """Exact windows of k steps, and from what follows each the credit that a predictor
-    expects.
+    """Exact gradients inside windows of k steps; a predictor estimates the credit of
+    the steps after a window.
 
     The predictor learns whenever the learner is given a sequence, from the credit that
     comes back to each window's start. ``learner(x)`` alone is a window of one step: it

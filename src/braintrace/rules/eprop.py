@@ -18,8 +18,8 @@ def eprop(
     kappa_filter_decay: float | KappaFilter | None = None,
     random_feedback_key: Any = 0,
 ) -> Rule:
-    """The trace of D_RTRL, low-passed as the read-out is, times the error at the
-    read-out.
+    """The trace of D_RTRL, filtered in time as the read-out filters, times the error at
+    the read-out.
 
     ``feedback``: 'symmetric' sends the error back by the read-out's own weights,
     'random' by fixed random ones, 'adaptive' by random ones whose distance to the

@@ -19,8 +19,8 @@ def ostl_recurrent() -> Rule:
 
 @register('OSTLFeedforward')
 def ostl_feedforward(decay_or_rank: Any = 1e-6) -> Rule:
-    """Traces of inputs and of states apart that decay by a number, whatever the units
-    do; with the usual one they hold the last step only."""
+    """Separate traces of inputs and of states that decay by one fixed number; with the
+    default they hold the last step only."""
     return Rule(
         'OSTLFeedforward',
         Factorised(as_decays('decay_or_rank', decay_or_rank)),

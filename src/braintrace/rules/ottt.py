@@ -11,7 +11,7 @@ from .rule import Rule
 
 @register('OTTT')
 def ottt(leak: float = 0.9) -> Rule:
-    """A leaky trace of the inputs; the other side is that of the step itself. Memory
+    """A leaky trace of the inputs, times the derivative of the current step: memory
     linear in inputs."""
     return Rule(
         'OTTT',

@@ -12,8 +12,8 @@ from .rule import Rule
 
 @register('pp_prop', 'ES_D_RTRL')
 def pp_prop(decay_or_rank: Any = 0.9) -> Rule:
-    """Traces of inputs and of states apart, each with its own decay: memory linear in
-    neurons.
+    """Separate traces of inputs and of states, each with its own decay: memory linear
+    in neurons.
 
     ``decay_or_rank``: a decay in (0, 1), a rank r that means (r - 1)/(r + 1), or a pair
     (x side, f side).

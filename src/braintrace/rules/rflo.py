@@ -17,8 +17,8 @@ def rflo(
     feedback: FeedbackOption = 'symmetric',
     random_feedback_key: Any = 0,
 ) -> Rule:
-    """One trace for each weight that leaks by a number: random feedback local online
-    learning.
+    """One trace for each weight, which decays by a fixed number: random feedback local
+    online learning.
 
     ``feedback='random'`` is the rule of the paper; see :class:`EProp` for the others.
     """

@@ -11,7 +11,7 @@ from .rule import RandomProjection, Rule
 
 @register('UORO', vjp_method='multi-step')
 def uoro(*, seed: Any = 0) -> Rule:
-    """One random direction in place of the whole influence: noisy, right in the mean.
+    """A random projection in place of the whole influence: noisy, but without bias.
 
     No two calls draw the same: the signs come from ``seed`` and from how often the
     learner was called.
