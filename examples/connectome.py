@@ -109,8 +109,8 @@ class Connectome(brainstate.nn.Module):
         self.members = jnp.asarray(members.reshape(regions, -1))
 
     def init_state(self, batch_size=None, **kwargs):
-        for name in ('V', 'rate'):
-            setattr(self, name, brainstate.HiddenState(jnp.zeros(self.neurons)))
+        self.V = brainstate.HiddenState(jnp.zeros(self.neurons))
+        self.rate = brainstate.HiddenState(jnp.zeros(self.neurons))
 
     def update(self, x):
         fired = fire(self.V.value - 1.0)
@@ -144,7 +144,7 @@ def main(
     edges = load(file) if file else synthetic(neurons, synapses)
     net = Connectome(edges, inputs=4, regions=regions)
     print(f'{net.neurons:,} neurons, {len(edges.pre):,} synapses')
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     learner = braintrace.compile(net, 'pp_prop', jnp.zeros(4), decay_or_rank=0.9)
 
     def step_fn(x, wanted):
@@ -182,7 +182,7 @@ def main(
 
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or '').split('\n')[0])
     for name, kind in main.__annotations__.items():
         if name != 'return':
             parser.add_argument(

@@ -40,20 +40,23 @@ def in_short(row: dict) -> str:
 
 def table(results: dict) -> str:
     """Times and memory of all libraries on both networks."""
-    heads = [
-        f'{x}, {cores}' for cores in CORES.values() for x in ('gradient', 'forward')
+    cores = [
+        c for c in CORES if any(f'{size}/{c}/PyTorch' in results for size in TITLES)
     ]
+    columns = [(c, what) for c in cores for what in ('gradient', 'forward')]
+    heads = [f'{what}, {CORES[c]}' for c, what in columns]
     lines = [
         f'| network | library | {" | ".join(heads)} | peak MiB |',
         '| --- | --- |' + ' ---: |' * (len(heads) + 1),
     ]
     for size, title in TITLES.items():
         for library in worker.LIBRARIES:
-            row = [results.get(f'{size}/{cores}/{library}') for cores in CORES]
-            if row[0] is None:
+            rows = {c: results.get(f'{size}/{c}/{library}') for c in cores}
+            if not any(rows.values()):
                 continue
-            times = [milliseconds(r, x) for r in row for x in ('gradient', 'forward')]
-            peak = f'{row[0]["peak"] / MIB:.1f}' if row[0].get('peak') else ''
+            times = [milliseconds(rows[c], what) for c, what in columns]
+            known = (rows.get('1') or {}).get('peak')
+            peak = f'{known / MIB:.1f}' if known else ''
             lines.append(f'| {title} | {library} | {" | ".join(times)} | {peak} |')
             title = ''
     return '\n'.join(lines)
