@@ -234,6 +234,19 @@ def test_shapes_that_do_not_fit(learner):
     assert 'targets' in fix
 
 
+def test_a_model_that_needs_a_batch_size():
+    class Batched(Leak):
+        def init_state(self, batch_size=None, **kwargs):
+            self.h = self.kind(jnp.zeros((batch_size, self.units)))
+
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.compile(Batched(), 'd_rtrl', X)
+    what, why, fix = parts_of(caught.value)
+    assert 'Batched without a batch size' in what
+    assert 'init_state' in why
+    assert 'batch_size=...' in fix
+
+
 def test_a_call_before_compiling():
     learner = bt.D_RTRL(Leak())
     uses = [

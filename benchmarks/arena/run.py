@@ -107,16 +107,25 @@ def main() -> None:
     parser.add_argument('--part', nargs='+', choices=PARTS, default=[*PARTS])
     parser.add_argument('--write', action='store_true', help='measure nothing')
     options = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not options.write:
-        results['machine'] = machine()
         for key, row in rows(options):
-            results[key] = results.get(key, {}) | row
             print(f'{key:40} {report.in_short(row)}', flush=True)
             if 'tiny' not in key:
-                RESULTS.write_text(json.dumps(results, indent=1) + '\n')
+                keep(key, row)
     if options.size != ['tiny']:
-        report.write(results)
+        report.write(kept())
+
+
+def kept() -> dict:
+    """What has been measured so far."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def keep(key: str, row: dict) -> None:
+    """Add a measurement to those that are kept."""
+    results = kept() | {'machine': machine()}
+    results[key] = results.get(key, {}) | row
+    RESULTS.write_text(json.dumps(results, indent=1) + '\n')
 
 
 if __name__ == '__main__':

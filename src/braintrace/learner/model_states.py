@@ -31,9 +31,10 @@ def make_states(
     before = dict(module_states(model))
     if vmap:
         brainstate.nn.vmap_init_all_states(model, axis_size=batch_size)
+    elif batch_size is None:
+        _make_without_batch(model)
     else:
-        options = {} if batch_size is None else {'batch_size': batch_size}
-        brainstate.nn.init_all_states(model, **options)
+        brainstate.nn.init_all_states(model, batch_size=batch_size)
     replaced: dict[int, brainstate.State] = {}
     for path, state in module_states(model).items():
         old = before.get(path)
@@ -49,6 +50,23 @@ def make_states(
         for name, value in list(vars(node).items()):
             if (same := _with_states(value, replaced)) is not value:
                 setattr(node, name, same)
+
+
+def _make_without_batch(model: brainstate.nn.Module) -> None:
+    """Initialise the states of a model for one sample; raise if it needs a batch size."""
+    try:
+        brainstate.nn.init_all_states(model)
+    except TypeError as error:
+        if 'None' not in str(error):
+            raise
+        raise CompilationError(
+            three_parts(
+                f'{type(model).__name__} without a batch size',
+                f'its init_state fails with batch_size=None: {error}',
+                'batch_size=... with the number of samples of the example inputs, or '
+                'states without an axis of samples where batch_size is None',
+            )
+        ) from error
 
 
 def _with_states(value: Any, replaced: Mapping[int, brainstate.State]) -> Any:
