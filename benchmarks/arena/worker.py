@@ -155,22 +155,22 @@ def snntorch(data: Data) -> Subject:
 
 
 def spikingjelly(data: Data) -> Subject:
-    """`LinearRecurrentContainer` around `LIFNode`, step by step: in the multi-step mode
-    the gradient of a long sequence takes longer."""
-    import torch
+    """`LinearRecurrentContainer` around `LIFNode`, in its multi-step mode."""
     from spikingjelly.activation_based import functional, layer, neuron
+    from torch import nn
 
     units = data.recur.shape[0]
     lif = neuron.LIFNode(tau=1 / (1 - LEAK), decay_input=False, v_reset=None)
-    net = torch.nn.Sequential(
+    net = nn.Sequential(
         layer.Linear(data.feed.shape[0], units),
         layer.LinearRecurrentContainer(lif, in_features=units, out_features=units),
         layer.Linear(units, OUTPUTS),
     )
+    functional.set_step_mode(net, step_mode='m')
 
     def run(xs: Any) -> Any:
         functional.reset_net(net)
-        return torch.stack([net(x) for x in xs])
+        return net(xs)
 
     return torch_subject(net, run, data, version_of('spikingjelly'))
 
