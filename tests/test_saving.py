@@ -175,6 +175,17 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing():
     equal(learner.weights(), before)
 
 
+def test_a_single_number_in_a_file_of_safetensors(tmp_path):
+    pytest.importorskip('safetensors.numpy')
+    step = lambda params, h, x: (0.9 * h + params['gain'] * x, h)
+    start = {'gain': jnp.array(2.0)}, jnp.zeros((2, 3)), jnp.ones((2, 3))
+    learner = braintrace.compile(step, 'd_rtrl', *start)
+    learner.save_weights(tmp_path / 'gain.safetensors')
+    learner.set_weights({'gain': np.float32(0)})
+    learner.load_weights(tmp_path / 'gain.safetensors')
+    assert jax.tree.leaves(learner.weights()) == [2.0]
+
+
 def test_weights_in_a_file_of_safetensors(tmp_path):
     safetensors = pytest.importorskip('safetensors.numpy')
     learner, file = make(0), tmp_path / 'net.safetensors'

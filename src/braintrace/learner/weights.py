@@ -105,7 +105,8 @@ def write_safetensors(parameters: States, file: str | FilePath) -> None:
     """Write all parameters to a file, by name."""
     safetensors = _safetensors()
     arrays = named_arrays(read_weights(parameters))
-    whole = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    # Not ascontiguousarray, which gives a single number an axis.
+    whole = {name: np.asarray(x, order='C') for name, x in arrays.items()}
     file = FilePath(file)
     # Written beside and moved: a crash leaves the old file or the new one.
     beside = file.with_name(f'.{file.name}.part')
