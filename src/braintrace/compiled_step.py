@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 Key = Any
@@ -331,10 +330,6 @@ class CompiledStep:
     other_effects: Callable[[int, Key], Box | None]
     """(group, result): the part of y that acts on more than this group; None if nothing
     does."""
-    pieces: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
-    """Parameters that are read as consecutive rows alone: the weights that they are."""
-    join: Callable[[Sequence[Any]], Any] = jnp.concatenate
-    """Arrays one after the other, for gradients of :attr:`pieces`."""
     prepared: frozenset[Key] = frozenset()
     """Constants that only make a loop over many steps faster."""
     has_forward_mode: bool = True

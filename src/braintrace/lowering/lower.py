@@ -26,7 +26,6 @@ from ..compiled_step import (
     Values,
 )
 from ..operations import SharedUse, operation_of, run_equation, use_of
-from ..operations.joins import joined, rows_taken
 from ..program import cut_inside
 from ..source_lines import source_line
 from .effects import effect_box, effects_beyond
@@ -80,28 +79,6 @@ def _struct(v: Var) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
 
 
-def _pieces(stages: Stages, parameters: set[Var]) -> dict[Var, tuple[Var, ...]]:
-    """Parameters that are read as consecutive rows alone, each a weight of its own."""
-    rows: dict[Var, list[tuple[int, int, Var]]] = {}
-    whole = {v for v in (*stages.targets, *stages.aux, *stages.weights) if is_var(v)}
-    for eqn in stages.equations:
-        for v in filter(is_var, eqn.invars):
-            if v not in parameters:
-                continue
-            limits = rows_taken(eqn)
-            if limits is None or eqn.outvars[0] not in stages.weights:
-                whole.add(v)
-            else:
-                rows.setdefault(v, []).append((*limits, eqn.outvars[0]))
-    found = {}
-    for v, parts in rows.items():
-        parts.sort(key=lambda part: part[0])
-        starts, ends, pieces = zip(*parts, strict=True)
-        if v not in whole and (*starts, v.aval.shape[0]) == (0, *ends):
-            found[v] = pieces
-    return found
-
-
 @dataclass(frozen=True)
 class _Lowering:
     """The functions of a compiled step, as methods on its stages."""
@@ -127,8 +104,6 @@ class _Lowering:
             groups=tuple(map(self._group, stages.locals)),
             taps=tuple(self._tap(i, tap) for i, tap in stages.taps.items()),
             weights=stages.weights,
-            pieces=_pieces(stages, set(parameters)),
-            join=joined,
             prepared=frozenset(p.weight for p in stages.prepared.values()),
             constant_targets=stages.constant_targets,
             kept_bytes=self._kept_bytes(),

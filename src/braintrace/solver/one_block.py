@@ -187,14 +187,7 @@ class OneBlock:
         self, parameters: Values, states: Values, total: Values
     ) -> Values:
         """Gradients of parameters from those of the weights that they determine."""
-        step = self.step
-        pieces = {key for keys in step.pieces.values() for key in keys}
-        others = [key for key in step.weights if key not in pieces]
-        weights = lambda p: step.constants(p, states).pick(others)
+        weights = lambda p: self.step.constants(p, states).pick(self.step.weights)
         values, pull_back = jax.vjp(weights, parameters)
-        bars = Values((key, total[key].astype(x.dtype)) for key, x in values.items())
-        found = Values(pull_back(bars)[0])
-        for key, parts in step.pieces.items():
-            dtype = parameters[key].dtype
-            found[key] = step.join([total[part].astype(dtype) for part in parts])
-        return found
+        bars = Values((key, x.astype(values[key].dtype)) for key, x in total.items())
+        return pull_back(bars)[0]
