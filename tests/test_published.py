@@ -389,6 +389,12 @@ def test_members_of_a_learner():
     assert learner.state_id_to_path[id(net.rnn.h)] == ('rnn', 'h')
     assert learner.config == braintrace.ETraceConfig()
     assert learner.modulator is None
+    assert learner.fast_solve
+    assert learner.chunked_trace
+    learner(XS[0])
+    kept = learner.etrace_bwg.values()
+    assert all(isinstance(trace, braintrace.EligibilityTrace) for trace in kept)
+    assert kept
     for name in ('decay', 'regime', 'n', 'nothing'):
         with pytest.raises(AttributeError, match=name):
             getattr(learner, name)

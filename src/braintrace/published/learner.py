@@ -101,6 +101,17 @@ def _state_id_to_path(learner: Any) -> dict[int, tuple]:
     return learner.executor.state_id_to_path
 
 
+def _states_of_traces(learner: Any) -> dict[tuple, Any]:
+    """The states that hold traces for each weight, by the names of the traces."""
+    if isinstance(learner.rule.trace, Factorised):
+        kind = type(learner).__name__
+        raise AttributeError(
+            f'{kind!r} object has no etrace_bwg: its traces are factors'
+        )
+    _ = learner.graph
+    return dict(learner.traces)
+
+
 def _feedback(learner: Any) -> str:
     is_random = isinstance(learner.rule.signal, RandomFeedback)
     return 'random' if is_random else 'symmetric'
@@ -139,6 +150,10 @@ def attach_synthesizer(learner: Any, synthesizer: Any) -> None:
 
 MEMBERS: dict[str, Callable[[Any], Any]] = {
     'attach_synthesizer': lambda learner: partial(attach_synthesizer, learner),
+    # Automatic here, and always so.
+    'chunked_trace': lambda learner: True,
+    'fast_solve': lambda learner: True,
+    'etrace_bwg': _states_of_traces,
     'feedback': _feedback,
     'config': lambda learner: config_of(learner.rule),
     'decay': _decay(None),
