@@ -629,7 +629,7 @@ def binary(w, v):
             'jnp.imag({0} * jnp.conj({1}))',
         ]
         ways += [
-            'jnp.where(jnp.imag({1}) > 0.1, {0}, 0.0)',
+            'jnp.where(jnp.imag((1 + 1j) * {1}) > 0.1, {0}, 0.0)',
             'jnp.where(jnp.real({0}) > 0, {0}, 0.2 * {1})',
         ]
         ways += [
