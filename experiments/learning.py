@@ -119,7 +119,9 @@ traces.
   updates, D-RTRL 0.85 to 0.89, 0.91 to 0.96 and 0.95 to 0.98: the last few percent are what traces add. e-prop with
   random feedback ends at 0.91 at best, as that seed. The slow currents of this network hold the sample whatever is
   learned, and the loss counts while the test is shown. So most of what these rows show is no evidence for traces. A
-  read-out alone has 0.63 after 100 updates (one seed). Random feedback without traces was not run to an end.
+  read-out alone has 0.63 after 100 updates (one seed). Random feedback without traces was not run to an end: its one
+  seed had 0.79 after 80 of 400 updates, where e-prop, with traces, has 0.49 to 0.55. So traces may even be a hindrance
+  to random feedback here; the rest of that run and more seeds would show it.
 - copying: traces are needed. Without them the loss stays that of chance (2.08), with any feedback; random feedback
   with traces reaches 1.94 to 1.96, symmetric feedback 1.84 to 1.92.
 - mackey_glass, lorenz, henon: traces do not help, and D-RTRL and e-prop have none. A state of this tanh network
