@@ -154,6 +154,7 @@ def fit(
         for i in range(done, updates):
             sequences = learner.placed(*data(i))
             if i == done:
+                check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
                 warn_of_credit(learner, step_fn, sequences)
             measured = {}
             if certificate_every is not None and i % certificate_every == 0:
