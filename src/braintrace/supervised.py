@@ -24,7 +24,7 @@ class Supervised:
     >>> net = braintrace.networks.network('gru', task.inputs, task.outputs, units=8)
     >>> learner = braintrace.compile(net, 'd_rtrl', jnp.zeros((4, task.inputs)), batch_size=4)
     >>> parts = Supervised(learner, task, 4)
-    >>> history = fit(learner, **parts.parts(), optimizer=optax.adam(0.01), updates=2, show=False)
+    >>> history = braintrace.fit(learner, **parts.parts(), optimizer=optax.adam(0.01), updates=2, show=False)
     >>> sorted(history.records[0])
     ['accuracy', 'loss', 'seconds', 'update']
     """
