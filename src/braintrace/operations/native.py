@@ -20,11 +20,13 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 WORD = ir.IntType(64)
-# Words of a call frame, of a buffer, and of the extension by which XLA asks for the
+# Words of a call frame, of a buffer, and of the extension by which XLA reads the
 # version of the interface.
 EXTENSION, OPERANDS, RESULTS = 1, 9, 14
 DATA, DIMENSIONS = 3, 5
-METADATA, VERSION = 3, 3
+KIND, METADATA, VERSION = 1, 3, 3
+OF_METADATA = 1
+"""The kind of that extension; calls may carry others."""
 OLDEST = 1 << 32
 """Version 0.1, the oldest: what is used here is in all of them."""
 
@@ -135,11 +137,14 @@ def _registered(
     entry = ir.Function(module, ir.FunctionType(WORD, [pointer]), name)
     (frame,) = entry.args
     build = ir.IRBuilder(entry.append_basic_block('start'))
-    extension = word_at(build, frame, EXTENSION)
-    with build.if_then(build.icmp_signed('!=', extension, word(0))):
-        metadata = words_at(build, build.inttoptr(extension, pointer), METADATA)
-        build.store(word(OLDEST), build.gep(metadata, [word(VERSION)]))
-        build.ret(word(0))
+    address = word_at(build, frame, EXTENSION)
+    with build.if_then(build.icmp_signed('!=', address, word(0))):
+        extension = build.inttoptr(address, pointer)
+        kind = build.and_(word_at(build, extension, KIND), word(2**32 - 1))
+        with build.if_then(build.icmp_signed('==', kind, word(OF_METADATA))):
+            metadata = words_at(build, extension, METADATA)
+            build.store(word(OLDEST), build.gep(metadata, [word(VERSION)]))
+            build.ret(word(0))
     found = []
     for field, count in zip((OPERANDS, RESULTS), counts, strict=True):
         buffers = words_at(build, frame, field)
@@ -148,8 +153,8 @@ def _registered(
     body(build, *found)
     build.ret(word(0))
     engine = _compiled(str(module))
-    address = engine.get_function_address(name)
-    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+    call = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+    function = call(engine.get_function_address(name))
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform='cpu')
     return engine, function
 
