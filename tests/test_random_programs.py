@@ -337,6 +337,14 @@ FOUND = {  # what random programs have found, made small
         v2""",
         {'w': (2, 2)}, {'h': (3, 2)}, {'x': (2,)},
     ),
+    'branches that move elements before their result is shared': program(
+        """v0 = x['x'] @ p['w']
+        v1 = lax.cond(v0[0] > 0, lambda a: a[::-1], lambda a: 2 * a, v0)
+        v2 = 0.8 * s['h'] + v1
+        v2
+        v2""",
+        {'w': (2, 2)}, {'h': (3, 2)}, {'x': (2,)},
+    ),
     'a loop that mixes before its result is shared': program(
         """v0 = x['x'] @ p['w']
         v1 = lax.fori_loop(0, 2, lambda i, a: nn.softmax(a) + a, v0)

@@ -119,7 +119,7 @@ class Numbering:
 
     def sources_of(self, labels: Labels) -> Labels:
         """The element of an operand that reaches each position, if no two do."""
-        if labels is None:
+        if labels is None or (labels == CONFLICT).any():
             return None
         element = sources_of(labels, self.count)
         found: Labels = element[: self.size]
