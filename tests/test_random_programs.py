@@ -207,7 +207,7 @@ def is_narrow(program):
 
 def compare(narrow, found, wanted, what):
     """Two gradients; in single precision, to what rounding leaves of a few steps of cancelling terms."""
-    rtol, atol, least = (1e-2, 1e-3, 1e-4) if narrow else (1e-6, 1e-7, 1e-6)
+    rtol, atol, least = (1e-2, 1e-3, 1e-4) if narrow else (1e-6, 1e-7, 1e-4)
     size = max(np.abs(wanted).max(initial=0), least)
     np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol * size, err_msg=what)
 
