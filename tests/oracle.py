@@ -13,7 +13,7 @@ import numpy as np
 from braintrace.analysis.graph import analyse
 from braintrace.compat import evaluate, evaluate_equation, is_var, make_jaxpr
 from braintrace.compiled_step import Values
-from braintrace.lowering import lower
+from braintrace.lowering import Stages, lower
 from braintrace.program import Cuts, with_cuts
 from braintrace.solver import (
     BlockSolver,
@@ -72,7 +72,7 @@ class Problem:
         self.leak, self.kappa = leak, kappa
         self.program = program
         self.analysed = analyse(program)
-        self.compiled = lower(self.analysed, program.outputs[:1])
+        self.compiled = lower(Stages(self.analysed, program.outputs[:1]))
         env = Values(zip(self.program.closed.jaxpr.invars, values, strict=True))
         self.parameters = env.pick(p.invar for p in self.program.parameters)
         self.states = env.pick(

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import braintrace
-from braintrace.learner.binding import StepBinding, trace_shapes
+from braintrace.learner.binding import StepBinding
 from braintrace.learner.by_rule import RULES
+from braintrace.learner.carried import trace_shapes
 from braintrace.rules import PRESETS
 from oracle import sequence, total_of
 from test_zoo import close_to, precision

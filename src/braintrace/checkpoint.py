@@ -19,7 +19,7 @@ from ._brainstate import brainstate
 from .errors import three_parts
 from .files import written
 from .frontends.brainstate import module_states
-from .learner.learner_state import LearnerState
+from .learner.learner import Learner
 from .learner.stream import Stream
 from .learner.weights import read_safetensors
 from .program.step import path_name
@@ -34,9 +34,7 @@ LARGE = 2**24
 """Bytes of states from which on a training does not wait for its checkpoints."""
 
 
-def states_of(
-    learner: LearnerState, optimizer: Any = None
-) -> dict[str, brainstate.State]:
+def states_of(learner: Learner, optimizer: Any = None) -> dict[str, brainstate.State]:
     """All that training moves, by name: model, traces, the rule's own state, optimiser,
     random numbers."""
     found = {
@@ -254,9 +252,7 @@ def load_stream(stream: Stream, folder: str | Path) -> None:
     Checkpoints(folder).restore(_states_of_stream(stream))
 
 
-def save_learner(
-    learner: LearnerState, folder: str | Path, optimizer: Any = None
-) -> None:
+def save_learner(learner: Learner, folder: str | Path, optimizer: Any = None) -> None:
     """Write all that training moves as the newest checkpoint of a folder."""
     checkpoints = Checkpoints(folder)
     latest = checkpoints.latest
@@ -264,9 +260,7 @@ def save_learner(
     checkpoints.save(number, states_of(learner, optimizer))
 
 
-def load_learner(
-    learner: LearnerState, folder: str | Path, optimizer: Any = None
-) -> None:
+def load_learner(learner: Learner, folder: str | Path, optimizer: Any = None) -> None:
     """Put the newest checkpoint of a folder into a learner and its optimiser.
 
     Without an optimiser the states of one, or of a stream, are left out.

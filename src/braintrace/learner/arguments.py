@@ -1,21 +1,18 @@
-"""Checks of the arguments of a learner."""
+"""Checks of what a learner and its calls are given."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import brainstate
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..errors import ArgumentError, CompilationError, one_of, three_parts
+from ..errors import ArgumentError, one_of, three_parts
 from ..frontends.failures import is_nested_list
-from ..program import Path
 from ..program.data import MultiStepData
-from ..rules import Rule, named
+from ..rules import Rule
 
 LOSS_OUTPUTS = ('per_step', 'masked', 'scalar', 'reduced')
 """What ``etrace_grad`` may return of the losses; the last two are the same."""
@@ -34,7 +31,41 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         )
 
 
-def check_combination(rule: Rule, trace: Any, trace_dtype: Any) -> None:
+def check_options(
+    rule: Rule,
+    block: Any,
+    passes: Any,
+    trace: Any,
+    trace_dtype: Any,
+    max_trace_bytes: Any,
+) -> None:
+    """Raise unless a learner of the rule can have these options."""
+    _check_combination(rule, trace, trace_dtype)
+    if block is not None and (not isinstance(block, int) or block < 1):
+        raise ValueError(
+            three_parts(
+                f'block={block!r}',
+                'a block has at least one step',
+                'a whole number from 1, or None',
+            )
+        )
+    _check_trace_dtype(trace_dtype)
+    if not isinstance(max_trace_bytes, (int, float)) or not max_trace_bytes >= 0:
+        raise ValueError(
+            three_parts(
+                f'max_trace_bytes={max_trace_bytes!r}',
+                'it is a number of bytes',
+                'max_trace_bytes=2**30',
+            )
+        )
+    if passes not in (None, 1, 2):
+        why = 'a sequence is run in one pass or two'
+        raise ValueError(three_parts(f'passes={passes!r}', why, '1, 2 or None'))
+    if not callable(trace):
+        check_choice('trace', trace, ('auto', 'marked'))
+
+
+def _check_combination(rule: Rule, trace: Any, trace_dtype: Any) -> None:
     """Raise where options of a learner have no meaning together with its rule."""
     wrong = [
         (
@@ -55,66 +86,19 @@ def check_combination(rule: Rule, trace: Any, trace_dtype: Any) -> None:
             raise ValueError(three_parts(*parts))
 
 
-def rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
-    """Rules from their names, classes, configurations or learners, and what those of
-    learners read."""
-    if (
-        isinstance(given_rules, str)
-        or not isinstance(given_rules, Sequence)
-        or not given_rules
-    ):
+def _check_trace_dtype(dtype: Any) -> None:
+    """Raise unless a type can hold traces."""
+    try:
+        fits = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        fits = False
+    if not fits:
         raise ValueError(
             three_parts(
-                f'rules={given_rules!r}',
-                'it is a list of rules to compare',
-                "rules=['d_rtrl', 'pp_prop']",
+                f'trace_dtype={dtype!r}',
+                'traces are real numbers',
+                'jnp.bfloat16, jnp.float32 or None',
             )
-        )
-    found = []
-    for one in given_rules:
-        name = one if isinstance(one, str) else getattr(one, '__name__', None)
-        rule = named(name).default if name else getattr(one, 'rule', one)
-        if not isinstance(rule, Rule):
-            raise ValueError(
-                three_parts(
-                    f'{one!r} among rules',
-                    'it is no rule',
-                    "a name, as 'd_rtrl', or a learner",
-                )
-            )
-        state = getattr(one, 'rule_state', None)
-        found.append((rule, None if state is None else state.value))
-    return found
-
-
-def check_block(block: Any) -> None:
-    if block is not None and (not isinstance(block, int) or block < 1):
-        raise ValueError(
-            three_parts(
-                f'block={block!r}',
-                'a block has at least one step',
-                'a whole number from 1, or None',
-            )
-        )
-
-
-def check_directions(directions: Any) -> None:
-    whole = isinstance(directions, (int, np.integer))
-    if not whole or isinstance(directions, bool) or directions < 0:
-        raise ValueError(
-            three_parts(
-                f'directions={directions!r}',
-                'it is the number of random directions that the cosine is estimated '
-                'from',
-                'a whole number, e.g. 8; 0 if the cosine is not needed',
-            )
-        )
-
-
-def check_bytes(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(
-            three_parts(f'{name}={value!r}', 'it is a number of bytes', f'{name}=2**30')
         )
 
 
@@ -133,96 +117,6 @@ def check_modulator(value: Any) -> None:
                 f'modulator={value!r}',
                 'it is a number or an array of them',
                 'modulator=1.0',
-            )
-        )
-
-
-def check_trace_dtype(dtype: Any) -> None:
-    """Raise unless a type can hold traces."""
-    try:
-        fits = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            three_parts(
-                f'trace_dtype={dtype!r}',
-                'traces are real numbers',
-                'jnp.bfloat16, jnp.float32 or None',
-            )
-        )
-
-
-def check_rank(args: tuple, example: tuple, extra: int) -> None:
-    """Raise if an input has lost or gained an axis since the model was compiled."""
-    got, wanted = jax.tree.leaves(args), jax.tree.leaves(example)
-    if len(got) != len(wanted):
-        return
-    for x, e in zip(got, wanted, strict=True):
-        # Time, if this is a window, and the batch: an axis that was compiled with
-        # samples must have some.
-        if 0 in jnp.shape(x)[: extra + 1] and 0 not in jnp.shape(e)[:1]:
-            raise _empty(f'learner(...) on an input of shape {jnp.shape(x)}')
-        if jnp.ndim(x) != jnp.ndim(e) + extra:
-            raise CompilationError(
-                three_parts(
-                    f'learner(...) on an input of shape {jnp.shape(x)}',
-                    f'the model was compiled for inputs of shape {jnp.shape(e)}, '
-                    'batch axis included'
-                    + (', and a window adds a time axis in front' if extra else ''),
-                    'inputs with the axes of the compiled example; MultiStepData(x) '
-                    'for a window of steps',
-                )
-            )
-
-
-def _empty(what: str) -> ValueError:
-    return ValueError(
-        three_parts(
-            what,
-            'its batch axis or its time axis is empty, so there is nothing to learn '
-            'from',
-            'at least one sample in a batch and at least one step in a window',
-        )
-    )
-
-
-def check_batch_size(batch_size: Any) -> None:
-    """Raise unless it is a number of samples, or None."""
-    if batch_size is None:
-        return
-    whole = isinstance(batch_size, (int, np.integer)) and not isinstance(
-        batch_size, bool
-    )
-    if not whole or batch_size < 1:
-        raise ValueError(
-            three_parts(
-                f'batch_size={batch_size!r}',
-                'it is the number of samples in a batch',
-                'a whole number of at least 1, or None for states without a batch axis',
-            )
-        )
-
-
-def check_batch(inputs: tuple, batch_size: int | None) -> None:
-    """Raise if an example input holds no sample, or none has an axis of the size of the
-    batch."""
-    shapes = [jnp.shape(x) for x in jax.tree.leaves(inputs) if jnp.ndim(x)]
-    if any(shape[0] == 0 for shape in shapes):
-        raise _empty(f'example inputs of shapes {shapes}')
-    # One sample cannot share its input with another.
-    if (
-        batch_size not in (None, 1)
-        and shapes
-        and not any(batch_size in shape for shape in shapes)
-    ):
-        raise ValueError(
-            three_parts(
-                f'batch_size={batch_size} with example inputs of shapes {shapes}',
-                'no input has an axis of that size, so all samples would silently '
-                'share one input',
-                f'example inputs with their batch axis, e.g. ({batch_size}, ...); or '
-                'vmap=True for one sample',
             )
         )
 
@@ -280,48 +174,6 @@ def check_call(
                 f'a function of {len(given)} argument(s)',
             )
         ) from error
-
-
-def selected(
-    weights: Any, parameters: Mapping[Path, brainstate.State]
-) -> dict[Any, Path] | None:
-    """The paths of the parameters that were asked for, by the keys of their gradients.
-
-    ``weights``: a list of paths or of states, one state, or a mapping of any keys to
-    states, as ``learner.param_states``.
-    """
-    if weights is None:
-        return None
-    by_state = {id(state): path for path, state in parameters.items()}
-
-    def path_of(x: Any) -> Any:
-        return by_state.get(id(x), x) if isinstance(x, brainstate.State) else tuple(x)
-
-    if isinstance(weights, brainstate.State):
-        weights = [weights]
-    if isinstance(weights, Mapping):
-        found = {key: path_of(value) for key, value in weights.items()}
-    elif isinstance(weights, Sequence):
-        found = {path: path for path in map(path_of, weights)}
-    else:
-        found = weights
-    check_paths(
-        'weights',
-        list(found.values()) if isinstance(found, dict) else found,
-        parameters,
-    )
-    return found
-
-
-def check_paths(name: str, given: Any, parameters: Mapping[Path, Any]) -> None:
-    """Raise unless these are paths of parameters."""
-    listed = isinstance(given, (Mapping, list))
-    unknown = [path for path in given if path not in parameters] if listed else given
-    if unknown or not listed:
-        some = f'some of {", ".join(map(repr, parameters))}'
-        raise ValueError(
-            three_parts(f'{name}={unknown!r}', 'the model has no such parameters', some)
-        )
 
 
 def check_optimizer(optimizer: Any) -> Any:

@@ -1,12 +1,14 @@
-"""Inputs of another batch than the one that a learner was compiled for."""
+"""Inputs that do not fit what a learner is or was compiled for: their batch, their axes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._brainstate import brainstate
 from ..errors import CompilationError, three_parts
@@ -15,6 +17,80 @@ from ..program import Path
 Shape = tuple[int, ...]
 _OF_SHAPES = (TypeError, ValueError, CompilationError)
 """Errors of shapes that do not fit; modules of brainstate wrap them."""
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Raise unless it is a number of samples, or None."""
+    if batch_size is None:
+        return
+    whole = isinstance(batch_size, (int, np.integer)) and not isinstance(
+        batch_size, bool
+    )
+    if not whole or batch_size < 1:
+        raise ValueError(
+            three_parts(
+                f'batch_size={batch_size!r}',
+                'it is the number of samples in a batch',
+                'a whole number of at least 1, or None for states without a batch axis',
+            )
+        )
+
+
+def check_batch(inputs: tuple, batch_size: int | None) -> None:
+    """Raise if an example input holds no sample, or none has an axis of the size of the
+    batch."""
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(inputs) if jnp.ndim(x)]
+    if any(shape[0] == 0 for shape in shapes):
+        raise _empty(f'example inputs of shapes {shapes}')
+    # One sample cannot share its input with another.
+    if (
+        batch_size not in (None, 1)
+        and shapes
+        and not any(batch_size in shape for shape in shapes)
+    ):
+        raise ValueError(
+            three_parts(
+                f'batch_size={batch_size} with example inputs of shapes {shapes}',
+                'no input has an axis of that size, so all samples would silently '
+                'share one input',
+                f'example inputs with their batch axis, e.g. ({batch_size}, ...); or '
+                'vmap=True for one sample',
+            )
+        )
+
+
+def check_rank(args: tuple, example: tuple, extra: int) -> None:
+    """Raise if an input has lost or gained an axis since the model was compiled."""
+    got, wanted = jax.tree.leaves(args), jax.tree.leaves(example)
+    if len(got) != len(wanted):
+        return
+    for x, e in zip(got, wanted, strict=True):
+        # Time, if this is a window, and the batch: an axis that was compiled with
+        # samples must have some.
+        if 0 in jnp.shape(x)[: extra + 1] and 0 not in jnp.shape(e)[:1]:
+            raise _empty(f'learner(...) on an input of shape {jnp.shape(x)}')
+        if jnp.ndim(x) != jnp.ndim(e) + extra:
+            raise CompilationError(
+                three_parts(
+                    f'learner(...) on an input of shape {jnp.shape(x)}',
+                    f'the model was compiled for inputs of shape {jnp.shape(e)}, '
+                    'batch axis included'
+                    + (', and a window adds a time axis in front' if extra else ''),
+                    'inputs with the axes of the compiled example; MultiStepData(x) '
+                    'for a window of steps',
+                )
+            )
+
+
+def _empty(what: str) -> ValueError:
+    return ValueError(
+        three_parts(
+            what,
+            'its batch axis or its time axis is empty, so there is nothing to learn '
+            'from',
+            'at least one sample in a batch and at least one step in a window',
+        )
+    )
 
 
 def batch_of(example: tuple, states: Mapping[Path, Shape]) -> int | None:

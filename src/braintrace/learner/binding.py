@@ -1,11 +1,15 @@
-"""A traced step bound to its model: which variable of the step is which state of the
-model."""
+"""A traced step bound to its model, and the programs that a learner makes of it.
+
+:class:`StepBinding` knows which variable of a step is which state of the model. The
+functions below it take a learner, of which they are methods under other names: they
+bind the model's own step or a step function, and give what solves it and the compiled
+programs, each of them made once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
@@ -16,25 +20,35 @@ from ..compat import Var, is_differentiable, is_var
 from ..compiled_step import CompiledStep, Tap, Values
 from ..errors import CompilationError, three_parts
 from ..frontends.brainstate import ModuleInfo, module_states, trace_step
-from ..lowering import Stages, lower_stages, stages_of
+from ..lowering import Stages, lower
 from ..program import Path
 from ..program.step import path_name
 from ..rules import Rule
-from ..solver import BlockSolver, InfluenceSolver, Solved
+from ..solver import Solved
+from .carried import array_shapes
 from .losses import never_called
-from .programs import array_shapes
+from .model_states import check_shapes
 from .recording import recording
+from .sequences import SequenceOptions, Solver, gradient_program
 from .state import RuleState
+
+if TYPE_CHECKING:
+    from .learner import Learner
 
 TraceChoice = str | Callable[[Path], bool]
 """Which parameters are traced: 'auto', 'marked', or a predicate on their paths."""
 
 
+_MOST_PROGRAMS = 32
+"""More are dropped, the oldest first: a new step_fn for every call must not fill
+memory."""
+
+
 class StepBinding:
     """One traced step. It is traced and analysed once, and used by all calls.
 
-    ``modulator``: the variable of the modulator that the step computes, if it does.
     ``rule_state``: the state of the learner's own that the step may read or write.
+    ``modulator_given``: the last output is a modulator that a call was given.
     """
 
     def __init__(
@@ -42,13 +56,21 @@ class StepBinding:
         model: brainstate.nn.Module,
         info: ModuleInfo,
         analysed: Analysed | None = None,
-        modulator_given: bool = False,
         rule_state: RuleState | None = None,
+        modulator_given: bool = False,
     ):
         self.model = model
         self.info = info
         self.rule_state = rule_state
         self.analysed = analyse(info.program) if analysed is None else analysed
+        paths = [info.state_id_to_path[id(s)] for s in info.compiled_model_states]
+        # The path of every state, the state, and its variables.
+        self._states: list[tuple[Path, brainstate.State, Any]] = list(
+            zip(paths, info.compiled_model_states, info.state_tree_invars, strict=True)
+        )
+        self.paths: dict[Var, Path] = {
+            v: path for path, _, tree in self._states for v in jax.tree.leaves(tree)
+        }
         self._outputs: list[Any] = list(info.program.outputs)
         self.modulator: Var | None = self._written_modulator()
         if modulator_given:
@@ -58,38 +80,31 @@ class StepBinding:
 
     @classmethod
     def of_step_fn(
-        cls, learner: Any, step_fn: Callable[..., Any], example: tuple, **how: bool
+        cls,
+        learner: Any,
+        step_fn: Callable[..., Any],
+        example: tuple,
+        takes_modulators: bool = False,
     ) -> StepBinding:
-        """A step function traced with the model of a learner; ``how``: flags of its
-        recording."""
+        """A step function traced with the model of a learner."""
 
         def run(*args: Any) -> Any:
             result = step_fn(*args)
             record.outputs = None  # it must not outlive this trace
             return result if record.modulator is None else (result, record.modulator)
 
-        with recording(learner, **how) as record:
+        with recording(learner, takes_modulators=takes_modulators) as record:
             info = trace_step(run, learner.model, example, {}, 'a step_fn')
         if not record.calls:
             raise never_called()
         given = record.modulator is not None
-        return cls(learner.model, info, None, given, learner.rule_state)
+        return cls(learner.model, info, None, learner.rule_state, given)
 
     def _written_modulator(self) -> Var | None:
         """The new value of the learner's own state, where the step writes that itself."""
-        pairs = zip(
-            self.info.compiled_model_states, self.info.state_tree_invars, strict=True
-        )
-        own = [
-            v
-            for s, tree in pairs
-            if s is self.rule_state
-            for v in jax.tree.leaves(tree)
-        ]
-        new = {
-            o.invar: o.outvar for o in self.info.program.others if o.outvar is not None
-        }
-        found = [new[v] for v in own if v in new]
+        own = [tree for _, state, tree in self._states if state is self.rule_state]
+        new = {o.invar: o.outvar for o in self.info.program.others}
+        found = [new[v] for v in jax.tree.leaves(own) if new.get(v) is not None]
         return found[0] if len(found) == 1 else None
 
     # ------------------------------------------------------------ the step
@@ -98,7 +113,7 @@ class StepBinding:
     def out_tree(self) -> Any:
         """The structure of what the step function returns."""
         tree = self.info.out_tree
-        if len(self._outputs) == len(self.info.program.outputs):
+        if not self.modulator_given:
             return tree
         return jax.tree.structure(jax.tree.unflatten(tree, range(tree.num_leaves))[0])
 
@@ -129,8 +144,8 @@ class StepBinding:
             )
             targets, aux = list(dict.fromkeys(every)), self._outputs
         aux = list(dict.fromkeys(v for v in aux if is_var(v)))
-        stages = stages_of(self.analysed, targets, aux, self.modulator)
-        return stages, lower_stages(stages, self.modulator, loss)
+        stages = Stages(self.analysed, targets, aux, self.modulator)
+        return stages, lower(stages, loss)
 
     def solver(
         self,
@@ -139,7 +154,7 @@ class StepBinding:
         trace: TraceChoice = 'auto',
         dtype: Any = None,
         every_component: bool = False,
-    ) -> BlockSolver | InfluenceSolver:
+    ) -> Solver:
         """Solves sequences of the step by a rule."""
 
         def is_traced(tap: Tap) -> bool:
@@ -158,25 +173,12 @@ class StepBinding:
 
     # ------------------------------------------------------------ states
 
-    @cached_property
-    def paths(self) -> dict[Var, Path]:
-        """The path of every variable of a state."""
-        pairs = zip(
-            self.info.compiled_model_states, self.info.state_tree_invars, strict=True
-        )
-        ids = self.info.state_id_to_path
-        return {v: ids[id(s)] for s, tree in pairs for v in jax.tree.leaves(tree)}
-
     def _objects(self) -> list[tuple[Any, brainstate.State]]:
         """Variables of every state, with the state object that the model has now at its
         path."""
         current = module_states(self.model)
         found = []
-        pairs = zip(
-            self.info.compiled_model_states, self.info.state_tree_invars, strict=True
-        )
-        for state, tree in pairs:
-            path = self.info.state_id_to_path[id(state)]
+        for path, state, tree in self._states:
             if path in self.info.retrieved_model_states:
                 if path not in current:
                     raise _state_gone(path)
@@ -214,11 +216,7 @@ class StepBinding:
     def with_values(self, states: Values, by_path: Mapping[Path, Any]) -> Values:
         """States with other values at some paths."""
         given: dict[Var, Any] = {}
-        pairs = zip(
-            self.info.compiled_model_states, self.info.state_tree_invars, strict=True
-        )
-        for state, tree in pairs:
-            path = self.info.state_id_to_path[id(state)]
+        for path, _, tree in self._states:
             if path in by_path:
                 leaves = jax.tree.leaves(by_path[path])
                 given.update(zip(jax.tree.leaves(tree), leaves, strict=True))
@@ -233,9 +231,8 @@ class StepBinding:
 
     def outputs(self, values: Values) -> Any:
         """What the step function returns, from values by variable."""
-        return self._structured(
-            [values[v] if is_var(v) else v.val for v in self._outputs]
-        )
+        leaves = [values[v] if is_var(v) else v.val for v in self._outputs]
+        return jax.tree.unflatten(self.out_tree, leaves)
 
     def stacked(self, values: Values, length: int) -> Any:
         """Outputs of several steps from values by variable, time first; constants
@@ -245,11 +242,7 @@ class StepBinding:
             value = jnp.asarray(v.val, v.aval.dtype)
             return jnp.broadcast_to(value, (length, *v.aval.shape))
 
-        return self._structured(
-            [values[v] if is_var(v) else repeated(v) for v in self._outputs]
-        )
-
-    def _structured(self, leaves: Sequence[Any]) -> Any:
+        leaves = [values[v] if is_var(v) else repeated(v) for v in self._outputs]
         return jax.tree.unflatten(self.out_tree, leaves)
 
     def aux(self, solved: Solved, length: int) -> Any:
@@ -275,19 +268,173 @@ class StepBinding:
         return {p.name: gradients[p.invar] for p in self.info.program.parameters}
 
 
-def trace_keys(solver: BlockSolver | InfluenceSolver) -> list[tuple]:
-    """A name for every trace: parameters, operation, group, and how many like it came
-    before."""
-    keys: list[tuple] = []
-    for key in solver.labels:
-        keys.append((*key, sum(k[:3] == key for k in keys)))
-    return keys
+# ---------------------------------------------------------------- programs
 
 
-def trace_shapes(solver: BlockSolver | InfluenceSolver) -> dict[tuple, tuple]:
-    """Shapes and types of every trace."""
-    traces = jax.eval_shape(solver.init_traces)
-    return dict(zip(trace_keys(solver), map(array_shapes, traces), strict=True))
+def shapes_of(tree: Any) -> tuple:
+    """Structure of a tree, shapes and types of its arrays: what a program is specialised
+    for."""
+    return jax.tree.structure(tree), array_shapes(tree)
+
+
+class ProgramCache:
+    """Programs by what they depend on."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple, Any] = {}
+
+    def get(
+        self,
+        key: tuple,
+        make: Callable[[], Any],
+        is_reusable: bool | Callable[[Any], bool] | None = None,
+    ) -> Any:
+        """The program of a key, made if there is none.
+
+        A program that may close over values of a trace around it ends with that trace,
+        so it is not kept; ``is_reusable`` says if that is known not to be so.
+        """
+        if key in self._programs:
+            return self._programs[key]
+        program = make()
+        if callable(is_reusable):
+            is_reusable = is_reusable(program)
+        if is_reusable is None:
+            # Inside a trace, as inside jit, new arrays are tracers.
+            is_reusable = not isinstance(jnp.zeros(()), jax.core.Tracer)
+        if is_reusable:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.pop(next(iter(self._programs)))
+            self._programs[key] = program
+        return program
+
+    def values(self) -> list[Any]:
+        """All programs that are kept."""
+        return list(self._programs.values())
+
+    def clear(self) -> None:
+        """Remove all programs."""
+        self._programs.clear()
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+
+# ---------------------------------------------------------------- of a learner
+
+
+def run_model(learner: Learner, *args: Any) -> Any:
+    """The model, or the model of one sample mapped over the batch axis of its states."""
+    if not learner.vmap:
+        return learner.model(*args)
+    states = brainstate.ShortTermState
+    mapped = brainstate.nn.Vmap(
+        learner.model, vmap_states=states, vmap_out_states=states
+    )
+    return mapped(*args)
+
+
+def state_shapes_of(learner: Learner) -> tuple:
+    """The shapes of all states that a program of the learner is made for."""
+    states = [*learner.param_states.values(), *learner.hidden_states.values()]
+    states += [] if learner.rule_state is None else [learner.rule_state]
+    return shapes_of([state.value for state in states])
+
+
+def bind_model(learner: Learner, example: tuple) -> StepBinding:
+    """The step of the model alone, for inputs like the example."""
+    check_shapes(learner)
+
+    def make() -> StepBinding:
+        if learner._compiled_for == (shapes_of(example), state_shapes_of(learner)):
+            info, analysed = learner.graph.module_info, learner.executor.analysed
+        else:
+            info = trace_step(learner._run_model, learner.model, example, {})
+            analysed = None
+        return StepBinding(learner.model, info, analysed, learner.rule_state)
+
+    return learner._program('model', (shapes_of(example),), make)
+
+
+def bind_step_fn(
+    learner: Learner,
+    step_fn: Callable,
+    sequences: tuple,
+    takes_modulators: bool = False,
+) -> StepBinding:
+    """A step function traced with the model on slices of sequences."""
+    _ = learner.graph  # refuses a learner that was not compiled
+    check_shapes(learner)
+    slice_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
+    example = jax.tree.map(slice_of, sequences)
+    make = lambda: StepBinding.of_step_fn(learner, step_fn, example, takes_modulators)
+    shapes = state_shapes_of(learner)
+    key = ('binding', step_fn, shapes_of(example), learner.rule_state, shapes)
+    binding = learner._kept.programs.get(
+        key, make, is_reusable=lambda found: found.is_reusable
+    )
+    if binding.modulator_given and not takes_modulators:
+        learner.check_modulated(1.0)
+    return binding
+
+
+def solver_of(
+    learner: Learner,
+    binding: StepBinding,
+    rule: Rule,
+    loss: bool,
+    in_chunk: bool = False,
+) -> Solver:
+    """What solves sequences of a step, with the options of the learner."""
+
+    def make() -> Solver:
+        every = rule.has_exact_windows or in_chunk
+        return binding.solver(rule, loss, learner.trace, learner.trace_dtype, every)
+
+    key = ('solver', binding, rule, loss, in_chunk)
+    return learner._kept.programs.get(key, make, binding.is_reusable)
+
+
+def options_of(learner: Learner) -> SequenceOptions:
+    """How the learner runs sequences."""
+    return SequenceOptions(
+        learner.block, learner.passes, learner.max_trace_bytes, learner.placement
+    )
+
+
+def program_of(
+    learner: Learner,
+    kind: str,
+    parts: tuple,
+    make: Callable[[], Any],
+    is_reusable: bool | None = None,
+) -> Any:
+    """A program of some kind, made once for these parts and the shapes of all states."""
+    key = (kind, *parts, state_shapes_of(learner))
+    return learner._kept.programs.get(key, make, is_reusable)
+
+
+def gradient_program_of(
+    learner: Learner, binding: StepBinding, rule: Rule, fresh: bool
+) -> tuple[Solver, Callable[..., Solved]]:
+    """The solver of a step by a rule, and its compiled gradient of a sequence."""
+    solver = learner._solver(binding, rule, loss=True)
+    options = options_of(learner)
+
+    def make() -> Callable[..., Solved]:
+        run = gradient_program(solver, rule, fresh, options)
+        return jax.jit(run, donate_argnums=2, static_argnames='masked')
+
+    parts = (solver, fresh)
+    return solver, learner._program('gradient', parts, make, binding.is_reusable)
+
+
+def loop_of(learner: Learner, kind: str, parts: tuple, run: Callable) -> Callable:
+    """A compiled loop of brainstate."""
+    return learner._program(kind, parts, lambda: brainstate.transform.jit(run))
+
+
+# ---------------------------------------------------------------- what is refused
 
 
 def check_loss(outputs: Sequence[Any]) -> None:
@@ -301,6 +448,25 @@ def check_loss(outputs: Sequence[Any]) -> None:
             f'a step_fn whose loss is {got}',
             'gradients are taken of one real number for each step',
             'return a scalar, e.g. jnp.mean(...), or (scalar, aux) with has_aux=True',
+        )
+    )
+
+
+def check_aux(structure: Any, has_aux: bool) -> None:
+    """Raise unless a step_fn returned a loss alone, or with ``has_aux`` a pair."""
+    outputs = jax.tree.unflatten(structure, range(structure.num_leaves))
+    if (
+        isinstance(outputs, tuple) and len(outputs) == 2
+        if has_aux
+        else structure.num_leaves == 1
+    ):
+        return
+    raise CompilationError(
+        three_parts(
+            f'a step_fn that returns {structure} with has_aux={has_aux}',
+            'a step gives its loss, or with has_aux=True, which fit sets if it has '
+            'metrics, a pair (loss, aux)',
+            'return loss' if not has_aux else 'return loss, outputs',
         )
     )
 

@@ -26,7 +26,8 @@ from ..rules import (
 )
 from ..rules.feedback import feedback_signal
 from ..solver import Factorised, RandomFeedback
-from .arguments import check_batch, check_batch_size, length_of
+from .arguments import length_of
+from .batch import check_batch, check_batch_size
 from .credit_warnings import warn_of_credit
 from .learner import Learner
 from .model_states import make_states

@@ -1,257 +1,365 @@
-"""How a call runs: a step function is bound to the model, its program is made once,
-values go in and come out."""
+"""How a call of a learner runs: the step is bound to the model, its program is made
+once, values go in and come out.
+
+    learner(x)                 run_step
+    etrace_grad                gradients_in_steps, gradients_at; windows: ``chunks.py``
+    etrace_evolve              evolve
+    etrace_online, streams     online_step_of, train_online
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import Values
-from ..errors import is_explained, three_parts
+from ..errors import CompilationError, is_explained, three_parts
 from ..frontends.failures import explain_failure
 from ..program import Path
 from ..rules import Rule
-from ..solver import BlockSolver, InfluenceSolver, Solved
+from ..solver import Solved
 from .arguments import check_call, length_of
-from .binding import StepBinding
-from .learner_state import LearnerState
-from .losses import check_aux, check_finite_values, loss_weights
-from .programs import shapes_of
-from .sequences import SequenceOptions, gradient_program
+from .binding import StepBinding, check_aux
+from .losses import check_finite_values, loss_weights
+from .models import interface_of
+from .online import online_step
+from .optimizers import update_by
+from .recording import Recording, recording_of
+from .sequences import Solver, evolution_program
+
+if TYPE_CHECKING:
+    from .learner import Learner
 
 
-class Calls(LearnerState):
-    """What all calls of a learner share."""
+@dataclass(frozen=True)
+class GradientCall:
+    """What gradients are wanted of, as :meth:`Learner.etrace_grad` takes it.
 
-    def _binding(
-        self, step_fn: Callable, sequences: tuple, takes_modulators: bool = False
-    ) -> StepBinding:
-        """A step function traced with the model, once for all calls."""
-        _ = self.graph  # refuses a learner that was not compiled
-        self._kept.check_shapes(self)
-        slice_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
-        example = jax.tree.map(slice_of, sequences)
-        how = {'takes_modulators': takes_modulators}
-        make = lambda: StepBinding.of_step_fn(self, step_fn, example, **how)
-        key = (
-            'binding',
-            step_fn,
-            shapes_of(example),
-            self.rule_state,
-            self._state_shapes(),
-        )
-        binding = self._kept.programs.get(
-            key, make, is_reusable=lambda b: b.is_reusable
-        )
-        if binding.modulator_given and not takes_modulators:
-            self.check_modulated(1.0)
-        return binding
+    ``has_aux``: None where it does not matter what a step gives beside its loss.
+    """
 
-    def _options(self) -> SequenceOptions:
-        return SequenceOptions(
-            self.block, self.passes, self.max_trace_bytes, self.placement
-        )
+    sequences: tuple
+    step_fn: Callable[..., Any]
+    mask: Any = None
+    reduction: str = 'mean'
+    has_aux: bool | None = None
+    fresh: bool = True
 
-    def _gradient_program(self, binding: StepBinding, rule: Rule, fresh: bool) -> tuple:
-        """The solver of a step by a rule, and its compiled gradient of a sequence."""
-        solver = self._solver(binding, rule, loss=True)
-        options = self._options()
 
-        def make() -> Callable[..., Solved]:
-            run = gradient_program(solver, rule, fresh, options)
-            return jax.jit(run, donate_argnums=2, static_argnames='masked')
+class Gradients(NamedTuple):
+    """Gradients by path, losses, what each of these counts, and auxiliary values."""
 
-        parts = (solver, fresh)
-        return solver, self._program('gradient', parts, make, binding.is_reusable)
+    by_path: dict[Path, Any]
+    losses: jax.Array
+    weights: jax.Array
+    aux: Any
 
-    def _solve(
-        self,
-        sequences: tuple,
-        step_fn: Callable,
-        mask: Any,
-        reduction: str,
-        fresh: bool,
-        rule: Rule | None = None,
-        rule_state: Any = None,
-        at: Mapping[Path, Any] = {},
-        has_aux: bool | None = None,
-    ) -> tuple[StepBinding, BlockSolver | InfluenceSolver, Solved, jax.Array]:
-        """Run a sequence by this rule, or by another; nothing is written yet.
 
-        ``at``: values of parameters and states in place of the current ones, by path.
-        ``has_aux``: whether the step must give auxiliary values, if that matters.
-        """
-        check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
-        length = length_of(sequences)
-        weights, unit = loss_weights(mask, length, 'steps', reduction)
-        binding = self._binding(step_fn, sequences, rule is not None)
-        if has_aux is not None:
-            check_aux(binding.out_tree, has_aux)
-        if rule is None:
-            rule, rule_state = self.rule, self._rule_value()
-        solver, program = self._gradient_program(binding, rule, fresh)
-        parameters, states = self._values(binding, fresh)
-        if at:
-            parameters = binding.with_values(parameters, at)
-            states = binding.with_values(states, at)
-        traces = [] if fresh else self._read_traces(solver, donate=True)
-        if self.check_finite:
-            # What the call gives may be refused, and then the traces must still be
-            # there.
-            traces = jax.tree.map(jnp.copy, traces)
-        inputs = binding.inputs(sequences)
-        with self._cleared_on_error():
-            given = (parameters, states, traces, inputs, weights, unit, rule_state)
-            solved = program(*given, masked=mask is not None)
-        return binding, solver, solved, weights
+class SolvedCall(NamedTuple):
+    """What ran, what it gave, and what each loss counted; nothing is written yet."""
 
-    def _in_steps(
-        self,
-        sequences: tuple,
-        step_fn: Callable,
-        mask: Any,
-        reduction: str,
-        has_aux: bool,
-        fresh: bool,
-    ) -> tuple[dict[Path, Any], jax.Array, jax.Array, Any]:
-        """Gradients by path, losses, their weights, auxiliary values; states and traces
-        written."""
-        with self._cleared_on_error():
-            binding, solver, solved, weights = self._solve(
-                sequences, step_fn, mask, reduction, fresh, has_aux=has_aux
-            )
-            self._check_finite(binding, solved, weights)
-            rule_state = self._next_rule_state(solved)
-            after = (solved.states, solved.traces, rule_state)
-            self._write(binding, solver, *after, calls=len(weights), fresh=fresh)
+    binding: StepBinding
+    solver: Solver
+    solved: Solved
+    weights: jax.Array
+
+    def gradients(self, has_aux: bool | None) -> Gradients:
+        """What the user is given of it."""
+        binding, _, solved, weights = self
         aux = binding.aux(solved, len(weights)) if has_aux else None
-        return binding.gradients_by_path(solved.gradients), solved.losses, weights, aux
+        by_path = binding.gradients_by_path(solved.gradients)
+        return Gradients(by_path, solved.losses, weights, aux)
 
-    def _at_params(
-        self,
-        params: Any,
-        sequences: tuple,
-        step_fn: Callable,
-        mask: Any,
-        chunk_size: int | None,
-        reduction: str,
-        has_aux: bool,
-        fresh: bool,
-    ) -> tuple[dict[Path, Any], jax.Array, jax.Array, Any]:
-        """The same at parameters of the caller's, with nothing of the learner written."""
-        with self._alone():
-            wrong = ['fresh=False'] * (not fresh) + ['chunk_size'] * bool(chunk_size)
-            if wrong:
-                raise ValueError(
-                    three_parts(
-                        f'etrace_grad(..., params=..., {", ".join(wrong)})',
-                        'a call with weights of its own leaves states and traces '
-                        'alone, so it has no '
-                        'past to continue from',
-                        'fresh=True and no chunk_size; or learner.params = ... '
-                        '(Flax: the module '
-                        'itself) and no params',
-                    )
+
+# ---------------------------------------------------------------- gradients
+
+
+def gradients_in_steps(learner: Learner, call: GradientCall) -> Gradients:
+    """Gradients of a sequence, step by step; states and traces are written."""
+    with learner._carried.cleared_on_error():
+        found = solve(learner, call)
+        _check_finite(learner, found)
+        binding, solver, solved, weights = found
+        after = (solved.states, solved.traces, learner._next_rule_state(solved))
+        write_back(
+            learner, binding, solver, *after, calls=len(weights), fresh=call.fresh
+        )
+    return found.gradients(call.has_aux)
+
+
+def gradients_at(
+    learner: Learner, call: GradientCall, params: Any, chunk_size: int | None
+) -> Gradients:
+    """The same at parameters of the caller's, with nothing of the learner written."""
+    with learner._alone():
+        wrong = ['fresh=False'] * (not call.fresh) + ['chunk_size'] * bool(chunk_size)
+        if wrong:
+            raise ValueError(
+                three_parts(
+                    f'etrace_grad(..., params=..., {", ".join(wrong)})',
+                    'a call with weights of its own leaves states and traces '
+                    'alone, so it has no past to continue from',
+                    'fresh=True and no chunk_size; or learner.params = ... '
+                    '(Flax: the module itself) and no params',
                 )
-            values = self._interface.values_at(params)
-            binding, _, solved, weights = self._solve(
-                sequences, step_fn, mask, reduction, True, at=values, has_aux=has_aux
             )
-            self._check_finite(binding, solved, weights)
-            paths = binding.paths.items()
-            states = {path: solved.states[v] for v, path in paths if v in solved.states}
-            self._interface.write_at(params, states)
-        aux = binding.aux(solved, len(weights)) if has_aux else None
-        return binding.gradients_by_path(solved.gradients), solved.losses, weights, aux
+        found = solve(learner, call, at=interface_of(learner.model).values_at(params))
+        _check_finite(learner, found)
+        paths, states = found.binding.paths.items(), found.solved.states
+        new = {path: states[v] for v, path in paths if v in states}
+        interface_of(learner.model).write_at(params, new)
+    return found.gradients(call.has_aux)
 
-    def _check_finite(
-        self, binding: StepBinding, solved: Solved, weights: jax.Array
-    ) -> None:
-        if self.check_finite:
-            named = binding.gradients_by_name(solved.gradients)
-            check_finite_values(solved.losses, weights, named, 'step')
 
-    def _values(self, binding: StepBinding, fresh: bool) -> tuple[Values, Values]:
-        """Parameters and states as they are, or states at the start of a sequence."""
-        parameters, states = binding.read()
+def solve(
+    learner: Learner,
+    call: GradientCall,
+    rule: Rule | None = None,
+    rule_state: Any = None,
+    at: Mapping[Path, Any] = {},
+) -> SolvedCall:
+    """Run a sequence by the learner's rule, or by another; nothing is written yet.
+
+    ``at``: values of parameters and states in place of the current ones, by path.
+    """
+    sequences, fresh = call.sequences, call.fresh
+    check_call('step_fn', call.step_fn, sequences, 'one slice of each sequence')
+    length = length_of(sequences)
+    weights, unit = loss_weights(call.mask, length, 'steps', call.reduction)
+    binding = learner._binding(call.step_fn, sequences, rule is not None)
+    if call.has_aux is not None:
+        check_aux(binding.out_tree, call.has_aux)
+    if rule is None:
+        rule, rule_state = learner.rule, learner._rule_value()
+    solver, program = learner._gradient_program(binding, rule, fresh)
+    parameters, states = binding.read()
+    if fresh:
+        states = binding.with_values(states, learner._start_values())
+    if at:
+        parameters = binding.with_values(parameters, at)
+        states = binding.with_values(states, at)
+    traces = [] if fresh else learner._read_traces(solver, donate=True)
+    if learner.check_finite:
+        # What the call gives may be refused, and then the traces must still be there.
+        traces = jax.tree.map(jnp.copy, traces)
+    inputs = binding.inputs(sequences)
+    given = (parameters, states, traces, inputs, weights, unit, rule_state)
+    solved = program(*given, masked=call.mask is not None)
+    return SolvedCall(binding, solver, solved, weights)
+
+
+def _check_finite(learner: Learner, found: SolvedCall) -> None:
+    if learner.check_finite:
+        named = found.binding.gradients_by_name(found.solved.gradients)
+        check_finite_values(found.solved.losses, found.weights, named, 'step')
+
+
+def write_back(
+    learner: Learner,
+    binding: StepBinding,
+    solver: Solver,
+    states: Any,
+    traces: list,
+    rule_state: Any,
+    calls: int,
+    fresh: bool = False,
+) -> None:
+    """Put the states, the traces and the rule's own state after a call in place, and
+    count the call."""
+    index = learner.running_index.value + calls
+
+    def write() -> None:
+        binding.write(states)
         if fresh:
-            start = {path: state.value for path, state in self._start.items()}
-            states = binding.with_values(states, start)
-        return parameters, states
+            learner._clear_traces()
+        else:
+            learner._write_traces(solver, traces)
+        learner._write_rule_state(rule_state)
+        learner.running_index.value = index
 
-    def _loop(self, kind: str, parts: tuple, run: Callable) -> Callable:
-        """A compiled loop of brainstate, made once."""
-        return self._program(kind, parts, lambda: brainstate.transform.jit(run))
+    try:
+        write()
+    except BaseException:
+        # New states with old traces would be wrong from then on, and the old traces
+        # may have been donated: after Ctrl-C all are written.
+        write()
+        raise
 
-    def _next_rule_state(self, solved: Solved | None) -> Any:
-        if self.rule_state is None:
-            return None
-        return self.rule.next_state(self.rule_state.value, solved)
 
-    def _write_rule_state(self, value: Any) -> None:
-        if self.rule_state is not None and value is not self.rule_state.value:
-            self.rule_state.value = value
+# ---------------------------------------------------------------- one step
 
-    def _write(
-        self,
-        binding: StepBinding,
-        solver: BlockSolver | InfluenceSolver,
-        states: Any,
-        traces: list,
-        rule_state: Any,
-        calls: int,
-        fresh: bool = False,
-    ) -> None:
-        """Put the states, the traces and the rule's own state after a call in place,
-        and count the call."""
-        index = self.running_index.value + calls
 
-        def write() -> None:
-            binding.write(states)
-            self._write_traces(solver, traces, fresh)
-            self._write_rule_state(rule_state)
-            self.running_index.value = index
+def run_step(learner: Learner, args: tuple, window: bool, modulator: Any) -> Any:
+    """The outputs of a step, or of a window of steps, whose derivative is the rule's;
+    inside a step function those of the model alone."""
+    record = recording_of(learner)
+    if record is not None:
+        record.calls += 1
+        if record.runs_model:
+            _record_modulator(learner, record, modulator)
+            run = learner._run_model
+            if window:
+                run = partial(brainstate.transform.for_loop, learner._run_model)
+            record.outputs = run(*args)
+            return record.outputs
+    _ = learner.graph  # refuses a learner that was not compiled
+    rule_state = learner._rule_value()
+    if modulator is not None:
+        learner.check_modulated(modulator)
+        rule_state = jnp.asarray(modulator, jnp.result_type(float))
+    binding, solver, step = _step_program(learner, args, window, record is not None)
+    parameters, states = binding.read()
+    traces = learner._read_traces(solver)
+    given = (parameters, states, traces, binding.inputs(args), rule_state)
+    values, states, traces = step(*given)
+    rule_state = learner._next_rule_state(None)
+    write_back(learner, binding, solver, states, traces, rule_state, calls=1)
+    return binding.outputs(values)
 
-        try:
-            write()
-        except BaseException:
-            # New states with old traces would be wrong from then on, and the old
-            # traces may have been donated: after Ctrl-C all are written.
-            write()
+
+def _record_modulator(learner: Learner, record: Recording, modulator: Any) -> None:
+    if modulator is None or record.ignores_modulators:
+        return
+    if not record.takes_modulators:
+        learner.check_modulated(modulator)
+    if record.modulator is not None:
+        raise CompilationError(
+            three_parts(
+                'two calls with a modulator in one step_fn',
+                'a step has one, which multiplies all traces of it',
+                'one call with modulator=... in a step_fn',
+            )
+        )
+    record.modulator = jnp.asarray(modulator, jnp.result_type(float))
+
+
+def _step_program(
+    learner: Learner, args: tuple, window: bool, in_chunk: bool
+) -> tuple[StepBinding, Solver, Callable]:
+    """The step of the model alone, and its compiled form with the online gradient."""
+    rule = learner.rule
+    in_window = window and in_chunk and not rule.has_own_signal
+    exact = rule.has_exact_windows or in_window
+    first = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
+    example = jax.tree.map(first, args) if window else args
+    binding = learner._model_binding(example)
+    solver = learner._solver(binding, rule, False, in_chunk)
+    run = online_step(solver, rule, window, exact, learner.placement)
+    make = lambda: jax.jit(run)
+    parts = (solver, window, exact)
+    return binding, solver, learner._program('step', parts, make, binding.is_reusable)
+
+
+# ---------------------------------------------------------------- without a loss
+
+
+def evolve(learner: Learner, sequences: tuple, step_fn: Callable | None) -> Any:
+    """Advance states and traces along a sequence; what the steps give, stacked over
+    time."""
+    length = length_of(sequences, step_fn)
+    binding = learner._binding(step_fn or learner, sequences)
+    solver = learner._solver(binding, learner.rule, loss=False)
+    run = evolution_program(solver, learner._options())
+    make = lambda: jax.jit(run, donate_argnums=2)
+    program = learner._program('evolve', (solver,), make, binding.is_reusable)
+    parameters, states = binding.read()
+    traces = learner._read_traces(solver, donate=True)
+    with learner._carried.cleared_on_error():
+        solved = program(parameters, states, traces, binding.inputs(sequences))
+        after = (solved.states, solved.traces, learner._rule_value())
+        write_back(learner, binding, solver, *after, calls=length)
+    return binding.stacked(solved.aux, length)
+
+
+@contextlib.contextmanager
+def failure_explained(learner: Learner, sequences: tuple) -> Iterator[None]:
+    """Around a loop that calls a step_fn: its errors as those of other calls."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError) as error:
+        if is_explained(error):
             raise
+        drop_time = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.int32)
+        slices = jax.tree.map(drop_time, sequences)
+        raise explain_failure(learner.model, slices, error, 'a step_fn') from error
 
-    @contextlib.contextmanager
-    def _failure_explained(self, sequences: tuple) -> Iterator[None]:
-        """Around a loop that calls a step_fn: its errors as those of other calls."""
-        try:
-            yield
-        except (TypeError, ValueError, AttributeError) as error:
-            if is_explained(error):
-                raise
-            drop_time = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.int32)
-            slices = jax.tree.map(drop_time, sequences)
-            raise explain_failure(self.model, slices, error, 'a step_fn') from error
 
-    def step_solver(
-        self, step_fn: Callable[..., Any] | None = None, sequences: tuple = ()
-    ) -> tuple[StepBinding, BlockSolver | InfluenceSolver]:
-        """The traced step of the model, or of a step function on slices of sequences,
-        and what solves it."""
-        with self._synchronised():
-            if step_fn is None:
-                binding = self._model_binding(self._example)
-            else:
-                binding = self._binding(step_fn, sequences)
-            loss = step_fn is not None
-            return binding, self._solver(binding, self.rule, loss)
+# ---------------------------------------------------------------- with updates
 
-    def is_news(self, text: str) -> bool:
-        """Whether a text was not yet said about this learner; it counts as said now."""
-        new = text not in self._kept.said
-        self._kept.said.add(text)
-        return new
+
+def online_step_of(
+    learner: Learner, binding: StepBinding, masked: bool
+) -> Callable[[tuple, jax.Array], Solved]:
+    """A function of a window and the weights of its losses that gives gradients; states
+    and traces are read and written."""
+    solver, program = learner._gradient_program(binding, learner.rule, fresh=False)
+    learner._read_traces(solver)
+
+    def step(window: tuple, weights: jax.Array) -> Solved:
+        traces, inputs = learner._read_traces(solver), binding.inputs(window)
+        given = (*binding.read(), traces, inputs, weights, 1.0, learner._rule_value())
+        solved = program(*given, masked=masked)
+        binding.write(solved.states)
+        learner._write_traces(solver, solved.traces)
+        learner._write_rule_state(learner._next_rule_state(solved))
+        return solved
+
+    return step
+
+
+def train_online(
+    learner: Learner,
+    sequences: tuple,
+    step_fn: Callable[..., Any],
+    optimizer: Any,
+    update_every: int,
+    mask: Any,
+) -> jax.Array:
+    """Losses of a sequence along which the weights change every few steps."""
+    length, masked = length_of(sequences), mask is not None
+    mask, _ = loss_weights(mask, length, 'steps')
+    binding = learner._binding(step_fn, sequences)
+    step = online_step_of(learner, binding, masked)
+    update = update_by(optimizer, learner.param_states, learner._kept.optimizers)
+
+    def one(window: tuple, weights: jax.Array) -> tuple[jax.Array, dict]:
+        solved = step(window, weights)
+        wanted = jnp.any(weights != 0) if masked else None
+        update(binding.gradients_by_path(solved.gradients), wanted)
+        finite = {}
+        if learner.check_finite:
+            named = binding.gradients_by_name(solved.gradients)
+            finite = {name: jnp.all(jnp.isfinite(g)) for name, g in named.items()}
+        return solved.losses, finite
+
+    parts = (binding, optimizer, update_every, length, masked, *learner._held())
+    run = partial(_in_windows, one, length // update_every, update_every)
+    loop = learner._loop('online', parts, run)
+    with learner._undone_on_error(optimizer):
+        losses, finite = loop(jax.tree.map(jnp.asarray, sequences), mask)
+        learner._count(length)
+        if learner.check_finite:
+            marks = {name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()}
+            check_finite_values(losses, mask, marks, 'step')
+    return losses
+
+
+def _in_windows(
+    one: Callable, count: int, length: int, sequences: tuple, weights: jax.Array
+) -> tuple[jax.Array, dict]:
+    """Run ``one`` over windows of a length; the last one may be shorter."""
+    given, results = (sequences, weights), []
+    if count:
+        cut = lambda x: x[: count * length].reshape(count, length, *x.shape[1:])
+        losses, finite = brainstate.transform.for_loop(one, *jax.tree.map(cut, given))
+        results.append((losses.reshape(-1), finite))
+    if len(weights) % length:
+        losses, finite = one(*jax.tree.map(lambda x: x[count * length :], given))
+        results.append((losses, jax.tree.map(lambda ok: ok[None], finite)))
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *results)

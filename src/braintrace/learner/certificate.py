@@ -172,6 +172,20 @@ def certificate_program(
     return measure
 
 
+def check_directions(directions: Any) -> None:
+    """Raise unless it is a number of random directions."""
+    whole = isinstance(directions, (int, np.integer))
+    if not whole or isinstance(directions, bool) or directions < 0:
+        raise ValueError(
+            three_parts(
+                f'directions={directions!r}',
+                'it is the number of random directions that the cosine is estimated '
+                'from',
+                'a whole number, e.g. 8; 0 if the cosine is not needed',
+            )
+        )
+
+
 def random_directions(like: Values, count: int, seed: int) -> Values:
     """(count, ...) independent normal numbers of variance 1, in both parts of complex
     ones."""

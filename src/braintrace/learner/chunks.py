@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
 from ..frontends.brainstate import module_states
-from ..program import Path
 from ..program.data import MultiStepData
 from ..program.step import path_name
 from .arguments import length_of
-from .calls import Calls
+from .calls import GradientCall, Gradients, failure_explained
 from .losses import (
     check_finite_values,
     in_windows,
@@ -26,22 +25,17 @@ from .losses import (
 )
 from .recording import recording
 
+if TYPE_CHECKING:
+    from .learner import Learner
 
-def gradients_in_chunks(
-    learner: Calls,
-    sequences: tuple,
-    step_fn: Callable,
-    mask: Any,
-    size: int,
-    reduction: str,
-    has_aux: bool,
-    fresh: bool,
-) -> tuple[dict[Path, Any], jax.Array, jax.Array, Any]:
-    """Gradients over windows of ``size`` steps that ``step_fn`` takes whole; it
-    returns a loss for each step, or one for the window."""
-    length = length_of(sequences)
-    chunks = in_windows(sequences, length, size)
-    per_step, per_window = window_weights(mask, length, size, reduction)
+
+def gradients_in_chunks(learner: Learner, call: GradientCall, size: Any) -> Gradients:
+    """Gradients over windows of ``size`` steps that ``step_fn`` takes whole; it returns
+    a loss for each step, or one for the window."""
+    step_fn, mask, has_aux = call.step_fn, call.mask, call.has_aux
+    length = length_of(call.sequences)
+    chunks = in_windows(call.sequences, length, size)
+    per_step, per_window = window_weights(mask, length, size, call.reduction)
     parameters = module_states(learner.model, brainstate.ParamState)
 
     def one(total: Any, xs: tuple) -> tuple:
@@ -71,24 +65,24 @@ def gradients_in_chunks(
         return brainstate.transform.scan(one, zero, (chunks, *weights))
 
     with learner._undone_on_error():
-        if fresh:
+        if call.fresh:
             learner.reset_state()
         parts = (step_fn, size, has_aux, mask is None, *learner._held())
         program = learner._loop('chunks', parts, run)
-        with learner._failure_explained(chunks):
+        with failure_explained(learner, chunks):
             found = program(chunks, per_step, per_window)
         gradients, (losses, weights, aux) = found
         losses, weights = losses.reshape(-1), weights.reshape(-1)
         if learner.check_finite:
             named = {path_name(path): gradient for path, gradient in gradients.items()}
             check_finite_values(losses, weights, named, 'window')
-        if fresh:
+        if call.fresh:
             learner._clear_traces()
-    return gradients, losses, weights, aux
+    return Gradients(gradients, losses, weights, aux)
 
 
 def evolve_in_chunks(
-    learner: Calls, sequences: tuple, step_fn: Callable | None, size: Any
+    learner: Learner, sequences: tuple, step_fn: Callable | None, size: Any
 ) -> Any:
     """Advance states and traces by windows of ``size`` steps; outputs of each."""
     chunks = in_windows(sequences, length_of(sequences, step_fn), size)
@@ -96,5 +90,5 @@ def evolve_in_chunks(
     one = windowed if step_fn is None else step_fn
     run = lambda *chunks: brainstate.transform.for_loop(one, *chunks)
     program = learner._loop('evolve chunks', (step_fn, *learner._held()), run)
-    with learner._undone_on_error(), learner._failure_explained(chunks):
+    with learner._undone_on_error(), failure_explained(learner, chunks):
         return program(*chunks)

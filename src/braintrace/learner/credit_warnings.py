@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CreditWarning, printable, three_parts
+from ..lowering.step_facts import StepFacts
 from ..program.step import path_name
+from ..rules import Rule
 from ..text import size_text
 from .arguments import bytes_of
-from .gradients import gradients_by_class, gradients_of, readout_losses
+from .binding import StepBinding
+from .gradients import gradients_by_class, gradients_of
+from .sequences import Solver
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -65,10 +69,47 @@ def _texts(
     if without:
         without = dict(sorted(without.items()))
         yield _without_gradient(rule.name, without, _trace_bytes(learner, without))
-    for loss in readout_losses(rule, binding, solver):
+    for loss in _readout_losses(rule, binding, solver):
         names = [n for n in loss.parameters if n not in without]
         if loss.kept > MOST and names:
             yield _behind_a_readout(rule.name, loss.readout, loss.kept, names)
+
+
+class ReadoutLoss(NamedTuple):
+    """A leaky read-out whose memory is left out of some parameters' credit.
+
+    ``kept``: how much of its value it keeps from step to step, at most.
+    """
+
+    readout: str
+    kept: float
+    parameters: tuple[str, ...]
+
+
+def _readout_losses(
+    rule: Rule, binding: StepBinding, solver: Solver
+) -> list[ReadoutLoss]:
+    """The read-outs with a memory that the traces of a rule could carry and do not."""
+    carried = rule.reach == 'readout' or rule.filter is not None or rule.deep
+    if not rule.is_local or rule.window is not None or rule.is_modulated or carried:
+        return []
+    if len(solver.step.groups) < 2:  # the read-out is a group of its own
+        return []
+    found: list[ReadoutLoss] = []
+    credit = StepFacts(binding.stages_of(solver.step)).credit
+    for link in solver.step.links:
+        if link.readout is None or not link.is_complete or not link.decays:
+            continue
+        pair = frozenset({(link.lower, link.readout)})
+        names = [
+            p.name
+            for p in binding.info.program.parameters
+            if credit.readouts_of(p, pair)
+        ]
+        name = '.'.join(map(str, solver.step.groups[link.readout].name[0]))
+        kept = max(decay for decay, _ in link.decays)
+        found.append(ReadoutLoss(name, kept, tuple(names)))
+    return found
 
 
 def _trace_bytes(learner: Learner, names: Collection[str]) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -24,12 +24,13 @@ from ..solver.recursion import Recursion
 from ..source_lines import short_source
 from ..text import operation_name
 from .binding import StepBinding
+from .sequences import Solver
 
 
 def gradients_of(
     rule: Rule,
     binding: StepBinding,
-    solver: BlockSolver | InfluenceSolver,
+    solver: Solver,
     credits: Iterable[CompilationRecord],
 ) -> dict[str, ParameterGradient]:
     """What the rule gives every parameter array, by name.
@@ -57,43 +58,6 @@ def gradients_by_class(
     }
 
 
-class ReadoutLoss(NamedTuple):
-    """A leaky read-out whose memory is left out of some parameters' credit.
-
-    ``kept``: how much of its value it keeps from step to step, at most.
-    """
-
-    readout: str
-    kept: float
-    parameters: tuple[str, ...]
-
-
-def readout_losses(
-    rule: Rule, binding: StepBinding, solver: BlockSolver | InfluenceSolver
-) -> list[ReadoutLoss]:
-    """The read-outs with a memory that the traces of a rule could carry and do not."""
-    carried = rule.reach == 'readout' or rule.filter is not None or rule.deep
-    if not rule.is_local or rule.window is not None or rule.is_modulated or carried:
-        return []
-    if len(solver.step.groups) < 2:  # the read-out is a group of its own
-        return []
-    found: list[ReadoutLoss] = []
-    credit = StepFacts(binding.stages_of(solver.step)).credit
-    for link in solver.step.links:
-        if link.readout is None or not link.is_complete or not link.decays:
-            continue
-        pair = frozenset({(link.lower, link.readout)})
-        names = [
-            p.name
-            for p in binding.info.program.parameters
-            if credit.readouts_of(p, pair)
-        ]
-        name = '.'.join(map(str, solver.step.groups[link.readout].name[0]))
-        kept = max(decay for decay, _ in link.decays)
-        found.append(ReadoutLoss(name, kept, tuple(names)))
-    return found
-
-
 def _known(record: CompilationRecord) -> ParameterFacts:
     context: Mapping[str, Any] = record.context or {}
     return ParameterFacts(context['credit'], context['reason'], context['temporal'])
@@ -102,9 +66,7 @@ def _known(record: CompilationRecord) -> ParameterFacts:
 class _Facts:
     """Facts of one step under one rule."""
 
-    def __init__(
-        self, rule: Rule, step: StepFacts, solver: BlockSolver | InfluenceSolver
-    ):
+    def __init__(self, rule: Rule, step: StepFacts, solver: Solver):
         self.rule, self.step, self.solver = rule, step, solver
         self.credit, self.links = step.credit, ReadoutLinks(step.stages)
 

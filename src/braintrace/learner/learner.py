@@ -1,48 +1,128 @@
-"""The learner: a compiled model that trains forward in time."""
+"""The learner: a compiled model that trains forward in time.
+
+:class:`Learner` has the calls of a user and all that they share: the model with its
+rule, the programs made so far, and the states that calls read and write. How a call
+runs is in ``calls.py``, what is measured in ``measuring.py``, the traces are in
+``carried.py``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal, overload
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import brainstate
 import jax
 import jax.numpy as jnp
+from brainstate.util import FlattedDict
 
-from ..errors import CompilationError, three_parts
+from ..analysis.graph import ETraceGraph
+from ..compat import is_var
+from ..errors import ArgumentError, NotSupportedError, three_parts
+from ..frontends.brainstate import module_states
+from ..lowering.executor import ETraceGraphExecutor
 from ..program import Path
-from ..program.data import MultiStepData, SingleStepData
-from ..solver import BlockSolver, InfluenceSolver, Solved
+from ..program.data import MultiStepData, SingleStepData, first_step
+from ..program.step import path_name
+from ..rules import Rule
+from ..solver import Solved
+from .access import (
+    alone,
+    followed,
+    on_devices,
+    place_inputs,
+    place_states,
+    restored_on_error,
+    synchronised,
+    undone_on_error,
+)
 from .arguments import (
     LOSS_OUTPUTS,
     check_call,
     check_choice,
+    check_modulator,
     check_optimizer,
-    check_paths,
-    check_rank,
+    check_options,
     length_of,
-    selected,
 )
-from .batch import batch_explained
-from .binding import StepBinding
+from .batch import batch_explained, check_batch_size, check_rank
+from .binding import (
+    ProgramCache,
+    StepBinding,
+    TraceChoice,
+    bind_model,
+    bind_step_fn,
+    gradient_program_of,
+    loop_of,
+    options_of,
+    program_of,
+    run_model,
+    shapes_of,
+    solver_of,
+    state_shapes_of,
+)
+from .calls import (
+    GradientCall,
+    evolve,
+    gradients_at,
+    gradients_in_steps,
+    online_step_of,
+    run_step,
+    solve,
+    train_online,
+)
+from .carried import CarriedTraces, check_trace_bytes
+from .certificate import Certificate, check_directions
+from .check import GradientCheck, RuleComparison
 from .chunks import evolve_in_chunks, gradients_in_chunks
-from .learner_state import LearnerState, restored_on_error
-from .losses import check_finite_values, loss_weights, results
-from .measuring import Measuring
-from .model_states import state_shapes
-from .online import online_step
+from .describing import described, report_of
+from .losses import results
+from .measuring import certify, compare_with_bptt, evaluate, plan_of, rules_of
+from .memory import MemoryPlan
+from .model_states import Shapes, compiled_shapes, make_states, state_shapes
+from .models import interface_of
 from .optimizers import update_by
-from .recording import Recording, recording_of
-from .saving import Saving
-from .sequences import evolution_program
-from .spellings import check_subclass
+from .placement import Placement
+from .sequences import Solver
+from .spellings import check_subclass, member
+from .state import EligibilityTrace, RuleState, StartValue
 from .stream import Stream
+from .weights import (
+    Weights,
+    check_paths,
+    path_of_parameter,
+    read_safetensors,
+    read_weights,
+    selected,
+    write_safetensors,
+    write_weights,
+)
+
+if TYPE_CHECKING:
+    from ..report import CompilationReport
 
 
-class Learner(Measuring, Saving):
+@dataclass
+class Kept:
+    """What is no part of the module's tree.
+
+    ``optimizers``: the states of optax transformations. ``shapes``: those of the hidden
+    states that were compiled for. ``said``: warnings that were given.
+    """
+
+    programs: ProgramCache = field(default_factory=ProgramCache)
+    optimizers: dict[Any, brainstate.State] = field(default_factory=dict)
+    shapes: Shapes = field(default_factory=dict)
+    said: set[str] = field(default_factory=set)
+
+
+class Learner(brainstate.nn.Module):
     """A model with a learning rule.
 
     Call it in place of the model inside a ``step_fn``; :meth:`etrace_grad`
@@ -79,6 +159,121 @@ class Learner(Measuring, Saving):
         if cls.__module__.partition('.')[0] != __name__.partition('.')[0]:
             check_subclass(cls)
 
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        rule: Rule,
+        *,
+        reach: str | None = None,
+        vjp_method: str = 'single-step',
+        vmap: bool = False,
+        block: int | None = None,
+        passes: int | None = None,
+        trace: TraceChoice = 'auto',
+        trace_dtype: Any = None,
+        max_trace_bytes: int = 8 * 2**30,
+        check_finite: bool = False,
+        mesh: Any = None,
+        shard: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)  # type: ignore[call-arg]
+        if not isinstance(rule, Rule):
+            raise ArgumentError(
+                three_parts(
+                    f'{type(self).__name__}(model, {rule!r})',
+                    'the class of all learners needs a rule',
+                    'the class of a rule, as braintrace.D_RTRL(model)',
+                )
+            )
+        if reach is not None:
+            check_choice('reach', reach, ('local', 'readout', 'deep'))
+        check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
+        if reach in ('local', 'readout'):
+            rule = replace(rule, reach=reach)
+        # A rule that reads its traces by a signal of its own takes the steps of a window
+        # one by one; the others go through the whole window in reverse.
+        multi_step = (
+            vjp_method == 'multi-step' and rule.has_trace and not rule.has_own_signal
+        )
+        self.vjp_method = vjp_method
+        self.rule = replace(rule, deep=reach == 'deep', multi_step=multi_step)
+        check_options(self.rule, block, passes, trace, trace_dtype, max_trace_bytes)
+        self.model = model
+        self.vmap = vmap
+        self.executor = self._new_executor()
+        self.block = block
+        self.passes = passes
+        self.trace = trace
+        self.trace_dtype = trace_dtype
+        self.max_trace_bytes = max_trace_bytes
+        self.check_finite = check_finite
+        self.placement = Placement.of(mesh, shard)
+        self.traces: dict[tuple, EligibilityTrace] = {}
+        self._carried = CarriedTraces(self.traces)
+        self.running_index = brainstate.LongTermState(jnp.zeros((), jnp.int32))
+        self._example: tuple = ()
+        self.rule_state = self._new_rule_state()
+        self._compiled_for: tuple = ()
+        self._start: dict[Path, StartValue] = {}
+        self._kept = Kept()
+        self._process = os.getpid()
+
+    def __getattr__(self, name: str) -> Any:
+        return member(self, name)
+
+    # ------------------------------------------------------------ compiling
+
+    def compile_graph(self, *args: Any) -> None:
+        """Compile the model for example inputs of one step.
+
+        Its current states are where a fresh sequence starts.
+        """
+        with self._followed():
+            self._compile(first_step(args))
+
+    def _compile(self, args: tuple) -> None:
+        # An update would make weak types strong, and everything would be compiled
+        # again.
+        strong = lambda x: (
+            jnp.asarray(x, x.dtype) if getattr(x, 'weak_type', False) else x
+        )
+        for state in module_states(self.model).values():
+            state.value = jax.tree.map(strong, state.value)
+        self.executor.compile_graph(*args)
+        self._kept.programs.clear()
+        self._carried.forget()
+        self._example = args
+        self._compiled_for = (shapes_of(args), state_shapes_of(self))
+        place_states(self)
+        self._kept.shapes = compiled_shapes(self)
+        self._start = {
+            path: StartValue(state.value)
+            for path, state in module_states(self.model).items()
+            if not interface_of(self.model).carries_on(path, state)
+        }
+        if self.rule.predictor is not None:
+            self.rule_state = self._new_rule_state()
+        with on_devices(self):
+            self._check_readouts()
+            self._make_traces()
+
+    def _new_executor(self) -> ETraceGraphExecutor:
+        call = self._run_model if self.vmap else None
+        return ETraceGraphExecutor(self.model, call, trained=True)
+
+    def _check_readouts(self) -> None:
+        """Raise if the rule needs a read-out and the model has none that fits.
+
+        Parameters that the model's step does not read may be a read-out in a step_fn.
+        """
+        program = self.graph.module_info.program
+        read = {v for eqn in program.equations for v in eqn.invars if is_var(v)}
+        unread = [p for p in program.parameters if p.invar not in read]
+        if not unread and not program.untouched_parameters:
+            step = self._model_binding(self._example).step(False)
+            self.rule.check_readouts(step)
+
     # ------------------------------------------------------------ one step
 
     def update(self, *args: Any, modulator: Any = None) -> Any:
@@ -95,72 +290,11 @@ class Learner(Measuring, Saving):
         args = tuple(a.data if isinstance(a, wrapped) else a for a in args)
         args = self._placed(args, int(window))
         check_rank(args, self._example, int(window))
-        with self._synchronised(), self._batch_explained(args, window):
-            return self._update(args, window, modulator)
-
-    def _batch_explained(
-        self, args: tuple, window: bool
-    ) -> contextlib.AbstractContextManager:
-        compiled = {} if self._kept.shapes is None else self._kept.shapes.shapes
         now = lambda: state_shapes(self.hidden_states)
-        return batch_explained(args, self._example, compiled, now, window)
-
-    def _update(self, args: tuple, window: bool, modulator: Any) -> Any:
-        record = recording_of(self)
-        if record is not None:
-            record.calls += 1
-            if record.runs_model:
-                self._record_modulator(record, modulator)
-                run = self._run_model
-                if window:
-                    loop = brainstate.transform.for_loop
-                    run = lambda *args: loop(self._run_model, *args)
-                record.outputs = run(*args)
-                return record.outputs
-        _ = self.graph  # refuses a learner that was not compiled
-        rule_state = self._rule_value()
-        if modulator is not None:
-            self.check_modulated(modulator)
-            rule_state = jnp.asarray(modulator, jnp.result_type(float))
-        in_chunk = record is not None
-        binding, solver, step = self._step_program(args, window, in_chunk)
-        parameters, states = binding.read()
-        traces = self._read_traces(solver)
-        given = (parameters, states, traces, binding.inputs(args), rule_state)
-        values, states, traces = step(*given)
-        rule_state = self._next_rule_state(None)
-        self._write(binding, solver, states, traces, rule_state, calls=1)
-        return binding.outputs(values)
-
-    def _record_modulator(self, record: Recording, modulator: Any) -> None:
-        if modulator is None or record.ignores_modulators:
-            return
-        if not record.takes_modulators:
-            self.check_modulated(modulator)
-        if record.modulator is not None:
-            raise CompilationError(
-                three_parts(
-                    'two calls with a modulator in one step_fn',
-                    'a step has one, which multiplies all traces of it',
-                    'one call with modulator=... in a step_fn',
-                )
-            )
-        record.modulator = jnp.asarray(modulator, jnp.result_type(float))
-
-    def _step_program(
-        self, args: tuple, window: bool, in_chunk: bool
-    ) -> tuple[StepBinding, BlockSolver | InfluenceSolver, Callable]:
-        """The step of the model alone, and its compiled form with the online gradient."""
-        in_window = window and in_chunk and not self.rule.has_own_signal
-        exact = self.rule.has_exact_windows or in_window
-        first = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
-        example = jax.tree.map(first, args) if window else args
-        binding = self._model_binding(example)
-        solver = self._solver(binding, self.rule, False, in_chunk)
-        run = online_step(solver, self.rule, window, exact, self.placement)
-        make = lambda: jax.jit(run)
-        parts = (solver, window, exact)
-        return binding, solver, self._program('step', parts, make, binding.is_reusable)
+        compiled = (self._example, self._kept.shapes)
+        explained = batch_explained(args, *compiled, now, window)
+        with self._synchronised(), explained:
+            return run_step(self, args, window, modulator)
 
     # ------------------------------------------------------------ sequences
 
@@ -241,31 +375,19 @@ class Learner(Measuring, Saving):
         check_choice('loss_output', loss_output, LOSS_OUTPUTS)
         check_choice('reduction', reduction, ('mean', 'sum'))
         chosen = selected(weights, self.param_states)
+        call = GradientCall(sequences, step_fn, mask, reduction, has_aux, fresh)
         if params is not None:
-            found = self._at_params(
-                params, sequences, step_fn, mask, chunk_size, reduction, has_aux, fresh
-            )
+            found = gradients_at(self, call, params, chunk_size)
         else:
             with self._synchronised():
-                sequences = self._placed(sequences, 1)
-                if chunk_size not in (None, 1):
-                    found = gradients_in_chunks(
-                        self,
-                        sequences,
-                        step_fn,
-                        mask,
-                        chunk_size,
-                        reduction,
-                        has_aux,
-                        fresh,
-                    )
+                call = replace(call, sequences=self._placed(sequences, 1))
+                if chunk_size in (None, 1):
+                    found = gradients_in_steps(self, call)
                 else:
-                    found = self._in_steps(
-                        sequences, step_fn, mask, reduction, has_aux, fresh
-                    )
+                    found = gradients_in_chunks(self, call, chunk_size)
         gradients, losses, counts, aux = found
         if chosen is None:
-            gradients = self._interface.gradients(gradients)
+            gradients = interface_of(self.model).gradients(gradients)
         given = (mask, chosen, loss_output, return_value, has_aux)
         return results(gradients, losses, counts, aux, *given)
 
@@ -283,26 +405,13 @@ class Learner(Measuring, Saving):
         hands windows of k steps to it, as :meth:`etrace_grad` does; outputs are stacked
         over windows then.
         """
-        if chunk_size not in (None, 1):
-            with self._synchronised():
-                sequences = self._placed(sequences, 1)
-                outputs = evolve_in_chunks(self, sequences, step_fn, chunk_size)
-            return outputs if return_outputs else None
         with self._synchronised():
             sequences = self._placed(sequences, 1)
-            length = length_of(sequences, step_fn)
-            binding = self._binding(step_fn or self, sequences)
-            solver = self._solver(binding, self.rule, loss=False)
-            options = self._options()
-            make = lambda: jax.jit(evolution_program(solver, options), donate_argnums=2)
-            program = self._program('evolve', (solver,), make, binding.is_reusable)
-            parameters, states = binding.read()
-            traces = self._read_traces(solver, donate=True)
-            with self._cleared_on_error():
-                solved = program(parameters, states, traces, binding.inputs(sequences))
-                after = (solved.states, solved.traces, self._rule_value())
-                self._write(binding, solver, *after, calls=length)
-        return binding.stacked(solved.aux, length) if return_outputs else None
+            if chunk_size in (None, 1):
+                outputs = evolve(self, sequences, step_fn)
+            else:
+                outputs = evolve_in_chunks(self, sequences, step_fn, chunk_size)
+        return outputs if return_outputs else None
 
     def etrace_online(
         self,
@@ -321,10 +430,9 @@ class Learner(Measuring, Saving):
         are masked, there is no update; states and traces advance. Returns the loss of
         every step.
         """
-        self._interface.check_loop_optimizer(optimizer)
+        interface_of(self.model).check_loop_optimizer(optimizer)
         check_optimizer(optimizer)
-        check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
-        length = length_of(sequences)
+        length_of(sequences, step_fn)
         if not isinstance(update_every, int) or update_every < 1:
             raise ValueError(
                 three_parts(
@@ -333,58 +441,9 @@ class Learner(Measuring, Saving):
                     'a whole number of at least 1',
                 )
             )
-        masked = mask is not None
-        mask, _ = loss_weights(mask, length, 'steps')
         with self._synchronised():
             sequences = self._placed(sequences, 1)
-            binding = self._binding(step_fn, sequences)
-            step = self._online_step(binding, masked)
-            update = update_by(optimizer, self.param_states, self._kept.optimizers)
-
-            def one(window: tuple, weights: jax.Array) -> tuple[jax.Array, dict]:
-                solved = step(window, weights)
-                wanted = jnp.any(weights != 0) if masked else None
-                update(binding.gradients_by_path(solved.gradients), wanted)
-                finite = {}
-                if self.check_finite:
-                    named = binding.gradients_by_name(solved.gradients)
-                    finite = {
-                        name: jnp.all(jnp.isfinite(g)) for name, g in named.items()
-                    }
-                return solved.losses, finite
-
-            count = length // update_every
-            parts = (binding, optimizer, update_every, length, masked, *self._held())
-            run = partial(_in_windows, one, count, update_every)
-            loop = self._loop('online', parts, run)
-            with self._undone_on_error(optimizer):
-                losses, finite = loop(jax.tree.map(jnp.asarray, sequences), mask)
-                self._count(length)
-                if self.check_finite:
-                    marks = {
-                        name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()
-                    }
-                    check_finite_values(losses, mask, marks, 'step')
-        return losses
-
-    def _online_step(
-        self, binding: StepBinding, masked: bool
-    ) -> Callable[[tuple, jax.Array], Solved]:
-        """A function of a window and the weights of its losses that gives gradients;
-        states and traces are read and written."""
-        solver, program = self._gradient_program(binding, self.rule, fresh=False)
-        self._read_traces(solver)
-
-        def step(window: tuple, weights: jax.Array) -> Solved:
-            traces, inputs = self._read_traces(solver), binding.inputs(window)
-            given = (*binding.read(), traces, inputs, weights, 1.0, self._rule_value())
-            solved = program(*given, masked=masked)
-            binding.write(solved.states)
-            self._write_traces(solver, solved.traces)
-            self._write_rule_state(self._next_rule_state(solved))
-            return solved
-
-        return step
+            return train_online(self, sequences, step_fn, optimizer, update_every, mask)
 
     def stream(
         self,
@@ -414,7 +473,7 @@ class Learner(Measuring, Saving):
         Parameters without a gradient stay as they are.
         """
         parameters = self.param_states
-        gradients = self._interface.by_path(gradients)
+        gradients = interface_of(self.model).by_path(gradients)
         check_paths('gradients', gradients, parameters)
         update = update_by(
             check_optimizer(optimizer), parameters, self._kept.optimizers
@@ -435,9 +494,332 @@ class Learner(Measuring, Saving):
         """One update of the rule's predictor from a fresh sequence, nothing else
         changed; its error."""
         with self._synchronised():
-            _, _, solved, _ = self._solve(sequences, step_fn, None, 'mean', True)
+            solved = solve(self, GradientCall(sequences, step_fn)).solved
             self._write_rule_state(self._next_rule_state(solved))
         return float(solved.predictor_error)
+
+    # ------------------------------------------------------------ measuring
+
+    def evaluate(
+        self, *sequences: Any, step_fn: Callable[..., Any] | None = None
+    ) -> Any:
+        """What ``step_fn``, by default the learner, gives at every step of a fresh
+        sequence.
+
+        Stacked over time. Forward only: nothing is learned, and states, traces and
+        random numbers stay as they are.
+        """
+        length_of(sequences, step_fn)
+        with self._synchronised():
+            return evaluate(self, self._placed(sequences, 1), step_fn)
+
+    @overload
+    def gradient_check(
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        rules: None = None,
+        mask: Any = None,
+        reduction: str = 'mean',
+    ) -> GradientCheck: ...
+
+    @overload
+    def gradient_check(
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        rules: Sequence[Any],
+        mask: Any = None,
+        reduction: str = 'mean',
+    ) -> RuleComparison: ...
+
+    def gradient_check(
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        rules: Sequence[Any] | None = None,
+        mask: Any = None,
+        reduction: str = 'mean',
+    ) -> GradientCheck | RuleComparison:
+        """Compare gradients of a fresh sequence with BPTT's: this rule's, or those of
+        ``rules``.
+
+        Nothing is changed. ``rules``: names or classes of rules, with the options they
+        have by default, :class:`ETraceConfig`, or learners for their rule with its
+        options, as ``braintrace.SnAp(model, n=2)``, its modulator or its predictor.
+        """
+        check_choice('reduction', reduction, ('mean', 'sum'))
+        own = (self.rule, self._rule_value())
+        compared = [own] if rules is None else rules_of(rules)
+        with self._synchronised(), self.unmoved():
+            sequences = self._placed(sequences, 1)
+            call = GradientCall(sequences, step_fn, mask, reduction)
+            checks = compare_with_bptt(self, call, compared)
+        return checks[0] if rules is None else RuleComparison(checks)
+
+    def certificate(
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        directions: int = 8,
+        mask: Any = None,
+        reduction: str = 'mean',
+        per_parameter: bool = False,
+        groups: Mapping[str, Sequence[Path]] | None = None,
+        seed: int = 0,
+    ) -> Certificate:
+        """Whether the rule's gradient of a fresh sequence points downhill.
+
+        ⟨g_true, g⟩/|g|², where g is the gradient of :meth:`etrace_grad` and g_true that
+        of BPTT, by forward mode through the uncut steps: exact, at the cost of a few
+        forward passes, and in memory that does not grow with the sequence for rules
+        that carry traces. Random ``directions`` beside it estimate the cosine.
+
+        ``per_parameter``: a row for each parameter array. ``groups``: a row for each of
+        these lists of paths, by name; a path stands for all parameters below it.
+        ``step_fn``, ``mask`` and ``reduction`` as in :meth:`etrace_grad`; auxiliary
+        values are ignored. Nothing is changed.
+
+        >>> import brainstate, braintrace, jax.numpy as jnp
+        >>> net = brainstate.nn.GRUCell(3, 4)
+        >>> learner = braintrace.compile(net, 'bptt', jnp.ones((2, 3)), batch_size=2)
+        >>> step = lambda x: jnp.mean((learner(x) - 1) ** 2)
+        >>> found = learner.certificate(jnp.ones((5, 2, 3)), step_fn=step)
+        >>> round(found.descent, 3), found.descends
+        (1.0, True)
+        """
+        check_choice('reduction', reduction, ('mean', 'sum'))
+        check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
+        check_directions(directions)
+        length_of(sequences)
+        with self._synchronised(), self.unmoved():
+            call = GradientCall(self._placed(sequences, 1), step_fn, mask, reduction)
+            return certify(self, call, directions, per_parameter, groups, seed)
+
+    def write_report(self, file: Any, steps: int | None = None) -> None:
+        """Write the report as a page; ``steps`` adds what a sequence so long needs in
+        memory."""
+        self.report.to_html(
+            file, memory=None if steps is None else self.memory_plan(steps)
+        )
+
+    def memory_plan(
+        self, steps: int, mesh: Any = None, shard: Mapping[str, Any] | None = None
+    ) -> MemoryPlan:
+        """Bytes that a sequence of the compiled inputs needs on each device, before any
+        is allocated; ``mesh`` and ``shard``: on other devices, as for ``compile``."""
+        return plan_of(self, steps, mesh, shard)
+
+    @contextlib.contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Measure inside: afterwards states, traces and random numbers are as they were
+        before.
+
+        This covers every state that is read or written inside, of the learner or not.
+        """
+        with self._followed():
+            touched: Any = brainstate.StateTraceStack()
+            try:
+                with touched, self._carried.unmoved():
+                    yield
+            finally:
+                touched.recovery_original_values()
+
+    # ------------------------------------------------------------ saving and copying
+
+    def weights(self) -> Weights:
+        """Copies of the parameters as NumPy arrays, by path.
+
+        A parameter that is a structure of arrays, as the weight and the bias of a
+        layer, is the same structure of NumPy arrays.
+        """
+        with self._synchronised():
+            return read_weights(self.param_states)
+
+    def set_weights(self, weights: Mapping[Any, Any]) -> None:
+        """Set parameters to arrays as :meth:`weights` gives them; others stay.
+
+        The names of reports, as ``'layers.1.weight.bias'``, are keys too.
+        """
+        with self._synchronised():
+            write_weights(self.param_states, weights)
+
+    def save_weights(self, file: str | FilePath) -> None:
+        """Write the parameters to a file of safetensors, by the names of reports."""
+        with self._synchronised():
+            write_safetensors(self.param_states, file)
+
+    def load_weights(self, file: str | FilePath) -> None:
+        """Set all parameters to those that :meth:`save_weights` wrote."""
+        with self._synchronised():
+            read_safetensors(self.param_states, file)
+
+    def save(self, folder: str | FilePath, optimizer: Any = None) -> None:
+        """Write weights, states, traces, the rule's own state and random numbers to a
+        folder, and the state of an optimiser if one is given.
+
+        The newest two that were written to a folder are kept.
+        """
+        from ..checkpoint import save_learner
+
+        with self._synchronised():
+            save_learner(self, folder, optimizer)
+
+    def load(self, folder: str | FilePath, optimizer: Any = None) -> None:
+        """Continue from what :meth:`save`, a stream or :func:`fit` wrote.
+
+        The learner must be compiled as the one that wrote it: the same model, rule and
+        batch size. An error leaves everything as it was.
+        """
+        from ..checkpoint import load_learner
+
+        with self._synchronised():
+            load_learner(self, folder, optimizer)
+
+    def __copy__(self) -> Any:
+        """A learner of the same model that shares all states."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled."""
+        raise TypeError(
+            three_parts(
+                f'pickling a {type(self).__name__} learner',
+                'it holds compiled programs, which belong to this process',
+                'learner.save(folder), and learner.load(folder) of a learner compiled '
+                'in the other process; copy.deepcopy(learner) for a second one here',
+            )
+        )
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        """A learner of its own on a copy of the model: weights, states, traces, optax
+        states."""
+        interface_of(self.model).check_copied()
+        # This copies the states of the tree and shares all else.
+        copied = super().__deepcopy__(memo)
+        # Programs, and the graph, hold the states of the model that they were made of.
+        copied.executor = copied._new_executor()
+        if copied._example:
+            copied.executor.compile_graph(*copied._example)
+        optimizers: dict[Any, brainstate.State] = {}
+        for key, state in self._kept.optimizers.items():
+            optimizers[key] = brainstate.ShortTermState(copy.deepcopy(state.value))
+        copied._kept = Kept(optimizers=optimizers, shapes=self._kept.shapes)
+        copied._carried = self._carried.copied(copied.traces)
+        return copied
+
+    # ------------------------------------------------------------ what there is
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a graph was compiled."""
+        return bool(self._compiled_for)
+
+    @property
+    def graph(self) -> ETraceGraph:
+        """The compiled graph of the model's step."""
+        if not self.executor.is_compiled:
+            rule = type(self).__name__
+            raise ValueError(
+                three_parts(
+                    f'a {rule} learner used before compiling',
+                    'its graph and traces are made from one step on example inputs',
+                    'learner.compile_graph(x) on an example of the inputs, after '
+                    'brainstate.nn.init_all_states(model, batch_size=...); or '
+                    f"braintrace.compile(model, '{rule}', x, batch_size=...), "
+                    'which does both',
+                )
+            )
+        return self.executor.graph
+
+    @property
+    def report(self) -> CompilationReport:
+        """What the compiler found, what this rule gives each parameter, and its traces."""
+        return report_of(self)
+
+    def __repr__(self) -> str:
+        return described(self)
+
+    def _repr_html_(self) -> str | None:
+        return self.report._repr_html_() if self._example else None
+
+    def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
+        """Print groups, parameters with what the rule gives them, and other states."""
+        message = self.executor.graph_text(self.report.etrace_weights)
+        if verbose:
+            print(message)
+        return message if return_msg else None
+
+    @property
+    def param_states(self) -> FlattedDict:
+        """The model's parameters by path."""
+        return FlattedDict(module_states(self.model, brainstate.ParamState))
+
+    @property
+    def hidden_states(self) -> FlattedDict:
+        """The model's hidden states by path."""
+        return FlattedDict(module_states(self.model, brainstate.HiddenState))
+
+    @property
+    def other_states(self) -> FlattedDict:
+        """States that are neither parameters nor hidden."""
+        roles = (brainstate.ParamState, brainstate.HiddenState)
+        states = module_states(self.model).items()
+        return FlattedDict({p: s for p, s in states if not isinstance(s, roles)})
+
+    @property
+    def params(self) -> Any:
+        """The parameters of a model that is no brainstate module, as its framework
+        holds them: a State of Params, an Equinox model, the params of a function."""
+        with self._followed():
+            return interface_of(self.model).params
+
+    @params.setter
+    def params(self, value: Any) -> None:
+        with self._followed():
+            interface_of(self.model).params = value
+
+    @property
+    def state(self) -> Any:
+        """What such a model carries from step to step, in the structure in which it was
+        given."""
+        with self._followed():
+            return interface_of(self.model).state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        with self._followed():
+            interface_of(self.model).state = value
+
+    def get_etrace_of(self, path: Path | str | brainstate.State) -> dict[tuple, Any]:
+        """The traces of one parameter, by their names.
+
+        A name holds parameters, operation and hidden states; a trace is one array for
+        each of these states that it is carried on, by number. pp_prop's traces are
+        :class:`FactorTrace` of an input and such arrays.
+        """
+        return self._carried.of_parameter(path_of_parameter(path, self.param_states))
+
+    def _held(self) -> tuple[brainstate.State, ...]:
+        """The states that a compiled loop of brainstate refers to."""
+        own: list[brainstate.State] = [self.running_index]
+        own += [] if self.rule_state is None else [self.rule_state]
+        return (*module_states(self.model).values(), *self.traces.values(), *own)
+
+    def _count(self, calls: int) -> None:
+        """Count calls since the last reset."""
+        self.running_index.value = self.running_index.value + calls
+
+    def optimizer_states(self, optimizer: Any) -> dict[str, brainstate.State]:
+        """The states of an optimiser as this learner uses it, by name."""
+        update_by(check_optimizer(optimizer), self.param_states, self._kept.optimizers)
+        if optimizer in self._kept.optimizers:
+            return {'state': self._kept.optimizers[optimizer]}
+        own = {id(state) for state in self.param_states.values()}
+        states = brainstate.graph.states(optimizer).items()
+        return {path_name(p): s for p, s in states if id(s) not in own}
 
     def placed(self, *sequences: Any) -> tuple:
         """Sequences as JAX arrays, on the devices of the learner if it has several."""
@@ -450,25 +832,192 @@ class Learner(Measuring, Saving):
         """The samples of a batch that this process brings; all if it is alone."""
         return slice(None) if self.placement is None else self.placement.own_samples
 
+    def step_solver(
+        self, step_fn: Callable[..., Any] | None = None, sequences: tuple = ()
+    ) -> tuple[StepBinding, Solver]:
+        """The traced step of the model, or of a step function on slices of sequences,
+        and what solves it."""
+        with self._synchronised():
+            if step_fn is None:
+                binding = self._model_binding(self._example)
+            else:
+                binding = self._binding(step_fn, sequences)
+            loss = step_fn is not None
+            return binding, self._solver(binding, self.rule, loss)
 
-def _in_windows(
-    one: Callable, count: int, length: int, sequences: tuple, weights: jax.Array
-) -> tuple[jax.Array, dict]:
-    """Run ``one`` over windows of a length; the last one may be shorter."""
-    given, results = (sequences, weights), []
-    if count:
-        cut = lambda x: x[: count * length].reshape(count, length, *x.shape[1:])
-        losses, finite = brainstate.transform.for_loop(one, *jax.tree.map(cut, given))
-        results.append((losses.reshape(-1), finite))
-    if len(weights) % length:
-        losses, finite = one(*jax.tree.map(lambda x: x[count * length :], given))
-        results.append((losses, jax.tree.map(lambda ok: ok[None], finite)))
-    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *results)
+    def is_news(self, text: str) -> bool:
+        """Whether a text was not yet said about this learner; it counts as said now."""
+        new = text not in self._kept.said
+        self._kept.said.add(text)
+        return new
+
+    # ------------------------------------------------------------ the rule's own state
+
+    def _groups(self) -> list[tuple[int, tuple[int, ...], Any]] | None:
+        if not self._example:
+            return None
+        dtype = lambda group: jnp.finfo(group.hidden_invars[0].aval.dtype).dtype
+        return [(g.num_state, g.varshape, dtype(g)) for g in self.graph.hidden_groups]
+
+    def _new_rule_state(self) -> RuleState | None:
+        """The rule's own state as it is at first; a predictor's once the model is
+        compiled."""
+        value = self.rule.init_state(self._groups())
+        return None if value is None else RuleState(value)
+
+    def _rule_value(self) -> Any:
+        return None if self.rule_state is None else self.rule_state.value
+
+    @property
+    def modulator(self) -> Any:
+        """The standing modulator; None for a rule without one."""
+        return self._rule_value() if self.rule.is_modulated else None
+
+    @modulator.setter
+    def modulator(self, value: Any) -> None:
+        self.set_modulator(value)
+
+    def set_modulator(self, value: Any) -> None:
+        """Set the standing modulator of a rule that has one."""
+        self.check_modulated(value)
+        if self.rule_state is not None:
+            self.rule_state.value = jnp.asarray(value, jnp.result_type(float))
+
+    def check_modulated(self, value: Any) -> None:
+        """Raise unless the rule takes modulators, and this is one."""
+        if not self.rule.is_modulated:
+            why = 'its traces are multiplied by the derivative of the loss'
+            raise ValueError(
+                three_parts(
+                    f'a modulator for {self.rule.name}', why, "rule 'three_factor'"
+                )
+            )
+        check_modulator(value)
+
+    def _next_rule_state(self, solved: Solved | None) -> Any:
+        if self.rule_state is None:
+            return None
+        return self.rule.next_state(self.rule_state.value, solved)
+
+    def _write_rule_state(self, value: Any) -> None:
+        if self.rule_state is not None and value is not self.rule_state.value:
+            self.rule_state.value = value
+
+    # ------------------------------------------------------------ starting again
+
+    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        """Reset: the model's states as they were compiled, traces zero.
+
+        With a ``batch_size`` new states are made for it, and that is where fresh
+        sequences start from then on.
+        """
+        check_batch_size(batch_size)
+        with self._followed():
+            if batch_size is None:
+                self._restore_start()
+            else:
+                self._resize(batch_size)
+            self._clear_traces()
+            self.running_index.value = jnp.zeros((), jnp.int32)
+
+    def _start_values(self) -> dict[Path, Any]:
+        """Where a fresh sequence starts, by path."""
+        return {path: start.value for path, start in self._start.items()}
+
+    def _restore_start(self) -> None:
+        start = self._start_values()
+        for path, state in module_states(self.model).items():
+            if path in start:
+                state.value = start[path]
+
+    def _resize(self, batch_size: int) -> None:
+        make_states(self.model, batch_size, self.vmap)
+        before = jax.tree.leaves(self._start_values())
+        self._start_here()
+        after = jax.tree.leaves(self._start_values())
+        # The batch axis of the inputs has the size that the first axis of the states
+        # had.
+        sizes = [
+            (jnp.shape(a)[:1], jnp.shape(b)[:1])
+            for a, b in zip(before, after, strict=True)
+        ]
+        old = next((a for a, b in sizes if b == (batch_size,)), None)
+
+        def resized(x: Any) -> Any:
+            if not jnp.ndim(x) or jnp.shape(x)[:1] != old:
+                return x
+            return jnp.zeros((batch_size, *jnp.shape(x)[1:]), jnp.result_type(x))
+
+        self._example = jax.tree.map(resized, self._example)
+        if self.placement is not None:
+            place_states(self)
+            self._start_here()
+        self._kept.shapes = compiled_shapes(self)
+        self.traces.clear()
+        self._make_traces()
+
+    def _start_here(self) -> None:
+        """Fresh sequences start from the states as they are."""
+        states = module_states(self.model)
+        for path, start in self._start.items():
+            start.value = states[path].value
+
+    # ------------------------------------------------------------ traces
+
+    def _make_traces(self) -> None:
+        """Zero traces for the model's step as it is now, before any program needs them."""
+        # Traces that are too large are refused again, with the reason, when one is
+        # needed.
+        with contextlib.suppress(NotSupportedError):
+            binding = self._model_binding(self._example)
+            self._prepare_traces(self._solver(binding, self.rule, loss=False))
+
+    def _prepare_traces(self, solver: Solver) -> None:
+        """Zero traces of a step, unless there are traces like them already."""
+        if not self.rule.has_trace or self._carried.fit(solver):
+            return
+        self._carried.check_zero()
+        check_trace_bytes(solver, self.max_trace_bytes, self.rule.name)
+        self._carried.make(solver, self.hidden_states, self.placement)
+
+    def _read_traces(self, solver: Solver, donate: bool = False) -> list[Any]:
+        """The traces of a step, made if there are none yet; ``donate``: safe to be
+        written to."""
+        if not self.rule.has_trace:
+            return []
+        self._prepare_traces(solver)
+        return self._carried.read(solver, donate)
+
+    def _write_traces(self, solver: Solver, values: list[Any]) -> None:
+        if self.rule.has_trace:
+            self._carried.write(solver, values)
+
+    def _clear_traces(self) -> None:
+        self._carried.clear()
+
+    # ------------------------------------------------------------ parts of every call
+
+    # Who may call, and where arrays are: ``access.py``.
+    _alone = alone
+    _followed = followed
+    _synchronised = synchronised
+    _placed = place_inputs
+    _undone_on_error = undone_on_error
+    # What runs: ``binding.py``.
+    _run_model = run_model
+    _model_binding = bind_model
+    _binding = bind_step_fn
+    _solver = solver_of
+    _options = options_of
+    _program = program_of
+    _gradient_program = gradient_program_of
+    _loop = loop_of
+    _online_step = online_step_of
 
 
 def _with_common_options(own: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
     """Parameters of a rule's learner, with the options of every learner."""
-    every = inspect.signature(LearnerState.__init__).parameters.values()
+    every = inspect.signature(Learner.__init__).parameters.values()
     common = [p for p in every if p.kind is p.KEYWORD_ONLY]
     shown = [p for p in own if p.kind is not p.VAR_KEYWORD]
     names = {p.name for p in shown}

@@ -153,25 +153,6 @@ def weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights == 0, 0.0, losses) * weights)
 
 
-def check_aux(structure: Any, has_aux: bool) -> None:
-    """Raise unless a step_fn returned a loss alone, or with ``has_aux`` a pair."""
-    outputs = jax.tree.unflatten(structure, range(structure.num_leaves))
-    if (
-        isinstance(outputs, tuple) and len(outputs) == 2
-        if has_aux
-        else structure.num_leaves == 1
-    ):
-        return
-    raise CompilationError(
-        three_parts(
-            f'a step_fn that returns {structure} with has_aux={has_aux}',
-            'a step gives its loss, or with has_aux=True, which fit sets if it has '
-            'metrics, a pair (loss, aux)',
-            'return loss' if not has_aux else 'return loss, outputs',
-        )
-    )
-
-
 def never_called() -> CompilationError:
     return CompilationError(
         three_parts(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
@@ -13,17 +13,11 @@ import numpy as np
 
 from ..errors import three_parts
 from ..program import Path
-from ..rules import PRESETS
-from .arguments import (
-    bytes_of,
-    check_call,
-    check_choice,
-    check_directions,
-    length_of,
-    rules_of,
-)
+from ..rules import PRESETS, Rule, named
+from .access import sample_count
+from .arguments import bytes_of
 from .binding import StepBinding
-from .calls import Calls
+from .calls import GradientCall, failure_explained, solve
 from .certificate import (
     Certificate,
     certificate_of,
@@ -31,204 +25,154 @@ from .certificate import (
     parameter_groups,
     random_directions,
 )
-from .check import GradientCheck, RuleComparison, compare
+from .check import GradientCheck, compare
 from .gradients import gradients_of
 from .losses import loss_weights
 from .memory import MemoryPlan, plan_memory
+from .model_states import check_shapes
 from .placement import Placement
 from .recording import recording
 from .sequences import gradient_program
 
+if TYPE_CHECKING:
+    from .learner import Learner
 
-class Measuring(Calls):
-    """The calls of a learner that change nothing."""
 
-    def evaluate(
-        self, *sequences: Any, step_fn: Callable[..., Any] | None = None
-    ) -> Any:
-        """What ``step_fn``, by default the learner, gives at every step of a fresh
-        sequence.
+def evaluate(learner: Learner, sequences: tuple, step_fn: Callable | None) -> Any:
+    """What the steps of a fresh sequence give, stacked over time."""
+    run = lambda *xs: brainstate.transform.for_loop(step_fn or learner, *xs)
+    program = learner._loop('evaluate', (step_fn, *learner._held()), run)
+    with recording(learner, ignores_modulators=True), learner.unmoved():
+        learner._restore_start()
+        with failure_explained(learner, sequences):
+            return program(*sequences)
 
-        Stacked over time. Forward only: nothing is learned, and states, traces and
-        random numbers stay as they are.
-        """
-        length_of(sequences, step_fn)
-        run = lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs)
-        with self._synchronised():
-            sequences = self._placed(sequences, 1)
-            program = self._loop('evaluate', (step_fn, *self._held()), run)
-            with recording(self, ignores_modulators=True), self.unmoved():
-                self._restore_start()
-                with self._failure_explained(sequences):
-                    return program(*sequences)
 
-    @overload
-    def gradient_check(
-        self,
-        *sequences: Any,
-        step_fn: Callable[..., Any],
-        rules: None = None,
-        mask: Any = None,
-        reduction: str = 'mean',
-    ) -> GradientCheck: ...
+def compare_with_bptt(
+    learner: Learner, call: GradientCall, rules: Iterable[tuple[Rule, Any]]
+) -> tuple[GradientCheck, ...]:
+    """The gradient of a fresh sequence by each rule, with the rule's own state, beside
+    that of BPTT."""
+    found = solve(learner, call, PRESETS['bptt'].default)
+    exact = found.binding.gradients_by_name(found.solved.gradients)
+    credits = learner.graph.report.credits
+    classes = {r.context['name']: r.context['credit'] for r in credits}
+    checks = []
+    for rule, state in rules:
+        state = rule.init_state(learner._groups()) if state is None else state
+        binding, solver, solved, _ = solve(learner, call, rule, state)
+        gives = gradients_of(rule, binding, solver, credits)
+        mine = binding.gradients_by_name(solved.gradients)
+        rows = [
+            compare(n, classes.get(n, 'none'), gives[n].kind, gradient, exact[n])
+            for n, gradient in mine.items()
+        ]
+        checks.append(GradientCheck(rule.name, tuple(rows)))
+    return tuple(checks)
 
-    @overload
-    def gradient_check(
-        self,
-        *sequences: Any,
-        step_fn: Callable[..., Any],
-        rules: Sequence[Any],
-        mask: Any = None,
-        reduction: str = 'mean',
-    ) -> RuleComparison: ...
 
-    def gradient_check(
-        self,
-        *sequences: Any,
-        step_fn: Callable[..., Any],
-        rules: Sequence[Any] | None = None,
-        mask: Any = None,
-        reduction: str = 'mean',
-    ) -> GradientCheck | RuleComparison:
-        """Compare gradients of a fresh sequence with BPTT's: this rule's, or those of
-        ``rules``.
-
-        Nothing is changed. ``rules``: names or classes of rules, with the options they
-        have by default, :class:`ETraceConfig`, or learners for their rule with its
-        options, as ``braintrace.SnAp(model, n=2)``, its modulator or its predictor.
-        """
-        check_choice('reduction', reduction, ('mean', 'sum'))
-        own = (self.rule, self._rule_value())
-        compared = [own] if rules is None else rules_of(rules)
-        with self._synchronised(), self.unmoved():
-            sequences = self._placed(sequences, 1)
-            solve = lambda *rule: self._solve(
-                sequences, step_fn, mask, reduction, True, *rule
+def rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
+    """Rules from their names, classes, configurations or learners, and what those of
+    learners read."""
+    if (
+        isinstance(given_rules, str)
+        or not isinstance(given_rules, Sequence)
+        or not given_rules
+    ):
+        raise ValueError(
+            three_parts(
+                f'rules={given_rules!r}',
+                'it is a list of rules to compare',
+                "rules=['d_rtrl', 'pp_prop']",
             )
-            binding, _, solved, _ = solve(PRESETS['bptt'].default, None)
-            exact = binding.gradients_by_name(solved.gradients)
-            credits = self.graph.report.credits
-            classes = {r.context['name']: r.context['credit'] for r in credits}
-            checks = []
-            for rule, state in compared:
-                state = rule.init_state(self._groups()) if state is None else state
-                binding, solver, solved, _ = solve(rule, state)
-                gives = gradients_of(rule, binding, solver, credits)
-                mine = binding.gradients_by_name(solved.gradients)
-                rows = [
-                    compare(
-                        n, classes.get(n, 'none'), gives[n].kind, gradient, exact[n]
-                    )
-                    for n, gradient in mine.items()
-                ]
-                checks.append(GradientCheck(rule.name, tuple(rows)))
-        return checks[0] if rules is None else RuleComparison(tuple(checks))
-
-    def certificate(
-        self,
-        *sequences: Any,
-        step_fn: Callable[..., Any],
-        directions: int = 8,
-        mask: Any = None,
-        reduction: str = 'mean',
-        per_parameter: bool = False,
-        groups: Mapping[str, Sequence[Path]] | None = None,
-        seed: int = 0,
-    ) -> Certificate:
-        """Whether the rule's gradient of a fresh sequence points downhill.
-
-        ⟨g_true, g⟩/|g|², where g is the gradient of :meth:`etrace_grad` and g_true that
-        of BPTT, by forward mode through the uncut steps: exact, at the cost of a few
-        forward passes, and in memory that does not grow with the sequence for rules
-        that carry traces. Random ``directions`` beside it estimate the cosine.
-
-        ``per_parameter``: a row for each parameter array. ``groups``: a row for each of
-        these lists of paths, by name; a path stands for all parameters below it.
-        ``step_fn``, ``mask`` and ``reduction`` as in :meth:`etrace_grad`; auxiliary
-        values are ignored. Nothing is changed.
-
-        >>> import brainstate, braintrace, jax.numpy as jnp
-        >>> net = brainstate.nn.GRUCell(3, 4)
-        >>> learner = braintrace.compile(net, 'bptt', jnp.ones((2, 3)), batch_size=2)
-        >>> step = lambda x: jnp.mean((learner(x) - 1) ** 2)
-        >>> found = learner.certificate(jnp.ones((5, 2, 3)), step_fn=step)
-        >>> round(found.descent, 3), found.descends
-        (1.0, True)
-        """
-        check_choice('reduction', reduction, ('mean', 'sum'))
-        check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
-        check_directions(directions)
-        length = length_of(sequences)
-        weights, unit = loss_weights(mask, length, 'steps', reduction)
-        with self._synchronised(), self.unmoved():
-            sequences = self._placed(sequences, 1)
-            binding = self._binding(step_fn, sequences)
-            own = parameter_groups(
-                binding.info.program.parameters, per_parameter, groups
-            )
-            program = self._certificate_program(binding, length, own)
-            parameters, states = self._values(binding, fresh=True)
-            drawn = random_directions(parameters, directions, seed)
-            inputs, rule_state = binding.inputs(sequences), self._rule_value()
-            traces: list = []
-            given = (parameters, states, traces, inputs, weights, unit, rule_state)
-            measured = program(drawn, *given, masked=mask is not None)
-        names = list(own) if per_parameter or groups else []
-        return certificate_of(self.rule.name, length, names, measured)
-
-    def _certificate_program(
-        self, binding: StepBinding, steps: int, groups: dict
-    ) -> Callable:
-        """The compiled certificate, whose gradient is made in the way of less memory."""
-        solver = self._solver(binding, self.rule, loss=True)
-        options = self._options()
-        if options.passes is None and self.rule.has_trace:
-            traces = bytes_of(jax.eval_shape(solver.init_traces))
-            fits = traces <= self.max_trace_bytes
-            passes = 1 if fits and traces < steps * solver.kept_bytes else 2
-            options = replace(options, passes=passes)
-
-        def make() -> Callable:
-            solve = gradient_program(solver, self.rule, True, options)
-            lists = list(groups.values())
-            run = certificate_program(solver.step, solve, lists)
-            return jax.jit(run, static_argnames='masked')
-
-        lists = tuple(map(tuple, groups.values()))
-        parts = (solver, options, lists)
-        return self._program('certificate', parts, make, binding.is_reusable)
-
-    def write_report(self, file: Any, steps: int | None = None) -> None:
-        """Write the report as a page; ``steps`` adds what a sequence so long needs in
-        memory."""
-        self.report.to_html(
-            file, memory=None if steps is None else self.memory_plan(steps)
         )
+    found = []
+    for one in given_rules:
+        name = one if isinstance(one, str) else getattr(one, '__name__', None)
+        rule = named(name).default if name else getattr(one, 'rule', one)
+        if not isinstance(rule, Rule):
+            raise ValueError(
+                three_parts(
+                    f'{one!r} among rules',
+                    'it is no rule',
+                    "a name, as 'd_rtrl', or a learner",
+                )
+            )
+        state = getattr(one, 'rule_state', None)
+        found.append((rule, None if state is None else state.value))
+    return found
 
-    def memory_plan(
-        self, steps: int, mesh: Any = None, shard: Mapping[str, Any] | None = None
-    ) -> MemoryPlan:
-        """Bytes that a sequence of the compiled inputs needs on each device, before any
-        is allocated; ``mesh`` and ``shard``: on other devices, as for ``compile``."""
-        if not isinstance(steps, (int, np.integer)) or steps < 1:
-            why = 'a sequence has at least one step'
-            fix = 'a whole number of at least 1'
-            raise ValueError(three_parts(f'memory_plan({steps!r})', why, fix))
 
-        def step_fn(*xs: Any) -> Any:
-            leaves = jax.tree.leaves(self(*xs))
-            inexact = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-            return sum(jnp.sum(jnp.abs(x) ** 2) for x in inexact)
+def certify(
+    learner: Learner,
+    call: GradientCall,
+    directions: int,
+    per_parameter: bool,
+    groups: Mapping[str, Sequence[Path]] | None,
+    seed: int,
+) -> Certificate:
+    """Whether the rule's gradient of a fresh sequence points downhill."""
+    length = len(jax.tree.leaves(call.sequences)[0])
+    weights, unit = loss_weights(call.mask, length, 'steps', call.reduction)
+    binding = learner._binding(call.step_fn, call.sequences)
+    own = parameter_groups(binding.info.program.parameters, per_parameter, groups)
+    program = _certificate_program(learner, binding, length, own)
+    parameters, states = binding.read()
+    states = binding.with_values(states, learner._start_values())
+    drawn = random_directions(parameters, directions, seed)
+    inputs, rule_state = binding.inputs(call.sequences), learner._rule_value()
+    traces: list = []
+    given = (parameters, states, traces, inputs, weights, unit, rule_state)
+    measured = program(drawn, *given, masked=call.mask is not None)
+    names = list(own) if per_parameter or groups else []
+    return certificate_of(learner.rule.name, length, names, measured)
 
-        _ = self.graph  # refuses a learner that was not compiled
-        self._kept.check_shapes(self)
-        binding = StepBinding.of_step_fn(self, step_fn, self._example)
-        solver = self._solver(binding, self.rule, loss=True)
-        options = self._options()
-        if mesh is not None:
-            other = Placement.of(mesh, shard)
-            assert other is not None
-            options = replace(options, placement=other.with_size(self._sample_count()))
-        with options.on_devices():
-            given = (binding, solver, self.rule, steps, options)
-            return plan_memory(*given, self._rule_value())
+
+def _certificate_program(
+    learner: Learner, binding: StepBinding, steps: int, groups: dict
+) -> Callable:
+    """The compiled certificate, whose gradient is made in the way of less memory."""
+    rule, options = learner.rule, learner._options()
+    solver = learner._solver(binding, rule, loss=True)
+    if options.passes is None and rule.has_trace:
+        traces = bytes_of(jax.eval_shape(solver.init_traces))
+        fits = traces <= learner.max_trace_bytes
+        passes = 1 if fits and traces < steps * solver.kept_bytes else 2
+        options = replace(options, passes=passes)
+
+    def make() -> Callable:
+        solve = gradient_program(solver, rule, True, options)
+        run = certificate_program(solver.step, solve, list(groups.values()))
+        return jax.jit(run, static_argnames='masked')
+
+    lists = tuple(map(tuple, groups.values()))
+    parts = (solver, options, lists)
+    return learner._program('certificate', parts, make, binding.is_reusable)
+
+
+def plan_of(
+    learner: Learner, steps: int, mesh: Any, shard: Mapping[str, Any] | None
+) -> MemoryPlan:
+    """Bytes that a sequence of the compiled inputs needs on each device."""
+    if not isinstance(steps, (int, np.integer)) or steps < 1:
+        why = 'a sequence has at least one step'
+        fix = 'a whole number of at least 1'
+        raise ValueError(three_parts(f'memory_plan({steps!r})', why, fix))
+
+    def step_fn(*xs: Any) -> Any:
+        leaves = jax.tree.leaves(learner(*xs))
+        inexact = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return sum(jnp.sum(jnp.abs(x) ** 2) for x in inexact)
+
+    _ = learner.graph  # refuses a learner that was not compiled
+    check_shapes(learner)
+    binding = StepBinding.of_step_fn(learner, step_fn, learner._example)
+    solver = learner._solver(binding, learner.rule, loss=True)
+    options = learner._options()
+    if mesh is not None:
+        other = Placement.of(mesh, shard)
+        assert other is not None
+        options = replace(options, placement=other.with_size(sample_count(learner)))
+    with options.on_devices():
+        given = (binding, solver, learner.rule, steps, options)
+        return plan_memory(*given, learner._rule_value())

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from ..compiled_step import Values
 from ..errors import printable
 from ..rules import PRESETS, Rule
-from ..solver import BlockSolver, InfluenceSolver
+from ..solver import BlockSolver
 from ..text import size_text, use_name
 from .arguments import bytes_of
-from .binding import StepBinding, trace_keys
-from .sequences import SequenceOptions
+from .binding import StepBinding
+from .carried import trace_keys
+from .sequences import SequenceOptions, Solver
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +67,7 @@ class MemoryPlan:
 
 def plan_memory(
     binding: StepBinding,
-    solver: BlockSolver | InfluenceSolver,
+    solver: Solver,
     rule: Rule,
     steps: int,
     options: SequenceOptions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import brainstate
 import jax
@@ -16,6 +16,10 @@ from ..frontends.brainstate import module_states
 from ..program import Path
 from ..program.step import path_name
 
+if TYPE_CHECKING:
+    from .learner import Learner
+
+Shapes = dict[Path, tuple[int, ...]]
 _last_shaped: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 """The learner that last gave the states of each model their shapes."""
 
@@ -85,31 +89,29 @@ def _with_states(value: Any, replaced: Mapping[int, brainstate.State]) -> Any:
     return type(value)(new)
 
 
-class StateShapes:
-    """The shapes of the hidden states that a learner was compiled for."""
-
-    def __init__(self, learner: Any):
-        self.shapes = state_shapes(learner.hidden_states)
-        _last_shaped[learner.model] = weakref.ref(learner)
-
-    def check(self, learner: Any) -> None:
-        """Raise if the hidden states have other shapes now."""
-        found = state_shapes(learner.hidden_states)
-        for path, shape in self.shapes.items():
-            if found.get(path, shape) != shape:
-                last = _last_shaped.get(learner.model, lambda: None)()
-                other = None if last is learner else last
-                raise _reshaped(learner.rule.name, path, shape, found[path], other)
-
-
-def state_shapes(
-    states: Mapping[Path, brainstate.State],
-) -> dict[Path, tuple[int, ...]]:
+def state_shapes(states: Mapping[Path, brainstate.State]) -> Shapes:
     """The shape of each state that is one array."""
     leaves = {path: jax.tree.leaves(state.value) for path, state in states.items()}
     return {
         path: jnp.shape(found[0]) for path, found in leaves.items() if len(found) == 1
     }
+
+
+def compiled_shapes(learner: Learner) -> Shapes:
+    """The shapes that a learner is compiled for, which is the last one of its model to be
+    so."""
+    _last_shaped[learner.model] = weakref.ref(learner)
+    return state_shapes(learner.hidden_states)
+
+
+def check_shapes(learner: Learner) -> None:
+    """Raise if the hidden states have other shapes than the learner was compiled for."""
+    found = state_shapes(learner.hidden_states)
+    for path, shape in learner._kept.shapes.items():
+        if found.get(path, shape) != shape:
+            last = _last_shaped.get(learner.model, lambda: None)()
+            other = None if last is learner else last
+            raise _reshaped(learner.rule.name, path, shape, found[path], other)
 
 
 def _reshaped(

@@ -22,7 +22,6 @@ from ..frontends import pure_model
 from ..frontends.pure import PureModel
 from ..program import Path
 from ..program.step import path_name
-from .programs import in_trace
 
 
 class ModelInterface:
@@ -222,7 +221,7 @@ class AdaptedModel(brainstate.nn.Module, ModelInterface):
             except brainstate.TraceContextError as error:
                 raise _inside_a_transformation() from error
             return
-        if in_trace():
+        if isinstance(jnp.zeros(()), jax.core.Tracer):  # inside jit or the like
             raise _inside_a_transformation()
         self._pull(recompile)
         states = [*self.weights, *self.kept]

@@ -15,6 +15,9 @@ from ..solver import BlockSolver, InfluenceSolver, Solved
 from ..solver.block_loop import length_of
 from .placement import Placement
 
+Solver = BlockSolver | InfluenceSolver
+"""What solves sequences of a step by a rule."""
+
 
 @dataclass(frozen=True)
 class SequenceOptions:
@@ -62,7 +65,7 @@ class SequenceOptions:
 
 
 def gradient_program(
-    solver: BlockSolver | InfluenceSolver,
+    solver: Solver,
     rule: Rule,
     fresh: bool,
     options: SequenceOptions,
@@ -123,7 +126,7 @@ def gradient_program(
 
 
 def evolution_program(
-    solver: BlockSolver | InfluenceSolver, options: SequenceOptions
+    solver: Solver, options: SequenceOptions
 ) -> Callable[..., Solved]:
     """A sequence without a loss: a function of parameters, states, traces and inputs."""
 

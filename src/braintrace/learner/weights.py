@@ -4,7 +4,7 @@ safetensors."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -21,6 +21,69 @@ States = Mapping[Path, brainstate.State]
 Weights = dict[Path, Any]
 """The arrays of every parameter by its path: one array, or the structure of the
 parameter with arrays in it."""
+
+
+def selected(
+    weights: Any, parameters: Mapping[Path, brainstate.State]
+) -> dict[Any, Path] | None:
+    """The paths of the parameters that were asked for, by the keys of their gradients.
+
+    ``weights``: a list of paths or of states, one state, or a mapping of any keys to
+    states, as ``learner.param_states``.
+    """
+    if weights is None:
+        return None
+    by_state = {id(state): path for path, state in parameters.items()}
+
+    def path_of(x: Any) -> Any:
+        return by_state.get(id(x), x) if isinstance(x, brainstate.State) else tuple(x)
+
+    if isinstance(weights, brainstate.State):
+        weights = [weights]
+    if isinstance(weights, Mapping):
+        found = {key: path_of(value) for key, value in weights.items()}
+    elif isinstance(weights, Sequence):
+        found = {path: path for path in map(path_of, weights)}
+    else:
+        found = weights
+    check_paths(
+        'weights',
+        list(found.values()) if isinstance(found, dict) else found,
+        parameters,
+    )
+    return found
+
+
+def check_paths(name: str, given: Any, parameters: Mapping[Path, Any]) -> None:
+    """Raise unless these are paths of parameters."""
+    listed = isinstance(given, (Mapping, list))
+    unknown = [path for path in given if path not in parameters] if listed else given
+    if unknown or not listed:
+        some = f'some of {", ".join(map(repr, parameters))}'
+        raise ValueError(
+            three_parts(f'{name}={unknown!r}', 'the model has no such parameters', some)
+        )
+
+
+def path_of_parameter(given: Any, parameters: Mapping[Path, brainstate.State]) -> Path:
+    """The path of a parameter, from its path, its name or its state."""
+    if isinstance(given, brainstate.State):
+        found = [path for path, state in parameters.items() if state is given]
+        shown = f'a {type(given).__name__}'  # its own text would show its arrays
+    else:
+        path = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        is_path = all(isinstance(key, (str, int)) for key in path)
+        found = [path] if is_path and path in parameters else []
+        shown = repr(given)
+    if not found:
+        raise ValueError(
+            three_parts(
+                f'get_etrace_of({shown})',
+                'the model has no such parameter',
+                f'one of {", ".join(map(repr, parameters))}, or its state',
+            )
+        )
+    return found[0]
 
 
 def read_weights(parameters: States) -> Weights:

@@ -9,7 +9,7 @@ from ..compat import Var, is_differentiable, is_var
 from ..compiled_step import Box
 from ..operations import operation_of
 from ..operations.labels import NONE, Labels, join
-from .local_program import LocalProgram
+from .local_step import LocalProgram
 from .stages import Stages
 
 

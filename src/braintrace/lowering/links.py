@@ -14,7 +14,6 @@ between states and targets; it is a link as well, for rules that are given a κ.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -36,15 +35,20 @@ from ..compiled_step import Components, Link, Values
 from ..operations import operation_of
 from .link_paths import Candidate, Edge, LinkPaths
 from .local_step import local_jacobian
+from .stages import Stages
 from .step_facts import StepFacts
 
 MOST_DECAYS = 16
 """Distinct κ of one read-out, each of which needs a trace of its own."""
 
 
-@dataclass(frozen=True)
-class ReadoutLinks(LinkPaths):
+class ReadoutLinks:
     """All links of a step, and the products whose weights random feedback replaces."""
+
+    def __init__(self, stages: Stages):
+        self.stages = stages
+        self.paths = LinkPaths(stages)
+        self._steps = StepFacts(stages)
 
     # ------------------------------------------------------------ results
 
@@ -76,7 +80,7 @@ class ReadoutLinks(LinkPaths):
         indices = set(stages.needed(stages.targets, stages.new_states))
         for readout in self._readouts:
             others = self._bits_except(readout)
-            for i in self.making(readout):
+            for i in self.paths.making(readout):
                 data = stages.taps[i].data if i in stages.taps else ()
                 inputs = [stages.equations[i].invars[k] for k in data]
                 if any(of(facts.direct, v).grads & others for v in inputs):
@@ -97,7 +101,7 @@ class ReadoutLinks(LinkPaths):
         links = [x for x in self.links if (x.lower, x.readout) == (lower, readout)]
         if any(link.is_complete for link in links):
             return None
-        if self.group(readout).num_state > 1:
+        if self.paths.group(readout).num_state > 1:
             return 'it has several states per position; a leaky read-out has one'
         if readout not in self._readouts:
             return 'its memory is not linear; a leaky read-out decays by a constant'
@@ -112,10 +116,6 @@ class ReadoutLinks(LinkPaths):
         )
 
     # ------------------------------------------------------------ read-outs
-
-    @cached_property
-    def _steps(self) -> StepFacts:
-        return StepFacts(self.stages)
 
     def _is_product(self, i: int) -> bool:
         operation = operation_of(self.stages.equations[i])
@@ -144,7 +144,7 @@ class ReadoutLinks(LinkPaths):
     def _is_fed(self, g: int) -> bool:
         """Whether states of other groups reach the group."""
         facts, others = self.stages.facts, self._bits_except(g)
-        new = self.group(g).hidden_outvars
+        new = self.paths.group(g).hidden_outvars
         return any(facts.behind[v].grads & others for v in new if v in facts.behind)
 
     def _feeds(self, g: int) -> bool:
@@ -203,7 +203,7 @@ class ReadoutLinks(LinkPaths):
         taken: set[Edge] = set()
         for readout in self._readouts:
             mine = []
-            for edge in self._products_in(self.making(readout)):
+            for edge in self._products_in(self.paths.making(readout)):
                 if self._is_steady(edge, readout):
                     mine += self._from_groups(edge, readout)
             last = [c for c in mine if not any(self._leads_to(c, d) for d in mine)]
@@ -251,7 +251,7 @@ class ReadoutLinks(LinkPaths):
 
     def _elements(self, edge: Edge, g: int) -> np.ndarray | None:
         """The element of the operand that each position of a group acts on."""
-        facts, u = self.stages.facts, self.source(edge)
+        facts, u = self.stages.facts, self.paths.source(edge)
         members = self.stages.analysed.members[g]
         if not of(facts.direct, u).grads & self._bits(g):
             return None
@@ -301,7 +301,7 @@ class ReadoutLinks(LinkPaths):
     def _is_steady(self, edge: Edge, readout: int) -> bool:
         """Whether ∂Y/∂u depends on parameters and constants only."""
         stages = self.stages
-        u, read = self.source(edge), self.read_between(edge, readout)
+        u, read = self.paths.source(edge), self.paths.read_between(edge, readout)
         constant = stages.facts.constant
         known = Values((v, constant(v)) for v in read if constant.knows(v))
         variables = [v for v in read if v not in known]
@@ -309,7 +309,7 @@ class ReadoutLinks(LinkPaths):
 
         def slope(values: list[Any]) -> jax.Array:
             env = known | Values(zip(variables, values, strict=True))
-            state = lambda x: self.state_of(edge, readout, env, x, {})
+            state = lambda x: self.paths.state_of(edge, readout, env, x, {})
             value, pull = jax.vjp(state, env[u])
             return pull(jnp.ones_like(value))[0]
 
@@ -322,7 +322,7 @@ class ReadoutLinks(LinkPaths):
         bits = facts.new(members) | facts.old(members)
         mine = {v for h in members for v in (h.invar, h.outvar)}
         done: set[Atom] = set()
-        todo: list[Atom] = list(self.group(readout).hidden_outvars)
+        todo: list[Atom] = list(self.paths.group(readout).hidden_outvars)
         start = set(todo)
         while todo:
             v = todo.pop()
@@ -342,8 +342,8 @@ class ReadoutLinks(LinkPaths):
         return False
 
     def _link(self, c: Candidate, is_complete: bool) -> Link:
-        facts, group = self.stages.facts, self.group(c.lower)
-        read = of(facts.direct, self.source(c.edge)).grads
+        facts, group = self.stages.facts, self.paths.group(c.lower)
+        read = of(facts.direct, self.paths.source(c.edge)).grads
         owners = list(enumerate(group.owners))
         new = [facts.new_bit[v] for v in group.hidden_outvars]
         old = [facts.bit[v] for v in group.hidden_invars]
@@ -352,19 +352,19 @@ class ReadoutLinks(LinkPaths):
         decays = () if c.readout is None else self._classes(c.readout)
 
         def slopes(constants: Values, values: Values) -> tuple[Components, Components]:
-            new, old = self.slopes(c, constants | values)
+            new, old = self.paths.slopes(c, constants | values)
             return {s: new[s] for s in states}, {s: old[s] for s in old_states}
 
         return Link(
             lower=c.lower,
             readout=c.readout,
-            source=self.source(c.edge),
+            source=self.paths.source(c.edge),
             states=states,
             old_states=old_states,
             decays=decays,
             is_complete=is_complete and bool(decays),
             slopes=slopes,
-            pull=lambda constants, values, found, feedback: self.pull(
+            pull=lambda constants, values, found, feedback: self.paths.pull(
                 c, constants | values, found, feedback
             ),
         )

@@ -1,4 +1,5 @@
-"""A whole step from parameters and old states, for reverse or forward mode through it.
+"""Running a step: in the parts that a solver runs one after the other, or as a whole from
+parameters and old states, for reverse or forward mode through it.
 
 whole   nothing is cut: BPTT and RTRL
 deep    an old state reaches new states only through its group's local step: paths from one
@@ -33,6 +34,53 @@ Result = tuple[Values, list[Any], Values]
 """New states under the keys of the old ones, targets, auxiliary values."""
 
 
+# ---------------------------------------------------------------- in parts
+
+
+def constants(stages: Stages, parameters: Values, states: Values) -> Values:
+    """Everything that no data reaches, and weights prepared for the time loop."""
+    written = {old for old, _ in stages.carried}
+    unwritten = states.pick(v for v in states if v not in written)
+    env = stages.compute(
+        stages.constants, _closed_over(stages) | parameters | unwritten
+    )
+    for i, prepared in stages.prepared.items():
+        weight = env[stages.equations[i].invars[prepared.operand]]
+        env[prepared.weight] = prepared.kernel.prepare(weight)
+    return env
+
+
+def project(stages: Stages, constants: Values, inputs: Values) -> Values:
+    """What inputs alone determine."""
+    return stages.compute(stages.projected, constants | inputs).pick(stages.projected)
+
+
+def advance(stages: Stages, constants: Values, values: Values) -> tuple[Values, Values]:
+    """The next states, and what derivatives need of the step."""
+    wanted = [*(new for _, new in stages.carried), *stages.kept]
+    env = stages.compute(wanted, constants | values)
+    states = Values()
+    for old, new in stages.carried:
+        shape, dtype = old.aval.shape, old.aval.dtype
+        states[old] = env[new] if is_var(new) else jnp.full(shape, new.val, dtype)
+    return states, env.pick(stages.kept)
+
+
+def complete(stages: Stages, constants: Values, values: Values) -> Values:
+    """The values with all that derivative programs read."""
+    env = stages.compute(stages.derivative_variables, constants | values)
+    return env.pick(v for v in env if v not in constants)
+
+
+def outputs(stages: Stages, constants: Values, values: Values) -> Values:
+    """Targets and auxiliary values."""
+    wanted = dict.fromkeys((*stages.targets, *stages.aux))
+    return stages.compute(wanted, constants | values).pick(wanted)
+
+
+# ---------------------------------------------------------------- as a whole
+
+
 def _new_states(stages: Stages, states: Values, results: Sequence[Any]) -> Values:
     """New states under the keys of the old ones; those that the step does not write are
     kept."""
@@ -55,7 +103,7 @@ def _wanted(stages: Stages) -> list[Atom]:
     return [*(new for _, new in stages.carried), *stages.targets, *stages.aux]
 
 
-def _constants(stages: Stages) -> Values:
+def _closed_over(stages: Stages) -> Values:
     closed = stages.program.closed
     return Values(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
@@ -63,7 +111,7 @@ def _constants(stages: Stages) -> Values:
 def _evaluate(
     stages: Stages, env: Values, wanted: Sequence[Atom], run: Run
 ) -> list[Any]:
-    known = dict(_constants(stages) | env)
+    known = dict(_closed_over(stages) | env)
     read = lambda v: known[v] if is_var(v) else v.val
     for i in stages.needed(wanted, known):
         eqn = stages.equations[i]
@@ -95,7 +143,7 @@ def run_deep(
 ) -> Result:
     """Old states are constant except for targets; a group's local step enters as a δ of
     value zero."""
-    env = _constants(stages) | parameters | states | inputs
+    env = _closed_over(stages) | parameters | states | inputs
     groups = stages.analysed.groups
     hidden = [v for group in groups for v in group.hidden_invars]
     still = env | Values((v, jax.lax.stop_gradient(env[v])) for v in hidden)

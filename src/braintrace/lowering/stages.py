@@ -21,13 +21,41 @@ import jax
 from ..analysis.dependence import Bits, of, union
 from ..analysis.facts import Facts
 from ..analysis.graph import Analysed
-from ..compat import Atom, Equation, Var, is_var, new_var
+from ..analysis.sites import weight_operands
+from ..compat import Atom, Equation, Var, is_differentiable, is_var, new_var
 from ..compiled_step import Values
 from ..operations import operation_of, run_equation
 from ..operations.record import Kernel
 from ..program import StepProgram
-from .local_program import LocalProgram
-from .taps import TapEquation, find_taps
+from .local_step import LocalProgram
+from .rewrite import split_products
+
+
+@dataclass(frozen=True)
+class TapEquation:
+    """An equation where parameters meet data.
+
+    ``weights``: the numbers of its weight operands. ``data``: the operands through which
+    gradient passes on to the data. ``results``: those that can carry a gradient.
+    """
+
+    equation: Equation
+    weights: tuple[int, ...]
+    data: tuple[int, ...]
+    results: tuple[Var, ...]
+
+
+def find_taps(facts: Facts) -> dict[int, TapEquation]:
+    """All taps of a program by the index of their equation."""
+    found = {}
+    for i, eqn in enumerate(facts.program.equations):
+        weights = tuple(weight_operands(facts, eqn))
+        results = tuple(v for v in eqn.outvars if is_differentiable(v))
+        if weights and results:
+            operands = enumerate(eqn.invars)
+            data = (k for k, v in operands if k not in weights and is_differentiable(v))
+            found[i] = TapEquation(eqn, weights, tuple(data), results)
+    return found
 
 
 @dataclass(frozen=True)
@@ -43,8 +71,9 @@ class PreparedWeight:
 class Stages:
     """The equations of a step, sorted by when they run.
 
-    ``targets`` are differentiated; ``aux`` and ``extra`` are other values wanted of
-    every step, ``extra`` for the solver itself. All else is found when it is made.
+    ``targets`` are differentiated; ``aux`` are other values wanted of every step.
+    ``modulator``: the variable of the modulator that the step computes itself. All else
+    is found when it is made.
     """
 
     facts: Facts
@@ -69,6 +98,8 @@ class Stages:
 
     constants: tuple[Var, ...]
     """Values that depend on no data; new states are never among them."""
+    fixed: frozenset[Var]
+    """All that is known before any data: these, parameters, states that no step writes."""
     constant_targets: tuple[Var, ...]
     """Targets that no data reaches, as a penalty on weights alone."""
     weights: tuple[Var, ...]
@@ -97,13 +128,15 @@ class Stages:
     def __init__(
         self,
         analysed: Analysed,
-        targets: tuple[Atom, ...],
-        aux: tuple[Var, ...] = (),
-        extra: tuple[Var, ...] = (),
+        targets: Sequence[Atom],
+        aux: Sequence[Var] = (),
+        modulator: Var | None = None,
     ):
-        self.analysed = analysed
-        self.targets, self.aux, self.extra = targets, aux, extra
-        self.facts = analysed.facts
+        self.analysed = split_products(analysed)
+        self.targets, self.aux, self.modulator = tuple(targets), tuple(aux), modulator
+        # Values that are wanted for the solver itself.
+        self._extra = () if modulator is None else (modulator,)
+        self.facts = self.analysed.facts
         self.program = self.facts.program
         self.equations = self.program.equations
         self._find_structure()
@@ -175,9 +208,13 @@ class Stages:
 
         free = self._where(lambda reads: not reads & facts.data)
         self.constants = tuple(v for v in free if v not in self.new_states)
-        fixed = {*self.constants, *(p.invar for p in program.parameters)}
+        jaxpr = program.closed.jaxpr
+        moving = {*program.inputs, *(old for old, _ in self.carried)}
+        given = [v for v in jaxpr.invars if v not in moving]
+        self.fixed = frozenset([*jaxpr.constvars, *given, *self.constants])
+        self._weights = {*self.constants, *(p.invar for p in program.parameters)}
         self.constant_targets = tuple(
-            v for v in self.targets if is_var(v) and v in fixed
+            v for v in self.targets if is_var(v) and v in self._weights
         )
         weights = [
             tap.equation.invars[k] for tap in self.taps.values() for k in tap.weights
@@ -187,7 +224,7 @@ class Stages:
         self.differentiated = frozenset(
             v for v in made if v not in constants and self._bits(v).grads & self._credit
         )
-        wanted = [*self.targets, *self.extra]
+        wanted = [*self.targets, *self._extra]
         for tap in self.taps.values():
             wanted += [*tap.equation.invars, *tap.results]
         for local in self.locals:
@@ -221,12 +258,11 @@ class Stages:
     def _prepared_weights(self) -> dict[int, PreparedWeight]:
         if jax.default_backend() != 'cpu':
             return {}
-        fixed = {*self.constants, *(p.invar for p in self.program.parameters)}
         found = {}
         for i in self.needed((new for _, new in self.carried), self.projected):
             eqn, operation = self.equations[i], operation_of(self.equations[i])
             for k, v in enumerate(eqn.invars):
-                if is_var(v) and v in fixed and operation and operation.kernel:
+                if is_var(v) and v in self._weights and operation and operation.kernel:
                     kernel = operation.kernel(eqn, k)
                     if kernel is not None:
                         found[i] = PreparedWeight(k, new_var(v.aval), kernel)
@@ -292,7 +328,7 @@ class Stages:
     def _wants_value(self, v: Var) -> bool:
         """Whether the value itself is wanted: by a tap, a nonlinear operation, or the
         caller."""
-        if any(v is x for x in (*self.targets, *self.aux, *self.extra)):
+        if any(v is x for x in (*self.targets, *self.aux, *self._extra)):
             return True
         readers = self._readers.get(v, ())
         return any(i in self.taps or not self._is_linear(i) for i in readers)

@@ -17,8 +17,7 @@ from ..analysis.sites import find_sites
 from ..compat import Jaxpr, Var, is_var
 from ..compiled_step import Jacobian, Values
 from ..program import Parameter
-from .local_program import LocalProgram
-from .local_step import local_jacobian, local_pull
+from .local_step import LocalProgram, local_jacobian, local_pull
 from .stages import Stages
 
 
@@ -63,7 +62,7 @@ class StepFacts:
         facts, outputs = self.stages.facts, self.stages.program.outputs
         direct = union(of(facts.direct, out) for out in outputs).grads
         record = self.stages.analysed.groups[group]
-        for i in self.stages.locals[group].reached(y):
+        for i in self.stages.locals[group].reached[y]:
             k = record.owners[i]
             new = facts.new_bit[record.hidden_outvars[k]]
             old = facts.bit[record.hidden_invars[k]]
@@ -77,7 +76,7 @@ class StepFacts:
         """λ where D is λ times the identity for all states that y ever reaches; else
         None."""
         local = self.stages.locals[group]
-        reached = set(local.reached(y))
+        reached = set(local.reached[y])
         while more := {i for i, j in local.pattern if j in reached} - reached:
             reached |= more
         # What y never reaches has no part in its trace, so other columns do not count.
@@ -100,7 +99,7 @@ class StepFacts:
     def path_is_steady(self, group: int, y: Var) -> bool:
         """Whether ∂h/∂y depends on parameters and constants only."""
         local = self.stages.locals[group]
-        reached = local.reached(y)
+        reached = local.reached[y]
         one = jnp.ones(local.group.varshape)
 
         def rows(env: Values) -> dict[int, Any]:

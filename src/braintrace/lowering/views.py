@@ -282,9 +282,10 @@ def _joint_targets(
     )
 
 
-def signals_of(
+def signals(
     stages: Stages,
-    env: Values,
+    constants: Values,
+    values: Values,
     cotangents: Sequence[jax.Array],
     feedback: Feedback = {},
 ) -> tuple[list[jax.Array], Signals]:
@@ -292,7 +293,7 @@ def signals_of(
 
     A step whose cotangents are all zero contributes exactly nothing, whatever it holds.
     """
-    groups = stages.analysed.groups
+    groups, env = stages.analysed.groups, constants | values
     ys = [env[v] for v in stages.tap_results]
     old = [group.components([env[v] for v in group.hidden_invars]) for group in groups]
     deltas = jax.tree.map(jnp.zeros_like, old)
@@ -305,13 +306,13 @@ def signals_of(
     grads = pull([c.astype(x.dtype) for c, x in zip(cotangents, targets, strict=True)])
     silent = jnp.all(jnp.stack([jnp.all(c == 0) for c in cotangents]))
     grads = jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), grads)
-    results, signals, reads = grads
+    results, found, reads = grads
     direct = []
-    for group, found in zip(groups, reads, strict=True):
+    for group, mine in zip(groups, reads, strict=True):
         read = [group.hidden_invars[k] in stages.direct_reads for k in group.owners]
-        direct.append({j: x for j, x in enumerate(found) if read[j]})
+        direct.append({j: x for j, x in enumerate(mine) if read[j]})
     return targets, Signals(
         Values(zip(stages.tap_results, results, strict=True)),
-        [dict(enumerate(found)) for found in signals],
+        [dict(enumerate(mine)) for mine in found],
         direct,
     )

@@ -1,0 +1,146 @@
+"""Around every call of a learner: one call at a time for the learners of a model, values
+read from where the user keeps them, and arrays on their devices.
+
+Every function here is a method of :class:`Learner` under another name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from ..errors import NotSupportedError, three_parts
+from .models import MODULE, interface_of
+from .placement import Placement
+from .recording import recording_of
+
+if TYPE_CHECKING:
+    from .learner import Learner
+
+_locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""For each model the lock of its states, which all of its learners share."""
+
+
+@contextlib.contextmanager
+def alone(learner: Learner) -> Iterator[None]:
+    """One call at a time for the learners of a model, whose states are the same, and in
+    the process that the learner was made in."""
+    if os.getpid() != learner._process:
+        raise NotSupportedError(
+            three_parts(
+                'a learner in a process that was started by fork',
+                'the threads that run its compiled programs are not there, so that '
+                'a call may never return',
+                "multiprocessing.get_context('spawn'), and a learner compiled in "
+                'the new process',
+            )
+        )
+    lock = _locks.setdefault(learner.model, threading.RLock())
+    with lock, on_devices(learner):
+        yield
+
+
+@contextlib.contextmanager
+def followed(learner: Learner) -> Iterator[None]:
+    """Values that the user keeps elsewhere are read before and written after.
+
+    Around what others need not wait for, if there are no such values.
+    """
+    interface = interface_of(learner.model)
+    if interface is MODULE:
+        yield
+        return
+    record = recording_of(learner)
+    with alone(learner):
+        if record is not None and record.runs_model:
+            yield
+            return
+        with interface.followed(lambda: _compile_again(learner)):
+            yield
+
+
+def synchronised(learner: Learner) -> contextlib.AbstractContextManager:
+    """Around every call, which has the model for itself; where its user keeps its
+    values elsewhere, they are read before and written after."""
+    return (
+        alone(learner) if interface_of(learner.model) is MODULE else followed(learner)
+    )
+
+
+def _compile_again(learner: Learner) -> None:
+    """The graph of a step that has changed."""
+    learner._kept.programs.clear()
+    learner.executor.compile_graph(*learner._example)
+
+
+# ---------------------------------------------------------------- devices
+
+
+def on_devices(learner: Learner) -> contextlib.AbstractContextManager:
+    """Around programs, which are traced for the mesh if there is one."""
+    placement = learner.placement
+    return contextlib.nullcontext() if placement is None else placement.active()
+
+
+def place_states(learner: Learner) -> None:
+    """Put the model's states on their devices, if there are several."""
+    if learner.placement is not None:
+        learner.placement = learner.placement.with_size(sample_count(learner))
+        learner.placement.put_states(learner.model)
+
+
+def sample_count(learner: Learner) -> int | None:
+    """The size of the first axis, if all inputs and hidden states share it."""
+    states = [state.value for state in learner.hidden_states.values()]
+    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves([states, learner._example])}
+    first = next(iter(sizes), ())
+    return first[0] if len(sizes) == 1 and first else None
+
+
+def place_inputs(learner: Learner, inputs: tuple, axis: int) -> tuple:
+    """Inputs on their devices, with samples at ``axis``. Without a mesh, the learner is
+    split as the inputs are."""
+    if learner.placement is None:
+        found = Placement.of_inputs(inputs, axis)
+        if found is None or not learner._example:
+            return inputs
+        learner.placement = found
+        place_states(learner)
+        # Programs so far were made for one device.
+        learner._kept.programs.clear()
+        learner._start_here()
+        learner._carried.place(learner.placement)
+    return learner.placement.put_inputs(inputs, axis)
+
+
+# ---------------------------------------------------------------- errors
+
+
+@contextlib.contextmanager
+def undone_on_error(learner: Learner, optimizer: Any = None) -> Iterator[None]:
+    """All states as they were, if the call fails."""
+    has_states = hasattr(optimizer, 'param_states')
+    own = brainstate.graph.states(optimizer).values() if has_states else ()
+    moving = (*learner._held(), *own, *learner._kept.optimizers.values())
+    with restored_on_error(moving):
+        yield
+
+
+@contextlib.contextmanager
+def restored_on_error(states: Iterable[brainstate.State]) -> Iterator[None]:
+    """Some states as they were, if what is done inside fails or is interrupted."""
+    before = [(state, state.value) for state in states]
+    try:
+        yield
+    except BaseException:
+        for state, value in before:
+            state.value = value
+        raise

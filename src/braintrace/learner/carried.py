@@ -1,0 +1,228 @@
+"""The traces of a learner: named, made, and carried from call to call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from ..errors import CompilationError, NotSupportedError, three_parts
+from ..program import Path
+from ..text import size_text
+from .arguments import bytes_of
+from .optimizers import made_beside
+from .placement import Placement
+from .sequences import Solver
+from .state import EligibilityTrace
+
+
+def array_shapes(tree: Any) -> tuple:
+    """Shapes and types of the arrays in a tree."""
+    return tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree))
+
+
+def trace_keys(solver: Solver) -> list[tuple]:
+    """A name for every trace: parameters, operation, group, and how many like it came
+    before."""
+    keys: list[tuple] = []
+    for key in solver.labels:
+        keys.append((*key, sum(k[:3] == key for k in keys)))
+    return keys
+
+
+def trace_shapes(solver: Solver) -> dict[tuple, tuple]:
+    """Shapes and types of every trace."""
+    traces = jax.eval_shape(solver.init_traces)
+    return dict(zip(trace_keys(solver), map(array_shapes, traces), strict=True))
+
+
+def check_trace_bytes(solver: Solver, most: int, rule: str) -> None:
+    """Raise if the traces of a step need more memory than the learner may use."""
+    needed = sum(map(bytes_of, jax.eval_shape(solver.init_traces)))
+    if needed > most:
+        raise NotSupportedError(
+            three_parts(
+                f'{rule} traces of {size_text(needed)}',
+                f'that is more than max_trace_bytes={size_text(most)}; nothing was '
+                'allocated',
+                'etrace_grad(..., fresh=True), which needs no trace; rule '
+                "'pp_prop', whose traces are linear in neurons; "
+                'trace_dtype=jnp.bfloat16; a smaller batch; or a larger '
+                'max_trace_bytes',
+            )
+        )
+
+
+class CarriedTraces:
+    """The traces of a learner by name.
+
+    ``current``: those of the step that ran last. The learner has this dictionary among
+    its states, so it is changed in place.
+    """
+
+    def __init__(self, current: dict[tuple, EligibilityTrace]):
+        self.current = current
+        # Every trace made so far: a function that was jitted earlier holds the traces
+        # of that time.
+        self._made = dict(current)
+        # For every trace the one that holds its state part.
+        self._owners: dict[tuple, tuple] = {}
+        # The arrays of traces that are known to be zero.
+        self._zeros: dict[tuple, Any] = {}
+
+    def copied(self, current: dict[tuple, EligibilityTrace]) -> CarriedTraces:
+        """The same for a copy of the learner, whose traces are ``current``."""
+        found = CarriedTraces(current)
+        found._owners = dict(self._owners)
+        return found
+
+    # ------------------------------------------------------------ making traces
+
+    def fit(self, solver: Solver) -> bool:
+        """Whether there are traces of a step, in its shapes."""
+        # Traces of other names are not read here: inside jit they would be its inputs,
+        # and no longer known to be zero.
+        if set(trace_keys(solver)) != self.current.keys():
+            return False
+        found = {key: array_shapes(t.peek()) for key, t in self.current.items()}
+        return found == trace_shapes(solver)
+
+    def check_zero(self) -> None:
+        """Raise if a trace that another step is to replace has a value."""
+        if any(map(_may_differ_from_zero, self.current.values())):
+            raise CompilationError(
+                three_parts(
+                    'a step_fn whose traces differ from those carried so far',
+                    'traces of one step program cannot be continued by another',
+                    'learner.reset_state() before the new step_fn, or fresh=True',
+                )
+            )
+
+    def make(
+        self,
+        solver: Solver,
+        beside: Mapping[Path, brainstate.State],
+        placement: Placement | None,
+    ) -> None:
+        """Zero traces of a step, in states that live as long as those ``beside``."""
+        keys = trace_keys(solver)
+        made_beside(beside, lambda: self._make_zeros(keys, solver, placement))
+        self.current.clear()
+        self.current.update((key, self._made[key]) for key in keys)
+        owners = zip(keys, solver.owner, strict=True)
+        self._owners = {key: keys[n] for key, n in owners}
+        self._mark_cleared()
+
+    def _make_zeros(
+        self, keys: list[tuple], solver: Solver, placement: Placement | None
+    ) -> None:
+        init = solver.init_traces
+        if placement is not None:
+            split = lambda x: placement.sharding(x.shape)
+            shardings = jax.tree.map(split, jax.eval_shape(init))
+            init = jax.jit(init, out_shardings=shardings)
+        for key, zeros in zip(keys, init(), strict=True):
+            if key in self._made:
+                self._made[key].keep(zeros)
+            else:
+                self._made[key] = EligibilityTrace(zeros)
+
+    def forget(self) -> None:
+        """Drop all traces; functions that were jitted before do not see new ones."""
+        self.current.clear()
+        self._made.clear()
+
+    def place(self, placement: Placement) -> None:
+        """Put all traces on their devices."""
+        for trace in self._made.values():
+            trace.keep(placement.put(trace.peek()))
+        self._mark_cleared()
+
+    # ------------------------------------------------------------ values
+
+    def read(self, solver: Solver, donate: bool) -> list[Any]:
+        """The traces of a step; ``donate``: safe to be written to."""
+        found = [self.current[key] for key in trace_keys(solver)]
+        return [trace.take_for_donation() if donate else trace.value for trace in found]
+
+    def write(self, solver: Solver, values: list[Any]) -> None:
+        """Put the traces after a call in place."""
+        for key, value in zip(trace_keys(solver), values, strict=True):
+            self.current[key].keep(value)
+
+    def clear(self) -> None:
+        """Set all traces to zero."""
+        for key, trace in self._made.items():
+            if trace.peek() is not self._zeros.get(key):
+                trace.keep(jax.tree.map(jnp.zeros_like, trace.peek()))
+        self._mark_cleared()
+
+    def _mark_cleared(self) -> None:
+        """Traces that are cleared need not be cleared again."""
+        self._zeros = {}
+        for key, trace in self._made.items():
+            value = trace.peek()
+            if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+                self._zeros[key] = value
+
+    @contextlib.contextmanager
+    def cleared_on_error(self) -> Iterator[None]:
+        """Traces donated to a call that does not return start again from zero."""
+        try:
+            yield
+        except BaseException:
+            for trace in self.current.values():
+                if any(map(_is_deleted, jax.tree.leaves(trace.peek()))):
+                    zero = lambda x: jnp.zeros(x.shape, x.dtype)
+                    trace.keep(jax.tree.map(zero, trace.peek()))
+            raise
+
+    @contextlib.contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Afterwards there are the traces that there are now; whoever is inside puts
+        back their values."""
+        before, owners, zeros = dict(self.current), self._owners, self._zeros
+        _mark_read(before)
+        try:
+            yield
+        finally:
+            self.current.clear()
+            self.current.update(before)
+            self._owners, self._zeros = owners, zeros
+            _mark_read(before)
+
+    def of_parameter(self, path: Path) -> dict[tuple, Any]:
+        """The values of all traces of one parameter, by their names."""
+        start = '.'.join(map(str, path))
+        mine = lambda names: any(n == start or n.startswith(start + '.') for n in names)
+        found = {key: t.value for key, t in self.current.items() if mine(key[0])}
+        for key, owner in self._owners.items():
+            if key in found and owner != key:
+                found[key] = found[key]._replace(f=self.current[owner].value.f)
+        return found
+
+
+def _may_differ_from_zero(trace: EligibilityTrace) -> bool:
+    """False for a trace that is known to be zero; inside a trace its value may be
+    unknown."""
+    leaves = jax.tree.leaves(trace.look())
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return True
+    with jax.ensure_compile_time_eval():
+        return any(bool(jnp.any(x != 0)) for x in leaves)
+
+
+def _is_deleted(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return is_array and x.is_deleted()
+
+
+def _mark_read(traces: dict[tuple, EligibilityTrace]) -> None:
+    """Something else refers to these arrays too, so the next call must not write into
+    them."""
+    for trace in traces.values():
+        _ = trace.value

@@ -1,0 +1,90 @@
+"""A learner in words: its report, and what is printed of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from ..analysis.diagnostics import CUTS
+from ..errors import printable
+from ..program import Path
+from ..program.step import path_name
+from ..text import size_text
+from .arguments import bytes_of
+from .batch import batch_of
+from .carried import trace_shapes
+from .gradients import gradients_of
+
+if TYPE_CHECKING:
+    from ..report import CompilationReport
+    from .learner import Learner
+
+
+def report_of(learner: Learner) -> CompilationReport:
+    """What the compiler found, what the rule gives each parameter, and its traces."""
+    found, rule = learner.graph.report, learner.rule
+    binding = learner._model_binding(learner._example)
+    solver = learner._solver(binding, rule, loss=False)
+    gives = gradients_of(rule, binding, solver, found.credits)
+    first = {
+        r.weight_path: gives[r.context['name']].kind for r in reversed(found.credits)
+    }
+    return replace(
+        found,
+        rule=rule,
+        traces=trace_shapes(solver) if rule.has_trace else {},
+        gives=gives,
+        etrace_weights={path: first[path] for path in found.etrace_weights},
+        diagnostics=tuple(
+            r for r in found.diagnostics if rule.cuts or r.kind not in CUTS
+        ),
+    )
+
+
+def described(learner: Learner) -> str:
+    """The learner as it is printed."""
+    rule, model = type(learner).__name__, type(learner.model).__name__
+    if not learner.is_compiled:
+        return f'{rule} learner of {model}, not compiled'
+    states = {path: jnp.shape(x) for path, x in _arrays(learner.hidden_states)}
+    batch = batch_of(learner._example, states)
+    inputs = [str(jnp.shape(x)) for x in jax.tree.leaves(learner._example)]
+    arrays = [x for _, x in _arrays(learner.param_states)]
+    kinds = Counter(given.kind for given in learner.report.gradients.values())
+    gives = ', '.join(f'{n} {kind}' for kind, n in kinds.items())
+    groups = [
+        f'{", ".join(map(path_name, g.hidden_paths))} {g.varshape}'
+        for g in learner.graph.hidden_groups
+    ]
+    traces = learner.traces.values()
+    size = size_text(sum(bytes_of(trace.look()) for trace in traces))
+    lines = [
+        f'{rule} learner of {model}' + (f', batch {batch}' if batch else ''),
+        f'inputs      {", ".join(_some(inputs))}',
+        f'parameters  {sum(map(jnp.size, arrays)):,} numbers in '
+        f'{_count(len(arrays), "array")}: {gives}',
+        f'groups      {"; ".join(_some(groups))}',
+        f'traces      {size} in {_count(len(traces), "part")}',
+    ]
+    return '\n  '.join(map(printable, lines))
+
+
+def _arrays(states: Mapping[Path, brainstate.State]) -> list[tuple[Path, Any]]:
+    """Every array of some states, with the path of its state."""
+    return [(p, x) for p, s in states.items() for x in jax.tree.leaves(s.value)]
+
+
+def _count(n: int, noun: str) -> str:
+    return f'{n} {noun}' + 's' * (n != 1)
+
+
+def _some(texts: list[str], most: int = 4) -> list[str]:
+    """The first few texts, and how many more there are."""
+    more = [f'and {len(texts) - most} more'] if len(texts) > most else []
+    return texts[:most] + more
