@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from braintrace.analysis.graph import analyse
+from braintrace.analysis.analysed import analyse
 from braintrace.compat import evaluate, evaluate_equation, is_var, make_jaxpr
 from braintrace.compiled_step import Values
 from braintrace.lowering import Stages, lower

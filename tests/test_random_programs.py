@@ -19,7 +19,6 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from braintrace.analysis.credit import NO_CREDIT, CreditAnalysis
-from braintrace.analysis.sites import find_sites
 from braintrace.frontends.functions import extract_function_info
 from braintrace.program import OtherState
 from interpreter import traced
@@ -154,11 +153,9 @@ class Case:
 
     @functools.cached_property
     def credit(self):
-        a = self.problem.analysed
-        facts = a.facts
-        sites = find_sites(facts, a.groups, a.positions)
-        analysis = CreditAnalysis(facts, a.members, a.groups, a.positions, sites)
-        return {p.path[0]: analysis.judge(p) for p in facts.program.parameters}
+        analysis = CreditAnalysis(self.problem.analysed)
+        parameters = analysis.facts.program.parameters
+        return {p.path[0]: analysis.judge(p) for p in parameters}
 
 
 WAYS = [*(('two_pass', k) for k in (4, 3, 1)), *(('one_pass', k) for k in (1, 2, 3, 4))]

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braintrace.analysis.graph import analyse, compile_etrace_graph
+from braintrace.analysis.analysed import analyse
+from braintrace.analysis.graph import compile_etrace_graph
 from braintrace.compat import evaluate, is_var
 from braintrace.lowering.executor import ETraceGraphExecutor
 from oracle import local_step

@@ -13,21 +13,18 @@ A class is a fact about the model. What a learning rule makes of it is in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from ..compat import Atom, Equation, is_var
-from ..program import Hidden, Parameter, Path
+from ..program import OtherState, Parameter, Path
 from ..program.step import path_name
 from ..source_lines import source_line, source_text
 from ..text import operation_name
-from .cuts import Cut, Positions
+from .analysed import Analysed
+from .cuts import Cut
 from .dependence import of, union
 from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
-from .facts import Facts
 from .groups import HiddenGroup
-from .opaque import opaque_equations
-from .sites import HiddenParamOpRelation
 
 Links = frozenset[tuple[int, int]]
 """Pairs (group, read-out) whose traces carry the memory of the read-out."""
@@ -37,15 +34,34 @@ NO_CREDIT = (
 """Begins the reason of a parameter that gets a gradient from BPTT and none from traces."""
 
 
-@dataclass(frozen=True)
 class CreditAnalysis:
-    """Everything needed to judge the parameters of one program."""
+    """Everything needed to judge the parameters of one program.
 
-    facts: Facts
-    members: Sequence[tuple[Hidden, ...]]
-    groups: Sequence[HiddenGroup]
-    positions: Sequence[Positions]
-    sites: Sequence[HiddenParamOpRelation]
+    ``live_groups``: whether the old value of each group influences anything.
+    ``live_others``: other states that carry what parameters did from step to step, in
+    what can be differentiated.
+    """
+
+    def __init__(self, analysed: Analysed):
+        self.facts, self.sites = analysed.facts, analysed.sites
+        self.members, self.groups = analysed.members, analysed.groups
+        self.positions, self.opaque = analysed.positions, analysed.opaque
+        p = self.facts.program
+        new = [*(h.outvar for h in p.hidden), *(o.outvar for o in p.others)]
+        # Bits of everything that some result of the step depends on, and of everything
+        # that the new states of each group do.
+        self._all_results = self.grads([*p.outputs, *new])
+        self._new = [self.grads([h.outvar for h in m]) for m in self.members]
+        old = map(self.facts.old, self.members)
+        self.live_groups = [bool(self._all_results & bits) for bits in old]
+        self.live_others = self._find_live_others()
+        # Groups whose trace lives on: the old value reaches the new one, or an output
+        # directly.
+        read = union(of(self.facts.direct, v) for v in p.outputs).grads
+        self._remembers = [
+            any(h.invar in found.labels for h in m) or bool(read & self.facts.old(m))
+            for m, found in zip(self.members, self.positions, strict=True)
+        ]
 
     def grads(self, atoms: Sequence[Atom | None]) -> int:
         """Bits of everything that some values depend on."""
@@ -53,24 +69,6 @@ class CreditAnalysis:
         for atom in atoms:
             bits |= of(self.facts.total, atom).grads if atom is not None else 0
         return bits
-
-    @cached_property
-    def _all_results(self) -> int:
-        """Bits of everything that some result of the step depends on."""
-        p = self.facts.program
-        return self.grads(
-            [*p.outputs, *(h.outvar for h in p.hidden), *(o.outvar for o in p.others)]
-        )
-
-    @cached_property
-    def _new(self) -> list[int]:
-        """Bits of everything the new states of each group depend on."""
-        return [self.grads([h.outvar for h in m]) for m in self.members]
-
-    @cached_property
-    def live_groups(self) -> list[bool]:
-        """Groups whose old value influences anything."""
-        return [bool(self._all_results & self.facts.old(m)) for m in self.members]
 
     @cached_property
     def _passed_on(self) -> list[int]:
@@ -90,24 +88,16 @@ class CreditAnalysis:
         results = [*p.outputs, *(v for v in states if v is not new)]
         return bool(self.grads(results) & self.facts.new_bit[new])
 
-    @cached_property
-    def live_others(self) -> list:
-        """Other states that carry what parameters did from step to step, in what can be
-        differentiated."""
+    def _find_live_others(self) -> list[OtherState]:
         facts, program = self.facts, self.facts.program
         read = [
             o
             for o in program.others
             if o.outvar is not None and self._all_results & facts.bit[o.invar]
         ]
-        sources, live = 0, []
-        for v in (
-            *(p.invar for p in program.parameters),
-            *(h.invar for h in program.hidden),
-        ):
-            sources |= facts.bit[v]
-        for h in program.hidden:
-            sources |= facts.new_bit[h.outvar]
+        hidden = program.hidden
+        sources = facts.parameters | facts.old(hidden) | facts.new(hidden)
+        live: list[OtherState] = []
         while found := [
             o for o in read if o not in live and self.grads([o.outvar]) & sources
         ]:
@@ -115,23 +105,6 @@ class CreditAnalysis:
             for o in found:
                 sources |= facts.bit[o.invar]
         return [o for o in read if o in live]
-
-    @cached_property
-    def _remembers(self) -> list[bool]:
-        """Groups whose trace lives on: the old value reaches the new one, or an output
-        directly."""
-        outputs = 0
-        for atom in self.facts.program.outputs:
-            outputs |= of(self.facts.direct, atom).grads
-        return [
-            any(h.invar in found.labels for h in m) or bool(outputs & self.facts.old(m))
-            for m, found in zip(self.members, self.positions, strict=True)
-        ]
-
-    @cached_property
-    def opaque(self) -> list[tuple[Equation, int]]:
-        """What has no reverse derivative, and the bits whose credit ends there."""
-        return opaque_equations(self.facts)
 
     def _stopped(self, bits: int) -> list[str]:
         return [

@@ -8,28 +8,22 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..compat import ClosedJaxpr, Jaxpr, Var
-from ..errors import CompilationError, three_parts
+from ..errors import three_parts
 from ..frontends import extract
-from ..frontends.brainstate import path_mapping
-from ..program import Hidden, Path, StepProgram
+from ..program import Path, StepProgram
 from ..program.bare import program_of_jaxpr
-from ..program.step import path_name
+from .analysed import Analysed, GroupsByPath, analyse, check_hidden
 from .credit import CreditAnalysis
-from .cuts import Positions
-from .dependence import of
 from .diagnostics import CompilationRecord, DiagnosticKind
-from .facts import Facts
 from .findings import findings
-from .groups import HiddenGroup, group_hidden, make_group
-from .opaque import check_loops
+from .groups import HiddenGroup
 from .perturbation import HiddenPerturbation, add_perturbation
 from .relations import relation_records
-from .sites import HiddenParamOpRelation, find_sites
+from .sites import HiddenParamOpRelation
 
 if TYPE_CHECKING:
     from ..report import CompilationReport
 
-GroupsByPath = dict[Path, HiddenGroup]
 Groups = tuple[tuple[HiddenGroup, ...], GroupsByPath]
 
 
@@ -130,33 +124,6 @@ class ETraceGraph(NamedTuple):
         return '\n'.join(lines)
 
 
-class Analysed(NamedTuple):
-    """Facts, groups and positions of a step program."""
-
-    facts: Facts
-    members: list[tuple[Hidden, ...]]
-    groups: tuple[HiddenGroup, ...]
-    positions: list[Positions]
-
-    @property
-    def by_path(self) -> GroupsByPath:
-        """The group of each hidden state."""
-        return path_mapping(
-            {path: group for group in self.groups for path in group.hidden_paths}
-        )
-
-
-def analyse(program: StepProgram) -> Analysed:
-    """Groups and positions of a step program."""
-    facts = Facts(program)
-    check_loops(facts)
-    members = group_hidden(facts)
-    positions = [facts.positions(group, group, group) for group in members]
-    pairs = enumerate(zip(members, positions, strict=True))
-    groups = tuple(make_group(i, group, facts, found) for i, (group, found) in pairs)
-    return Analysed(facts, members, groups, positions)
-
-
 # ---------------------------------------------------------------- entry points
 
 _busy = threading.local()
@@ -212,11 +179,7 @@ def graph_of(
     program: StepProgram = info.program
     check_hidden(program)
     analysed = analyse(program) if analysed is None else analysed
-    sites = find_sites(analysed.facts, analysed.groups, analysed.positions)
-    credit = CreditAnalysis(
-        analysed.facts, analysed.members, analysed.groups, analysed.positions, sites
-    )
-    found = tuple(findings(credit))
+    sites, found = analysed.sites, tuple(findings(CreditAnalysis(analysed)))
     return ETraceGraph(
         module_info=info.add_jaxpr_outs(
             _extra_outputs(program, analysed.groups, sites)
@@ -249,63 +212,6 @@ def _extra_outputs(
     wanted += [v for group in groups for v in group.transition_jaxpr_constvars]
     returned = {v for v in program.closed.jaxpr.outvars if isinstance(v, Var)}
     return [v for v in dict.fromkeys(wanted) if v not in returned]
-
-
-def kept_in_other_states(program: StepProgram) -> list[Path]:
-    """Paths of states whose new value depends on their own old value and on a parameter,
-    and that are not hidden states."""
-    facts = Facts(program)
-    found = []
-    for other in program.others:
-        if other.outvar is None:
-            continue
-        grads = of(facts.total, other.outvar).grads
-        if grads & facts.bit[other.invar] and grads & facts.parameters:
-            found.append(other.path)
-    return list(dict.fromkeys(found))
-
-
-def check_hidden(program: StepProgram) -> None:
-    """Raise unless the step writes a hidden state."""
-    if not program.hidden:
-        read = ', '.join(map(path_name, program.constant_hidden))
-        kept = kept_in_other_states(program)
-        if kept:
-            names = ', '.join(map(path_name, kept))
-            raise CompilationError(
-                three_parts(
-                    f'a model whose step writes no hidden state: {names} '
-                    f'{"is" if len(kept) == 1 else "are"} kept from step to step in '
-                    'another kind of state',
-                    'eligibility traces belong to states that depend on their own past '
-                    'values, and only a brainstate.HiddenState is one',
-                    'brainstate.HiddenState in place of brainstate.State or '
-                    f'brainstate.ShortTermState for {names}',
-                )
-            )
-        raise CompilationError(
-            three_parts(
-                'a model whose step writes no hidden state'
-                + (f' and only reads {read}' if read else ''),
-                'eligibility traces belong to states that depend on their own past '
-                'values, and there are none',
-                'keep values that the next step needs in a brainstate.HiddenState; '
-                'train a model without such values by jax.grad',
-            )
-        )
-
-
-def check_parameters(program: StepProgram) -> None:
-    """Raise unless the step reads a parameter: without one there is a graph, and
-    nothing to train."""
-    if not program.parameters:
-        raise CompilationError(
-            three_parts(
-                'a model whose step reads no parameter',
-                'there is nothing to train',
-                'keep trainable values in a brainstate.ParamState that update reads',
-            )
-        )
 
 
 def find_hidden_groups_from_minfo(minfo: Any) -> Groups:
@@ -353,8 +259,7 @@ def find_hidden_param_op_relations_from_minfo(
 ) -> tuple[HiddenParamOpRelation, ...]:
     """Sites of a traced module; with ``hid_path_to_group`` only those into these
     groups."""
-    analysed = analyse(minfo.program)
-    sites = find_sites(analysed.facts, analysed.groups, analysed.positions)
+    sites = analyse(minfo.program).sites
     if hid_path_to_group is None:
         return sites
     return tuple(

@@ -31,14 +31,14 @@ def opaque_equations(facts: Facts) -> list[tuple[Equation, int]]:
     return found
 
 
-def check_loops(facts: Facts) -> None:
+def check_loops(facts: Facts, opaque: list[tuple[Equation, int]]) -> None:
     """Raise if credit is lost in a loop of unknown length.
 
     Such loops are followed, except where they print or call Python code.
     """
     hidden = facts.program.hidden
     wanted = facts.parameters | facts.old(hidden) | facts.new(hidden)
-    for eqn, bits in opaque_equations(facts):
+    for eqn, bits in opaque:
         if structure(eqn) == 'while' and bits & wanted:
             raise CompilationError(
                 three_parts(

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import brainstate
-import jax
-import jax.numpy as jnp
 
 from ..errors import NotSupportedError, three_parts
+from .model_states import place_states, start_here
 from .models import MODULE, interface_of
 from .placement import Placement
 from .recording import recording_of
@@ -90,21 +89,6 @@ def on_devices(learner: Learner) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if placement is None else placement.active()
 
 
-def place_states(learner: Learner) -> None:
-    """Put the model's states on their devices, if there are several."""
-    if learner.placement is not None:
-        learner.placement = learner.placement.with_size(sample_count(learner))
-        learner.placement.put_states(learner.model)
-
-
-def sample_count(learner: Learner) -> int | None:
-    """The size of the first axis, if all inputs and hidden states share it."""
-    states = [state.value for state in learner.hidden_states.values()]
-    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves([states, learner._example])}
-    first = next(iter(sizes), ())
-    return first[0] if len(sizes) == 1 and first else None
-
-
 def place_inputs(learner: Learner, inputs: tuple, axis: int) -> tuple:
     """Inputs on their devices, with samples at ``axis``. Without a mesh, the learner is
     split as the inputs are."""
@@ -116,7 +100,7 @@ def place_inputs(learner: Learner, inputs: tuple, axis: int) -> tuple:
         place_states(learner)
         # Programs so far were made for one device.
         learner._kept.programs.clear()
-        learner._start_here()
+        start_here(learner)
         learner._carried.place(learner.placement)
     return learner.placement.put_inputs(inputs, axis)
 

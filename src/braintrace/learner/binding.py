@@ -15,7 +15,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..analysis.graph import Analysed, analyse
+from ..analysis.analysed import Analysed, analyse
 from ..compat import Var, is_differentiable, is_var
 from ..compiled_step import CompiledStep, Tap, Values
 from ..errors import CompilationError, three_parts

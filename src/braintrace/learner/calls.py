@@ -27,6 +27,7 @@ from ..solver import Solved
 from .arguments import check_call, length_of
 from .binding import StepBinding, check_aux
 from .losses import check_finite_values, loss_weights
+from .model_states import start_values
 from .models import interface_of
 from .online import online_step
 from .optimizers import update_by
@@ -140,7 +141,7 @@ def solve(
     solver, program = learner._gradient_program(binding, rule, fresh)
     parameters, states = binding.read()
     if fresh:
-        states = binding.with_values(states, learner._start_values())
+        states = binding.with_values(states, start_values(learner))
     if at:
         parameters = binding.with_values(parameters, at)
         states = binding.with_values(states, at)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
@@ -18,6 +18,9 @@ from .optimizers import made_beside
 from .placement import Placement
 from .sequences import Solver
 from .state import EligibilityTrace
+
+if TYPE_CHECKING:
+    from .learner import Learner
 
 
 def array_shapes(tree: Any) -> tuple:
@@ -204,6 +207,39 @@ class CarriedTraces:
             if key in found and owner != key:
                 found[key] = found[key]._replace(f=self.current[owner].value.f)
         return found
+
+
+# ---------------------------------------------------------------- of a learner
+
+
+def make_traces(learner: Learner) -> None:
+    """Zero traces for the model's step as it is now, before any program needs them."""
+    # Traces that are too large are refused again, with the reason, when one is needed.
+    with contextlib.suppress(NotSupportedError):
+        binding = learner._model_binding(learner._example)
+        _prepare(learner, learner._solver(binding, learner.rule, loss=False))
+
+
+def _prepare(learner: Learner, solver: Solver) -> None:
+    """Zero traces of a step, unless there are traces like them already."""
+    rule, carried = learner.rule, learner._carried
+    if rule.has_trace and not carried.fit(solver):
+        carried.check_zero()
+        check_trace_bytes(solver, learner.max_trace_bytes, rule.name)
+        carried.make(solver, learner.hidden_states, learner.placement)
+
+
+def read_traces(learner: Learner, solver: Solver, donate: bool = False) -> list[Any]:
+    """The traces of a step, made if there are none yet; ``donate``: safe to be written
+    to."""
+    _prepare(learner, solver)
+    return learner._carried.read(solver, donate) if learner.rule.has_trace else []
+
+
+def write_traces(learner: Learner, solver: Solver, values: list[Any]) -> None:
+    """Put the traces after a call in place."""
+    if learner.rule.has_trace:
+        learner._carried.write(solver, values)
 
 
 def _may_differ_from_zero(trace: EligibilityTrace) -> bool:

@@ -24,7 +24,7 @@ from brainstate.util import FlattedDict
 
 from ..analysis.graph import ETraceGraph
 from ..compat import is_var
-from ..errors import ArgumentError, NotSupportedError, three_parts
+from ..errors import ArgumentError, three_parts
 from ..frontends.brainstate import module_states
 from ..lowering.executor import ETraceGraphExecutor
 from ..program import Path
@@ -37,7 +37,6 @@ from .access import (
     followed,
     on_devices,
     place_inputs,
-    place_states,
     restored_on_error,
     synchronised,
     undone_on_error,
@@ -77,7 +76,7 @@ from .calls import (
     solve,
     train_online,
 )
-from .carried import CarriedTraces, check_trace_bytes
+from .carried import CarriedTraces, make_traces, read_traces, write_traces
 from .certificate import Certificate, check_directions
 from .check import GradientCheck, RuleComparison
 from .chunks import evolve_in_chunks, gradients_in_chunks
@@ -85,7 +84,14 @@ from .describing import described, report_of
 from .losses import results
 from .measuring import certify, compare_with_bptt, evaluate, plan_of, rules_of
 from .memory import MemoryPlan
-from .model_states import Shapes, compiled_shapes, make_states, state_shapes
+from .model_states import (
+    Shapes,
+    compiled_shapes,
+    place_states,
+    resize,
+    restore_start,
+    state_shapes,
+)
 from .models import interface_of
 from .optimizers import update_by
 from .placement import Placement
@@ -914,88 +920,16 @@ class Learner(brainstate.nn.Module):
         check_batch_size(batch_size)
         with self._followed():
             if batch_size is None:
-                self._restore_start()
+                restore_start(self)
             else:
-                self._resize(batch_size)
+                resize(self, batch_size)
             self._clear_traces()
             self.running_index.value = jnp.zeros((), jnp.int32)
 
-    def _start_values(self) -> dict[Path, Any]:
-        """Where a fresh sequence starts, by path."""
-        return {path: start.value for path, start in self._start.items()}
-
-    def _restore_start(self) -> None:
-        start = self._start_values()
-        for path, state in module_states(self.model).items():
-            if path in start:
-                state.value = start[path]
-
-    def _resize(self, batch_size: int) -> None:
-        make_states(self.model, batch_size, self.vmap)
-        before = jax.tree.leaves(self._start_values())
-        self._start_here()
-        after = jax.tree.leaves(self._start_values())
-        # The batch axis of the inputs has the size that the first axis of the states
-        # had.
-        sizes = [
-            (jnp.shape(a)[:1], jnp.shape(b)[:1])
-            for a, b in zip(before, after, strict=True)
-        ]
-        old = next((a for a, b in sizes if b == (batch_size,)), None)
-
-        def resized(x: Any) -> Any:
-            if not jnp.ndim(x) or jnp.shape(x)[:1] != old:
-                return x
-            return jnp.zeros((batch_size, *jnp.shape(x)[1:]), jnp.result_type(x))
-
-        self._example = jax.tree.map(resized, self._example)
-        if self.placement is not None:
-            place_states(self)
-            self._start_here()
-        self._kept.shapes = compiled_shapes(self)
-        self.traces.clear()
-        self._make_traces()
-
-    def _start_here(self) -> None:
-        """Fresh sequences start from the states as they are."""
-        states = module_states(self.model)
-        for path, start in self._start.items():
-            start.value = states[path].value
-
-    # ------------------------------------------------------------ traces
-
-    def _make_traces(self) -> None:
-        """Zero traces for the model's step as it is now, before any program needs them."""
-        # Traces that are too large are refused again, with the reason, when one is
-        # needed.
-        with contextlib.suppress(NotSupportedError):
-            binding = self._model_binding(self._example)
-            self._prepare_traces(self._solver(binding, self.rule, loss=False))
-
-    def _prepare_traces(self, solver: Solver) -> None:
-        """Zero traces of a step, unless there are traces like them already."""
-        if not self.rule.has_trace or self._carried.fit(solver):
-            return
-        self._carried.check_zero()
-        check_trace_bytes(solver, self.max_trace_bytes, self.rule.name)
-        self._carried.make(solver, self.hidden_states, self.placement)
-
-    def _read_traces(self, solver: Solver, donate: bool = False) -> list[Any]:
-        """The traces of a step, made if there are none yet; ``donate``: safe to be
-        written to."""
-        if not self.rule.has_trace:
-            return []
-        self._prepare_traces(solver)
-        return self._carried.read(solver, donate)
-
-    def _write_traces(self, solver: Solver, values: list[Any]) -> None:
-        if self.rule.has_trace:
-            self._carried.write(solver, values)
+    # ------------------------------------------------------------ parts of every call
 
     def _clear_traces(self) -> None:
         self._carried.clear()
-
-    # ------------------------------------------------------------ parts of every call
 
     # Who may call, and where arrays are: ``access.py``.
     _alone = alone
@@ -1003,6 +937,10 @@ class Learner(brainstate.nn.Module):
     _synchronised = synchronised
     _placed = place_inputs
     _undone_on_error = undone_on_error
+    # Traces: ``carried.py``.
+    _make_traces = make_traces
+    _read_traces = read_traces
+    _write_traces = write_traces
     # What runs: ``binding.py``.
     _run_model = run_model
     _model_binding = bind_model

@@ -14,7 +14,6 @@ import numpy as np
 from ..errors import three_parts
 from ..program import Path
 from ..rules import PRESETS, Rule, named
-from .access import sample_count
 from .arguments import bytes_of
 from .binding import StepBinding
 from .calls import GradientCall, failure_explained, solve
@@ -29,7 +28,7 @@ from .check import GradientCheck, compare
 from .gradients import gradients_of
 from .losses import loss_weights
 from .memory import MemoryPlan, plan_memory
-from .model_states import check_shapes
+from .model_states import check_shapes, restore_start, sample_count, start_values
 from .placement import Placement
 from .recording import recording
 from .sequences import gradient_program
@@ -43,7 +42,7 @@ def evaluate(learner: Learner, sequences: tuple, step_fn: Callable | None) -> An
     run = lambda *xs: brainstate.transform.for_loop(step_fn or learner, *xs)
     program = learner._loop('evaluate', (step_fn, *learner._held()), run)
     with recording(learner, ignores_modulators=True), learner.unmoved():
-        learner._restore_start()
+        restore_start(learner)
         with failure_explained(learner, sequences):
             return program(*sequences)
 
@@ -118,7 +117,7 @@ def certify(
     own = parameter_groups(binding.info.program.parameters, per_parameter, groups)
     program = _certificate_program(learner, binding, length, own)
     parameters, states = binding.read()
-    states = binding.with_values(states, learner._start_values())
+    states = binding.with_values(states, start_values(learner))
     drawn = random_directions(parameters, directions, seed)
     inputs, rule_state = binding.inputs(call.sequences), learner._rule_value()
     traces: list = []

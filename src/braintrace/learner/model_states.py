@@ -1,5 +1,5 @@
-"""The states of a model: made for a batch, and checked against what a learner was
-compiled for."""
+"""The states of a model: made for a batch, put on devices, checked against what a
+learner was compiled for, and where sequences start."""
 
 from __future__ import annotations
 
@@ -112,6 +112,69 @@ def check_shapes(learner: Learner) -> None:
             last = _last_shaped.get(learner.model, lambda: None)()
             other = None if last is learner else last
             raise _reshaped(learner.rule.name, path, shape, found[path], other)
+
+
+def place_states(learner: Learner) -> None:
+    """Put the model's states on their devices, if there are several."""
+    if learner.placement is not None:
+        learner.placement = learner.placement.with_size(sample_count(learner))
+        learner.placement.put_states(learner.model)
+
+
+def sample_count(learner: Learner) -> int | None:
+    """The size of the first axis, if all inputs and hidden states share it."""
+    states = [state.value for state in learner.hidden_states.values()]
+    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves([states, learner._example])}
+    first = next(iter(sizes), ())
+    return first[0] if len(sizes) == 1 and first else None
+
+
+# ---------------------------------------------------------------- where sequences start
+
+
+def start_values(learner: Learner) -> dict[Path, Any]:
+    """The values at the start of a fresh sequence, by path."""
+    return {path: start.value for path, start in learner._start.items()}
+
+
+def restore_start(learner: Learner) -> None:
+    """Put the model's states back to where a fresh sequence starts."""
+    start = start_values(learner)
+    for path, state in module_states(learner.model).items():
+        if path in start:
+            state.value = start[path]
+
+
+def start_here(learner: Learner) -> None:
+    """Fresh sequences start from the states as they are."""
+    states = module_states(learner.model)
+    for path, start in learner._start.items():
+        start.value = states[path].value
+
+
+def resize(learner: Learner, batch_size: int) -> None:
+    """States, example inputs and zero traces of another batch."""
+    make_states(learner.model, batch_size, learner.vmap)
+    before = list(start_values(learner).values())
+    start_here(learner)
+    after = list(start_values(learner).values())
+    # The batch axis of the inputs has the size that the first axis of the states had.
+    first = lambda values: [jnp.shape(x)[:1] for x in jax.tree.leaves(values)]
+    sizes = zip(first(before), first(after), strict=True)
+    old = next((a for a, b in sizes if b == (batch_size,)), None)
+
+    def resized(x: Any) -> Any:
+        if not jnp.ndim(x) or jnp.shape(x)[:1] != old:
+            return x
+        return jnp.zeros((batch_size, *jnp.shape(x)[1:]), jnp.result_type(x))
+
+    learner._example = jax.tree.map(resized, learner._example)
+    if learner.placement is not None:
+        place_states(learner)
+        start_here(learner)
+    learner._kept.shapes = compiled_shapes(learner)
+    learner.traces.clear()
+    learner._make_traces()
 
 
 def _reshaped(

@@ -24,9 +24,9 @@ from ..program import Path
 from ..program.step import path_name
 
 
-class ModelInterface:
-    """What a learner needs of a model beside its states; here that of a brainstate
-    module."""
+class ModuleInterface:
+    """What a learner needs of a brainstate module beside its states; an
+    :class:`AdaptedModel` has the same members for other models."""
 
     def followed(self, recompile: Callable[[], None]) -> Any:
         """Around a call: values that are kept in the user's model are read before it
@@ -84,13 +84,8 @@ class ModelInterface:
         raise AttributeError('state')
 
 
-MODULE = ModelInterface()
+MODULE = ModuleInterface()
 """The interface of every brainstate module."""
-
-
-def interface_of(model: brainstate.nn.Module) -> ModelInterface:
-    """The interface of a learner's model."""
-    return model if isinstance(model, AdaptedModel) else MODULE
 
 
 @dataclass
@@ -102,7 +97,7 @@ class _UserValues:
     inside: bool = False
 
 
-class AdaptedModel(brainstate.nn.Module, ModelInterface):
+class AdaptedModel(brainstate.nn.Module):
     """A pure model whose parameters and states are brainstate's, at the paths that they
     have in the model.
 
@@ -263,7 +258,7 @@ class AdaptedModel(brainstate.nn.Module, ModelInterface):
     def carries_on(self, path: Path, state: brainstate.State) -> bool:
         """Random streams and running statistics carry on, as well as parameters."""
         ongoing = dict(zip(self.pure.state_paths, self.pure.ongoing, strict=True))
-        return super().carries_on(path, state) or ongoing.get(path, False)
+        return MODULE.carries_on(path, state) or ongoing.get(path, False)
 
     def check_copied(self) -> None:
         """Raise for a module that the learner reads and writes."""
@@ -322,6 +317,11 @@ class AdaptedModel(brainstate.nn.Module, ModelInterface):
             for path, x in zip(self.pure.state_paths, held, strict=True)
         ]
         self.pure.push(self.pure.flat(params), new, params)
+
+
+def interface_of(model: brainstate.nn.Module) -> ModuleInterface | AdaptedModel:
+    """The interface of a learner's model."""
+    return model if isinstance(model, AdaptedModel) else MODULE
 
 
 def _assign(states: Sequence[brainstate.State], values: Sequence[Any]) -> None:

@@ -9,15 +9,8 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from ..analysis.graph import (
-    Analysed,
-    ETraceGraph,
-    analyse,
-    check_hidden,
-    check_parameters,
-    compiling,
-    graph_of,
-)
+from ..analysis.analysed import Analysed, analyse, check_hidden, check_parameters
+from ..analysis.graph import ETraceGraph, compiling, graph_of
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Jaxpr, Var, evaluate, is_var

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..analysis.analysed import Analysed
 from ..analysis.cuts import Positions
 from ..analysis.dependence import of
 from ..analysis.facts import Facts
-from ..analysis.graph import Analysed
 from ..compat import (
     Atom,
     Equation,
@@ -65,7 +65,7 @@ def split_products(analysed: Analysed) -> Analysed:
     rewritten = make_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, equations)
     program = replace(program, closed=close(rewritten, program.closed.consts))
     positions = [_moved(found, splits, places) for found in analysed.positions]
-    return analysed._replace(facts=Facts(program), positions=positions)
+    return replace(analysed, facts=Facts(program), positions=positions)
 
 
 def _split(facts: Facts, eqn: Equation) -> _Split | None:

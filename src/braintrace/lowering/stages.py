@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import jax
 
+from ..analysis.analysed import Analysed
 from ..analysis.dependence import Bits, of, union
 from ..analysis.facts import Facts
-from ..analysis.graph import Analysed
 from ..analysis.sites import weight_operands
 from ..compat import Atom, Equation, Var, is_differentiable, is_var, new_var
 from ..compiled_step import Values

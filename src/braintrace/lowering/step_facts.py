@@ -13,7 +13,6 @@ import numpy as np
 
 from ..analysis.credit import CreditAnalysis
 from ..analysis.dependence import Bits, flow, of, union
-from ..analysis.sites import find_sites
 from ..compat import Jaxpr, Var, is_var
 from ..compiled_step import Jacobian, Values
 from ..program import Parameter
@@ -30,11 +29,7 @@ class StepFacts:
     @cached_property
     def credit(self) -> CreditAnalysis:
         """The credit analysis of the step itself."""
-        found = self.stages.analysed
-        sites = find_sites(found.facts, found.groups, found.positions)
-        return CreditAnalysis(
-            found.facts, found.members, found.groups, found.positions, sites
-        )
+        return CreditAnalysis(self.stages.analysed)
 
     def _bit(self, parameter: Parameter) -> int:
         return self.stages.facts.bit[parameter.invar]

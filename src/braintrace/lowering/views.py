@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..analysis.analysed import Analysed
 from ..analysis.dependence import of
-from ..analysis.graph import Analysed
 from ..analysis.groups import HiddenGroup
 from ..arrays import known_value
 from ..compat import Atom, Equation, Var, is_var

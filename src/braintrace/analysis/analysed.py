@@ -1,0 +1,123 @@
+"""A step program with all that is found in it: facts, hidden groups, positions, sites.
+
+Everything above the analysis starts from the record that :func:`analyse` gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..compat import Equation
+from ..errors import CompilationError, three_parts
+from ..frontends.brainstate import path_mapping
+from ..program import Hidden, Path, StepProgram
+from ..program.step import path_name
+from .cuts import Positions
+from .dependence import of
+from .facts import Facts
+from .groups import HiddenGroup, group_hidden, make_group
+from .opaque import check_loops, opaque_equations
+from .sites import HiddenParamOpRelation, find_sites
+
+GroupsByPath = dict[Path, HiddenGroup]
+
+
+@dataclass(frozen=True)
+class Analysed:
+    """What holds for a step program.
+
+    ``facts``: what each value depends on. ``members``: the hidden states of each group.
+    ``positions``: the labels and cuts of each group's paths. ``opaque``: what has no
+    reverse derivative, and the bits whose credit ends there.
+    """
+
+    facts: Facts
+    opaque: list[tuple[Equation, int]]
+    members: list[tuple[Hidden, ...]]
+    groups: tuple[HiddenGroup, ...]
+    positions: list[Positions]
+
+    @cached_property
+    def sites(self) -> tuple[HiddenParamOpRelation, ...]:
+        """Every use of a parameter, in program order; for reports."""
+        return find_sites(self.facts, self.groups, self.positions)
+
+    @property
+    def by_path(self) -> GroupsByPath:
+        """The group of each hidden state."""
+        return path_mapping(
+            {path: group for group in self.groups for path in group.hidden_paths}
+        )
+
+
+def analyse(program: StepProgram) -> Analysed:
+    """Facts, groups and positions of a step program."""
+    facts = Facts(program)
+    opaque = opaque_equations(facts)
+    check_loops(facts, opaque)
+    members = group_hidden(facts)
+    positions = [facts.positions(group, group, group) for group in members]
+    pairs = enumerate(zip(members, positions, strict=True))
+    groups = tuple(make_group(i, group, facts, found) for i, (group, found) in pairs)
+    return Analysed(facts, opaque, members, groups, positions)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def kept_in_other_states(program: StepProgram) -> list[Path]:
+    """Paths of states whose new value depends on their own old value and on a parameter,
+    and that are not hidden states."""
+    facts = Facts(program)
+    found = []
+    for other in program.others:
+        if other.outvar is None:
+            continue
+        grads = of(facts.total, other.outvar).grads
+        if grads & facts.bit[other.invar] and grads & facts.parameters:
+            found.append(other.path)
+    return list(dict.fromkeys(found))
+
+
+def check_hidden(program: StepProgram) -> None:
+    """Raise unless the step writes a hidden state."""
+    if not program.hidden:
+        read = ', '.join(map(path_name, program.constant_hidden))
+        kept = kept_in_other_states(program)
+        if kept:
+            names = ', '.join(map(path_name, kept))
+            raise CompilationError(
+                three_parts(
+                    f'a model whose step writes no hidden state: {names} '
+                    f'{"is" if len(kept) == 1 else "are"} kept from step to step in '
+                    'another kind of state',
+                    'eligibility traces belong to states that depend on their own past '
+                    'values, and only a brainstate.HiddenState is one',
+                    'brainstate.HiddenState in place of brainstate.State or '
+                    f'brainstate.ShortTermState for {names}',
+                )
+            )
+        raise CompilationError(
+            three_parts(
+                'a model whose step writes no hidden state'
+                + (f' and only reads {read}' if read else ''),
+                'eligibility traces belong to states that depend on their own past '
+                'values, and there are none',
+                'keep values that the next step needs in a brainstate.HiddenState; '
+                'train a model without such values by jax.grad',
+            )
+        )
+
+
+def check_parameters(program: StepProgram) -> None:
+    """Raise unless the step reads a parameter: without one there is a graph, and
+    nothing to train."""
+    if not program.parameters:
+        raise CompilationError(
+            three_parts(
+                'a model whose step reads no parameter',
+                'there is nothing to train',
+                'keep trainable values in a brainstate.ParamState that update reads',
+            )
+        )
