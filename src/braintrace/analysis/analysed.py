@@ -67,8 +67,8 @@ def analyse(program: StepProgram) -> Analysed:
 
 
 def kept_in_other_states(program: StepProgram) -> list[Path]:
-    """Paths of states whose new value depends on their own old value and on a parameter,
-    and that are not hidden states."""
+    """Paths of states whose new value depends on their own old value and on a
+    parameter, and that are not hidden states."""
     facts = Facts(program)
     found = []
     for other in program.others:

@@ -1,7 +1,8 @@
 """Credit classes: which paths from a parameter to the loss local traces can follow, and
 why.
 
-exact          no temporal path is cut: with exact local traces (D-RTRL) the gradient is that of BPTT
+exact          no temporal path is cut: with exact local traces (D-RTRL) the gradient
+               is that of BPTT
 local          temporal credit through its own position, something else is cut
 instantaneous  the one-step gradient only
 none           no gradient at all
@@ -31,7 +32,8 @@ Links = frozenset[tuple[int, int]]
 NO_CREDIT = (
     'no output of its step depends on it, and no credit comes back from later ones'
 )
-"""Begins the reason of a parameter that gets a gradient from BPTT and none from traces."""
+"""Begins the reason of a parameter that gets a gradient from BPTT and none from
+traces."""
 
 
 class CreditAnalysis:
@@ -275,13 +277,15 @@ class CreditAnalysis:
         return list(dict.fromkeys(found))
 
     def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
-        """Pairs (g, other) of groups where a parameter moves g and g feeds the other."""
+        """Pairs (g, other) of groups where a parameter moves g and g feeds the
+        other."""
         bit = self.facts.bit[parameter.invar]
         met = [g for g in range(len(self.groups)) if self._new[g] & bit]
         return [(g, other) for g in met for other in self._crossings[g]]
 
     def is_temporal(self, parameter: Parameter) -> bool:
-        """Whether the parameter moves a state whose old value matters at a later step."""
+        """Whether the parameter moves a state whose old value matters at a later
+        step."""
         bit = self.facts.bit[parameter.invar]
         through_groups = any(
             new & bit and live

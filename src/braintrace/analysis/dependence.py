@@ -114,7 +114,8 @@ def _custom(eqn: Equation, operands: list[Bits]) -> list[Bits]:
 def carry_fixpoint(
     body: Any, consts: list[Bits], carry: list[Bits], xs: list[Bits]
 ) -> tuple[list[Bits], list[Bits]]:
-    """Sources of a loop's carry and of its stacked results, after any number of rounds."""
+    """Sources of a loop's carry and of its stacked results, after any number of
+    rounds."""
     while True:
         outs = _outputs(body, [*consts, *carry, *xs])
         new = [c | o for c, o in zip(carry, outs, strict=False)]

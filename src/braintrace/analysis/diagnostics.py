@@ -80,8 +80,8 @@ class DiagnosticLevel(enum.StrEnum):
     Levels compare by weight, not as words. No record of a compiled graph is an error:
     what cannot be compiled raises.
 
-    >>> DiagnosticLevel('warning') > DiagnosticLevel.NOTICE, DiagnosticLevel.ERROR > DiagnosticLevel.INFO
-    (True, True)
+    >>> DiagnosticLevel('warning') > DiagnosticLevel.NOTICE
+    True
     """
 
     INFO = 'info'

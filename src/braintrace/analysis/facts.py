@@ -80,7 +80,8 @@ class Facts:
             found = more
 
     def through(self, group: tuple[Hidden, ...]) -> SourcesThrough:
-        """Sources of every value by paths through no new state but those of the group."""
+        """Sources of every value by paths through no new state but those of the
+        group."""
         return SourcesThrough(self, group)
 
     def is_weight(self, bits: Bits) -> bool:

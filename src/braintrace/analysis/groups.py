@@ -173,7 +173,10 @@ class HiddenGroup(NamedTuple):
     def diagonal_jacobian(
         self, hidden_vals: Sequence[jax.Array], input_vals: Sequence[Any]
     ) -> jax.Array:
-        """D_t: ``(*varshape, num_state, num_state)``, ``[..., i, j] = ∂new_i/∂old_j``."""
+        """D_t: ``(*varshape, num_state, num_state)``.
+
+        ``[..., i, j] = ∂new_i/∂old_j``.
+        """
 
         def step(old: jax.Array) -> jax.Array:
             return self.concat_hidden(
@@ -238,7 +241,10 @@ class HiddenGroup(NamedTuple):
 
     def __repr__(self) -> str:
         names = ', '.join(path_name(p) for p in self.hidden_paths)
-        return f'HiddenGroup({self.index}: {names}; positions {self.varshape}, {self.num_state} state(s) each)'
+        return (
+            f'HiddenGroup({self.index}: {names}; positions {self.varshape}, '
+            f'{self.num_state} state(s) each)'
+        )
 
 
 def different_layers(a: Path, b: Path) -> bool:

@@ -82,7 +82,8 @@ class HiddenPerturbation(NamedTuple):
         return self._asdict()
 
     def __repr__(self) -> str:
-        return f'HiddenPerturbation({", ".join(map(path_name, self.perturb_hidden_paths))})'
+        names = ', '.join(map(path_name, self.perturb_hidden_paths))
+        return f'HiddenPerturbation({names})'
 
 
 def add_perturbation(program: StepProgram) -> HiddenPerturbation:

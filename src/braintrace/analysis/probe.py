@@ -136,7 +136,8 @@ def confirmed(
                 ]
             )
     except Exception:
-        return operands  # a derivative that fails here fails in training too, and says so there
+        # A derivative that fails here fails in training too, and says so there.
+        return operands
     for (k, labels), full, part in zip(moved.items(), every, some, strict=True):
         wanted = np.where((labels >= 0) & chosen[:, np.maximum(labels, 0)], full, 0)
         wrong = ~np.isclose(part, wanted, rtol=1e-2, atol=1e-6) & np.isfinite(full)

@@ -1,8 +1,9 @@
 """Findings by the names of the published package: which parameters are tied to which
 groups, and why others are not.
 
-Everything here is read from groups, sites and records of other kinds, so that code which
-filters diagnostics by these names finds them. Reports show the same in other places.
+Everything here is read from groups, sites and records of other kinds, so that code
+which filters diagnostics by these names finds them. Reports show the same in other
+places.
 """
 
 from __future__ import annotations

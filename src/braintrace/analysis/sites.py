@@ -67,7 +67,8 @@ class HiddenParamOpRelation(NamedTuple):
         names = ', '.join(p.name for p in self.parameters)
         hidden = ', '.join(map(path_name, self.connected_hidden_paths))
         shape = self.y_var.aval.shape
-        return f'HiddenParamOpRelation({names} → {self.primitive.name} → y{list(shape)} → {hidden})'
+        y = f'{self.primitive.name} → y{list(shape)}'
+        return f'HiddenParamOpRelation({names} → {y} → {hidden})'
 
 
 def find_sites(

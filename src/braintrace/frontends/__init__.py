@@ -1,4 +1,5 @@
-"""Front ends: each turns a model of one framework into a step program. Each is a leaf."""
+"""Front ends: each turns a model of one framework into a step program. Each is a
+leaf."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ from .failures import (
 
 
 class ModuleInfo(NamedTuple):
-    """One traced step of a module: its program, its states and which variable is which."""
+    """One traced step of a module: its program, its states and which variable is
+    which."""
 
     stateful_model: brainstate.transform.StatefulFunction
     closed_jaxpr: ClosedJaxpr
@@ -146,7 +147,10 @@ class ModuleInfo(NamedTuple):
     def __repr__(self) -> str:
         hidden = ', '.join(map(path_name, self.hidden_path_to_invar))
         weights = ', '.join(map(path_name, self.weight_path_to_invars))
-        return f'ModuleInfo({len(self.jaxpr.eqns)} equations; hidden: {hidden}; parameters: {weights})'
+        return (
+            f'ModuleInfo({len(self.jaxpr.eqns)} equations; hidden: {hidden}; '
+            f'parameters: {weights})'
+        )
 
 
 def path_mapping(found: Mapping[Path, Any]) -> brainstate.util.PrettyDict:

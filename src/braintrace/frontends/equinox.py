@@ -110,7 +110,8 @@ class EquinoxModel(PureModel):
 
 
 def _bound(model: Any, more: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Inputs after the first: by position after the state, then by keyword (``key``)."""
+    """Inputs after the first: by position after the state, then by keyword
+    (``key``)."""
     parameters = inspect.signature(model.__call__).parameters.values()
     names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     room = max(len(more) - len(names), len(parameters) - len(names) - 2)

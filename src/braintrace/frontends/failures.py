@@ -171,9 +171,15 @@ def check_new_value(path: Path, old: Any, new: Any) -> None:
     ]
     new_shapes = [(tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(new)]
     if old_shapes != new_shapes:
-        fix = 'states initialised with the shape (batch axis included) and dtype that the step gives them'
+        fix = (
+            'states initialised with the shape (batch axis included) and dtype that '
+            'the step gives them'
+        )
         if [shape for shape, _ in old_shapes] == [shape for shape, _ in new_shapes]:
-            fix = f'inputs of the type of the state, or brainstate.environ.set(precision=64) first; or {fix}'
+            fix = (
+                'inputs of the type of the state, or '
+                f'brainstate.environ.set(precision=64) first; or {fix}'
+            )
         raise CompilationError(
             three_parts(
                 f'a step that turns state {path_name(path)} from {old_shapes} into '

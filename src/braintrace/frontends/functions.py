@@ -101,7 +101,10 @@ class FunctionInfo(NamedTuple):
     def __repr__(self) -> str:
         hidden = ', '.join(path_name(h.path) for h in self.program.hidden)
         weights = ', '.join(p.name for p in self.program.parameters)
-        return f'FunctionInfo({len(self.jaxpr.eqns)} equations; hidden: {hidden}; parameters: {weights})'
+        return (
+            f'FunctionInfo({len(self.jaxpr.eqns)} equations; hidden: {hidden}; '
+            f'parameters: {weights})'
+        )
 
 
 class FunctionModel(PureModel):

@@ -105,7 +105,10 @@ def _check_trace_dtype(dtype: Any) -> None:
 def check_modulator(value: Any) -> None:
     if isinstance(value, MultiStepData):
         why = 'a window has one modulator'
-        fix = 'one modulator for the window, or steps one by one: learner(x, modulator=m), also in a step_fn'
+        fix = (
+            'one modulator for the window, or steps one by one: '
+            'learner(x, modulator=m), also in a step_fn'
+        )
         raise ValueError(three_parts('a modulator for each step of a window', why, fix))
     try:
         real = not jnp.iscomplexobj(jnp.asarray(value))

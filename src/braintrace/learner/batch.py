@@ -1,4 +1,5 @@
-"""Inputs that do not fit what a learner is or was compiled for: their batch, their axes."""
+"""Inputs that do not fit what a learner is or was compiled for: their batch, their
+axes."""
 
 from __future__ import annotations
 

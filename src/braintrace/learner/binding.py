@@ -101,7 +101,8 @@ class StepBinding:
         return cls(learner.model, info, None, learner.rule_state, given)
 
     def _written_modulator(self) -> Var | None:
-        """The new value of the learner's own state, where the step writes that itself."""
+        """The new value of the learner's own state, where the step writes that
+        itself."""
         own = [tree for _, state, tree in self._states if state is self.rule_state]
         new = {o.invar: o.outvar for o in self.info.program.others}
         found = [new[v] for v in jax.tree.leaves(own) if new.get(v) is not None]
@@ -272,8 +273,8 @@ class StepBinding:
 
 
 def shapes_of(tree: Any) -> tuple:
-    """Structure of a tree, shapes and types of its arrays: what a program is specialised
-    for."""
+    """Structure of a tree, shapes and types of its arrays: what a program is
+    specialised for."""
     return jax.tree.structure(tree), array_shapes(tree)
 
 
@@ -324,7 +325,8 @@ class ProgramCache:
 
 
 def run_model(learner: Learner, *args: Any) -> Any:
-    """The model, or the model of one sample mapped over the batch axis of its states."""
+    """The model, or the model of one sample mapped over the batch axis of its
+    states."""
     if not learner.vmap:
         return learner.model(*args)
     states = brainstate.ShortTermState
@@ -409,7 +411,8 @@ def program_of(
     make: Callable[[], Any],
     is_reusable: bool | None = None,
 ) -> Any:
-    """A program of some kind, made once for these parts and the shapes of all states."""
+    """A program of some kind, made once for these parts and the shapes of all
+    states."""
     key = (kind, *parts, state_shapes_of(learner))
     return learner._kept.programs.get(key, make, is_reusable)
 

@@ -96,7 +96,8 @@ def _new_class(preset: Preset, base: type[Learner]) -> type[Learner]:
     if preset.default.is_modulated:
         shown.append(_parameter('modulator', 1.0))
     shown += [p for p in preset.options if p.kind is p.KEYWORD_ONLY]
-    __init__.__signature__ = inspect.Signature([*first, *shown, *last])  # type: ignore[attr-defined]
+    signature = inspect.Signature([*first, *shown, *last])
+    setattr(__init__, '__signature__', signature)  # noqa: B010 - not one for mypy
     body = {
         '__init__': __init__,
         '__doc__': preset.make.__doc__,
@@ -140,8 +141,8 @@ def _by_name(
 def _check_config(preset: Preset, config: ETraceConfig, given: Mapping) -> None:
     """Raise unless a configuration is one of the learner class it was given to.
 
-    Decays are part of a configuration, and those beside it are left out: constructors of
-    the published package have to be given some.
+    Decays are part of a configuration, and those beside it are left out: constructors
+    of the published package have to be given some.
     """
     beside = given.keys() - {'decay_or_rank'}
     if family(config.rule) is not family(preset.default) or beside:

@@ -30,8 +30,8 @@ def warn_of_credit(
     sequences: tuple = (),
     stacklevel: int = 2,
 ) -> None:
-    """One warning about a learner's parameters, by the model alone or by a step function
-    with it; what was said once of a learner is not said again."""
+    """One warning about a learner's parameters, by the model alone or by a step
+    function with it; what was said once of a learner is not said again."""
     new = [
         text for text in _texts(learner, step_fn, sequences) if learner.is_news(text)
     ]

@@ -73,7 +73,8 @@ class _Facts:
     def _with_readouts(
         self, parameter: Parameter, known: ParameterFacts
     ) -> ParameterFacts:
-        """The credit class with what leaky read-outs remember, where traces carry it."""
+        """The credit class with what leaky read-outs remember, where traces carry
+        it."""
         complete = [x for x in self.solver.step.links if x.is_complete]
         linked = frozenset(
             (x.lower, x.readout) for x in complete if x.readout is not None

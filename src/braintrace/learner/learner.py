@@ -197,8 +197,8 @@ class Learner(brainstate.nn.Module):
         check_choice('vjp_method', vjp_method, ('single-step', 'multi-step'))
         if reach in ('local', 'readout'):
             rule = replace(rule, reach=reach)
-        # A rule that reads its traces by a signal of its own takes the steps of a window
-        # one by one; the others go through the whole window in reverse.
+        # A rule that reads its traces by a signal of its own takes the steps of a
+        # window one by one; the others go through the whole window in reverse.
         multi_step = (
             vjp_method == 'multi-step' and rule.has_trace and not rule.has_own_signal
         )
@@ -352,16 +352,16 @@ class Learner(brainstate.nn.Module):
         fresh: bool = False,
         params: Any = None,
     ) -> Any:
-        """Gradients of a whole sequence, by path; those of a model that is no brainstate
-        module in the structure that its framework's optimisers take.
+        """Gradients of a whole sequence, by path; those of a model that is no
+        brainstate module in the structure that its framework's optimisers take.
 
         ``step_fn(*slices)`` calls the learner and returns a scalar loss (or ``(loss,
         aux)``). ``mask`` (T,) weights the losses; 'mean' divides by max(Σ mask, 1). A
         loss of mask 0 contributes nothing, even if it or the inputs of its step are
         NaN. ``fresh=True``: the sequence is whole, so states start from where they were
-        compiled and the traces are discarded afterwards. ``weights`` selects parameters:
-        a list of paths or states, or a mapping to states, whose keys the gradients then
-        have.
+        compiled and the traces are discarded afterwards. ``weights`` selects
+        parameters: a list of paths or states, or a mapping to states, whose keys the
+        gradients then have.
 
         ``chunk_size=k`` passes windows of k steps to ``step_fn``, which wraps them in
         :class:`MultiStepData` and returns the k losses of a window, or one for the
@@ -742,7 +742,8 @@ class Learner(brainstate.nn.Module):
 
     @property
     def report(self) -> CompilationReport:
-        """What the compiler found, what this rule gives each parameter, and its traces."""
+        """What the compiler found, what this rule gives each parameter, and its
+        traces."""
         return report_of(self)
 
     def __repr__(self) -> str:

@@ -57,7 +57,8 @@ def make_states(
 
 
 def _make_without_batch(model: brainstate.nn.Module) -> None:
-    """Initialise the states of a model for one sample; raise if it needs a batch size."""
+    """Initialise the states of a model for one sample; raise if it needs a batch
+    size."""
     try:
         brainstate.nn.init_all_states(model)
     except TypeError as error:
@@ -98,14 +99,15 @@ def state_shapes(states: Mapping[Path, brainstate.State]) -> Shapes:
 
 
 def compiled_shapes(learner: Learner) -> Shapes:
-    """The shapes that a learner is compiled for, which is the last one of its model to be
-    so."""
+    """The shapes that a learner is compiled for, which is the last one of its model to
+    be so."""
     _last_shaped[learner.model] = weakref.ref(learner)
     return state_shapes(learner.hidden_states)
 
 
 def check_shapes(learner: Learner) -> None:
-    """Raise if the hidden states have other shapes than the learner was compiled for."""
+    """Raise if the hidden states have other shapes than the learner was compiled
+    for."""
     found = state_shapes(learner.hidden_states)
     for path, shape in learner._kept.shapes.items():
         if found.get(path, shape) != shape:

@@ -128,7 +128,8 @@ def gradient_program(
 def evolution_program(
     solver: Solver, options: SequenceOptions
 ) -> Callable[..., Solved]:
-    """A sequence without a loss: a function of parameters, states, traces and inputs."""
+    """A sequence without a loss: a function of parameters, states, traces and
+    inputs."""
 
     def evolve(
         parameters: Values, states: Values, traces: list, inputs: Values

@@ -1,8 +1,8 @@
-"""Spellings of another package: members of learners and records, classes that are refused,
-switches of functions.
+"""Spellings of another package: members of learners and records, classes that are
+refused, switches of functions.
 
-Nothing here knows any of them. A package that has some gives them by :func:`provide`, as
-`braintrace` does with those of its `published` folder.
+Nothing here knows any of them. A package that has some gives them by :func:`provide`,
+as `braintrace` does with those of its `published` folder.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def extend(*records: type) -> None:
 
 
 def taking(function: Callable[P, R], *switches: str) -> Callable[P, R]:
-    """A function that takes switches by name as well; they are checked, not passed on."""
+    """A function that takes switches by name as well; they are checked, not passed
+    on."""
 
     @functools.wraps(function)
     def with_switches(*args: P.args, **options: P.kwargs) -> R:

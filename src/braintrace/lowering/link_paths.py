@@ -1,5 +1,5 @@
-"""The path of one link, from the operand u of a product to the read-out's new state, and
-the derivatives along it."""
+"""The path of one link, from the operand u of a product to the read-out's new state,
+and the derivatives along it."""
 
 from __future__ import annotations
 

@@ -132,7 +132,8 @@ class ReadoutLinks:
 
     @cached_property
     def _readouts(self) -> dict[int, np.ndarray | None]:
-        """Groups that are linear read-outs: κ at each position, None where no constant."""
+        """Groups that are linear read-outs: κ at each position, None where no
+        constant."""
         found = {}
         for g, group in enumerate(self.stages.analysed.groups):
             if group.num_state == 1 and self._is_fed(g) and not self._feeds(g):

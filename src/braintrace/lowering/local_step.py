@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 class LocalProgram:
     """Which equations make up a group's local step, and what depends on what in it.
 
-    ``taps``: results of taps that reach the group. ``shared``: those of which an element
-    reaches several positions: the element that reaches each position. ``indices``: the
-    equations of the local step, in program order. ``constants``: what it reads beside
-    old states and taps. ``pattern``: (i, j) where the new component i can depend on the
-    old component j. ``reached``: components of the new states that each tap's result can
-    reach.
+    ``taps``: results of taps that reach the group. ``shared``: those of which an
+    element reaches several positions: the element that reaches each position.
+    ``indices``: the equations of the local step, in program order. ``constants``: what
+    it reads beside old states and taps. ``pattern``: (i, j) where the new component i
+    can depend on the old component j. ``reached``: components of the new states that
+    each tap's result can reach.
     """
 
     def __init__(

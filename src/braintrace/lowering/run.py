@@ -1,10 +1,10 @@
-"""Running a step: in the parts that a solver runs one after the other, or as a whole from
-parameters and old states, for reverse or forward mode through it.
+"""Running a step: in the parts that a solver runs one after the other, or as a whole
+from parameters and old states, for reverse or forward mode through it.
 
 whole   nothing is cut: BPTT and RTRL
-deep    an old state reaches new states only through its group's local step: paths from one
-        position to another across time are cut, all paths inside a step are kept
-open    every choice and gate lets changes pass: which states can a parameter ever reach?
+deep    an old state reaches new states only through its group's local step: paths from
+        one position to another across time are cut, all paths inside a step are kept
+open    every choice and gate lets changes pass: which states can a parameter reach?
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from .rewrite import split_products
 class TapEquation:
     """An equation where parameters meet data.
 
-    ``weights``: the numbers of its weight operands. ``data``: the operands through which
-    gradient passes on to the data. ``results``: those that can carry a gradient.
+    ``weights``: the numbers of its weight operands. ``data``: the operands through
+    which gradient passes on to the data. ``results``: those that can carry a gradient.
     """
 
     equation: Equation
@@ -99,7 +99,8 @@ class Stages:
     constants: tuple[Var, ...]
     """Values that depend on no data; new states are never among them."""
     fixed: frozenset[Var]
-    """All that is known before any data: these, parameters, states that no step writes."""
+    """All that is known before any data: these, parameters, states that no step
+    writes."""
     constant_targets: tuple[Var, ...]
     """Targets that no data reaches, as a penalty on weights alone."""
     weights: tuple[Var, ...]
@@ -107,8 +108,8 @@ class Stages:
     differentiated: frozenset[Var]
     """Values that a derivative by tap results or old states may change."""
     derivative_variables: tuple[Var, ...]
-    """What derivative programs read and the program makes: operands and results of taps,
-    constants of local steps."""
+    """What derivative programs read and the program makes: operands and results of
+    taps, constants of local steps."""
     projected: tuple[Var, ...]
     """Values that depend on inputs and on no state, and that others read."""
 

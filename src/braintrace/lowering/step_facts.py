@@ -84,7 +84,8 @@ class StepFacts:
 
     @cached_property
     def _constant_jacobians(self) -> list[dict[tuple[int, int], float]]:
-        """Entries of D that are one number whatever parameters, states and inputs are."""
+        """Entries of D that are one number whatever parameters, states and inputs
+        are."""
         found = []
         for local in self.stages.locals:
             jacobian = lambda env, local=local: local_jacobian(self.stages, local, env)
@@ -134,7 +135,8 @@ class StepFacts:
     def sources(
         function: Callable[[list[Any]], Any], variables: list[Var], shapes: list[Any]
     ) -> frozenset[Var]:
-        """The variables that the one result of a function of their values depends on."""
+        """The variables that the one result of a function of their values depends
+        on."""
         (behind,) = _sources(jax.make_jaxpr(function)(shapes).jaxpr, variables)
         return behind
 

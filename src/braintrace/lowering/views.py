@@ -4,10 +4,10 @@ outputs.
 Every new state gets a perturbation δ. Whoever reads it sees h + δ, except the equations
 that define the states of its own group: those read h itself, because D and the traces
 already count that path (LSTM: h from the new c). Where such a path is cut it is counted
-nowhere else, so at the cut these equations read the perturbed value too (two layers with
-a skip connection: the upper layer's product with the lower one's new state). A cut may
-lie inside a branch or a loop: then the paths through it are those of the whole equation
-less those of the equation with its cuts in place.
+nowhere else, so at the cut these equations read the perturbed value too (two layers
+with a skip connection: the upper layer's product with the lower one's new state). A cut
+may lie inside a branch or a loop: then the paths through it are those of the whole
+equation less those of the equation with its cuts in place.
 
 So a value may exist in several views: one for each group it leads to, one for the loss,
 and one with all new states perturbed, which is read at cuts. Views that agree share one
