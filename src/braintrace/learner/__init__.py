@@ -1,4 +1,28 @@
-"""Learners: compiled models with a learning rule."""
+"""Learners: compiled models with a learning rule.
+
+by_rule           compile(), and a learner class for every rule
+learner           Learner: the calls of a user and all that they share
+calls             how a call runs: steps, sequences, updates along a sequence
+chunks            sequences in windows that a step function takes whole
+stream            data that arrive one step at a time; stream_program its compiled call
+measuring         evaluation, comparison with BPTT, certificate, memory plan
+binding           a traced step bound to its model, and the programs made of it
+sequences         in which way a rule is run along a sequence
+online            a step whose reverse derivative is the online gradient
+carried           the traces from call to call
+state             the kinds of states that a learner adds to its model
+model_states      the model's own states: made, placed, checked, where sequences start
+models            models of every framework as a learner sees them
+access            around a call: one at a time, values in place, arrays on devices
+placement         how arrays are split over devices
+recording         what a call of the learner means inside a step function
+gradients         what a rule gives each parameter; credit_warnings warns of little
+describing        the report of a learner, and its text
+check, certificate, memory    what measuring gives
+arguments, batch, losses      checks of arguments, of inputs, and weights of losses
+weights, optimizers           parameters by path and in files; optimisers
+spellings         names of another package
+"""
 
 from .._brainstate import brainstate as brainstate
 from ..program.data import MultiStepData, SingleStepData

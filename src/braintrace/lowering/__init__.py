@@ -1,4 +1,17 @@
-"""From an analysed step to pure functions on arrays."""
+"""From an analysed step to pure functions on arrays.
+
+rewrite      products of concatenated inputs become sums of products
+stages       which equations run when, and what the time loop keeps
+lower        the record that a solver sees: functions, groups, taps and their sites
+run          the step forward: in parts, and as a whole
+views        the signal L and the direct read R
+local_step   the local step of a group: D, pull-backs and slopes
+replay       known results with the derivatives of their computation
+effects      which elements of a tap's result act on more than one group
+links        products by which states reach linear read-outs; link_paths their paths
+step_facts   what of a step decides how near a rule is to BPTT
+executor     compiles a module's graph; Jacobians of one step for users
+"""
 
 from .lower import lower
 from .stages import Stages
