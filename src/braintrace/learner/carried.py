@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import brainstate
 import jax
@@ -28,24 +29,37 @@ def array_shapes(tree: Any) -> tuple:
     return tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree))
 
 
-def trace_keys(solver: Solver) -> list[tuple]:
-    """A name for every trace: parameters, operation, group, and how many like it came
-    before."""
-    keys: list[tuple] = []
-    for key in solver.labels:
-        keys.append((*key, sum(k[:3] == key for k in keys)))
-    return keys
+class TraceLayout(NamedTuple):
+    """The traces of a step: their names, in order, the shapes and types of each, for each
+    the one that holds its state part, and the bytes of all.
+
+    A name holds parameters, operation, hidden states, and how many like it came before.
+    """
+
+    keys: list[tuple]
+    shapes: dict[tuple, tuple]
+    owners: dict[tuple, tuple]
+    size: int
 
 
-def trace_shapes(solver: Solver) -> dict[tuple, tuple]:
-    """Shapes and types of every trace."""
-    traces = jax.eval_shape(solver.init_traces)
-    return dict(zip(trace_keys(solver), map(array_shapes, traces), strict=True))
+_layouts: weakref.WeakKeyDictionary[Any, TraceLayout] = weakref.WeakKeyDictionary()
 
 
-def check_trace_bytes(solver: Solver, most: int, rule: str) -> None:
+def layout_of(solver: Solver) -> TraceLayout:
+    """The layout of a solver's traces, found once."""
+    if solver not in _layouts:
+        keys: list[tuple] = []
+        for key in solver.labels:
+            keys.append((*key, sum(k[:3] == key for k in keys)))
+        traces = jax.eval_shape(solver.init_traces)
+        shapes = dict(zip(keys, map(array_shapes, traces), strict=True))
+        owners = {key: keys[n] for key, n in zip(keys, solver.owner, strict=True)}
+        _layouts[solver] = TraceLayout(keys, shapes, owners, bytes_of(traces))
+    return _layouts[solver]
+
+
+def check_trace_bytes(needed: int, most: int, rule: str) -> None:
     """Raise if the traces of a step need more memory than the learner may use."""
-    needed = sum(map(bytes_of, jax.eval_shape(solver.init_traces)))
     if needed > most:
         raise NotSupportedError(
             three_parts(
@@ -80,7 +94,7 @@ class CarriedTraces:
     def copied(self, current: dict[tuple, EligibilityTrace]) -> CarriedTraces:
         """The same for a copy of the learner, whose traces are ``current``."""
         found = CarriedTraces(current)
-        found._owners = dict(self._owners)
+        found._owners = self._owners
         return found
 
     # ------------------------------------------------------------ making traces
@@ -89,10 +103,10 @@ class CarriedTraces:
         """Whether there are traces of a step, in its shapes."""
         # Traces of other names are not read here: inside jit they would be its inputs,
         # and no longer known to be zero.
-        if set(trace_keys(solver)) != self.current.keys():
+        wanted = layout_of(solver).shapes
+        if wanted.keys() != self.current.keys():
             return False
-        found = {key: array_shapes(t.peek()) for key, t in self.current.items()}
-        return found == trace_shapes(solver)
+        return all(array_shapes(t.peek()) == wanted[k] for k, t in self.current.items())
 
     def check_zero(self) -> None:
         """Raise if a trace that another step is to replace has a value."""
@@ -112,27 +126,24 @@ class CarriedTraces:
         placement: Placement | None,
     ) -> None:
         """Zero traces of a step, in states that live as long as those ``beside``."""
-        keys = trace_keys(solver)
-        made_beside(beside, lambda: self._make_zeros(keys, solver, placement))
-        self.current.clear()
-        self.current.update((key, self._made[key]) for key in keys)
-        owners = zip(keys, solver.owner, strict=True)
-        self._owners = {key: keys[n] for key, n in owners}
-        self._mark_cleared()
-
-    def _make_zeros(
-        self, keys: list[tuple], solver: Solver, placement: Placement | None
-    ) -> None:
-        init = solver.init_traces
+        layout, init = layout_of(solver), solver.init_traces
         if placement is not None:
             split = lambda x: placement.sharding(x.shape)
             shardings = jax.tree.map(split, jax.eval_shape(init))
             init = jax.jit(init, out_shardings=shardings)
-        for key, zeros in zip(keys, init(), strict=True):
-            if key in self._made:
-                self._made[key].keep(zeros)
-            else:
-                self._made[key] = EligibilityTrace(zeros)
+
+        def make() -> None:
+            for key, zeros in zip(layout.keys, init(), strict=True):
+                if key in self._made:
+                    self._made[key].keep(zeros)
+                else:
+                    self._made[key] = EligibilityTrace(zeros)
+
+        made_beside(beside, make)
+        self.current.clear()
+        self.current.update((key, self._made[key]) for key in layout.keys)
+        self._owners = layout.owners
+        self._mark_cleared()
 
     def forget(self) -> None:
         """Drop all traces; functions that were jitted before do not see new ones."""
@@ -149,12 +160,12 @@ class CarriedTraces:
 
     def read(self, solver: Solver, donate: bool) -> list[Any]:
         """The traces of a step; ``donate``: safe to be written to."""
-        found = [self.current[key] for key in trace_keys(solver)]
+        found = [self.current[key] for key in layout_of(solver).keys]
         return [trace.take_for_donation() if donate else trace.value for trace in found]
 
     def write(self, solver: Solver, values: list[Any]) -> None:
         """Put the traces after a call in place."""
-        for key, value in zip(trace_keys(solver), values, strict=True):
+        for key, value in zip(layout_of(solver).keys, values, strict=True):
             self.current[key].keep(value)
 
     def clear(self) -> None:
@@ -225,7 +236,7 @@ def _prepare(learner: Learner, solver: Solver) -> None:
     rule, carried = learner.rule, learner._carried
     if rule.has_trace and not carried.fit(solver):
         carried.check_zero()
-        check_trace_bytes(solver, learner.max_trace_bytes, rule.name)
+        check_trace_bytes(layout_of(solver).size, learner.max_trace_bytes, rule.name)
         carried.make(solver, learner.hidden_states, learner.placement)
 
 
