@@ -148,23 +148,6 @@ class StepBinding:
         stages = Stages(self.analysed, targets, aux, self.modulator)
         return stages, lower(stages, loss)
 
-    def solver(
-        self,
-        rule: Rule,
-        loss: bool,
-        trace: TraceChoice = 'auto',
-        dtype: Any = None,
-        every_component: bool = False,
-    ) -> Solver:
-        """Solves sequences of the step by a rule."""
-
-        def is_traced(tap: Tap) -> bool:
-            if isinstance(trace, str):
-                return trace == 'auto' or tap.marked
-            return any(trace(p.path) for p in tap.parameters)
-
-        return rule.solver(self.step(loss), is_traced, dtype, every_component)
-
     @property
     def is_reusable(self) -> bool:
         """False if the step closes over values of a trace around it, and ends with that
@@ -388,10 +371,16 @@ def solver_of(
     in_chunk: bool = False,
 ) -> Solver:
     """What solves sequences of a step, with the options of the learner."""
+    trace = learner.trace
+
+    def is_traced(tap: Tap) -> bool:
+        if isinstance(trace, str):
+            return trace == 'auto' or tap.marked
+        return any(trace(p.path) for p in tap.parameters)
 
     def make() -> Solver:
         every = rule.has_exact_windows or in_chunk
-        return binding.solver(rule, loss, learner.trace, learner.trace_dtype, every)
+        return rule.solver(binding.step(loss), is_traced, learner.trace_dtype, every)
 
     key = ('solver', binding, rule, loss, in_chunk)
     return learner._kept.programs.get(key, make, binding.is_reusable)

@@ -51,7 +51,6 @@ def _new_class(preset: Preset, base: type[Learner]) -> type[Learner]:
     A rule's own options come first by position, then ``name`` and ``vjp_method``.
     ``config``: an :class:`ETraceConfig` of the same kind of trace in place of the rule.
     """
-    own = [p.name for p in preset.options]
     by_position = [p.name for p in preset.options if p.kind is not p.KEYWORD_ONLY]
     by_position += ['name', 'vjp_method']
     if preset.default.is_modulated:
@@ -61,24 +60,10 @@ def _new_class(preset: Preset, base: type[Learner]) -> type[Learner]:
         self: Learner, model: brainstate.nn.Module, *args: Any, **options: Any
     ) -> None:
         options = {**_by_name(preset, by_position, args, options), **options}
-        for switch in [name for name in AUTOMATIC if name in options]:
-            text = f'{switch}={options.pop(switch)!r} is ignored: this is automatic'
-            warnings.warn(f'{text} here', stacklevel=2)
-        feedback_key = None
-        if 'random_feedback_key' not in own:
-            feedback_key = options.pop('random_feedback_key', None)
-        if 'seed' in own and 'projection_key' in options:
-            options['seed'] = options.pop('projection_key')
-        modulator = (
-            options.pop('modulator', None) if preset.default.is_modulated else None
-        )
-        given = {name: options.pop(name) for name in own if name in options}
-        config = options.pop('config', None)
-        rule = preset.make(**given) if config is None else config.rule
-        if config is not None:
-            _check_config(preset, config, given)
-        if feedback_key is not None and isinstance(rule.signal, RandomFeedback):
-            rule = replace(rule, signal=feedback_signal('random', feedback_key))
+        modulator = None
+        if preset.default.is_modulated:
+            modulator = options.pop('modulator', None)
+        rule = _take_rule(preset, options)
         options.setdefault('vjp_method', preset.vjp_method)
         Learner.__init__(self, model, rule, **options)
         if modulator is not None:
@@ -105,6 +90,27 @@ def _new_class(preset: Preset, base: type[Learner]) -> type[Learner]:
         'preset': preset,
     }
     return type(preset.title, (base,), body)
+
+
+def _take_rule(preset: Preset, options: dict[str, Any]) -> Rule:
+    """The rule that options ask for; what is left of them is for the learner."""
+    for switch in [name for name in AUTOMATIC if name in options]:
+        text = f'{switch}={options.pop(switch)!r} is ignored: this is automatic'
+        warnings.warn(f'{text} here', stacklevel=3)
+    own = [p.name for p in preset.options]
+    feedback_key = None
+    if 'random_feedback_key' not in own:
+        feedback_key = options.pop('random_feedback_key', None)
+    if 'seed' in own and 'projection_key' in options:
+        options['seed'] = options.pop('projection_key')
+    given = {name: options.pop(name) for name in own if name in options}
+    config = options.pop('config', None)
+    rule = preset.make(**given) if config is None else config.rule
+    if config is not None:
+        _check_config(preset, config, given)
+    if feedback_key is not None and isinstance(rule.signal, RandomFeedback):
+        rule = replace(rule, signal=feedback_signal('random', feedback_key))
+    return rule
 
 
 def _parameter(name: str, default: Any = None) -> inspect.Parameter:

@@ -156,10 +156,11 @@ class LinkPaths:
         feedback: Feedback,
     ) -> jax.Array:
         """The read-out's new state as a function of the operand u of one product."""
-        known = dict(env)
-        for v in self.read_between(edge, readout):
-            if v not in known and v is not self.source(edge):
-                known.update(self._computed(v, env))
+        # Some of what is read, the loop did not keep.
+        read = self.read_between(edge, readout)
+        known = self.stages.compute(
+            (v for v in read if v is not self.source(edge)), env
+        )
         for i in self.between(edge, readout):
             eqn = self.stages.equations[i]
             if i == edge[0]:
@@ -169,12 +170,3 @@ class LinkPaths:
             known.update(zip(eqn.outvars, results, strict=True))
         group = self.group(readout)
         return group.components([known[v] for v in group.hidden_outvars])[0]
-
-    def _computed(self, v: Var, env: Mapping[Var, Any]) -> Values:
-        """A value that the loop did not keep."""
-        known = dict(env)
-        for i in self.stages.needed([v], known):
-            operands = self._operands(i, known, {})
-            results = run_equation(self.stages.equations[i], operands)
-            known.update(zip(self.stages.equations[i].outvars, results, strict=True))
-        return Values({v: known[v]})

@@ -9,7 +9,7 @@ open    every choice and gate lets changes pass: which states can a parameter re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,11 +25,9 @@ from ..compat import (
 from ..compiled_step import Values
 from ..operations import operation_of, run_equation
 from .local_step import new_components
-from .stages import Stages
+from .stages import Run, Stages
 from .views import cuts_between_new_states, evaluate_views, owner_of
 
-Run = Callable[[int, list[Any]], list[Any]]
-"""(i, operands): the results of equation i."""
 Result = tuple[Values, list[Any], Values]
 """New states under the keys of the old ones, targets, auxiliary values."""
 
@@ -111,13 +109,8 @@ def _closed_over(stages: Stages) -> Values:
 def _evaluate(
     stages: Stages, env: Values, wanted: Sequence[Atom], run: Run
 ) -> list[Any]:
-    known = dict(_closed_over(stages) | env)
-    read = lambda v: known[v] if is_var(v) else v.val
-    for i in stages.needed(wanted, known):
-        eqn = stages.equations[i]
-        results = run(i, [read(v) for v in eqn.invars])
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [read(v) for v in wanted]
+    found = stages.compute(wanted, _closed_over(stages) | env, run)
+    return [found[v] if is_var(v) else v.val for v in wanted]
 
 
 def run_whole(

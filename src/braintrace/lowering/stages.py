@@ -13,8 +13,9 @@ of them, and no product is run again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -29,6 +30,9 @@ from ..operations.record import Kernel
 from ..program import StepProgram
 from .local_step import LocalProgram
 from .rewrite import split_products
+
+Run = Callable[[int, list[Any]], list[Any]]
+"""(i, operands): the results of equation i."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,11 @@ class Stages:
 
     # ------------------------------------------------------------ running a part
 
-    def compute(self, targets: Iterable[Atom], env: Values) -> Values:
+    def compute(
+        self, targets: Iterable[Atom], env: Mapping[Var, Any], run: Run | None = None
+    ) -> Values:
         """The environment with the targets added: runs just the equations that lead to
-        them."""
+        them; ``run``: in another way than they are."""
         env = Values(env)
         for i in self.needed(targets, env):
             eqn, prepared = self.equations[i], self.prepared.get(i)
@@ -158,7 +164,8 @@ class Stages:
                 env[eqn.outvars[0]] = prepared.kernel.apply(env[prepared.weight], x)
                 continue
             operands = [env[v] if is_var(v) else v.val for v in eqn.invars]
-            results = zip(eqn.outvars, run_equation(eqn, operands), strict=True)
+            found = run_equation(eqn, operands) if run is None else run(i, operands)
+            results = zip(eqn.outvars, found, strict=True)
             env.update((v, x) for v, x in results if v not in env)
         return env
 
