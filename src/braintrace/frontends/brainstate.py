@@ -25,13 +25,7 @@ from ..compat import (
 from ..errors import CompilationError, is_explained, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
-from .failures import (
-    check_arguments,
-    check_new_value,
-    explain_failure,
-    parameter_written,
-    state_created,
-)
+from .failures import check_arguments, explain_failure
 
 
 class ModuleInfo(NamedTuple):
@@ -229,7 +223,7 @@ def trace_step(
                 raise
             raise explain_failure(model, args, error, what) from error
     if created := [path for path in module_states(model) if path not in found]:
-        raise state_created(created[0])
+        raise _state_created(created[0])
     states = stateful.get_states(*args, **kwargs)
     written = {id(s) for s in stateful.get_write_states(*args, **kwargs)}
     out_shapes, new_shapes = stateful.get_out_shapes(*args, **kwargs)
@@ -254,9 +248,9 @@ def _sort(
     num_out = len(jax.tree.leaves(out_shapes))
     num_in = len(traced.jaxpr.invars) - sum(counts)
     for state, old, new in zip(states, values, new_shapes, strict=True):
-        check_new_value(paths[id(state)], old, new)
+        _check_new_value(paths[id(state)], old, new)
         if id(state) in written and isinstance(state, brainstate.ParamState):
-            raise parameter_written(paths[id(state)])
+            raise _parameter_written(paths[id(state)])
 
     hidden_places, start = [], num_out
     for state, n in zip(states, counts, strict=True):
@@ -359,3 +353,53 @@ def _keys(value: Any) -> list[tuple]:
 
 
 # ---------------------------------------------------------------- bad input
+
+
+def _check_new_value(path: Path, old: Any, new: Any) -> None:
+    """Raise unless a state keeps its shape and type."""
+    old_shapes = [
+        (x.shape, str(x.dtype)) for x in map(jax.numpy.asarray, jax.tree.leaves(old))
+    ]
+    new_shapes = [(tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(new)]
+    if old_shapes != new_shapes:
+        fix = (
+            'states initialised with the shape (batch axis included) and dtype that '
+            'the step gives them'
+        )
+        if [shape for shape, _ in old_shapes] == [shape for shape, _ in new_shapes]:
+            fix = (
+                'inputs of the type of the state, or '
+                f'brainstate.environ.set(precision=64) first; or {fix}'
+            )
+        raise CompilationError(
+            three_parts(
+                f'a step that turns state {path_name(path)} from {old_shapes} into '
+                f'{new_shapes}',
+                'a step is repeated, so every state must keep its shape and type',
+                fix,
+            )
+        )
+
+
+def _state_created(path: Path) -> CompilationError:
+    return CompilationError(
+        three_parts(
+            f'a step that creates state {path_name(path)}',
+            'a step is repeated: a state created in it would be new at every step '
+            'and carry nothing over',
+            'states created in __init__ or init_state, and only read and written in '
+            'update',
+        )
+    )
+
+
+def _parameter_written(path: Path) -> CompilationError:
+    return CompilationError(
+        three_parts(
+            f'a step that writes parameter {path_name(path)}',
+            'gradients are taken with respect to parameters that stay fixed within a '
+            'step',
+            'a ShortTermState (or HiddenState) for a value that changes in time; let '
+            'the optimiser write parameters',
+        )
+    )

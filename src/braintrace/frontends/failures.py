@@ -12,8 +12,6 @@ import numpy as np
 
 from .._brainstate import brainstate
 from ..errors import CompilationError, InputError, three_parts
-from ..program import Path
-from ..program.step import path_name
 from ..source_lines import failing_line
 
 _LISTS = 'jax.numpy.asarray(x): JAX reads a list as a container of many numbers'
@@ -162,53 +160,4 @@ def _lacks_states(module: Any) -> bool:
         return False
     return not any(
         isinstance(v, brainstate.ShortTermState) for v in vars(module).values()
-    )
-
-
-def check_new_value(path: Path, old: Any, new: Any) -> None:
-    old_shapes = [
-        (x.shape, str(x.dtype)) for x in map(jax.numpy.asarray, jax.tree.leaves(old))
-    ]
-    new_shapes = [(tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(new)]
-    if old_shapes != new_shapes:
-        fix = (
-            'states initialised with the shape (batch axis included) and dtype that '
-            'the step gives them'
-        )
-        if [shape for shape, _ in old_shapes] == [shape for shape, _ in new_shapes]:
-            fix = (
-                'inputs of the type of the state, or '
-                f'brainstate.environ.set(precision=64) first; or {fix}'
-            )
-        raise CompilationError(
-            three_parts(
-                f'a step that turns state {path_name(path)} from {old_shapes} into '
-                f'{new_shapes}',
-                'a step is repeated, so every state must keep its shape and type',
-                fix,
-            )
-        )
-
-
-def state_created(path: Path) -> CompilationError:
-    return CompilationError(
-        three_parts(
-            f'a step that creates state {path_name(path)}',
-            'a step is repeated: a state created in it would be new at every step '
-            'and carry nothing over',
-            'states created in __init__ or init_state, and only read and written in '
-            'update',
-        )
-    )
-
-
-def parameter_written(path: Path) -> CompilationError:
-    return CompilationError(
-        three_parts(
-            f'a step that writes parameter {path_name(path)}',
-            'gradients are taken with respect to parameters that stay fixed within a '
-            'step',
-            'a ShortTermState (or HiddenState) for a value that changes in time; let '
-            'the optimiser write parameters',
-        )
     )

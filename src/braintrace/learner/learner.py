@@ -32,14 +32,15 @@ from ..program.data import MultiStepData, SingleStepData, first_step
 from ..program.step import path_name
 from ..rules import Rule
 from ..solver import Solved
-from .access import (
-    alone,
-    followed,
-    on_devices,
-    place_inputs,
-    restored_on_error,
-    synchronised,
-    undone_on_error,
+from . import (
+    access,
+    binding,
+    calls,
+    carried,
+    chunks,
+    describing,
+    measuring,
+    model_states,
 )
 from .arguments import (
     LOSS_OUTPUTS,
@@ -51,47 +52,14 @@ from .arguments import (
     length_of,
 )
 from .batch import batch_explained, check_batch_size, check_rank
-from .binding import (
-    ProgramCache,
-    StepBinding,
-    TraceChoice,
-    bind_model,
-    bind_step_fn,
-    gradient_program_of,
-    loop_of,
-    options_of,
-    program_of,
-    run_model,
-    shapes_of,
-    solver_of,
-    state_shapes_of,
-)
-from .calls import (
-    GradientCall,
-    evolve,
-    gradients_at,
-    gradients_in_steps,
-    online_step_of,
-    run_step,
-    solve,
-    train_online,
-)
-from .carried import CarriedTraces, make_traces, read_traces, write_traces
+from .binding import ProgramCache, StepBinding, TraceChoice
+from .calls import GradientCall
+from .carried import CarriedTraces
 from .certificate import Certificate, check_directions
 from .check import GradientCheck, RuleComparison
-from .chunks import evolve_in_chunks, gradients_in_chunks
-from .describing import described, report_of
 from .losses import results
-from .measuring import certify, compare_with_bptt, evaluate, plan_of, rules_of
 from .memory import MemoryPlan
-from .model_states import (
-    Shapes,
-    compiled_shapes,
-    place_states,
-    resize,
-    restore_start,
-    state_shapes,
-)
+from .model_states import Shapes
 from .models import interface_of
 from .optimizers import update_by
 from .placement import Placement
@@ -250,9 +218,9 @@ class Learner(brainstate.nn.Module):
         self._kept.programs.clear()
         self._carried.forget()
         self._example = args
-        self._compiled_for = (shapes_of(args), state_shapes_of(self))
-        place_states(self)
-        self._kept.shapes = compiled_shapes(self)
+        self._compiled_for = (binding.shapes_of(args), binding.state_shapes_of(self))
+        model_states.place_states(self)
+        self._kept.shapes = model_states.compiled_shapes(self)
         self._start = {
             path: StartValue(state.value)
             for path, state in module_states(self.model).items()
@@ -260,7 +228,7 @@ class Learner(brainstate.nn.Module):
         }
         if self.rule.predictor is not None:
             self.rule_state = self._new_rule_state()
-        with on_devices(self):
+        with access.on_devices(self):
             self._check_readouts()
             self._make_traces()
 
@@ -296,11 +264,11 @@ class Learner(brainstate.nn.Module):
         args = tuple(a.data if isinstance(a, wrapped) else a for a in args)
         args = self._placed(args, int(window))
         check_rank(args, self._example, int(window))
-        now = lambda: state_shapes(self.hidden_states)
+        now = lambda: model_states.state_shapes(self.hidden_states)
         compiled = (self._example, self._kept.shapes)
         explained = batch_explained(args, *compiled, now, window)
         with self._synchronised(), explained:
-            return run_step(self, args, window, modulator)
+            return calls.run_step(self, args, window, modulator)
 
     # ------------------------------------------------------------ sequences
 
@@ -383,14 +351,14 @@ class Learner(brainstate.nn.Module):
         chosen = selected(weights, self.param_states)
         call = GradientCall(sequences, step_fn, mask, reduction, has_aux, fresh)
         if params is not None:
-            found = gradients_at(self, call, params, chunk_size)
+            found = calls.gradients_at(self, call, params, chunk_size)
         else:
             with self._synchronised():
                 call = replace(call, sequences=self._placed(sequences, 1))
                 if chunk_size in (None, 1):
-                    found = gradients_in_steps(self, call)
+                    found = calls.gradients_in_steps(self, call)
                 else:
-                    found = gradients_in_chunks(self, call, chunk_size)
+                    found = chunks.gradients_in_chunks(self, call, chunk_size)
         gradients, losses, counts, aux = found
         if chosen is None:
             gradients = interface_of(self.model).gradients(gradients)
@@ -414,9 +382,9 @@ class Learner(brainstate.nn.Module):
         with self._synchronised():
             sequences = self._placed(sequences, 1)
             if chunk_size in (None, 1):
-                outputs = evolve(self, sequences, step_fn)
+                outputs = calls.evolve(self, sequences, step_fn)
             else:
-                outputs = evolve_in_chunks(self, sequences, step_fn, chunk_size)
+                outputs = chunks.evolve_in_chunks(self, sequences, step_fn, chunk_size)
         return outputs if return_outputs else None
 
     def etrace_online(
@@ -449,7 +417,9 @@ class Learner(brainstate.nn.Module):
             )
         with self._synchronised():
             sequences = self._placed(sequences, 1)
-            return train_online(self, sequences, step_fn, optimizer, update_every, mask)
+            return calls.train_online(
+                self, sequences, step_fn, optimizer, update_every, mask
+            )
 
     def stream(
         self,
@@ -491,7 +461,7 @@ class Learner(brainstate.nn.Module):
             path: s.value for path, s in parameters.items() if path not in gradients
         }
         moving = (*parameters.values(), *self.optimizer_states(optimizer).values())
-        with self._synchronised(), restored_on_error(moving):
+        with self._synchronised(), access.restored_on_error(moving):
             program({**jax.tree.map(jnp.zeros_like, still), **gradients})
             for path, value in still.items():
                 parameters[path].value = value
@@ -500,7 +470,7 @@ class Learner(brainstate.nn.Module):
         """One update of the rule's predictor from a fresh sequence, nothing else
         changed; its error."""
         with self._synchronised():
-            solved = solve(self, GradientCall(sequences, step_fn)).solved
+            solved = calls.solve(self, GradientCall(sequences, step_fn)).solved
             self._write_rule_state(self._next_rule_state(solved))
         return float(solved.predictor_error)
 
@@ -517,7 +487,7 @@ class Learner(brainstate.nn.Module):
         """
         length_of(sequences, step_fn)
         with self._synchronised():
-            return evaluate(self, self._placed(sequences, 1), step_fn)
+            return measuring.evaluate(self, self._placed(sequences, 1), step_fn)
 
     @overload
     def gradient_check(
@@ -556,11 +526,11 @@ class Learner(brainstate.nn.Module):
         """
         check_choice('reduction', reduction, ('mean', 'sum'))
         own = (self.rule, self._rule_value())
-        compared = [own] if rules is None else rules_of(rules)
+        compared = [own] if rules is None else measuring.rules_of(rules)
         with self._synchronised(), self.unmoved():
             sequences = self._placed(sequences, 1)
             call = GradientCall(sequences, step_fn, mask, reduction)
-            checks = compare_with_bptt(self, call, compared)
+            checks = measuring.compare_with_bptt(self, call, compared)
         return checks[0] if rules is None else RuleComparison(checks)
 
     def certificate(
@@ -600,7 +570,9 @@ class Learner(brainstate.nn.Module):
         length_of(sequences)
         with self._synchronised(), self.unmoved():
             call = GradientCall(self._placed(sequences, 1), step_fn, mask, reduction)
-            return certify(self, call, directions, per_parameter, groups, seed)
+            return measuring.certify(
+                self, call, directions, per_parameter, groups, seed
+            )
 
     def write_report(self, file: Any, steps: int | None = None) -> None:
         """Write the report as a page; ``steps`` adds what a sequence so long needs in
@@ -614,7 +586,7 @@ class Learner(brainstate.nn.Module):
     ) -> MemoryPlan:
         """Bytes that a sequence of the compiled inputs needs on each device, before any
         is allocated; ``mesh`` and ``shard``: on other devices, as for ``compile``."""
-        return plan_of(self, steps, mesh, shard)
+        return measuring.plan_of(self, steps, mesh, shard)
 
     @contextlib.contextmanager
     def unmoved(self) -> Iterator[None]:
@@ -744,10 +716,10 @@ class Learner(brainstate.nn.Module):
     def report(self) -> CompilationReport:
         """What the compiler found, what this rule gives each parameter, and its
         traces."""
-        return report_of(self)
+        return describing.report_of(self)
 
     def __repr__(self) -> str:
-        return described(self)
+        return describing.described(self)
 
     def _repr_html_(self) -> str | None:
         return self.report._repr_html_() if self._example else None
@@ -921,9 +893,9 @@ class Learner(brainstate.nn.Module):
         check_batch_size(batch_size)
         with self._followed():
             if batch_size is None:
-                restore_start(self)
+                model_states.restore_start(self)
             else:
-                resize(self, batch_size)
+                model_states.resize(self, batch_size)
             self._clear_traces()
             self.running_index.value = jnp.zeros((), jnp.int32)
 
@@ -933,25 +905,25 @@ class Learner(brainstate.nn.Module):
         self._carried.clear()
 
     # Who may call, and where arrays are: ``access.py``.
-    _alone = alone
-    _followed = followed
-    _synchronised = synchronised
-    _placed = place_inputs
-    _undone_on_error = undone_on_error
+    _alone = access.alone
+    _followed = access.followed
+    _synchronised = access.synchronised
+    _placed = access.place_inputs
+    _undone_on_error = access.undone_on_error
     # Traces: ``carried.py``.
-    _make_traces = make_traces
-    _read_traces = read_traces
-    _write_traces = write_traces
+    _make_traces = carried.make_traces
+    _read_traces = carried.read_traces
+    _write_traces = carried.write_traces
     # What runs: ``binding.py``.
-    _run_model = run_model
-    _model_binding = bind_model
-    _binding = bind_step_fn
-    _solver = solver_of
-    _options = options_of
-    _program = program_of
-    _gradient_program = gradient_program_of
-    _loop = loop_of
-    _online_step = online_step_of
+    _run_model = binding.run_model
+    _model_binding = binding.bind_model
+    _binding = binding.bind_step_fn
+    _solver = binding.solver_of
+    _options = binding.options_of
+    _program = binding.program_of
+    _gradient_program = binding.gradient_program_of
+    _loop = binding.loop_of
+    _online_step = calls.online_step_of
 
 
 def _with_common_options(own: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
