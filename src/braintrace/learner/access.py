@@ -18,7 +18,7 @@ import brainstate
 from ..errors import NotSupportedError, three_parts
 from .model_states import place_states, start_here
 from .models import MODULE, interface_of
-from .placement import Placement
+from .placement import Placement, on_mesh
 from .recording import recording_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def alone(learner: Learner) -> Iterator[None]:
             )
         )
     lock = _locks.setdefault(learner.model, threading.RLock())
-    with lock, on_devices(learner):
+    with lock, on_mesh(learner.placement):
         yield
 
 
@@ -81,12 +81,6 @@ def _compile_again(learner: Learner) -> None:
 
 
 # ---------------------------------------------------------------- devices
-
-
-def on_devices(learner: Learner) -> contextlib.AbstractContextManager:
-    """Around programs, which are traced for the mesh if there is one."""
-    placement = learner.placement
-    return contextlib.nullcontext() if placement is None else placement.active()
 
 
 def place_inputs(learner: Learner, inputs: tuple, axis: int) -> tuple:

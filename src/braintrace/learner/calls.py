@@ -53,8 +53,8 @@ class GradientCall:
     fresh: bool = True
 
 
-class Gradients(NamedTuple):
-    """Gradients by path, losses, what each of these counts, and auxiliary values."""
+class SequenceGradients(NamedTuple):
+    """SequenceGradients by path, losses, what each of these counts, and auxiliary values."""
 
     by_path: dict[Path, Any]
     losses: jax.Array
@@ -70,19 +70,19 @@ class SolvedCall(NamedTuple):
     solved: Solved
     weights: jax.Array
 
-    def gradients(self, has_aux: bool | None) -> Gradients:
+    def gradients(self, has_aux: bool | None) -> SequenceGradients:
         """What the user is given of it."""
         binding, _, solved, weights = self
         aux = binding.aux(solved, len(weights)) if has_aux else None
         by_path = binding.gradients_by_path(solved.gradients)
-        return Gradients(by_path, solved.losses, weights, aux)
+        return SequenceGradients(by_path, solved.losses, weights, aux)
 
 
 # ---------------------------------------------------------------- gradients
 
 
-def gradients_in_steps(learner: Learner, call: GradientCall) -> Gradients:
-    """Gradients of a sequence, step by step; states and traces are written."""
+def gradients_in_steps(learner: Learner, call: GradientCall) -> SequenceGradients:
+    """SequenceGradients of a sequence, step by step; states and traces are written."""
     with learner._carried.cleared_on_error():
         found = solve(learner, call)
         _check_finite(learner, found)
@@ -96,7 +96,7 @@ def gradients_in_steps(learner: Learner, call: GradientCall) -> Gradients:
 
 def gradients_at(
     learner: Learner, call: GradientCall, params: Any, chunk_size: int | None
-) -> Gradients:
+) -> SequenceGradients:
     """The same at parameters of the caller's, with nothing of the learner written."""
     with learner._alone():
         wrong = ['fresh=False'] * (not call.fresh) + ['chunk_size'] * bool(chunk_size)

@@ -13,7 +13,7 @@ from ..frontends.brainstate import module_states
 from ..program.data import MultiStepData
 from ..program.step import path_name
 from .arguments import length_of
-from .calls import GradientCall, Gradients, failure_explained
+from .calls import GradientCall, SequenceGradients, failure_explained
 from .losses import (
     check_finite_values,
     in_windows,
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from .learner import Learner
 
 
-def gradients_in_chunks(learner: Learner, call: GradientCall, size: Any) -> Gradients:
-    """Gradients over windows of ``size`` steps that ``step_fn`` takes whole; it returns
+def gradients_in_chunks(
+    learner: Learner, call: GradientCall, size: Any
+) -> SequenceGradients:
+    """SequenceGradients over windows of ``size`` steps that ``step_fn`` takes whole; it returns
     a loss for each step, or one for the window."""
     step_fn, mask, has_aux = call.step_fn, call.mask, call.has_aux
     length = length_of(call.sequences)
@@ -78,7 +80,7 @@ def gradients_in_chunks(learner: Learner, call: GradientCall, size: Any) -> Grad
             check_finite_values(losses, weights, named, 'window')
         if call.fresh:
             learner._clear_traces()
-    return Gradients(gradients, losses, weights, aux)
+    return SequenceGradients(gradients, losses, weights, aux)
 
 
 def evolve_in_chunks(

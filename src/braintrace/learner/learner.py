@@ -62,7 +62,7 @@ from .memory import MemoryPlan
 from .model_states import Shapes
 from .models import interface_of
 from .optimizers import update_by
-from .placement import Placement
+from .placement import Placement, on_mesh
 from .sequences import Solver
 from .spellings import check_subclass, member
 from .state import EligibilityTrace, RuleState, StartValue
@@ -188,6 +188,7 @@ class Learner(brainstate.nn.Module):
         self.running_index = brainstate.LongTermState(jnp.zeros((), jnp.int32))
         self._example: tuple = ()
         self.rule_state = self._new_rule_state()
+        # The shapes that the graph was compiled for: it serves calls of these.
         self._compiled_for: tuple = ()
         self._start: dict[Path, StartValue] = {}
         self._kept = Kept()
@@ -228,7 +229,7 @@ class Learner(brainstate.nn.Module):
         }
         if self.rule.predictor is not None:
             self.rule_state = self._new_rule_state()
-        with access.on_devices(self):
+        with on_mesh(self.placement):
             self._check_readouts()
             self._make_traces()
 

@@ -29,7 +29,7 @@ from .gradients import gradients_of
 from .losses import loss_weights
 from .memory import MemoryPlan, plan_memory
 from .model_states import check_shapes, restore_start, sample_count, start_values
-from .placement import Placement
+from .placement import Placement, on_mesh
 from .recording import recording
 from .sequences import gradient_program
 
@@ -172,6 +172,6 @@ def plan_of(
         other = Placement.of(mesh, shard)
         assert other is not None
         options = replace(options, placement=other.with_size(sample_count(learner)))
-    with options.on_devices():
+    with on_mesh(options.placement):
         given = (binding, solver, learner.rule, steps, options)
         return plan_memory(*given, learner._rule_value())

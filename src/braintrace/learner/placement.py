@@ -249,6 +249,11 @@ class Placement:
         return splitting(Split(mesh, _names(self.batch), _names(self.neurons)))
 
 
+def on_mesh(placement: Placement | None) -> contextlib.AbstractContextManager:
+    """Around programs, which are traced for the mesh if there is one."""
+    return contextlib.nullcontext() if placement is None else placement.active()
+
+
 def pinned(placement: Placement | None, tree: Any) -> Any:
     """States or traces inside a program, split as they are outside of it."""
     return tree if placement is None else placement.pin(tree)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +31,6 @@ class SequenceOptions:
     passes: int | None
     most_bytes: int
     placement: Placement | None = None
-
-    def on_devices(self) -> contextlib.AbstractContextManager:
-        """Around programs, which are traced for the mesh if there is one."""
-        if self.placement is None:
-            return contextlib.nullcontext()
-        return self.placement.active()
 
     def pinned(self, solved: Solved) -> Solved:
         """States and traces split over devices as they were before."""
