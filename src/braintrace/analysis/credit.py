@@ -170,7 +170,7 @@ class CreditAnalysis:
                 found[other] = f'{name} feeds {fed_paths}, another group{where}'
         return found
 
-    def _leaks_of(self, g: int, linked: Links = frozenset()) -> list[str]:
+    def _leaks_of(self, g: int, linked: Links) -> list[str]:
         """Why credit that reached a group is not all carried on."""
         old, new = self.facts.old(self.members[g]), self.facts.new(self.members[g])
         name = names(self.groups[g].hidden_paths)

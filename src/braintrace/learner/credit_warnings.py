@@ -28,7 +28,6 @@ def warn_of_credit(
     learner: Learner,
     step_fn: Callable[..., Any] | None = None,
     sequences: tuple = (),
-    stacklevel: int = 2,
 ) -> None:
     """One warning about a learner's parameters, by the model alone or by a step
     function with it; what was said once of a learner is not said again."""
@@ -36,7 +35,7 @@ def warn_of_credit(
         text for text in _texts(learner, step_fn, sequences) if learner.is_news(text)
     ]
     if new:
-        warnings.warn('\n'.join(new), CreditWarning, stacklevel=stacklevel + 1)
+        warnings.warn('\n'.join(new), CreditWarning, stacklevel=3)
 
 
 def _texts(

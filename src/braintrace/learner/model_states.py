@@ -25,7 +25,7 @@ _last_shaped: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def make_states(
-    model: brainstate.nn.Module, batch_size: int | None, vmap: bool = False
+    model: brainstate.nn.Module, batch_size: int | None, vmap: bool
 ) -> None:
     """Initialise a model's states; objects that it already has as states are used
     again.

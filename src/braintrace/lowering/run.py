@@ -26,7 +26,7 @@ from ..compiled_step import Values
 from ..operations import operation_of, run_equation
 from .local_step import new_components
 from .stages import Run, Stages
-from .views import cuts_between_new_states, evaluate_views, owner_of
+from .views import evaluate_views
 
 Result = tuple[Values, list[Any], Values]
 """New states under the keys of the old ones, targets, auxiliary values."""
@@ -151,14 +151,12 @@ def run_deep(
         moved = group.from_components([x - jax.lax.stop_gradient(x) for x in new])
         delta.update(zip(group.hidden_outvars, moved, strict=True))
     results = evaluate_views(
-        stages.equations,
+        stages.analysed,
         _wanted(stages),
-        owner_of(groups),
         still,
         env.pick(hidden),
         delta,
         _silenced(stages, silent),
-        cutting=cuts_between_new_states(stages.analysed),
     )
     return _result(stages, states, results)
 

@@ -18,7 +18,7 @@ read R.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from ..compiled_step import Signals, Values
 from ..operations import run_equation
 from ..program import cut_inside
 from .replay import replay
-from .stages import Stages
+from .stages import Run, Stages
 
 LOSS = -1
 PERTURBED = -2
@@ -62,23 +62,23 @@ Cutting = Mapping[int, CutsBetween]
 
 
 def evaluate_views(
-    equations: Sequence[Equation],
+    analysed: Analysed,
     outputs: Sequence[Atom],
-    owner: Mapping[Var, int],
     env: Mapping[Var, Any],
     loss_env: Mapping[Var, Any],
     delta: Mapping[Var, Any],
-    run: Callable[[int, list[Any]], list[Any]],
+    run: Run,
     known: Mapping[Var, Any] = {},
-    cutting: Cutting = {},
 ) -> list[Any]:
     """Outputs in the view of the loss.
 
-    ``owner``: the group of each new state; ``known``: values that are not computed
-    again. ``env``: values that are the same in every view, ``loss_env`` what the view
-    of the loss reads instead. ``run(i, operands)`` evaluates equation i. ``cutting``:
-    cuts between new states of one group.
+    ``env``: values that are the same in every view, ``loss_env`` what the view of the
+    loss reads instead, ``known`` values that are not computed again. ``delta``: the
+    perturbation of every new state.
     """
+    equations = analysed.facts.program.equations
+    owner = {v: g for g, m in enumerate(analysed.groups) for v in m.hidden_outvars}
+    cutting = _cuts_between_new_states(analysed)
     views = _needed_views(equations, outputs, owner, env, cutting)
     raw: dict[tuple[Var, int], Any] = {}
     perturbed: dict[Var, Any] = {}
@@ -170,7 +170,7 @@ def _with_cut_paths(
     return found
 
 
-def cuts_between_new_states(analysed: Analysed) -> Cutting:
+def _cuts_between_new_states(analysed: Analysed) -> Cutting:
     """Cuts between new states of one group, for every group."""
     facts, found = analysed.facts, {}
     equations = facts.program.equations
@@ -189,11 +189,6 @@ def cuts_between_new_states(analysed: Analysed) -> Cutting:
         }
         found[g] = CutsBetween(edges, inside)
     return found
-
-
-def owner_of(groups: Sequence[HiddenGroup]) -> dict[Var, int]:
-    """The group of each new hidden state."""
-    return {v: g for g, group in enumerate(groups) for v in group.hidden_outvars}
 
 
 def _by_state(
@@ -224,16 +219,7 @@ def joint_outputs(
     run = lambda i, operands: run_equation(closed.jaxpr.eqns[i], operands)
     components = [[delta[..., i] for i in range(delta.shape[-1])] for delta in deltas]
     delta = _by_state(groups, components)
-    return evaluate_views(
-        closed.jaxpr.eqns,
-        program.outputs,
-        owner_of(groups),
-        env,
-        {},
-        delta,
-        run,
-        cutting=cuts_between_new_states(analysed),
-    )
+    return evaluate_views(analysed, program.outputs, env, {}, delta, run)
 
 
 Feedback = Mapping[tuple[int, int], Any]
@@ -266,19 +252,11 @@ def _joint_targets(
         replayed = replay(eqn, tap.data, operands, {v: kept[v] for v in tap.results})
         return [replayed.get(v, env.get(v)) for v in eqn.outvars]
 
-    owner = owner_of(groups)
-    known = {v: env[v] for v in (*owner, *stages.anchors) if v in env}
+    kept_values = (*stages.new_states, *stages.anchors)
+    known = {v: env[v] for v in kept_values if v in env}
     delta = _by_state(groups, deltas)
     return evaluate_views(
-        stages.equations,
-        stages.targets,
-        owner,
-        fixed,
-        loss_env,
-        delta,
-        run,
-        known,
-        cuts_between_new_states(stages.analysed),
+        stages.analysed, stages.targets, fixed, loss_env, delta, run, known
     )
 
 
