@@ -16,7 +16,7 @@ import pytest
 import braintrace
 from braintrace.learner.binding import StepBinding
 from braintrace.learner.by_rule import RULES
-from braintrace.learner.carried import layout_of
+from braintrace.learner.carried import trace_table
 from braintrace.rules import PRESETS
 from oracle import sequence, total_of
 from test_zoo import close_to, precision
@@ -181,7 +181,7 @@ def _planned(learner, loss):
     if not learner.rule.has_trace:
         return {}
     binding = StepBinding.of_step_fn(learner, loss, learner._example)
-    return layout_of(learner._solver(binding, learner.rule, loss=True)).shapes
+    return trace_table(learner._solver(binding, learner.rule, loss=True)).shapes
 
 
 def at(gradients, leaf):

@@ -29,7 +29,7 @@ def array_shapes(tree: Any) -> tuple:
     return tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree))
 
 
-class TraceLayout(NamedTuple):
+class TraceTable(NamedTuple):
     """The traces of a step: their names, in order, the shapes and types of each, for each
     the one that holds its state part, and the bytes of all.
 
@@ -42,20 +42,20 @@ class TraceLayout(NamedTuple):
     size: int
 
 
-_layouts: weakref.WeakKeyDictionary[Any, TraceLayout] = weakref.WeakKeyDictionary()
+_tables: weakref.WeakKeyDictionary[Any, TraceTable] = weakref.WeakKeyDictionary()
 
 
-def layout_of(solver: Solver) -> TraceLayout:
-    """The layout of a solver's traces, found once."""
-    if solver not in _layouts:
+def trace_table(solver: Solver) -> TraceTable:
+    """The traces of a solver, found once."""
+    if solver not in _tables:
         keys: list[tuple] = []
         for key in solver.labels:
             keys.append((*key, sum(k[:3] == key for k in keys)))
         traces = jax.eval_shape(solver.init_traces)
         shapes = dict(zip(keys, map(array_shapes, traces), strict=True))
         owners = {key: keys[n] for key, n in zip(keys, solver.owner, strict=True)}
-        _layouts[solver] = TraceLayout(keys, shapes, owners, bytes_of(traces))
-    return _layouts[solver]
+        _tables[solver] = TraceTable(keys, shapes, owners, bytes_of(traces))
+    return _tables[solver]
 
 
 def check_trace_bytes(needed: int, most: int, rule: str) -> None:
@@ -103,7 +103,7 @@ class CarriedTraces:
         """Whether there are traces of a step, in its shapes."""
         # Traces of other names are not read here: inside jit they would be its inputs,
         # and no longer known to be zero.
-        wanted = layout_of(solver).shapes
+        wanted = trace_table(solver).shapes
         if wanted.keys() != self.current.keys():
             return False
         return all(array_shapes(t.peek()) == wanted[k] for k, t in self.current.items())
@@ -126,14 +126,14 @@ class CarriedTraces:
         placement: Placement | None,
     ) -> None:
         """Zero traces of a step, in states that live as long as those ``beside``."""
-        layout, init = layout_of(solver), solver.init_traces
+        table, init = trace_table(solver), solver.init_traces
         if placement is not None:
             split = lambda x: placement.sharding(x.shape)
             shardings = jax.tree.map(split, jax.eval_shape(init))
             init = jax.jit(init, out_shardings=shardings)
 
         def make() -> None:
-            for key, zeros in zip(layout.keys, init(), strict=True):
+            for key, zeros in zip(table.keys, init(), strict=True):
                 if key in self._made:
                     self._made[key].keep(zeros)
                 else:
@@ -141,8 +141,8 @@ class CarriedTraces:
 
         made_beside(beside, make)
         self.current.clear()
-        self.current.update((key, self._made[key]) for key in layout.keys)
-        self._owners = layout.owners
+        self.current.update((key, self._made[key]) for key in table.keys)
+        self._owners = table.owners
         self._mark_cleared()
 
     def forget(self) -> None:
@@ -160,12 +160,12 @@ class CarriedTraces:
 
     def read(self, solver: Solver, donate: bool) -> list[Any]:
         """The traces of a step; ``donate``: safe to be written to."""
-        found = [self.current[key] for key in layout_of(solver).keys]
+        found = [self.current[key] for key in trace_table(solver).keys]
         return [trace.take_for_donation() if donate else trace.value for trace in found]
 
     def write(self, solver: Solver, values: list[Any]) -> None:
         """Put the traces after a call in place."""
-        for key, value in zip(layout_of(solver).keys, values, strict=True):
+        for key, value in zip(trace_table(solver).keys, values, strict=True):
             self.current[key].keep(value)
 
     def clear(self) -> None:
@@ -236,7 +236,7 @@ def _prepare(learner: Learner, solver: Solver) -> None:
     rule, carried = learner.rule, learner._carried
     if rule.has_trace and not carried.fit(solver):
         carried.check_zero()
-        check_trace_bytes(layout_of(solver).size, learner.max_trace_bytes, rule.name)
+        check_trace_bytes(trace_table(solver).size, learner.max_trace_bytes, rule.name)
         carried.make(solver, learner.hidden_states, learner.placement)
 
 

@@ -18,7 +18,7 @@ from ..program.step import path_name
 from ..text import size_text
 from .arguments import bytes_of
 from .batch import batch_of
-from .carried import layout_of
+from .carried import trace_table
 from .gradients import gradients_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def report_of(learner: Learner) -> CompilationReport:
     return replace(
         found,
         rule=rule,
-        traces=layout_of(solver).shapes if rule.has_trace else {},
+        traces=trace_table(solver).shapes if rule.has_trace else {},
         gives=gives,
         etrace_weights={path: first[path] for path in found.etrace_weights},
         diagnostics=tuple(

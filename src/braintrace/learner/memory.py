@@ -17,7 +17,7 @@ from ..solver import BlockSolver
 from ..text import size_text, use_name
 from .arguments import bytes_of
 from .binding import StepBinding
-from .carried import layout_of
+from .carried import trace_table
 from .sequences import SequenceOptions, Solver
 
 
@@ -97,7 +97,7 @@ def plan_memory(
         own = (rule.window.steps if rule.window else None) or steps
         once, whole = _needed(windows(own), windows(steps))
         return MemoryPlan(steps, {}, once, None, whole)
-    sizes = dict(zip(layout_of(solver).keys, map(_bytes_here, traces), strict=True))
+    sizes = dict(zip(trace_table(solver).keys, map(_bytes_here, traces), strict=True))
     block = lambda carried: options.block_length(solver, steps, carried)
 
     def one_pass(p: Values, s: Values, traces: list, xs: Values, w: jax.Array) -> Any:
