@@ -139,3 +139,34 @@ def test_only_operations_decide_by_the_name_of_a_primitive():
 def test_no_private_jax_by_other_means():
     assert not [f for f in FILES if 'jax._src' in f.read_text()]
     assert len(FILES) > 20
+
+
+ONE_STEP = {
+    'Certificate': 'CertificateRow',
+    'Configured': 'Learner',
+    'EquinoxModel': 'PureModel',
+    'FlaxModel': 'PureModel',
+    'FunctionModel': 'PureModel',
+}
+"""Classes of these folders that derive from another of the package, and from which."""
+
+
+@pytest.mark.parametrize('folder', ['analysis', 'frontends', 'learner', 'lowering'])
+def test_there_is_no_ladder_of_bases(folder):
+    """What classes share is passed to them, or is a module of functions."""
+    classes = [
+        node
+        for file in sorted((ROOT / folder).glob('*.py'))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    own = {node.name for node in classes} | {'Learner'}
+    found = {
+        node.name: ast.unparse(base)
+        for node in classes
+        for base in node.bases
+        if ast.unparse(base).rpartition('.')[2] in own
+    }
+    assert classes
+    assert found.items() <= ONE_STEP.items()
+    assert not found.keys() & {*found.values()}
