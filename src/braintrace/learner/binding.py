@@ -286,8 +286,8 @@ def trace_keys(solver: BlockSolver | InfluenceSolver) -> list[tuple]:
 
 def trace_shapes(solver: BlockSolver | InfluenceSolver) -> dict[tuple, tuple]:
     """Shapes and types of every trace."""
-    traces = jax.eval_shape(solver.init_traces)
-    return dict(zip(trace_keys(solver), map(array_shapes, traces), strict=True))
+    shapes = map(array_shapes, solver.trace_shapes)
+    return dict(zip(trace_keys(solver), shapes, strict=True))
 
 
 def check_loss(outputs: Sequence[Any]) -> None:

@@ -188,7 +188,7 @@ class LearnerState(CompiledModel):
         init = solver.init_traces
         if self.placement is not None:
             split = lambda x: self.placement.sharding(x.shape)
-            shardings = jax.tree.map(split, jax.eval_shape(init))
+            shardings = jax.tree.map(split, solver.trace_shapes)
             init = jax.jit(init, out_shardings=shardings)
         for key, zeros in zip(trace_keys(solver), init(), strict=True):
             if key in self._kept.traces:
@@ -197,7 +197,7 @@ class LearnerState(CompiledModel):
                 self._kept.traces[key] = EligibilityTrace(zeros)
 
     def _check_size(self, solver: BlockSolver | InfluenceSolver) -> None:
-        needed = sum(map(bytes_of, jax.eval_shape(solver.init_traces)))
+        needed = sum(map(bytes_of, solver.trace_shapes))
         if needed > self.max_trace_bytes:
             limit = size_text(self.max_trace_bytes)
             raise NotSupportedError(

@@ -183,7 +183,7 @@ class Measuring(Calls):
         solver = self._solver(binding, self.rule, loss=True)
         options = self._options()
         if options.passes is None and self.rule.has_trace:
-            traces = bytes_of(jax.eval_shape(solver.init_traces))
+            traces = bytes_of(solver.trace_shapes)
             fits = traces <= self.max_trace_bytes
             passes = 1 if fits and traces < steps * solver.kept_bytes else 2
             options = replace(options, passes=passes)
