@@ -15,7 +15,12 @@ from ..analysis.graph import Analysed, analyse
 from ..compat import Var, is_differentiable, is_var
 from ..compiled_step import CompiledStep, Tap, Values
 from ..errors import CompilationError, three_parts
-from ..frontends.brainstate import ModuleInfo, module_states, trace_step
+from ..frontends.brainstate import (
+    ModuleInfo,
+    known_states,
+    module_states,
+    trace_step,
+)
 from ..lowering import Stages, lower_stages, stages_of
 from ..program import Path
 from ..program.step import path_name
@@ -170,7 +175,7 @@ class StepBinding:
     def _objects(self) -> list[tuple[Any, brainstate.State]]:
         """Variables of every state, with the state object that the model has now at its
         path."""
-        current = module_states(self.model)
+        current = known_states(self.model)
         found = []
         pairs = zip(
             self.info.compiled_model_states, self.info.state_tree_invars, strict=True

@@ -20,7 +20,7 @@ from brainstate.util import FlattedDict
 from ..analysis.diagnostics import CUTS
 from ..analysis.graph import ETraceGraph
 from ..errors import ArgumentError, NotSupportedError, printable, three_parts
-from ..frontends.brainstate import module_states, trace_step
+from ..frontends.brainstate import known_states, module_states, trace_step
 from ..lowering.executor import ETraceGraphExecutor
 from ..program import Path
 from ..program.step import path_name
@@ -154,8 +154,7 @@ class CompiledModel(brainstate.nn.Module):
         call = self._run_model if self.vmap else None
         return ETraceGraphExecutor(self.model, call, trained=True)
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> contextlib.AbstractContextManager:
         """Around every call: one at a time for the learners of a model, whose states
         are the same, and in the process that the learner was made in."""
         if os.getpid() != self._process:
@@ -168,7 +167,15 @@ class CompiledModel(brainstate.nn.Module):
                     'the new process',
                 )
             )
-        with _locks.setdefault(self.model, threading.RLock()), self._on_devices():
+        lock: Any = _locks.get(self.model)
+        if lock is None:
+            lock = _locks.setdefault(self.model, threading.RLock())
+        # A small step takes no longer than a context manager of contextlib.
+        return lock if self.placement is None else self._alone_on_devices(lock)
+
+    @contextlib.contextmanager
+    def _alone_on_devices(self, lock: Any) -> Iterator[None]:
+        with lock, self._on_devices():
             yield
 
     def _on_devices(self) -> contextlib.AbstractContextManager:
@@ -286,7 +293,8 @@ class CompiledModel(brainstate.nn.Module):
         return self._kept.programs.get(key, make, is_reusable)
 
     def _state_shapes(self) -> tuple:
-        states = [*self.param_states.values(), *self.hidden_states.values()]
+        kinds = (brainstate.ParamState, brainstate.HiddenState)
+        states = list(known_states(self.model, *kinds).values())
         states += [] if self.rule_state is None else [self.rule_state]
         return shapes_of([state.value for state in states])
 

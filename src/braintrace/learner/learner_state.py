@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..compat import is_var
 from ..errors import CompilationError, NotSupportedError, three_parts
-from ..frontends.brainstate import module_states
+from ..frontends.brainstate import known_states, module_states
 from ..program import Path
 from ..program.data import first_step
 from ..program.step import path_name
@@ -129,7 +129,7 @@ class LearnerState(CompiledModel):
         """The states that a compiled loop of brainstate refers to."""
         own: list[brainstate.State] = [self.running_index]
         own += [] if self.rule_state is None else [self.rule_state]
-        return (*module_states(self.model).values(), *self.traces.values(), *own)
+        return (*known_states(self.model).values(), *self.traces.values(), *own)
 
     def _count(self, calls: int) -> None:
         """Count calls since the last reset."""
