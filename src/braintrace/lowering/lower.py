@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..analysis.graph import Analysed
 from ..analysis.sites import MARK
+from ..arrays import overlap
 from ..compat import Atom, Equation, Var, has_reverse_only, is_var, scope
 from ..compiled_step import (
     Box,
@@ -104,6 +105,7 @@ class _Lowering:
             groups=tuple(map(self._group, stages.locals)),
             taps=tuple(self._tap(i, tap) for i, tap in stages.taps.items()),
             weights=stages.weights,
+            pieces=self._pieces(),
             prepared=frozenset(p.weight for p in stages.prepared.values()),
             constant_targets=stages.constant_targets,
             kept_bytes=self._kept_bytes(),
@@ -291,6 +293,26 @@ class _Lowering:
                             factorises=use.factorises and has_input,
                         )
                     )
+        return found
+
+    def _pieces(self) -> dict[Var, tuple[Var, Box]]:
+        """Weights that are parts of a parameter, where no two overlap."""
+        stages = self.stages
+        parameters = {p.invar for p in stages.program.parameters}
+        found: dict[Var, tuple[Var, Box]] = {}
+        for weight in stages.weights:
+            if weight not in stages.facts.producer:
+                continue
+            maker = stages.equations[stages.facts.producer[weight]]
+            operation = operation_of(maker)
+            if operation is None or operation.part is None:
+                continue
+            whole, box = maker.invars[0], operation.part(maker)
+            if box is None or whole not in parameters:
+                continue
+            others = [other for of, other in found.values() if of is whole]
+            if not any(overlap(box, other) for other in others):
+                found[weight] = (whole, box)
         return found
 
     @cached_property

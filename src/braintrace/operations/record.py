@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..compat import Equation, Primitive, evaluate_equation
-from ..compiled_step import WeightUse
+from ..compiled_step import Box, WeightUse
 from ..errors import three_parts
 from .labels import CONFLICT, NONE, Labels, gather_back, join
 from .weight_use import AnyUse, bind
@@ -81,7 +81,8 @@ class Operation:
     operand was made by another, ``maker``: a function of the weight and the maker's
     operands that gives parts whose sum is the result, or None. ``run``: a function of
     the equation that gives another way to run it, operands to results with the same
-    derivatives; None where it runs as it is.
+    derivatives; None where it runs as it is. ``part``: the rectangular part of its only
+    operand that the result of an equation is, or None.
     """
 
     family: str
@@ -99,6 +100,7 @@ class Operation:
         Callable[[Equation, int, Equation], Callable[..., list[Any]] | None] | None
     ) = None
     run: Callable[[Equation], Callable[[Sequence[Any]], list[Any]] | None] | None = None
+    part: Callable[[Equation], Box | None] | None = None
 
     def differentiates(self, eqn: Equation, operand: int) -> bool:
         """Whether the results have a derivative with respect to an operand."""
