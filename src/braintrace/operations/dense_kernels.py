@@ -7,8 +7,8 @@ each element of the trace, which is read and written once:
     ε_s[n, c, f] = Σ_r factor_sr[n, f] ε_r[n, c, f] + x[n, c] row_s[n, f]
 
 XLA would read and write the traces several times: once for each component and once for
-the gradient. Rows of the trace are taken four at a time, and of each 16 numbers, so that
-what all rows have in common is loaded once for the four.
+the gradient. Rows of the trace are taken three at a time, and of each 32 numbers, so that
+what all rows have in common is loaded once for the three.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from llvmlite import ir
 from ..compiled_step import Components, Jacobian
 from .native import Buffer, loop, number_type, register, rest_of, several, word
 
-ROWS, WIDTH = 4, 16
-"""Rows of a trace that are taken together, and numbers of each."""
+ROWS, WIDTHS = 3, (32, 8, 1)
+"""Rows of a trace that are taken together, and numbers of each: the most that fit."""
 FLAGS = ('reassoc', 'contract', 'nsz')
 """Sums may be reordered; infinities and NaN keep their meaning."""
 
@@ -89,7 +89,7 @@ class _Visit:
 
     def _some_rows(self, n: Any, i: Any, count: int, first: bool) -> None:
         done = word(0)
-        for size in (WIDTH, 1):
+        for size in WIDTHS:
             with loop(self.build, done, self.width, size) as j:
                 self._part(n, i, j, count, size, first)
             done = rest_of(self.build, self.width, size)
@@ -105,6 +105,10 @@ class _Visit:
                 for name, vector in self.vectors.items():
                     shared[name] = self._along_outputs(vector, n, row, j, size)
             at = self._place(n, row, j)
+            # Without it the processor waits for traces that are not in its caches.
+            ahead = build.add(at, build.mul(word(count), self.width))
+            for trace in self.traces.values():
+                trace.prefetch(build, ahead, size)
             old = {s: e.load(build, at, size) for s, e in self.traces.items()}
             self._add_gradient(shared, old, row, j, size, first)
             for s in made.components:
