@@ -211,18 +211,41 @@ class _Pass:
         return np.where(conflict, NONE, edge).astype(np.int32)
 
     def pair_count(self, i: int, k: int, eqn: Equation, outs: list[Labels]) -> int:
-        """Pairs of an element of an operand and a position it reaches."""
-        operand, operation, count = eqn.invars[k].aval, operation_of(eqn), 0
-        if (i, k) in self.met:
-            return self.met[i, k].pairs
+        """Pairs of an element of an operand and a position it reaches.
+
+        An element that reaches two places along an axis of a result is taken to reach
+        the whole axis.
+        """
+        if i in self.entered:
+            inside = self.entered[i][k]
+            known = 0 if inside is None else len(inside.pairs(self.size))
+            return self.met[i, k].pairs if (i, k) in self.met else known
+        count = 0
         for v, labels in zip(eqn.outvars, outs, strict=True):
             if labels is not None:
-                count += len(self.reach(v, labels).pairs(self.size))
-        if operation is not None and operation.fan_in is not None:
-            return count * operation.fan_in(eqn, k)
-        if self.origins_of(i, k, eqn) is not None:
-            return count
-        return count * operand.size
+                pairs = len(self.reach(v, labels).pairs(self.size))
+                reached = max(int((labels != NONE).sum()), 1)
+                count += pairs * self.boxes(i, k, eqn, v, labels) // reached
+        return count
+
+    def boxes(self, i: int, k: int, eqn: Equation, v: Var, labels: np.ndarray) -> int:
+        """Pairs of an element of an operand and an element of a result that it reaches,
+        taken as all that lie between."""
+        numbers: np.ndarray | int = 1
+        for axis, length in enumerate(labels.shape):
+            along = np.indices(labels.shape)[axis]
+            outs = [
+                np.where(labels == NONE, NONE, along).astype(np.int32)
+                if w is v
+                else None
+                for w in eqn.outvars
+            ]
+            found = self.operands(i, eqn, outs)[k]
+            if found is None:
+                return 0
+            per_axis = np.where(found == CONFLICT, length, (found >= 0).astype(int))
+            numbers = numbers * per_axis
+        return int(np.sum(numbers))
 
     def reach(self, v: Var, labels: np.ndarray) -> Reach:
         """What a value reaches that was resolved before."""
@@ -675,6 +698,7 @@ class _Pass:
             free = (carry.labels == NONE) & (entering.labels != CONFLICT)
             return Reach(np.where(free, entering.labels, carry.labels).astype(np.int32))
         held, more = carry.sources, entering.by_position(self.size)
+        assert more is not None
         sources = np.where((held < 0) & (more >= 0), more, held).astype(np.int32)
         return Reach(labels_of(sources, carry.labels.shape), sources)
 
@@ -712,8 +736,11 @@ the bodies cannot share."""
 def _same(a: Reach | None, b: Reach | None) -> bool:
     if a is None or b is None:
         return a is b
-    pairs = zip(a, b, strict=True)
-    return all(x is y or np.array_equal(x, y) for x, y in pairs)
+    is_shared = a.sources is not None and b.sources is not None
+    same_sources = (
+        np.array_equal(a.sources, b.sources) if is_shared else a.sources is b.sources
+    )
+    return same_sources and np.array_equal(a.labels, b.labels)
 
 
 def find_positions(
