@@ -786,6 +786,15 @@ def test_a_program_that_keeps_positions_is_not_cut(name):
     assert np.diag(local).all()
 
 
+def own_and_rolled(own, rolled):
+    return own.reshape(-1)[:4] + jnp.roll(rolled.reshape(-1)[:4], 1)
+
+
+@jax.jit
+def twice(x):
+    return x, x
+
+
 MIXES = {
     'matmul': lambda h: h + h @ W,
     'roll': lambda h: h * 0.5 + jnp.roll(h, 1),
@@ -797,6 +806,12 @@ MIXES = {
         h + turned(jnp.stack([h, h]))[0]
     ),
     'custom_vjp whose derivative sees a norm': lambda h: norm_clipped(h) + h,
+    'one value as two results of a loop': lambda h: own_and_rolled(
+        *lax.scan(lambda c, _: twice(jnp.tanh(c)), h, None, length=2)
+    ),
+    'one value as two results of a branch': lambda h: own_and_rolled(
+        *lax.cond(h[0] > 9, lambda a: (2 * a, a), twice, h)
+    ),
     'cond, one branch': lambda h: (
         h + lax.cond(h.sum() > 0, lambda a: a @ W, lambda a: a * 0.0, h)
     ),

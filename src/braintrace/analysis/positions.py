@@ -736,11 +736,9 @@ the bodies cannot share."""
 def _same(a: Reach | None, b: Reach | None) -> bool:
     if a is None or b is None:
         return a is b
-    is_shared = a.sources is not None and b.sources is not None
-    same_sources = (
-        np.array_equal(a.sources, b.sources) if is_shared else a.sources is b.sources
-    )
-    return same_sources and np.array_equal(a.labels, b.labels)
+    if a.sources is None or b.sources is None:
+        return a.sources is b.sources and np.array_equal(a.labels, b.labels)
+    return np.array_equal(a.sources, b.sources)
 
 
 def find_positions(
