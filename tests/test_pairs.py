@@ -421,8 +421,15 @@ def test_inside_branches_and_loops_of_one_sample(name, way):
         fresh='carried' not in way,
         reduction='sum',
     )
+    credit = {r.context['name']: r.context for r in learner.report.credits}
+    if name == 'weights_in_branches' and way != 'one sample':
+        # JAX masks the weights of a branch by the choice of every sample, so that they
+        # are data: each of three elements a sample reaches five positions.
+        assert '30 pairs, a trace holds up to 10' in credit['w_g']['reason']
+        found, wanted = ({k: g[k] for k in ('w', 'out')} for g in (found, wanted))
+    else:
+        assert {c['credit'] for c in credit.values()} == {'exact'}
     assert distance(found, wanted) < 2e-6
-    assert {r.context['credit'] for r in learner.report.credits} == {'exact'}
 
 
 @pytest.mark.parametrize('name', [n for n in MODELS if n not in INSIDE])

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +27,7 @@ from ..compat import (
     Var,
     is_var,
     open_jaxpr,
-    read_branches,
-    read_scan,
     structure,
-    sub_programs,
 )
 from ..operations import (
     ELEMENTWISE,
@@ -44,67 +41,19 @@ from ..operations.labels import (
     CONFLICT,
     NONE,
     Labels,
-    gather_back,
     join,
-    join_over,
     labels_of,
-    pairs_of,
-    sources_of,
     sources_through,
 )
-from ..source_lines import from_library
+from .bodies import enter_branches, enter_call, enter_loop
 from .constants import Constants
-from .cuts import Cut, Positions, Relevance
-from .dependence import Bits, carry_fixpoint, flow, of
-from .probe import confirmed, is_elementwise
-
-FAN_OUT = 'one element reaches several positions'
-PARTED = 'its uses reach different positions'
-MOVED = 'a position reaches another position'
+from .cuts import FAN_OUT, MOVED, PARTED, Cut, Positions, Relevance
+from .dependence import Bits, flow, of
+from .probe import is_elementwise
+from .reach import Alone, Reach, Use, together
 
 
-class Reach(NamedTuple):
-    """What the elements of a value reach: labels, and sources if some reach several
-    positions and no position is reached by two."""
-
-    labels: np.ndarray
-    sources: Labels = None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all pairs are known: they are in neither form where an element
-        reaches several positions and a position is reached by several elements."""
-        return self.sources is not None or not (self.labels == CONFLICT).any()
-
-    def by_position(self, size: int) -> Labels:
-        """The element that reaches each position, CONFLICT where several do; None if
-        that is not known."""
-        if not self.is_known:
-            return None
-        return sources_of(self.labels, size) if self.sources is None else self.sources
-
-    def pairs(self, size: int) -> np.ndarray:
-        """Numbers of the pairs."""
-        return pairs_of(self.labels, self.sources, size)
-
-
-class Use(NamedTuple):
-    """One operand of an equation, and what it reaches through that equation."""
-
-    equation: int
-    operand: int
-    reach: Reach
-
-
-class Alone(NamedTuple):
-    """Why the elements of a value reach one position each: if it is for their number,
-    all ``pairs`` and all ``elements`` of what the value stands for."""
-
-    pairs: int = 0
-    elements: int = 0
-
-
-class _Pass:
+class BackwardPass:
     """One backward pass over a program (or a body inside it)."""
 
     def __init__(
@@ -147,7 +96,9 @@ class _Pass:
         for atom, reach in starts:
             if is_var(atom) and reach is not None:
                 before = self.starts.get(atom)
-                self.starts[atom] = self.together([before, reach]) if before else reach
+                self.starts[atom] = (
+                    together([before, reach], self.size) if before else reach
+                )
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[i]
             if not any(v in self.uses or v in self.starts for v in eqn.outvars):
@@ -294,7 +245,7 @@ class _Pass:
             labels = self.operands(i, eqn, numbers)[k]
             reach = None if labels is None else Reach(labels)
         else:
-            reach = self.custom(eqn, numbers, int(ends[-1]))[k]
+            reach = enter_call(self, eqn, numbers, int(ends[-1]))[k]
         origins = None if reach is None else reach.by_position(int(ends[-1]))
         if origins is None:
             return None
@@ -312,7 +263,7 @@ class _Pass:
             every.append(start)
         if not every:
             return None
-        labels, sources = self.together(every)
+        labels, sources = together(every, self.size)
         if self.opaque:
             if sources is not None:
                 self.out.sources[v] = sources
@@ -331,7 +282,7 @@ class _Pass:
             every = [use.reach for use in uses] + ([start] if start else [])
             if not every:
                 return None
-            labels, _ = self.together(every)
+            labels, _ = together(every, self.size)
         wanted = self.wanted(v, labels, start)
         for use in uses:
             edge = use.reach.labels
@@ -342,21 +293,6 @@ class _Pass:
             if ((edge >= 0) & ~wrong).any():
                 self.keep_edge(v, use)
         return self.settle(labels, wanted, start, uses)
-
-    def together(self, every: Sequence[Reach | None]) -> Reach:
-        """What several uses of a value reach; without sources where they meet."""
-        labels: Labels = None
-        sources: Labels = None
-        known = [reach for reach in every if reach is not None]
-        for reach in known:
-            labels = join(labels, reach.labels)
-        assert labels is not None
-        if (labels == CONFLICT).any() and all(reach.is_known for reach in known):
-            for reach in known:
-                sources = join(sources, reach.by_position(self.size))
-            if sources is not None and (sources == CONFLICT).any():
-                sources = None
-        return Reach(labels, sources)
 
     def may_share(self, v: Var, every: Sequence[Reach]) -> bool:
         """Whether elements of a value may reach several positions.
@@ -488,7 +424,7 @@ class _Pass:
     def operands(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
         kind = structure(eqn)
         if kind in ('custom', 'call'):
-            found = self.custom(eqn, outs, self.size)
+            found = enter_call(self, eqn, outs, self.size)
             return [None if reach is None else reach.labels for reach in found]
         if kind in ('cond', 'scan'):
             self.entered[i] = self.bodies(i, eqn, outs)
@@ -514,14 +450,14 @@ class _Pass:
         inputs: Sequence[Bits],
         opaque: bool,
         size: int,
-    ) -> _Pass:
+    ) -> BackwardPass:
         """A pass over a body whose first inputs are the given operands of this program."""
         body = open_jaxpr(jaxpr)
         const = Constants(
             jaxpr, dict(zip(body.invars, operands, strict=False)), self.const
         )
         env = flow(body, inputs)
-        return _Pass(body, env, self.relevance, size, const, Positions(), opaque)
+        return BackwardPass(body, env, self.relevance, size, const, Positions(), opaque)
 
     def inputs(self) -> list[Reach | None]:
         """What the inputs of the program reach."""
@@ -530,49 +466,12 @@ class _Pass:
             None if labels is None else self.reach(v, labels) for v, labels in found
         ]
 
-    def custom(
-        self, eqn: Equation, outs: list[Labels], size: int
-    ) -> list[Reach | None]:
-        """A call with its own derivative cannot be cut inside: conflicts come out to
-        the operands."""
-        (sub,) = sub_programs(eqn)
-        bits = self.bits(eqn.invars)
-        inner = self.body(sub.jaxpr, eqn.invars, bits, opaque=True, size=size)
-        starts = [None if labels is None else Reach(labels) for labels in outs]
-        inner.run(list(zip(inner.jaxpr.outvars, starts, strict=True)))
-        found = inner.inputs()
-        if self.opaque or from_library(sub.jaxpr):
-            return found
-        single = [r.labels if r and r.sources is None else None for r in found]
-        for k, labels in enumerate(confirmed(eqn, outs, single)):
-            if labels is not None:
-                found[k] = Reach(labels)
-            elif (reach := found[k]) is not None:
-                found[k] = self.confirmed_sources(eqn, outs, k, reach)
-        return found
-
-    def confirmed_sources(
-        self, eqn: Equation, outs: list[Labels], k: int, reach: Reach
-    ) -> Reach:
-        """What an operand of a call reaches, if the call's own derivative agrees.
-
-        Seen from the results: each has the number of the element it comes from.
-        """
-        assert reach.sources is not None
-        origin = np.append(reach.sources, NONE)
-        came = [None if x is None else origin[np.maximum(x, NONE)] for x in outs]
-        own = np.arange(reach.labels.size, dtype=np.int32)
-        labels: list[Labels] = [None] * len(eqn.invars)
-        labels[k] = own.reshape(reach.labels.shape)
-        agrees = confirmed(eqn, came, labels)[k] is labels[k]
-        return reach if agrees else Reach(np.full_like(reach.labels, CONFLICT))
-
     def bodies(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Reach | None]:
         """What the operands of branches and loops reach.
 
         An operand that the bodies cannot share is entered again, alone.
         """
-        inside = self.cond if structure(eqn) == 'cond' else self.scan
+        enter = enter_branches if structure(eqn) == 'cond' else enter_loop
         results = [
             None if labels is None else self.reach(v, labels)
             for v, labels in zip(eqn.outvars, outs, strict=True)
@@ -586,7 +485,7 @@ class _Pass:
                 if is_var(v) and self.is_alone(v)
             }
         while True:
-            entered, found, met = inside(eqn, results, alone)
+            entered, found, met = enter(self, eqn, results, alone)
             self.met |= {(i, k): why for k, why in met.items()}
             if self.opaque or met.keys() <= alone.keys():
                 break
@@ -597,148 +496,6 @@ class _Pass:
                 self.out.found += inner.out.found
                 self.out.gaps += inner.out.gaps
         return found
-
-    def cond(
-        self,
-        eqn: Equation,
-        outs: Sequence[Reach | None],
-        alone: Mapping[int, Alone],
-    ) -> Entered:
-        operands, entered = eqn.invars[1:], {}
-        every: list[list[Reach]] = [[] for _ in operands]
-        for b, branch in enumerate(read_branches(eqn)):
-            bits = self.bits(operands)
-            inner = self.body(branch, operands, bits, self.opaque, self.size)
-            invars = inner.jaxpr.invars
-            given = {invars[k - 1]: why for k, why in alone.items()}
-            inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)), alone=given)
-            entered['branches', b] = inner
-            for reaches, reach in zip(every, inner.inputs(), strict=True):
-                reaches += [] if reach is None else [reach]
-        result = [self.together(reaches) if reaches else None for reaches in every]
-        more: dict[int, Alone] = {}
-        for k, (v, reaches, found) in enumerate(
-            zip(operands, every, result, strict=True), start=1
-        ):
-            if found is None or not is_var(v) or not (found.labels == CONFLICT).any():
-                continue
-            if found.sources is None or not self.may_share(v, reaches):
-                pairs = np.concatenate([reach.pairs(self.size) for reach in reaches])
-                more[k] = Alone(len(np.unique(pairs)), found.labels.size)
-        chooser: Labels = None
-        if self.opaque:
-            for out in (o.labels for o in outs if o is not None):
-                chooser = join(chooser, join_over(out.reshape(-1), [0]))
-        first = None if chooser is None else Reach(chooser)
-        return entered, [first, *result], more
-
-    def scan(
-        self,
-        eqn: Equation,
-        outs: Sequence[Reach | None],
-        alone: Mapping[int, Alone],
-    ) -> Entered:
-        """Labels of the carry grow to a fixpoint; in the body a carry keeps the
-        positions it ends at."""
-        scan = read_scan(eqn)
-        first = scan.num_ignored
-        operands = eqn.invars[first:]
-        if self.opaque and scan.key != ('jaxpr', None):
-            # A derivative that is not known might follow the condition of a loop.
-            labels = [None if out is None else out.labels for out in outs]
-            mixed = MIXING.labels(eqn, labels, self.const)
-            return {}, [None if x is None else Reach(x) for x in mixed], {}
-        a, b = scan.num_consts, scan.num_consts + scan.num_carry
-        bits = self.bits(operands)
-        carry_bits, _ = carry_fixpoint(scan.body, bits[:a], bits[a:b], bits[b:])
-        carry = list(outs[: scan.num_carry])
-        results = list(zip(eqn.outvars, outs, strict=True))[scan.num_carry :]
-        stacked = [reach and self.over_rounds(v, reach) for v, reach in results]
-        inside = [*bits[:a], *carry_bits, *bits[b:]]
-        while True:
-            inner = self.body(scan.body, operands[:a], inside, self.opaque, self.size)
-            invars = inner.jaxpr.invars
-            ends = {
-                v: c for v, c in zip(invars[a:b], carry, strict=True) if c is not None
-            }
-            # A carry is held by the position it ends at, whatever is outside.
-            given = {
-                invars[k - first]: why
-                for k, why in alone.items()
-                if k >= first and invars[k - first] not in ends
-            }
-            inner.run(
-                list(zip(inner.jaxpr.outvars, [*carry, *stacked], strict=True)),
-                {} if self.opaque else ends,
-                alone=given,
-            )
-            found = inner.inputs()
-            grown = [self.grown(c, e) for c, e in zip(carry, found[a:b], strict=True)]
-            if all(_same(c, g) for c, g in zip(carry, grown, strict=True)):
-                break
-            carry = grown
-        more: dict[int, Alone] = {}
-        for k in range(b, len(invars)):
-            if (reach := found[k]) is None:
-                continue
-            shape = operands[k].aval.shape
-            found[k] = Reach(np.broadcast_to(reach.labels, shape), reach.sources)
-            if reach.sources is not None and shape[0] > 1:
-                pairs = shape[0] * len(reach.pairs(self.size))
-                more[first + k] = Alone(pairs, int(np.prod(shape)))
-        return {scan.key: inner}, [*[None] * first, *found], more
-
-    def grown(self, carry: Reach | None, entering: Reach | None) -> Reach | None:
-        """What a carry reaches after one more round."""
-        if carry is None or entering is None:
-            return carry or entering
-        if self.opaque:
-            return self.together([carry, entering])
-        if carry.sources is None:
-            free = (carry.labels == NONE) & (entering.labels != CONFLICT)
-            return Reach(np.where(free, entering.labels, carry.labels).astype(np.int32))
-        held, more = carry.sources, entering.by_position(self.size)
-        assert more is not None
-        sources = np.where((held < 0) & (more >= 0), more, held).astype(np.int32)
-        return Reach(labels_of(sources, carry.labels.shape), sources)
-
-    def over_rounds(self, v: Var, reach: Reach) -> Reach:
-        """What a stacked result of a loop reaches from its body, in any round.
-
-        Elements that reach other positions each round are cut where they are read,
-        unless no position is reached by two.
-        """
-        labels = reach.labels
-        if labels.ndim == 0:
-            return reach
-        joined = join_over(labels, [0])
-        parted = joined == CONFLICT
-        if not parted.any():
-            return Reach(joined)
-        pairs = reach.pairs(self.size)
-        inside = (pairs // self.size) % max(joined.size, 1)
-        sources = gather_back(inside.astype(np.int32), pairs % self.size, (self.size,))
-        if reach.is_known and not (sources == CONFLICT).any():
-            return Reach(joined, sources)
-        if self.opaque:
-            return Reach(joined)
-        mask = np.broadcast_to(parted, labels.shape)
-        for j, k in self.reading[v]:
-            self.cut(j, k, mask, PARTED)
-        return Reach(np.where(parted, NONE, joined).astype(np.int32))
-
-
-Entered = tuple[dict[tuple, _Pass], list[Reach | None], dict[int, Alone]]
-"""The passes over the bodies of an equation, what its operands reach, and operands that
-the bodies cannot share."""
-
-
-def _same(a: Reach | None, b: Reach | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    if a.sources is None or b.sources is None:
-        return a.sources is b.sources and np.array_equal(a.labels, b.labels)
-    return np.array_equal(a.sources, b.sources)
 
 
 def find_positions(
@@ -762,5 +519,5 @@ def find_positions(
     new = [(atom, Reach(labels)) for atom, labels in starts]
     old = {v: Reach(labels) for v, labels in keep.items()}
     alone = {atom: Alone() for atom, _ in starts if is_var(atom)}
-    _Pass(jaxpr, env, relevance, size, const, out).run(new, old, stop, alone)
+    BackwardPass(jaxpr, env, relevance, size, const, out).run(new, old, stop, alone)
     return out
