@@ -182,20 +182,16 @@ class BackwardPass:
     def boxes(self, i: int, k: int, eqn: Equation, v: Var, labels: np.ndarray) -> int:
         """Pairs of an element of an operand and an element of a result that it reaches,
         taken as all that lie between."""
+        axes = [np.indices(labels.shape)[axis] for axis in range(labels.ndim)]
         numbers: np.ndarray | int = 1
-        for axis, length in enumerate(labels.shape):
-            along = np.indices(labels.shape)[axis]
-            outs = [
-                np.where(labels == NONE, NONE, along).astype(np.int32)
-                if w is v
-                else None
-                for w in eqn.outvars
-            ]
+        for along in (np.zeros(labels.shape, int), *axes):
+            numbered = np.where(labels == NONE, NONE, along).astype(np.int32)
+            outs = [numbered if w is v else None for w in eqn.outvars]
             found = self.operands(i, eqn, outs)[k]
             if found is None:
                 return 0
-            per_axis = np.where(found == CONFLICT, length, (found >= 0).astype(int))
-            numbers = numbers * per_axis
+            length = len(np.unique(along[labels != NONE]))
+            numbers = numbers * np.where(found == CONFLICT, length, found >= 0)
         return int(np.sum(numbers))
 
     def reach(self, v: Var, labels: np.ndarray) -> Reach:
