@@ -69,7 +69,6 @@ class Operation:
 
     ``labels``: which elements of the operands reach which of the results. ``origins``:
     the same seen from the results, for operations that repeat elements of an operand.
-    ``fan_in``: how many elements of an operand reach one element of the result.
     ``constant_operands``: operands without a derivative, or a function of the equation
     that gives them; None for all of them. ``linear``: whether derivatives need no value
     of an operand, or a function of the equation. ``sum``: the result is the sum of the
@@ -89,7 +88,6 @@ class Operation:
     labels: LabelRule
     constant_operands: Sequence[int] | Callable[[Equation], Sequence[int]] | None = ()
     origins: OriginRule | None = None
-    fan_in: Callable[[Equation, int], int] | None = None
     linear: bool | Callable[[Equation], bool] = False
     sum: bool = False
     multiplies: bool = False
