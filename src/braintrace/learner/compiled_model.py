@@ -147,8 +147,10 @@ class CompiledModel(brainstate.nn.Module):
         self._kept = Kept()
         self._process = os.getpid()
 
-    def __getattr__(self, name: str) -> Any:
-        return member(self, name)
+    if not TYPE_CHECKING:  # type checkers are to find names that are misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            return member(self, name)
 
     def _new_executor(self) -> ETraceGraphExecutor:
         call = self._run_model if self.vmap else None
