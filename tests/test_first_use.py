@@ -18,6 +18,7 @@ import pytest
 import braintrace as bt
 from braintrace import cli, overview, plots
 from braintrace.cli import look, settings
+from braintrace.errors import RecompilationWarning
 from braintrace.learner.check import compare
 
 X = jnp.ones((4, 3))
@@ -148,6 +149,43 @@ def test_the_advice_for_another_batch_helps():
         learner.evaluate(OTHER)
 
 
+@pytest.mark.parametrize('call', ['etrace_grad', 'evaluate'])
+def test_a_batch_in_front_of_time(learner, call):
+    with pytest.raises(bt.CompilationError) as caught:
+        getattr(learner, call)(XS.swapaxes(0, 1), step_fn=mean_square(learner))
+    written, why, fix = parts_of(caught.value)
+    assert written == 'a learner compiled for batch 4, got 5'
+    assert 'may have the batch first' in why
+    assert fix.startswith('time first: xs.swapaxes(0, 1)')
+    # A sequence of that many steps may also be one of another batch.
+    assert 'reset_state(batch_size=5)' in fix
+    with pytest.raises(bt.CompilationError) as caught:
+        learner(OTHER[0])
+    assert 'batch first' not in str(caught.value)
+
+
+class Loader:
+    """Batches of samples with labels, as PyTorch's loaders give them."""
+
+    def __iter__(self):
+        for _ in range(3):
+            yield np.ones((4, 5, 3), np.float32), np.zeros(4, np.int64)
+
+
+def test_a_loader_with_the_batch_first(learner):
+    def step(x, label):
+        return jnp.mean((learner(x) - label[:, None]) ** 2)
+
+    train = lambda data: bt.fit(
+        learner, data, step_fn=step, optimizer=optax.sgd(0.1), updates=2, show=False
+    )
+    with pytest.raises(bt.CompilationError) as caught:
+        train(Loader())
+    assert 'Batches(loader, ' in parts_of(caught.value)[2]
+    repeated = lambda x, label: (x.swapaxes(0, 1), np.repeat(label[None], 5, axis=0))
+    assert len(train(bt.Batches(Loader(), repeated))['loss']) == 2
+
+
 def test_an_input_that_is_broadcast_over_the_batch_is_no_mistake(learner):
     assert learner.evaluate(jnp.ones((5, 1, 3))).shape == (5, 4, 2)
 
@@ -175,6 +213,45 @@ def test_a_value_that_a_step_does_not_have(learner, name):
         assert written.startswith('a step_fn of Leak on inputs of shapes ((4, 3),)')
         assert Path(__file__).name in why
         assert re.search(advice, fix), fix
+
+
+@pytest.mark.parametrize('call', ['etrace_grad', 'evaluate'])
+def test_a_step_function_that_is_defined_for_every_call(call):
+    learner = bt.compile(Leak(), 'd_rtrl', X, batch_size=4)
+    run = getattr(learner, call)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        once = mean_square(learner)
+        for _ in range(6):
+            run(XS, step_fn=once)
+        for _ in range(2):
+            run(XS, step_fn=mean_square(learner))
+    with pytest.warns(RecompilationWarning, match='compiled 4 times') as caught:
+        [run(XS, step_fn=mean_square(learner)) for _ in range(4)]
+    (warning,) = caught
+    written, why, fix = parts_of(warning.message)
+    assert Path(__file__).name in written
+    assert 'new function object' in why
+    assert 'outside the loop' in fix
+
+
+def test_step_functions_of_other_code_or_shapes_are_no_copies():
+    learner = bt.compile(Leak(), 'd_rtrl', X, batch_size=4)
+    powers = [
+        lambda x: jnp.mean(learner(x)),
+        lambda x: jnp.mean(learner(x) ** 2),
+        lambda x: jnp.mean(learner(x) ** 3),
+        lambda x: jnp.mean(learner(x) ** 4),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        for step in powers:
+            stream = learner.stream(step, optax.sgd(0.1))
+            stream(X)
+        for batch in (2, 3, 4, 5):
+            learner.reset_state(batch_size=batch)
+            x = jnp.ones((5, batch, 3))
+            learner.etrace_grad(x, step_fn=mean_square(learner))
 
 
 def test_lists_of_numbers(learner):
@@ -387,11 +464,47 @@ def test_the_traces_of_a_parameter_without_credit_are_counted_and_may_be_left_ou
     assert written == 'D_RTRL gives other.feed, other.out no gradient'
     assert 'their traces take 288 B' in fix
     assert len(learner.traces) == 2
-    chosen = lambda path: path[0] != 'other'
-    with pytest.warns(bt.CreditWarning) as caught:
-        learner = bt.compile(Dead(), 'd_rtrl', X, batch_size=4, trace=chosen)
-    assert 'traces take' not in str(caught[0].message)
-    assert len(learner.traces) == 1
+    assert "trace='credited'" in fix
+    for chosen in ('credited', lambda path: path[0] != 'other'):
+        with pytest.warns(bt.CreditWarning) as caught:
+            learner = bt.compile(Dead(), 'd_rtrl', X, batch_size=4, trace=chosen)
+        assert 'traces take' not in str(caught[0].message)
+        assert len(learner.traces) == 1
+        assert learner.get_etrace_of(('other', 'feed')) == {}
+        assert 'traces      288 B in 1 part' in repr(learner.memory_plan(20))
+
+
+def test_traces_are_left_out_only_where_no_output_gives_credit():
+    """The gradients of outputs do not change; a loss that reads another state gets the
+    one-step gradient of its parameters."""
+    found = {}
+    for choice in ('auto', 'credited'):
+        with pytest.warns(bt.CreditWarning):
+            learner = bt.compile(Dead(), 'd_rtrl', X, batch_size=4, trace=choice)
+        state = learner.model.other.h
+        for name, step in {
+            'output': mean_square(learner),
+            'state': lambda x, m=learner, h=state: (m(x), jnp.sum(h.value))[1],
+        }.items():
+            learner.reset_state()
+            halves = [learner.etrace_grad(x, step_fn=step) for x in (XS[:3], XS[3:])]
+            found[choice, name] = halves[1]
+    feed, own = ('other', 'feed'), ('feed',)
+    for name, path in (('output', own), ('output', feed), ('state', own)):
+        np.testing.assert_array_equal(
+            found['auto', name][path], found['credited', name][path]
+        )
+    assert (
+        np.abs(found['auto', 'state'][feed]).min()
+        > 1.2 * np.abs(found['credited', 'state'][feed]).max()
+    )
+    assert np.abs(found['credited', 'state'][feed]).min() > 0
+    # With reach='deep' nothing of a window is lost, and the other layer still has none.
+    with pytest.warns(bt.CreditWarning):
+        deep = bt.compile(
+            Dead(), 'd_rtrl', X, batch_size=4, trace='credited', reach='deep'
+        )
+    assert len(deep.traces) == 1
 
 
 class TwoHeads(Leak):

@@ -126,17 +126,23 @@ def record(learner: Learner, inputs: Any) -> dict[str, np.ndarray]:
     return {name: found.values for name, found in recorded(learner, inputs).items()}
 
 
-def recorded(learner: Learner, inputs: Any) -> dict[str, Recorded]:
-    """What :func:`record` gives, with units."""
-    model = learner.model
+@dataclass(frozen=True)
+class _RecordedStep:
+    """A step with all that is recorded; equal ones share a compiled program."""
 
-    def step(x: Any) -> dict[str, Any]:
-        found = {'output': learner(x)}
-        for path, state in learner.hidden_states.items():
+    learner: Learner
+
+    def __call__(self, x: Any) -> dict[str, Any]:
+        model = self.learner.model
+        found = {'output': self.learner(x)}
+        for path, state in self.learner.hidden_states.items():
             found |= _by_name(path_name(path), state)
         return found | ({'spikes': model.spikes()} if hasattr(model, 'spikes') else {})
 
-    found = learner.evaluate(inputs, step_fn=step)
+
+def recorded(learner: Learner, inputs: Any) -> dict[str, Recorded]:
+    """What :func:`record` gives, with units."""
+    found = learner.evaluate(inputs, step_fn=_RecordedStep(learner))
     return {name: _one_recorded(value) for name, value in found.items()}
 
 
