@@ -507,6 +507,49 @@ def test_traces_are_left_out_only_where_no_output_gives_credit():
     assert len(deep.traces) == 1
 
 
+class Delayed(brainstate.nn.Module):
+    """A layer whose spikes reach the next one, which is read out slowly, two steps
+    later."""
+
+    def __init__(self, delay):
+        super().__init__()
+        self.first, self.second = Leak(outputs=6), Slow(inputs=6)
+        self.delay = delay
+
+    def update(self, x):
+        return self.second(self.delay(self.first(x)))
+
+
+class Buffer(brainstate.nn.Module):
+    """A delay whose buffer is no hidden state."""
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.past = brainstate.ShortTermState(jnp.zeros((2, 4, 6)))
+
+    def update(self, x):
+        late = self.past.value[-1]
+        self.past.value = jnp.concatenate([x[None], self.past.value[:-1]])
+        return late
+
+
+def test_a_delay_without_credit_and_one_with_it():
+    with pytest.warns(bt.CreditWarning) as caught:
+        bt.compile(Delayed(Buffer()), 'd_rtrl', X, batch_size=4, reach='readout')
+    written, why, fix = parts_of(caught[0].message)
+    assert written == 'D_RTRL gives first.feed, first.out no gradient'
+    assert 'feeds delay.past, which is not a hidden state' in why
+    assert 'braintrace.nir.Delay' in fix
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        delay = bt.nir.Delay(delay=np.full(6, 2.0), dt=1.0)
+        learner = bt.compile(Delayed(delay), 'd_rtrl', X, batch_size=4, reach='readout')
+    given = learner.report.gradients['first.out']
+    assert given.kind == 'local'
+    # One memory is not carried and left out at once.
+    assert 'traces carry the memory' not in given.reason
+    assert "for second.h and not for layers below; reach='deep'" in given.reason
+
+
 class TwoHeads(Leak):
     def __init__(self):
         super().__init__()

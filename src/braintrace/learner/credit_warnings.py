@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..analysis.credit import NOT_HIDDEN
 from ..analysis.diagnostics import ParameterGradient
 from ..analysis.graph import ETraceGraph
 from ..errors import CreditWarning, printable, three_parts
@@ -108,6 +109,11 @@ def _without_gradient(rule: str, reasons: dict[str, str], traces: int) -> str:
         by_reason.setdefault(reason, []).append(name)
     why = '; '.join(f'{_listed(names)}: {r}' for r, names in by_reason.items())
     fix = 'a path from each to the loss; or nothing, if that is intended'
+    if any(reason.endswith(NOT_HIDDEN) for reason in reasons.values()):
+        fix = (
+            'a brainstate.HiddenState in place of the state that is named, for a delay '
+            'braintrace.nir.Delay; or nothing, if that is intended'
+        )
     if traces:
         fix += f" (their traces take {size_text(traces)}: trace='credited' leaves "
         fix += 'them out)'
