@@ -269,6 +269,41 @@ def test_lists_of_numbers(learner):
     assert 'asarray' in fix
 
 
+def leak_of(params, h, x):
+    h = jnp.tanh(0.9 * h + x @ params)
+    return h, h
+
+
+FUNCTIONS = {
+    'state of one sample': ((leak_of, jnp.zeros(6), X), 'state with the batch axis'),
+    'list': ((leak_of, jnp.zeros((4, 6)), np.ones((4, 3)).tolist()), 'asarray'),
+    'float': (
+        (lambda p, h, x: (h, float((x @ p).sum())), jnp.zeros((4, 6)), X),
+        r'without float\(\.\.\.\)',
+    ),
+    'other': ((lambda p, h, x: h, jnp.zeros((4, 6)), X), r'-> \(state, out\)'),
+}
+
+
+@pytest.mark.parametrize('name', FUNCTIONS)
+def test_advice_for_a_step_function(name):
+    (function, h, x), advice = FUNCTIONS[name]
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.compile(function, 'd_rtrl', jnp.ones((3, 6)), h, x)
+    assert re.search(advice, parts_of(caught.value)[2])
+
+
+def test_columns_of_a_check_stand_below_their_names():
+    row = compare('w', 'exact', 'local', jnp.ones(2), jnp.ones(2))
+    _, head, line = str(bt.GradientCheck('D_RTRL', (row,))).splitlines()
+    assert head.index('gradient') == line.index('local')
+    assert len(head) == len(line)
+
+
+def test_a_model_for_inference_by_either_name():
+    assert bt.load_for_inference is bt.load
+
+
 # ---------------------------------------------------------------- models
 
 
