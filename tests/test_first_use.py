@@ -186,6 +186,48 @@ def test_a_loader_with_the_batch_first(learner):
     assert len(train(bt.Batches(Loader(), repeated))['loss']) == 2
 
 
+def test_a_last_batch_that_is_smaller(learner):
+    data = [(XS,), (OTHER,)]
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.fit(
+            learner,
+            data,
+            step_fn=mean_square(learner),
+            optimizer=optax.sgd(0.1),
+            updates=2,
+            show=False,
+        )
+    written, _, fix = parts_of(caught.value)
+    assert written == 'a learner compiled for batch 4, got 2'
+    assert 'drop_last=True' in fix
+    assert 'reset_state' not in fix
+
+
+class Collecting(Leak):
+    """Collects what it gets in a dictionary, as neurons of brainpy.state do."""
+
+    collected = None
+
+    def update(self, x):
+        if self.collected:
+            raise ValueError('defined twice')
+        self.collected = {'x': x}
+        self.h.value = jnp.tanh(0.9 * self.h.value + x @ self.feed.value)
+        return self.h.value + self.collected.pop('x').sum()
+
+
+@pytest.mark.parametrize('call', ['etrace_grad', 'evaluate', 'update'])
+def test_a_call_that_failed_leaves_nothing_behind_in_the_model(call):
+    net = Collecting()
+    net.collected = None
+    learner = bt.compile(net, 'd_rtrl', X, batch_size=4)
+    step = {} if call == 'update' else {'step_fn': mean_square(learner)}
+    wrong, right = (OTHER[0], X) if call == 'update' else (OTHER, XS)
+    with pytest.raises(bt.CompilationError, match='compiled for batch 4, got 2'):
+        getattr(learner, call)(wrong, **step)
+    getattr(learner, call)(right, **step)
+
+
 def test_an_input_that_is_broadcast_over_the_batch_is_no_mistake(learner):
     assert learner.evaluate(jnp.ones((5, 1, 3))).shape == (5, 4, 2)
 

@@ -20,8 +20,10 @@ _OF_SHAPES = (TypeError, ValueError, CompilationError)
 class BatchError(CompilationError):
     """Inputs of another batch than the one that a learner was compiled for."""
 
-    def __init__(self, compiled: int, got: int, batch_first: bool = False):
-        self.compiled, self.got = compiled, got
+    def __init__(
+        self, compiled: int, got: int, batch_first: bool = False, trained: bool = False
+    ):
+        self.compiled, self.got, self.batch_first = compiled, got, batch_first
         why = (
             f'its states and traces have an axis of {compiled} samples; the batch is '
             'the first axis of an input, and of a sequence the second, after time'
@@ -30,6 +32,11 @@ class BatchError(CompilationError):
             f'learner.reset_state(batch_size={got}) before this call, or inputs of '
             f'batch {compiled}'
         )
+        if trained:
+            fix = (
+                'batches of one size in a training: drop_last=True of a loader leaves '
+                f'out a last batch of {got}; or a learner compiled for batch {got}'
+            )
         if batch_first:
             why += (
                 f'. The first axis of the sequences has {compiled}, so they may have '
@@ -47,6 +54,10 @@ class BatchError(CompilationError):
         """The same, for slices of these sequences."""
         lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(sequences)}
         return BatchError(self.compiled, self.got, lengths == {(self.compiled,)})
+
+    def in_training(self) -> BatchError:
+        """The same, for a batch that a training takes from its data."""
+        return BatchError(self.compiled, self.got, self.batch_first, trained=True)
 
 
 def batch_of(example: tuple, states: Mapping[Path, Shape]) -> int | None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ..compiled_step import Values
 from ..errors import RecompilationWarning, is_explained, three_parts
+from ..frontends.brainstate import inputs_kept
 from ..frontends.failures import explain_failure
 from ..program import Path
 from ..rules import Rule
@@ -269,7 +270,8 @@ class Calls(LearnerState):
     def _failure_explained(self, sequences: tuple) -> Iterator[None]:
         """Around a loop that calls a step_fn: its errors as those of other calls."""
         try:
-            yield
+            with inputs_kept(self.model):
+                yield
         except BatchError as error:
             raise error.of_sequences(sequences) from error
         except (TypeError, ValueError, AttributeError) as error:
