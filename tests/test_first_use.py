@@ -909,6 +909,46 @@ def test_parts_of_a_trace_are_named_by_their_states():
     assert names == [f'feed on {x}' for x in ('V', 'a', 'rate.r', 'read-out')]
 
 
+def test_maps_of_traces_on_a_state_of_several():
+    class Late(Leak):
+        def __init__(self):
+            super().__init__(outputs=6)
+            self.delay = bt.nir.Delay(delay=np.full(6, 1.0), dt=1.0)
+
+        def update(self, x):
+            super().update(x)
+            return self.delay(self.h.value)
+
+    learner = bt.compile(Late(), 'd_rtrl', X, batch_size=4)
+    learner.etrace_evolve(XS[:4])
+    before = dict(plots.trace_maps(learner, ('feed',)))
+    learner.etrace_evolve(XS[4:])
+    maps = plots.trace_maps(learner, ('feed',))
+    assert {name for name, _ in maps} == {
+        'feed on delay.past (0)',
+        'feed on delay.past (1)',
+        'feed on h',
+    }
+    assert all(values.shape == (6, 3) for _, values in maps)
+    # The delay holds what h was now and one step ago.
+    found = dict(maps)
+    now, earlier = (found[f'feed on delay.past ({i})'] for i in (0, 1))
+    np.testing.assert_allclose(now, found['feed on h'], rtol=1e-6)
+    np.testing.assert_allclose(earlier, before['feed on h'], rtol=1e-6)
+    assert np.abs(now - earlier).min() > 0.01
+
+
+def test_long_titles_of_traces_are_wrapped(figures):
+    net = brainstate.nn.Sequential(
+        brainstate.nn.Sequential(brainstate.nn.Sequential(brainstate.nn.GRUCell(3, 4)))
+    )
+    learner = bt.compile(net, 'd_rtrl', X, batch_size=4)
+    plots.traces(learner, XS, 'traces.png')
+    titles = [ax.get_title() for ax in figures[0].axes if ax.axison]
+    assert any('\n' in title for title in titles)
+    assert max(len(line) for title in titles for line in title.splitlines()) <= 45
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_the_overview_of_a_training(figures, name):
     task, learner, trial = trained(name)
