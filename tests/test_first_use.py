@@ -186,6 +186,18 @@ def test_a_loader_with_the_batch_first(learner):
     assert len(train(bt.Batches(Loader(), repeated))['loss']) == 2
 
 
+def test_batches_that_are_dictionaries(learner):
+    data = [{'x': XS, 'y': jnp.zeros((5, 4))}]
+    train = lambda step: bt.fit(
+        learner, data, step_fn=step, optimizer=optax.sgd(0.1), updates=1, show=False
+    )
+    with pytest.raises(TypeError) as caught:
+        train(lambda x, y: jnp.mean(learner(x) - y[:, None]))
+    assert "lambda batch: batch['x']" in parts_of(caught.value)[2]
+    step = lambda batch: jnp.mean(learner(batch['x']) - batch['y'][:, None])
+    assert len(train(step)['loss']) == 1
+
+
 def test_a_last_batch_that_is_smaller(learner):
     data = [(XS,), (OTHER,)]
     with pytest.raises(bt.CompilationError) as caught:
