@@ -37,7 +37,7 @@ hand, and the derivatives with dense Jacobians.
 | exact | no path is cut: under D-RTRL the gradient of every parameter is equal to that of BPTT |
 | local | credit passes through time inside each unit; the first path that is cut is named |
 | instantaneous | some parameter gets only the gradient of the current step |
-| none | some parameter gets no gradient: no output of its own step depends on it, and the paths to later steps are cut |
+| none | some parameter gets no gradient: no output of its step depends on it, and paths to later steps are cut |
 | refused | the model cannot be compiled; the error says what was written, why it does not work and how to fix it |
 """
 LOSSES = (DiagnosticKind.MISSING_RULE, DiagnosticKind.NOT_DIFFERENTIABLE)
