@@ -271,6 +271,34 @@ def extract_module_info(
     return trace_step(lambda *a, **k: model(*a, **k), model, model_args, model_kwargs)
 
 
+@contextmanager
+def inputs_kept(model: brainstate.nn.Module) -> Iterator[None]:
+    """If a step fails inside, modules get back what they keep in dictionaries.
+
+    Neurons of brainpy.state collect their currents of a step in one; those of a step
+    that failed half-way would be refused in the next as defined twice.
+    """
+    kept = [
+        (module, name, None if value is None else dict(value))
+        for module in brainstate.graph.nodes(model).values()
+        for name, value in vars(module).items()
+        if value is None or type(value) is dict
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, name, value in kept:
+            found = vars(module).get(name)
+            if type(found) is not dict:
+                continue
+            if value is None:
+                setattr(module, name, None)
+            else:
+                found.clear()
+                found.update(value)
+        raise
+
+
 def trace_step(
     function: Callable[..., Any],
     model: brainstate.nn.Module,
@@ -284,7 +312,7 @@ def trace_step(
     stateful: Any = brainstate.transform.StatefulFunction(
         function, return_only_write=False, name=type(model).__name__
     )
-    with _states_kept(found):
+    with _states_kept(found), inputs_kept(model):
         try:
             traced = stateful.get_jaxpr(*args, **kwargs)
         except NotImplementedError:

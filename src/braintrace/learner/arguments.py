@@ -272,12 +272,15 @@ def check_call(
     try:
         signature.bind(*given)
     except TypeError as error:
+        fix = f'a function of {len(given)} argument(s)'
+        if any(isinstance(x, dict) for x in given):
+            fix += "; a dictionary of arrays is one of them: lambda batch: batch['x']"
         raise TypeError(
             three_parts(
                 f'{name}{signature}, to be called with {len(given)} argument(s): '
                 f'{described}',
                 str(error),
-                f'a function of {len(given)} argument(s)',
+                fix,
             )
         ) from error
 

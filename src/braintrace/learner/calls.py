@@ -4,6 +4,8 @@ values go in and come out."""
 from __future__ import annotations
 
 import contextlib
+import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,17 +14,23 @@ import jax
 import jax.numpy as jnp
 
 from ..compiled_step import Values
-from ..errors import is_explained, three_parts
+from ..errors import RecompilationWarning, is_explained, three_parts
+from ..frontends.brainstate import inputs_kept
 from ..frontends.failures import explain_failure
 from ..program import Path
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver, Solved
+from ..source_lines import short_source
 from .arguments import check_call, length_of
+from .batch import BatchError
 from .binding import StepBinding
 from .learner_state import LearnerState
 from .losses import check_aux, check_finite_values, loss_weights
-from .programs import shapes_of
+from .programs import in_trace, shapes_of
 from .sequences import SequenceOptions, gradient_program
+
+_MOST_COPIES = 4
+"""From this many function objects of one code on, a step_fn was not defined once."""
 
 
 class Calls(LearnerState):
@@ -37,20 +45,45 @@ class Calls(LearnerState):
         slice_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
         example = jax.tree.map(slice_of, sequences)
         how = {'takes_modulators': takes_modulators}
-        make = lambda: StepBinding.of_step_fn(self, step_fn, example, **how)
-        key = (
-            'binding',
-            step_fn,
-            shapes_of(example),
-            self.rule_state,
-            self._state_shapes(),
-        )
+        parts = (shapes_of(example), self.rule_state, self._state_shapes())
+
+        def make() -> StepBinding:
+            try:
+                binding = StepBinding.of_step_fn(self, step_fn, example, **how)
+            except BatchError as error:
+                raise error.of_sequences(sequences) from error
+            if binding.is_reusable:
+                self._warn_of_copies(step_fn, parts)
+            return binding
+
+        key = ('binding', step_fn, *parts)
         binding = self._kept.programs.get(
             key, make, is_reusable=lambda b: b.is_reusable
         )
         if binding.modulator_given and not takes_modulators:
             self.check_modulated(1.0)
         return binding
+
+    def _warn_of_copies(self, step_fn: Callable, parts: tuple) -> None:
+        """Warn once of a step_fn that is defined anew for every call."""
+        code = getattr(inspect.unwrap(step_fn), '__code__', None)
+        if code is None:
+            return
+        self._kept.codes[code, parts] += 1
+        if self._kept.codes[code, parts] != _MOST_COPIES:
+            return
+        place = short_source(f'{code.co_filename}:{code.co_firstlineno}')
+        warnings.warn(
+            three_parts(
+                f'the step_fn of {place} was compiled {_MOST_COPIES} times',
+                'every call got a new function object of the same code, and a program '
+                'is compiled for each',
+                'define it once, outside the loop, and use the same object in every '
+                'call; pass values that change as sequences',
+            ),
+            RecompilationWarning,
+            stacklevel=2,
+        )
 
     def _options(self) -> SequenceOptions:
         return SequenceOptions(
@@ -184,9 +217,17 @@ class Calls(LearnerState):
             states = binding.with_values(states, start)
         return parameters, states
 
-    def _loop(self, kind: str, parts: tuple, run: Callable) -> Callable:
-        """A compiled loop of brainstate, made once."""
-        return self._program(kind, parts, lambda: brainstate.transform.jit(run))
+    def _loop(
+        self, kind: str, parts: tuple, run: Callable, step_fn: Callable | None = None
+    ) -> Callable:
+        """A compiled loop of brainstate, made once; ``step_fn``: what it calls."""
+
+        def make() -> Callable:
+            if step_fn is not None and not in_trace():
+                self._warn_of_copies(step_fn, (kind, self._state_shapes()))
+            return brainstate.transform.jit(run)
+
+        return self._program(kind, parts, make)
 
     def _next_rule_state(self, solved: Solved | None) -> Any:
         if self.rule_state is None:
@@ -229,7 +270,10 @@ class Calls(LearnerState):
     def _failure_explained(self, sequences: tuple) -> Iterator[None]:
         """Around a loop that calls a step_fn: its errors as those of other calls."""
         try:
-            yield
+            with inputs_kept(self.model):
+                yield
+        except BatchError as error:
+            raise error.of_sequences(sequences) from error
         except (TypeError, ValueError, AttributeError) as error:
             if is_explained(error):
                 raise

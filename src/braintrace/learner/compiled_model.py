@@ -38,6 +38,7 @@ from .arguments import (
 )
 from .batch import batch_of
 from .binding import StepBinding, TraceChoice, trace_shapes
+from .credit_warnings import without_gradient
 from .gradients import gradients_of
 from .model_states import StateShapes
 from .models import MODULE, ModelInterface, interface_of
@@ -60,7 +61,8 @@ class Kept:
     ``zeros``: the arrays of traces that are known to be zero. ``owners``: for every
     trace the one that holds its state part. ``traces``: every trace made so far, since
     a function that was jitted earlier holds the traces of that time.
-    ``said``: warnings that were given.
+    ``said``: warnings that were given. ``codes``: how many step functions of one code
+    were bound.
     """
 
     programs: ProgramCache = field(default_factory=ProgramCache)
@@ -70,6 +72,7 @@ class Kept:
     traces: dict[tuple, EligibilityTrace] = field(default_factory=dict)
     shapes: StateShapes | None = None
     said: set[str] = field(default_factory=set)
+    codes: Counter[tuple] = field(default_factory=Counter)
 
     def check_shapes(self, learner: CompiledModel) -> None:
         """Raise if the model's states are no longer those that were compiled for."""
@@ -127,7 +130,7 @@ class CompiledModel(brainstate.nn.Module):
             why = 'a sequence is run in one pass or two'
             raise ValueError(three_parts(f'passes={passes!r}', why, '1, 2 or None'))
         if not callable(trace):
-            check_choice('trace', trace, ('auto', 'marked'))
+            check_choice('trace', trace, ('auto', 'marked', 'credited'))
         self.model = model
         self.vmap = vmap
         self.executor = self._new_executor()
@@ -147,8 +150,10 @@ class CompiledModel(brainstate.nn.Module):
         self._kept = Kept()
         self._process = os.getpid()
 
-    def __getattr__(self, name: str) -> Any:
-        return member(self, name)
+    if not TYPE_CHECKING:  # type checkers are to find names that are misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            return member(self, name)
 
     def _new_executor(self) -> ETraceGraphExecutor:
         call = self._run_model if self.vmap else None
@@ -306,9 +311,22 @@ class CompiledModel(brainstate.nn.Module):
 
         def make() -> BlockSolver | InfluenceSolver:
             every = rule.has_exact_windows or in_chunk
-            return binding.solver(rule, loss, self.trace, self.trace_dtype, every)
+            traced = self._is_credited if self.trace == 'credited' else self.trace
+            return binding.solver(rule, loss, traced, self.trace_dtype, every)
 
         return self._kept.programs.get(key, make, binding.is_reusable)
+
+    def _is_credited(self, path: Path) -> bool:
+        """Whether the rule gives a parameter a gradient by the model's own outputs."""
+
+        def make() -> frozenset[Path]:
+            binding = self._model_binding(self._example)
+            without = without_gradient(self.rule, self.graph, binding)
+            arrays = binding.info.program.parameters
+            credited = {p.path for p in arrays if p.name not in without}
+            return frozenset(p.path for p in arrays) - credited
+
+        return path not in self._kept.programs.get(('credited',), make, True)
 
     # ------------------------------------------------------------ what there is
 

@@ -63,7 +63,9 @@ class Learner(Measuring, Saving):
     together; chosen automatically and never visible in a result. ``passes``: 1 carries
     traces, 2 keeps the states of a fresh sequence and carries none; by default
     whichever fits. ``trace``: 'auto', 'marked' (parameters used through marked
-    operations) or a predicate on paths; the others keep their one-step gradient.
+    operations), 'credited' (those to which the model's outputs give credit; 'auto'
+    keeps traces for the others too, since a loss may read any state) or a predicate on
+    paths; the others keep their one-step gradient.
     ``trace_dtype``: storage type of the traces; more than ``max_trace_bytes`` is
     refused. ``check_finite``: raise on a loss or gradient that is not finite.
     """

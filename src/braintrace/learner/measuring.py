@@ -56,7 +56,7 @@ class Measuring(Calls):
         run = lambda *xs: brainstate.transform.for_loop(step_fn or self, *xs)
         with self._synchronised():
             sequences = self._placed(sequences, 1)
-            program = self._loop('evaluate', (step_fn, *self._held()), run)
+            program = self._loop('evaluate', (step_fn, *self._held()), run, step_fn)
             with recording(self, ignores_modulators=True), self.unmoved():
                 self._restore_start()
                 with self._failure_explained(sequences):

@@ -7,6 +7,7 @@ state, and the eligibility of delayed rewards.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -314,6 +315,7 @@ class Stream:
         if step_fn in self._with_outputs:
             return self._with_outputs[step_fn]
 
+        @functools.wraps(step_fn, assigned=(), updated=())  # named in warnings
         def run(*inputs: Any) -> tuple:
             result = step_fn(*inputs)
             if isinstance(result, tuple):
