@@ -8,7 +8,7 @@ NEST := .venv-nest/bin/python
 ARENA := .venv-arena/bin/python
 TORCH ?= torch==2.13.0
 
-.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
+.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint types bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -52,6 +52,10 @@ lint: $(READY)
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 	$(RUN) -m mypy
+
+types: $(READY)  # the examples as a user's own code, by two type checkers
+	$(RUN) -m mypy
+	$(RUN) -m pyright
 
 scale: $(READY)  # several devices and processes of this machine beside one
 	$(RUN) benchmarks/scale.py $(ARGS)

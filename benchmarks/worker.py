@@ -92,7 +92,11 @@ class Run:
             self.learner.reset_state()
         for state, value in self._start:
             state.value = value
-        jax.block_until_ready([state.value for state in self._states()])
+        # Traces that a reset has made anew are there before a call is timed.
+        traces = getattr(self.learner, 'traces', {}) if self.side == 'ours' else {}
+        made = [state.value for state in self._states()]
+        made += [trace.peek() for trace in traces.values()]
+        jax.block_until_ready(made)
 
     def __call__(self) -> float:
         """Seconds of one call from the start."""

@@ -20,10 +20,11 @@ import optax
 import braintrace
 
 try:  # the environment works without gymnasium; with it, it is one of its own
-    from gymnasium import Env
-    from gymnasium.spaces import Box, Discrete
+    import gymnasium
 except ImportError:
-    Env, Box, Discrete = object, None, None
+    gymnasium = None
+
+Env: Any = gymnasium.Env if gymnasium else object
 
 UP, RIGHT, DOWN, LEFT = range(4)
 
@@ -40,9 +41,10 @@ class TMaze(Env):
     def __init__(self, delay: int = 10):
         self.delay = delay
         self.random = np.random.default_rng()
-        if Discrete is not None:
-            self.action_space = Discrete(4)
-            self.observation_space = Box(0.0, 1.0, (4,), np.float32)
+        if gymnasium:
+            spaces = gymnasium.spaces
+            self.action_space = spaces.Discrete(4)
+            self.observation_space = spaces.Box(0.0, 1.0, (4,), np.float32)
 
     def reset(
         self, *, seed: int | None = None, options: dict | None = None

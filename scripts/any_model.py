@@ -24,17 +24,21 @@ HEAD = """# Any model
 
 <!-- made by `make models` from tests/zoo; the words are those of the compiler -->
 
-A model works without changes, or the report says what is lost and where, or compilation ends with the reason. Each
-row is a model of the test zoo, where its groups, sites and credit are also drawn by hand and its numbers are
-checked against dense Jacobians.
+Most models can be compiled as they are. If part of the credit is lost, the report says where. If a model cannot be
+compiled, the error says why.
+
+Each row below is a model of the tests in `tests/zoo`. *Hidden groups* are the states that depend on each other unit by
+unit. *Parameters* counts the [credit classes](concepts.md#credit-classes). The *verdict* is the lowest class among the
+parameters that could get credit, with the first reason. The tests compare all of this with results that were written by
+hand, and the derivatives with dense Jacobians.
 
 | verdict | meaning |
 | --- | --- |
-| exact | nothing is cut: under D-RTRL every parameter's gradient is that of BPTT |
-| local | temporal credit through each parameter's own position; the first loss is named |
-| instantaneous | some parameter gets its one-step gradient only |
-| none | some parameter gets no gradient: no output of its own step depends on it; paths to later steps are cut |
-| refused | compilation ends with an error that says what was written, why it does not work and how to fix it |
+| exact | no path is cut: under D-RTRL the gradient of every parameter is equal to that of BPTT |
+| local | credit passes through time inside each unit; the first path that is cut is named |
+| instantaneous | some parameter gets only the gradient of the current step |
+| none | some parameter gets no gradient: no output of its step depends on it, and paths to later steps are cut |
+| refused | the model cannot be compiled; the error says what was written, why it does not work and how to fix it |
 """
 LOSSES = (DiagnosticKind.MISSING_RULE, DiagnosticKind.NOT_DIFFERENTIABLE)
 ORDER = ('none', 'instantaneous', 'local', 'exact')

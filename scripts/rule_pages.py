@@ -62,7 +62,7 @@ def facts(preset: Preset, has_figure: bool) -> str:
         'options': options or 'none',
         'memory': memory,
         'time': time,
-        'equal to BPTT': rule.exact_when,
+        'when equal to BPTT': rule.exact_when,
         'use it for': rule.use,
     }
     figure, shown = OTHER_FIGURES.get(
@@ -80,7 +80,7 @@ def facts(preset: Preset, has_figure: bool) -> str:
         '| --- | --- |',
         *(f'| {name} | {text} |' for name, text in rows.items()),
         '',
-        'B batch, I inputs, H units, S states of a unit, T steps.',
+        'B samples, I inputs, H units, S states of each unit, T steps.',
     ]
     if has_figure:
         lines += ['', f'![{shown}]({figure})']

@@ -91,19 +91,19 @@ HEAD = """# Versions
 
 <!-- made by `make versions` -->
 
-These combinations were installed and tested. *Lowest* has the lower bound of every
-package as `pyproject.toml` declares it, on the oldest Python. *Newest* is what pip
-installs on each Python. Numbers of tests are passed / run.
+These combinations of packages were installed and tested. *Lowest* has the oldest version
+of every package that `pyproject.toml` allows, on the oldest Python. *Newest* has the
+versions that pip installs on each Python. The last rows count tests: passed / run.
 
 """
 
 TAIL = """
-Packages of the same age belong together. An old Flax or Equinox, for example, cannot be
-imported beside a much newer JAX; update them together.
+Update packages together. An old Flax or Equinox, for example, cannot be imported with a
+much newer JAX.
 
-Importing braintrace does not change `jax_enable_x64`: brainstate would set it to its
-own default, and the value that you have set is restored. The type of brainstate's
-parameters is a setting of its own, `brainstate.environ.set(precision=64)`.
+Importing braintrace does not change `jax_enable_x64`. brainstate sets it to its own
+default when it is imported; braintrace restores your value. To get parameters of
+brainstate in double precision, use `brainstate.environ.set(precision=64)`.
 """
 
 

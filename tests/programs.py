@@ -1007,8 +1007,11 @@ def pooled(w, v):
 @statement(2)
 def branched(w, v):
     u, c = w.like(v), w.value()
-    u = f'jnp.broadcast_to({u.text}, {v.shape})'
-    one, two = w.inner('a', 'b', shape=v.shape), w.inner('b', 'a', shape=v.shape)
+    whole, b = f'jnp.broadcast_to({u.text}, {v.shape})', 'b'
+    if w.chance(2):  # shared inside the branches
+        whole, b = u.text, f'jnp.broadcast_to(b, {v.shape})'
+    u = whole
+    one, two = w.inner('a', b, shape=v.shape), w.inner(b, 'a', shape=v.shape)
     c = w.real(c)
     two = two if w.types is REAL else f'like({two}, a)'
     return (
@@ -1226,7 +1229,7 @@ class PositionWriter(Writer):
             text = self.pick(['{}', 'jnp.sin({})', '{0} * {1}', '{0} + {1}'])
             small = self.small(shape)
             text = text.format(product(small), self.parameter(*small))
-            return f'jnp.broadcast_to({text}, {shape})'
+            return self.spread(text, shape)
         if way == 'outer' and len(shape) > 1:
             *front, a, b = shape
             one, two = product((*front, a)), product((*front, b))
@@ -1235,6 +1238,20 @@ class PositionWriter(Writer):
             at = [i // 2 for i in range(shape[-1])]
             return f'{product((*shape[:-1], max(at) + 1))}[..., np.array({at})]'
         return product(shape)
+
+    def spread(self, text: str, shape: Shape) -> str:
+        """A small value for all positions, spread as it is or inside a sub-program."""
+        spread = f'jnp.broadcast_to(a, {shape})'
+        one, two = spread.replace('a,', 'jnp.sin(a),'), f'0.5 * {spread}'
+        choice = "jnp.sum(jnp.real(x['x'])) > 0"
+        return self.pick(
+            [
+                f'jnp.broadcast_to({text}, {shape})',
+                f'lax.cond({choice}, lambda a: {one}, lambda a: {two}, {text})',
+                f'lax.scan(lambda a, b: (a, b * {spread}), {text}, np.arange(3.0))[1].sum(0)',
+                f'jax.checkpoint(lambda a: {two})({text})',
+            ]
+        )
 
     def write(self) -> Program:
         program, shape = self.program, self.shape()

@@ -1,4 +1,4 @@
-"""Single steps by a kernel give the numbers of the plain path."""
+"""Traces that are visited by a kernel have the numbers of the plain path."""
 
 import brainstate
 import jax
@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import braintrace
-from braintrace.operations import dense_kernels, weight_use
+from braintrace.operations import dense_kernels, span_kernels, weight_use
 
 INPUTS, UNITS, T = 3, 5, 6
 
@@ -120,3 +120,76 @@ def test_traces_of_filters_by_a_kernel(monkeypatch):
     by_kernel = carried()
     for a, b in zip(plain, by_kernel, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(a).max())
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float64'])
+@pytest.mark.parametrize('components', [1, 2, 3])
+@pytest.mark.parametrize('density', [0.0, 0.2, 0.8])
+@pytest.mark.parametrize('sizes', [(1, 1, 1, 1), (5, 3, 6, 20), (9, 2, 37, 85)])
+def test_a_visit_after_many_steps(sizes, density, components, dtype):
+    """The formula, written out by NumPy: numbers of inputs and outputs that the kernel
+    takes one by one, sixteen or more at a time; inputs that are seldom or mostly zero,
+    and some that never are."""
+    steps, samples, inputs, outputs = sizes
+    random = np.random.default_rng(0)
+    draw = lambda *shape: random.normal(size=shape).astype(dtype)
+    is_zero = random.random((steps, samples, inputs)) > density
+    is_zero[..., : inputs // 3] = False
+    x = np.where(is_zero, 0, draw(steps, samples, inputs))
+    every = range(components)
+    trace = {s: draw(samples, inputs, outputs) for s in every}
+    rows = {s: draw(steps, samples, outputs) for s in every if s != 1}
+    pairs = [(s, r) for s in every for r in every if r <= s]
+    factors = {pair: draw(samples, outputs) for pair in pairs}
+    credit = {s: draw(samples, outputs) for s in every if s != 2}
+    with jax.enable_x64(dtype == 'float64'):
+        given = jax.tree.map(jnp.asarray, (trace, x, rows, factors, credit))
+        new, gradient = jax.jit(span_kernels.visit_after_span)(*given)
+        new, gradient = jax.tree.map(np.asarray, (new, gradient))
+    beside = lambda value: value[:, None, :]
+    wanted = sum(beside(credit[s]) * trace[s] for s in credit).sum(axis=0)
+    tolerance = 3e-5 if dtype == 'float32' else 1e-12
+    np.testing.assert_allclose(gradient, wanted, rtol=0, atol=tolerance)
+    for s in every:
+        wanted = sum(beside(factors[s, r]) * trace[r] for r in every if r <= s)
+        if s in rows:
+            wanted = wanted + np.einsum('tnc,tnf->ncf', x, rows[s])
+        assert new[s].dtype == dtype
+        np.testing.assert_allclose(new[s], wanted, rtol=0, atol=tolerance)
+
+
+def test_a_visit_after_many_steps_keeps_nan():
+    x = jnp.zeros((3, 1, 8)).at[1, 0, 2].set(jnp.nan)
+    ones = {0: jnp.ones((3, 1, 4))}
+    trace, factors = {0: jnp.zeros((1, 8, 4))}, {(0, 0): jnp.ones((1, 4))}
+    new, _ = span_kernels.visit_after_span(trace, x, ones, factors, {})
+    assert np.isnan(new[0][0, 2]).all()
+    assert np.isfinite(np.delete(new[0][0], 2, axis=0)).all()
+
+
+@pytest.mark.parametrize('model', [Adaptive, Gated])
+def test_carried_traces_by_a_kernel(model, monkeypatch):
+    """Two sequences, of which the second continues the traces of the first."""
+    random = np.random.default_rng(1)
+    xs = jnp.asarray(random.normal(size=(40, 3, INPUTS)), 'float32')
+    xs = xs.at[:, :, 1].set(xs[:, :, 1] > 1)
+    calls = []
+
+    def carried():
+        brainstate.random.seed(0)
+        learner = braintrace.compile(model(3), 'd_rtrl', xs[0], batch_size=3)
+        step_fn = lambda x: jnp.mean(learner(x) ** 2)
+        parts = (xs[:20], xs[20:])
+        found = [learner.etrace_grad(part, step_fn=step_fn) for part in parts]
+        traces = [learner.get_etrace_of(path) for path in learner.param_states]
+        return jax.tree.leaves(jax.tree.map(np.asarray, (found, traces)))
+
+    plain = carried()
+    visit = span_kernels.visit_after_span
+    counted = lambda *given: calls.append(1) or visit(*given)
+    monkeypatch.setattr(span_kernels, 'visit_after_span', counted)
+    monkeypatch.setattr(weight_use, 'LEAST_FOR_KERNEL', 1)
+    by_kernel = carried()
+    assert calls
+    for a, b in zip(plain, by_kernel, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(a).max())

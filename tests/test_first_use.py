@@ -18,6 +18,7 @@ import pytest
 import braintrace as bt
 from braintrace import cli, overview, plots
 from braintrace.cli import look, settings
+from braintrace.errors import RecompilationWarning
 from braintrace.learner.check import compare
 
 X = jnp.ones((4, 3))
@@ -148,6 +149,97 @@ def test_the_advice_for_another_batch_helps():
         learner.evaluate(OTHER)
 
 
+@pytest.mark.parametrize('call', ['etrace_grad', 'evaluate'])
+def test_a_batch_in_front_of_time(learner, call):
+    with pytest.raises(bt.CompilationError) as caught:
+        getattr(learner, call)(XS.swapaxes(0, 1), step_fn=mean_square(learner))
+    written, why, fix = parts_of(caught.value)
+    assert written == 'a learner compiled for batch 4, got 5'
+    assert 'may have the batch first' in why
+    assert fix.startswith('time first: xs.swapaxes(0, 1)')
+    # A sequence of that many steps may also be one of another batch.
+    assert 'reset_state(batch_size=5)' in fix
+    with pytest.raises(bt.CompilationError) as caught:
+        learner(OTHER[0])
+    assert 'batch first' not in str(caught.value)
+
+
+class Loader:
+    """Batches of samples with labels, as PyTorch's loaders give them."""
+
+    def __iter__(self):
+        for _ in range(3):
+            yield np.ones((4, 5, 3), np.float32), np.zeros(4, np.int64)
+
+
+def test_a_loader_with_the_batch_first(learner):
+    def step(x, label):
+        return jnp.mean((learner(x) - label[:, None]) ** 2)
+
+    train = lambda data: bt.fit(
+        learner, data, step_fn=step, optimizer=optax.sgd(0.1), updates=2, show=False
+    )
+    with pytest.raises(bt.CompilationError) as caught:
+        train(Loader())
+    assert 'Batches(loader, ' in parts_of(caught.value)[2]
+    repeated = lambda x, label: (x.swapaxes(0, 1), np.repeat(label[None], 5, axis=0))
+    assert len(train(bt.Batches(Loader(), repeated))['loss']) == 2
+
+
+def test_batches_that_are_dictionaries(learner):
+    data = [{'x': XS, 'y': jnp.zeros((5, 4))}]
+    train = lambda step: bt.fit(
+        learner, data, step_fn=step, optimizer=optax.sgd(0.1), updates=1, show=False
+    )
+    with pytest.raises(TypeError) as caught:
+        train(lambda x, y: jnp.mean(learner(x) - y[:, None]))
+    assert "lambda batch: batch['x']" in parts_of(caught.value)[2]
+    step = lambda batch: jnp.mean(learner(batch['x']) - batch['y'][:, None])
+    assert len(train(step)['loss']) == 1
+
+
+def test_a_last_batch_that_is_smaller(learner):
+    data = [(XS,), (OTHER,)]
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.fit(
+            learner,
+            data,
+            step_fn=mean_square(learner),
+            optimizer=optax.sgd(0.1),
+            updates=2,
+            show=False,
+        )
+    written, _, fix = parts_of(caught.value)
+    assert written == 'a learner compiled for batch 4, got 2'
+    assert 'drop_last=True' in fix
+    assert 'reset_state' not in fix
+
+
+class Collecting(Leak):
+    """Collects what it gets in a dictionary, as neurons of brainpy.state do."""
+
+    collected = None
+
+    def update(self, x):
+        if self.collected:
+            raise ValueError('defined twice')
+        self.collected = {'x': x}
+        self.h.value = jnp.tanh(0.9 * self.h.value + x @ self.feed.value)
+        return self.h.value + self.collected.pop('x').sum()
+
+
+@pytest.mark.parametrize('call', ['etrace_grad', 'evaluate', 'update'])
+def test_a_call_that_failed_leaves_nothing_behind_in_the_model(call):
+    net = Collecting()
+    net.collected = None
+    learner = bt.compile(net, 'd_rtrl', X, batch_size=4)
+    step = {} if call == 'update' else {'step_fn': mean_square(learner)}
+    wrong, right = (OTHER[0], X) if call == 'update' else (OTHER, XS)
+    with pytest.raises(bt.CompilationError, match='compiled for batch 4, got 2'):
+        getattr(learner, call)(wrong, **step)
+    getattr(learner, call)(right, **step)
+
+
 def test_an_input_that_is_broadcast_over_the_batch_is_no_mistake(learner):
     assert learner.evaluate(jnp.ones((5, 1, 3))).shape == (5, 4, 2)
 
@@ -177,6 +269,45 @@ def test_a_value_that_a_step_does_not_have(learner, name):
         assert re.search(advice, fix), fix
 
 
+@pytest.mark.parametrize('call', ['etrace_grad', 'evaluate'])
+def test_a_step_function_that_is_defined_for_every_call(call):
+    learner = bt.compile(Leak(), 'd_rtrl', X, batch_size=4)
+    run = getattr(learner, call)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        once = mean_square(learner)
+        for _ in range(6):
+            run(XS, step_fn=once)
+        for _ in range(2):
+            run(XS, step_fn=mean_square(learner))
+    with pytest.warns(RecompilationWarning, match='compiled 4 times') as caught:
+        [run(XS, step_fn=mean_square(learner)) for _ in range(4)]
+    (warning,) = caught
+    written, why, fix = parts_of(warning.message)
+    assert Path(__file__).name in written
+    assert 'new function object' in why
+    assert 'outside the loop' in fix
+
+
+def test_step_functions_of_other_code_or_shapes_are_no_copies():
+    learner = bt.compile(Leak(), 'd_rtrl', X, batch_size=4)
+    powers = [
+        lambda x: jnp.mean(learner(x)),
+        lambda x: jnp.mean(learner(x) ** 2),
+        lambda x: jnp.mean(learner(x) ** 3),
+        lambda x: jnp.mean(learner(x) ** 4),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        for step in powers:
+            stream = learner.stream(step, optax.sgd(0.1))
+            stream(X)
+        for batch in (2, 3, 4, 5):
+            learner.reset_state(batch_size=batch)
+            x = jnp.ones((5, batch, 3))
+            learner.etrace_grad(x, step_fn=mean_square(learner))
+
+
 def test_lists_of_numbers(learner):
     nested = np.ones((5, 4, 3)).tolist()
     for call in (learner.etrace_grad, learner.evaluate):
@@ -190,6 +321,41 @@ def test_lists_of_numbers(learner):
     written, _, fix = parts_of(caught.value)
     assert 'a list of shape (4, 3)' in written
     assert 'asarray' in fix
+
+
+def leak_of(params, h, x):
+    h = jnp.tanh(0.9 * h + x @ params)
+    return h, h
+
+
+FUNCTIONS = {
+    'state of one sample': ((leak_of, jnp.zeros(6), X), 'state with the batch axis'),
+    'list': ((leak_of, jnp.zeros((4, 6)), np.ones((4, 3)).tolist()), 'asarray'),
+    'float': (
+        (lambda p, h, x: (h, float((x @ p).sum())), jnp.zeros((4, 6)), X),
+        r'without float\(\.\.\.\)',
+    ),
+    'other': ((lambda p, h, x: h, jnp.zeros((4, 6)), X), r'-> \(state, out\)'),
+}
+
+
+@pytest.mark.parametrize('name', FUNCTIONS)
+def test_advice_for_a_step_function(name):
+    (function, h, x), advice = FUNCTIONS[name]
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.compile(function, 'd_rtrl', jnp.ones((3, 6)), h, x)
+    assert re.search(advice, parts_of(caught.value)[2])
+
+
+def test_columns_of_a_check_stand_below_their_names():
+    row = compare('w', 'exact', 'local', jnp.ones(2), jnp.ones(2))
+    _, head, line = str(bt.GradientCheck('D_RTRL', (row,))).splitlines()
+    assert head.index('gradient') == line.index('local')
+    assert len(head) == len(line)
+
+
+def test_a_model_for_inference_by_either_name():
+    assert bt.load_for_inference is bt.load
 
 
 # ---------------------------------------------------------------- models
@@ -387,11 +553,90 @@ def test_the_traces_of_a_parameter_without_credit_are_counted_and_may_be_left_ou
     assert written == 'D_RTRL gives other.feed, other.out no gradient'
     assert 'their traces take 288 B' in fix
     assert len(learner.traces) == 2
-    chosen = lambda path: path[0] != 'other'
+    assert "trace='credited'" in fix
+    for chosen in ('credited', lambda path: path[0] != 'other'):
+        with pytest.warns(bt.CreditWarning) as caught:
+            learner = bt.compile(Dead(), 'd_rtrl', X, batch_size=4, trace=chosen)
+        assert 'traces take' not in str(caught[0].message)
+        assert len(learner.traces) == 1
+        assert learner.get_etrace_of(('other', 'feed')) == {}
+        assert 'traces      288 B in 1 part' in repr(learner.memory_plan(20))
+
+
+def test_traces_are_left_out_only_where_no_output_gives_credit():
+    """The gradients of outputs do not change; a loss that reads another state gets the
+    one-step gradient of its parameters."""
+    found = {}
+    for choice in ('auto', 'credited'):
+        with pytest.warns(bt.CreditWarning):
+            learner = bt.compile(Dead(), 'd_rtrl', X, batch_size=4, trace=choice)
+        state = learner.model.other.h
+        for name, step in {
+            'output': mean_square(learner),
+            'state': lambda x, m=learner, h=state: (m(x), jnp.sum(h.value))[1],
+        }.items():
+            learner.reset_state()
+            halves = [learner.etrace_grad(x, step_fn=step) for x in (XS[:3], XS[3:])]
+            found[choice, name] = halves[1]
+    feed, own = ('other', 'feed'), ('feed',)
+    for name, path in (('output', own), ('output', feed), ('state', own)):
+        np.testing.assert_array_equal(
+            found['auto', name][path], found['credited', name][path]
+        )
+    assert (
+        np.abs(found['auto', 'state'][feed]).min()
+        > 1.2 * np.abs(found['credited', 'state'][feed]).max()
+    )
+    assert np.abs(found['credited', 'state'][feed]).min() > 0
+    # With reach='deep' nothing of a window is lost, and the other layer still has none.
+    with pytest.warns(bt.CreditWarning):
+        deep = bt.compile(
+            Dead(), 'd_rtrl', X, batch_size=4, trace='credited', reach='deep'
+        )
+    assert len(deep.traces) == 1
+
+
+class Delayed(brainstate.nn.Module):
+    """A layer whose spikes reach the next one, which is read out slowly, two steps
+    later."""
+
+    def __init__(self, delay):
+        super().__init__()
+        self.first, self.second = Leak(outputs=6), Slow(inputs=6)
+        self.delay = delay
+
+    def update(self, x):
+        return self.second(self.delay(self.first(x)))
+
+
+class Buffer(brainstate.nn.Module):
+    """A delay whose buffer is no hidden state."""
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.past = brainstate.ShortTermState(jnp.zeros((2, 4, 6)))
+
+    def update(self, x):
+        late = self.past.value[-1]
+        self.past.value = jnp.concatenate([x[None], self.past.value[:-1]])
+        return late
+
+
+def test_a_delay_without_credit_and_one_with_it():
     with pytest.warns(bt.CreditWarning) as caught:
-        learner = bt.compile(Dead(), 'd_rtrl', X, batch_size=4, trace=chosen)
-    assert 'traces take' not in str(caught[0].message)
-    assert len(learner.traces) == 1
+        bt.compile(Delayed(Buffer()), 'd_rtrl', X, batch_size=4, reach='readout')
+    written, why, fix = parts_of(caught[0].message)
+    assert written == 'D_RTRL gives first.feed, first.out no gradient'
+    assert 'feeds delay.past, which is not a hidden state' in why
+    assert 'braintrace.nir.Delay' in fix
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        delay = bt.nir.Delay(delay=np.full(6, 2.0), dt=1.0)
+        learner = bt.compile(Delayed(delay), 'd_rtrl', X, batch_size=4, reach='readout')
+    given = learner.report.gradients['first.out']
+    assert given.kind == 'local'
+    # One memory is not carried and left out at once.
+    assert 'traces carry the memory' not in given.reason
+    assert "for second.h and not for layers below; reach='deep'" in given.reason
 
 
 class TwoHeads(Leak):
@@ -674,6 +919,46 @@ def test_parts_of_a_trace_are_named_by_their_states():
     learner.etrace_evolve(jnp.ones((5, 4, 3)))
     names = [name for name, _ in plots.trace_maps(learner, ('feed',))]
     assert names == [f'feed on {x}' for x in ('V', 'a', 'rate.r', 'read-out')]
+
+
+def test_maps_of_traces_on_a_state_of_several():
+    class Late(Leak):
+        def __init__(self):
+            super().__init__(outputs=6)
+            self.delay = bt.nir.Delay(delay=np.full(6, 1.0), dt=1.0)
+
+        def update(self, x):
+            super().update(x)
+            return self.delay(self.h.value)
+
+    learner = bt.compile(Late(), 'd_rtrl', X, batch_size=4)
+    learner.etrace_evolve(XS[:4])
+    before = dict(plots.trace_maps(learner, ('feed',)))
+    learner.etrace_evolve(XS[4:])
+    maps = plots.trace_maps(learner, ('feed',))
+    assert {name for name, _ in maps} == {
+        'feed on delay.past (0)',
+        'feed on delay.past (1)',
+        'feed on h',
+    }
+    assert all(values.shape == (6, 3) for _, values in maps)
+    # The delay holds what h was now and one step ago.
+    found = dict(maps)
+    now, earlier = (found[f'feed on delay.past ({i})'] for i in (0, 1))
+    np.testing.assert_allclose(now, found['feed on h'], rtol=1e-6)
+    np.testing.assert_allclose(earlier, before['feed on h'], rtol=1e-6)
+    assert np.abs(now - earlier).min() > 0.01
+
+
+def test_long_titles_of_traces_are_wrapped(figures):
+    net = brainstate.nn.Sequential(
+        brainstate.nn.Sequential(brainstate.nn.Sequential(brainstate.nn.GRUCell(3, 4)))
+    )
+    learner = bt.compile(net, 'd_rtrl', X, batch_size=4)
+    plots.traces(learner, XS, 'traces.png')
+    titles = [ax.get_title() for ax in figures[0].axes if ax.axison]
+    assert any('\n' in title for title in titles)
+    assert max(len(line) for title in titles for line in title.splitlines()) <= 45
 
 
 @pytest.mark.parametrize('name', CASES)

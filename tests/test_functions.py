@@ -255,7 +255,9 @@ def close(got, want, rtol=1e-4):
     )
 
 
-@pytest.mark.parametrize('rule', bt.learner.RULES if ALL else ['d_rtrl', 'pp_prop'])
+@pytest.mark.parametrize(
+    'rule', bt.learner.by_rule.RULES if ALL else ['d_rtrl', 'pp_prop']
+)
 def test_every_rule_as_for_a_module(rule):
     step, params, h = make('rnn')
     mine, module = (

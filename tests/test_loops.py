@@ -236,6 +236,12 @@ def test_gradients_are_those_of_forward_mode(name, rule):
     assert not learner.graph.explain(kind=DiagnosticKind.NOT_DIFFERENTIABLE)
 
 
+def test_the_report_has_the_size_of_the_state_and_not_of_the_counter():
+    learner, _ = gradient('weights_inside', 'd_rtrl')
+    (line,) = [x for x in str(learner.report).splitlines() if ' loop ' in x]
+    assert f'→ {B}×{H}' in line
+
+
 @pytest.mark.parametrize('options', [{'passes': 1}, {'block': 2}, {'reach': 'deep'}])
 @pytest.mark.parametrize('name', LOCAL)
 def test_every_way_of_running_gives_the_same(name, options):

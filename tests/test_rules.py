@@ -316,6 +316,19 @@ def test_eprop_without_a_filter_is_the_local_rule():
     close(case.gradient('eprop'), case.by_trace())
 
 
+def test_kappa_and_its_published_name_are_one_option():
+    case = Case('adaptive')
+    filtered = case.gradient('eprop', kappa=0.7)
+    close(filtered, case.by_filter(kappa=0.7))
+    differ(filtered, case.by_trace())
+    rule = lambda **options: braintrace.EProp(Leaky(), **options).rule
+    assert rule(kappa='readout') == rule(kappa_filter_decay=None) == rule()
+    assert rule(kappa=None) == rule(kappa_filter_decay=0.0)
+    assert rule(kappa=None) != rule()
+    with pytest.raises(ValueError, match='one of them'):
+        rule(kappa=0.5, kappa_filter_decay=0.7)
+
+
 def test_a_filter_with_kappa_zero_is_no_filter():
     case = Case('adaptive')
     local = braintrace.EProp(Leaky(), reach='local').rule

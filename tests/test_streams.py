@@ -277,6 +277,28 @@ def step_of_function(p, s, x):
     return {'h': h}, h @ p['out']
 
 
+def test_a_stream_follows_states_that_were_created_again():
+    learner, step = learner_of()
+    stream = learner.stream(step, optax.sgd(1e-2))
+    xs, ys = data()
+    for x, y in zip(xs, ys, strict=True):
+        stream(x, y)
+    old = dict(learner.hidden_states)
+    brainstate.nn.init_all_states(learner.model, batch_size=B)
+    assert not any(learner.hidden_states[path] is state for path, state in old.items())
+    learner.reset_state()
+    start, kept = values(learner), {path: s.value for path, s in old.items()}
+    # A second learner that never had other states, from the weights so far.
+    fresh, fresh_step = learner_of()
+    fresh.set_weights(learner.weights())
+    other = fresh.stream(fresh_step, optax.sgd(1e-2))
+    for x, y in zip(xs, ys, strict=True):
+        assert_equal(stream(x, y), other(x, y))
+    assert_moved(values(learner), start)
+    assert_equal(values(learner), values(fresh))
+    assert all(old[path].value is value for path, value in kept.items())
+
+
 def test_streams_of_functions(tmp_path):
     xs, ys = data()
     random = np.random.default_rng(2)

@@ -31,7 +31,7 @@ from .analysis.groups import HiddenGroup, group_merging, jacrev_last_dim
 from .analysis.perturbation import HiddenPerturbation
 from .analysis.sites import HiddenParamOpRelation
 from .batches import Batches
-from .checkpoint import load
+from .checkpoint import load, load_for_inference
 from .errors import CompilationError, CreditWarning, NotSupportedError
 from .frontends.brainstate import ModuleInfo, extract_module_info
 from .history import EarlyStop, History
@@ -228,6 +228,7 @@ __all__ = [
     'grouped_matmul',
     'jacrev_last_dim',
     'load',
+    'load_for_inference',
     'lora_matmul',
     'matmul',
     'metrics',

@@ -317,6 +317,10 @@ def load(path: str | Path, model: Model, *, states: bool = False) -> Model:
     return model
 
 
+load_for_inference = load
+"""The same under a longer name, which says that no learner is made."""
+
+
 def _short_term(names: Iterable[str]) -> set[str]:
     """Names of the model's states for which a checkpoint has a value to start from."""
     start = 'learner._start.'

@@ -330,6 +330,9 @@ class CompiledStep:
     other_effects: Callable[[int, Key], Box | None]
     """(group, result): the part of y that acts on more than this group; None if nothing
     does."""
+    pieces: Mapping[Key, tuple[Key, Box]] = field(default_factory=dict)
+    """Weights that are parts of a parameter, without overlap: which parameter and
+    part."""
     prepared: frozenset[Key] = frozenset()
     """Constants that only make a loop over many steps faster."""
     has_forward_mode: bool = True

@@ -73,5 +73,9 @@ class NotSupportedError(Exception):
     """A well-formed request that this package does not serve."""
 
 
+class RecompilationWarning(UserWarning):
+    """A program is compiled again and again that could be compiled once."""
+
+
 class CreditWarning(UserWarning):
     """Some parameters of a compiled model get no gradient, or little of it."""

@@ -36,6 +36,7 @@ from .frontends.brainstate import module_states, trace_step
 from .learner import Learner
 from .learner.arguments import bytes_of, length_of
 from .learner.binding import StepBinding
+from .learner.model_states import start_values
 from .operations.record import operation_of
 from .program.normal import normal_form
 from .text import size_text
@@ -215,7 +216,9 @@ def _bound(model: Any, sequences: tuple) -> tuple[StepBinding, Any, Any]:
     if isinstance(model, Learner):
         with model._synchronised():
             binding = model._model_binding(example)
-            return binding, *model._values(binding, fresh=True)
+            parameters, states = binding.read()
+            start = start_values(model)
+            return binding, parameters, binding.with_values(states, start)
     if not isinstance(model, brainstate.nn.Module):
         raise TypeError(
             three_parts(

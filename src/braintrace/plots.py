@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,17 +127,23 @@ def record(learner: Learner, inputs: Any) -> dict[str, np.ndarray]:
     return {name: found.values for name, found in recorded(learner, inputs).items()}
 
 
-def recorded(learner: Learner, inputs: Any) -> dict[str, Recorded]:
-    """What :func:`record` gives, with units."""
-    model = learner.model
+@dataclass(frozen=True)
+class _RecordedStep:
+    """A step with all that is recorded; equal ones share a compiled program."""
 
-    def step(x: Any) -> dict[str, Any]:
-        found = {'output': learner(x)}
-        for path, state in learner.hidden_states.items():
+    learner: Learner
+
+    def __call__(self, x: Any) -> dict[str, Any]:
+        model = self.learner.model
+        found = {'output': self.learner(x)}
+        for path, state in self.learner.hidden_states.items():
             found |= _by_name(path_name(path), state)
         return found | ({'spikes': model.spikes()} if hasattr(model, 'spikes') else {})
 
-    found = learner.evaluate(inputs, step_fn=step)
+
+def recorded(learner: Learner, inputs: Any) -> dict[str, Recorded]:
+    """What :func:`record` gives, with units."""
+    found = learner.evaluate(inputs, step_fn=_RecordedStep(learner))
     return {name: _one_recorded(value) for name, value in found.items()}
 
 
@@ -279,7 +286,7 @@ def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
     for ax, (name, values) in zip(axes.flat, found, strict=False):
         ax.axis('on')
         _heat(ax, values, 'trace ∂state/∂weight')
-        ax.set_title(name, fontsize=8)
+        ax.set_title(textwrap.fill(name, 34), fontsize=8)
         ax.set(xlabel='input', ylabel='unit')
         whole_ticks(ax.xaxis, ax.yaxis)
     figure.savefig(file, dpi=120)
@@ -298,20 +305,21 @@ def trace_maps(learner: Learner, path: Any) -> list[tuple[str, np.ndarray]]:
 
 def _units_of(learner: Learner, key: tuple) -> int:
     """How many units the states of a trace have, samples aside."""
-    state = learner.hidden_states[key[2][0]]
-    return int(np.prod(jnp.shape(jax.tree.leaves(state.value)[0])[1:]))
+    return int(np.prod(learner.graph.hid_path_to_group[key[2][0]].varshape[1:]))
 
 
 def _names(learner: Learner, key: tuple) -> Callable[[int], str]:
     """How the parts of a trace are called: by the state that each is carried on. Parts
     beyond the states of the group hold the memory of read-outs."""
-    paths = key[2]
-    count = learner.graph.hid_path_to_group[paths[0]].num_state
-    # A state may stand for several of a position; then the number says which.
-    several = ', '.join(map(path_name, paths))
-    own = lambda i: path_name(paths[i]) if count == len(paths) else f'{several} ({i})'
+    group = learner.graph.hid_path_to_group[key[2][0]]
+    count, found = group.num_state, []
+    # A state may stand for several of a position; then a number says which.
+    for path, state in zip(group.hidden_paths, group.hidden_states, strict=True):
+        parts = getattr(state, 'num_state', 1)
+        name = path_name(path)
+        found += [name] if parts == 1 else [f'{name} ({i})' for i in range(parts)]
     more = lambda i: 'read-out' if i == count else f'read-out ({i - count})'
-    return lambda i: own(i) if i < count else more(i)
+    return lambda i: found[i] if i < count else more(i)
 
 
 def _maps(

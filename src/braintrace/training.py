@@ -23,6 +23,7 @@ from .errors import three_parts
 from .history import History, Record, metrics_log, notice, read_records
 from .learner import Learner
 from .learner.arguments import check_call
+from .learner.batch import BatchError
 from .learner.credit_warnings import warn_of_credit
 from .progress import Progress
 
@@ -150,6 +151,7 @@ def fit(
         _closed(callbacks),
         _finished(checkpoints),
         _other_processes(),
+        _batches_explained(),
     ):
         for i in range(done, updates):
             sequences = learner.placed(*data(i))
@@ -229,6 +231,15 @@ def _first_of(batches: Batches, learner: Learner) -> tuple:
         return batches.peek()
     with learner.unmoved():  # it may be drawn by brainstate.random
         return batches.peek()
+
+
+@contextmanager
+def _batches_explained() -> Iterator[None]:
+    """An error of another batch gets the advice for a training."""
+    try:
+        yield
+    except BatchError as error:
+        raise error.in_training() from error
 
 
 @contextmanager

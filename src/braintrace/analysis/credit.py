@@ -34,6 +34,8 @@ NO_CREDIT = (
 )
 """Begins the reason of a parameter that gets a gradient from BPTT and none from
 traces."""
+NOT_HIDDEN = 'which is not a hidden state'
+"""Ends the reason of a parameter whose credit stops at a state that carries none."""
 
 
 class CreditAnalysis:
@@ -182,9 +184,7 @@ class CreditAnalysis:
         found += [text for other, text in crossings if (g, other) not in linked]
         for state in self.live_others:
             if self.grads([state.outvar]) & (old | new):
-                found.append(
-                    f'{name} feeds {path_name(state.path)}, which is not a hidden state'
-                )
+                found.append(f'{name} feeds {path_name(state.path)}, {NOT_HIDDEN}')
         return found + self._stopped(old | new)
 
     def _is_felt(self, bit: int, carried: Sequence[HiddenGroup]) -> bool:
@@ -234,9 +234,7 @@ class CreditAnalysis:
                 cuts.setdefault((g, c.reason, line_of(c.eqn)), text)
         lost = list(cuts.values())
         lost += [leak for g in met for leak in self._leaks_of(g, linked)]
-        lost += [
-            f'feeds {path_name(o.path)}, which is not a hidden state' for o in others
-        ]
+        lost += [f'feeds {path_name(o.path)}, {NOT_HIDDEN}' for o in others]
         lost = list(dict.fromkeys([*lost, *stopped]))
         shown = lambda lost: (
             lost[0] + (f' (and {len(lost) - 1} more)' if len(lost) > 1 else '')

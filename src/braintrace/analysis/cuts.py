@@ -10,6 +10,10 @@ from ..compat import Equation, Var
 from ..program.slicing import Cuts
 from .dependence import Bits
 
+FAN_OUT = 'one element reaches several positions'
+PARTED = 'its uses reach different positions'
+MOVED = 'a position reaches another position'
+
 
 @dataclass(frozen=True)
 class Cut:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +27,7 @@ from ..compat import (
     Var,
     is_var,
     open_jaxpr,
-    read_branches,
-    read_scan,
     structure,
-    sub_programs,
 )
 from ..operations import (
     ELEMENTWISE,
@@ -44,37 +41,19 @@ from ..operations.labels import (
     CONFLICT,
     NONE,
     Labels,
-    Numbering,
     join,
-    join_over,
-    sources_of,
+    labels_of,
     sources_through,
 )
-from ..source_lines import from_library
+from .bodies import enter_branches, enter_call, enter_loop
 from .constants import Constants
-from .cuts import Cut, Positions, Relevance
-from .dependence import Bits, carry_fixpoint, flow, of
-from .probe import confirmed, is_elementwise
-
-FAN_OUT = 'one element reaches several positions'
-PARTED = 'its uses reach different positions'
-MOVED = 'a position reaches another position'
+from .cuts import FAN_OUT, MOVED, PARTED, Cut, Positions, Relevance
+from .dependence import Bits, flow, of
+from .probe import is_elementwise
+from .reach import Alone, Reach, Use, together
 
 
-class Use(NamedTuple):
-    """What one operand of an equation reaches: labels, and sources if there are any."""
-
-    equation: int
-    operand: int
-    labels: np.ndarray
-    sources: Labels
-
-    def pairs(self, size: int) -> np.ndarray:
-        """The element that reaches each position; CONFLICT where several do."""
-        return sources_of(self.labels, size) if self.sources is None else self.sources
-
-
-class _Pass:
+class BackwardPass:
     """One backward pass over a program (or a body inside it)."""
 
     def __init__(
@@ -86,9 +65,7 @@ class _Pass:
         const: Constants,
         out: Positions,
         opaque: bool = False,
-        is_body: bool = False,
     ):
-        self.is_body = is_body
         self.jaxpr, self.env, self.relevance, self.size, self.const = (
             jaxpr,
             env,
@@ -99,20 +76,29 @@ class _Pass:
         self.out, self.opaque = out, opaque
         self.uses: dict[Var, list[Use]] = defaultdict(list)
         self.reading: dict[Var, list[tuple[int, int]]] = defaultdict(list)
-        self.starts: dict[Var, Labels] = {}
-        self.keep: Mapping[Var, np.ndarray] = {}
-        self.entered: dict[int, tuple[list[Labels], Numbering]] = {}
+        self.starts: dict[Var, Reach] = {}
+        self.keep: Mapping[Var, Reach] = {}
+        self.alone: Mapping[Var, Alone] = {}
+        self.entered: dict[int, list[Reach | None]] = {}
+        self.met: dict[tuple[int, int], Alone] = {}
 
     def run(
         self,
-        starts: Sequence[tuple[Atom, Labels]],
-        keep: Mapping[Var, np.ndarray] = {},
+        starts: Sequence[tuple[Atom, Reach | None]],
+        keep: Mapping[Var, Reach] = {},
         stop: Collection[Var] = (),
+        alone: Mapping[Var, Alone] = {},
     ) -> None:
-        self.keep = keep
-        for atom, labels in starts:
-            if is_var(atom) and labels is not None:
-                self.starts[atom] = join(self.starts.get(atom), labels)
+        """``starts``: results and what they reach. ``keep``: values and what they are
+        to reach. ``stop``: values through which no path is followed. ``alone``: values
+        whose elements are to reach one position each."""
+        self.keep, self.alone = keep, alone
+        for atom, reach in starts:
+            if is_var(atom) and reach is not None:
+                before = self.starts.get(atom)
+                self.starts[atom] = (
+                    together([before, reach], self.size) if before else reach
+                )
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[i]
             if not any(v in self.uses or v in self.starts for v in eqn.outvars):
@@ -153,20 +139,22 @@ class _Pass:
         ):
             return
         sources: Labels = None
-        if not self.opaque and (edge == CONFLICT).any():
+        if (edge == CONFLICT).any():
             sources = self.sources_of(i, k, eqn, outs)
-            if sources is None:
+            if sources is None and not self.opaque:
                 pairs = self.pair_count(i, k, eqn, outs)
                 edge = self.without_conflicts(i, k, edge, pairs)
         if (edge != NONE).any():
-            self.uses[eqn.invars[k]].append(Use(i, k, edge, sources))
+            self.uses[eqn.invars[k]].append(Use(i, k, Reach(edge, sources)))
 
     def without_conflicts(
         self, i: int, k: int, edge: np.ndarray, pairs: int
     ) -> np.ndarray:
         """The labels of an operand whose elements with several positions are cut."""
         conflict = edge == CONFLICT
-        limit = max(edge.size, self.size)
+        whole = self.alone.get(self.jaxpr.eqns[i].invars[k], Alone())
+        pairs = max(pairs, whole.pairs)
+        limit = max(edge.size, self.size, whole.elements)
         reason = FAN_OUT
         if pairs > limit:
             reason = f'{reason} ({pairs:,} pairs, a trace holds up to {limit:,})'
@@ -174,40 +162,68 @@ class _Pass:
         return np.where(conflict, NONE, edge).astype(np.int32)
 
     def pair_count(self, i: int, k: int, eqn: Equation, outs: list[Labels]) -> int:
-        """Pairs of an element of an operand and a position it reaches."""
-        operand, operation, count = eqn.invars[k].aval, operation_of(eqn), 0
+        """Pairs of an element of an operand and a position it reaches.
+
+        An element that reaches two places along an axis of a result is taken to reach
+        the whole axis.
+        """
+        if i in self.entered:
+            inside = self.entered[i][k]
+            known = 0 if inside is None else len(inside.pairs(self.size))
+            return self.met[i, k].pairs if (i, k) in self.met else known
+        count = 0
         for v, labels in zip(eqn.outvars, outs, strict=True):
             if labels is not None:
-                sources = self.out.sources.get(v)
-                reached = labels if sources is None else sources
-                count += int((reached >= 0).sum())
-        if operation is not None and operation.fan_in is not None:
-            return count * operation.fan_in(eqn, k)
-        if self.origins_of(i, k, eqn) is not None:
-            return count
-        return count * operand.size
+                pairs = len(self.reach(v, labels).pairs(self.size))
+                reached = max(int((labels != NONE).sum()), 1)
+                count += pairs * self.boxes(i, k, eqn, v, labels) // reached
+        return count
+
+    def boxes(self, i: int, k: int, eqn: Equation, v: Var, labels: np.ndarray) -> int:
+        """Pairs of an element of an operand and an element of a result that it reaches,
+        taken as all that lie between."""
+        axes = [np.indices(labels.shape)[axis] for axis in range(labels.ndim)]
+        numbers: np.ndarray | int = 1
+        for along in (np.zeros(labels.shape, int), *axes):
+            numbered = np.where(labels == NONE, NONE, along).astype(np.int32)
+            outs = [numbered if w is v else None for w in eqn.outvars]
+            found = self.operands(i, eqn, outs)[k]
+            if found is None:
+                return 0
+            length = len(np.unique(along[labels != NONE]))
+            numbers = numbers * np.where(found == CONFLICT, length, found >= 0)
+        return int(np.sum(numbers))
+
+    def reach(self, v: Var, labels: np.ndarray) -> Reach:
+        """What a value reaches that was resolved before."""
+        return Reach(labels, self.out.sources.get(v))
+
+    def is_alone(self, v: Var) -> bool:
+        """Whether each element of a value has one position only: states reach positions
+        as states."""
+        if v in self.keep:
+            return self.keep[v].sources is None
+        return v in self.alone
 
     def sources_of(
         self, i: int, k: int, eqn: Equation, outs: list[Labels]
     ) -> np.ndarray | None:
-        """The element of an operand that reaches each position, if no two do.
-
-        States reach positions as states: of them each element has one position only.
-        """
-        operand = eqn.invars[k]
-        if self.is_body or operand in self.keep or operand in self.starts:
+        """The element of an operand that reaches each position, if no two do."""
+        if self.is_alone(eqn.invars[k]):
             return None
         if i in self.entered:
-            entered, numbering = self.entered[i]
-            return numbering.sources_of(entered[k])
+            inside = self.entered[i][k]
+            return None if inside is None else inside.sources
         origins = self.origins_of(i, k, eqn)
         if origins is None:
             return None
         found: Labels = None
         for v, labels, origin in zip(eqn.outvars, outs, origins, strict=True):
             if labels is not None:
-                sources = self.out.sources.get(v)
-                more = sources_through(labels, sources, origin, self.size)
+                reach = self.reach(v, labels)
+                if not reach.is_known:
+                    return None
+                more = sources_through(labels, reach.sources, origin, self.size)
                 found = join(found, more)
         return None if found is None or (found == CONFLICT).any() else found
 
@@ -216,13 +232,20 @@ class _Pass:
         operation = operation_of(eqn)
         if operation is not None and operation.origins is not None:
             return operation.origins(eqn, k, self.const)
-        if structure(eqn) not in ('none', 'custom', 'call'):
+        kind = structure(eqn)
+        if kind not in ('none', 'custom', 'call'):
             return None
         ends = np.cumsum([v.aval.size for v in eqn.outvars])
-        reached = self.operands(i, eqn, element_numbers(eqn, ends))[k]
-        if reached is None or (reached == CONFLICT).any():
+        numbers = element_numbers(eqn, ends)
+        if kind == 'none':
+            labels = self.operands(i, eqn, numbers)[k]
+            reach = None if labels is None else Reach(labels)
+        else:
+            reach = enter_call(self, eqn, numbers, int(ends[-1]))[k]
+        origins = None if reach is None else reach.by_position(int(ends[-1]))
+        if origins is None:
             return None
-        parts = np.split(sources_of(reached, int(ends[-1])), ends[:-1])
+        parts = np.split(origins, ends[:-1])
         pairs = zip(eqn.outvars, parts, strict=True)
         return [part.reshape(v.aval.shape) for v, part in pairs]
 
@@ -231,25 +254,34 @@ class _Pass:
         cut."""
         uses = self.uses.pop(v, [])
         start = self.starts.get(v)
-        labels = start
-        for use in uses:
-            labels = join(labels, use.labels)
-        if self.opaque or labels is None:
+        every = [use.reach for use in uses]
+        if start is not None:
+            every.append(start)
+        if not every:
+            return None
+        labels, sources = together(every, self.size)
+        if self.opaque:
+            if sources is not None:
+                self.out.sources[v] = sources
             return labels
+        held = self.held(v)
+        if held is not None:
+            return self.resolve_held(v, held, uses)
         if (labels == CONFLICT).any():
-            if (sources := self.shared_sources(v, uses)) is not None:
+            if sources is not None and self.may_share(v, every):
                 self.out.sources[v] = sources
                 for use in uses:
                     self.keep_edge(v, use)
                 return labels
-            uses, labels = self.without_sources(uses), start
-            for use in uses:
-                labels = join(labels, use.labels)
-            if labels is None:
+            pairs = len(np.unique(np.concatenate([r.pairs(self.size) for r in every])))
+            uses = self.without_sources(uses, pairs)
+            every = [use.reach for use in uses] + ([start] if start else [])
+            if not every:
                 return None
+            labels, _ = together(every, self.size)
         wanted = self.wanted(v, labels, start)
         for use in uses:
-            edge = use.labels
+            edge = use.reach.labels
             wrong = (edge >= 0) & (edge != wanted) & (wanted != CONFLICT)
             if wrong.any():
                 reason = MOVED if v in self.keep else PARTED
@@ -258,43 +290,77 @@ class _Pass:
                 self.keep_edge(v, use)
         return self.settle(labels, wanted, start, uses)
 
+    def may_share(self, v: Var, every: Sequence[Reach]) -> bool:
+        """Whether elements of a value may reach several positions.
+
+        A value that old states reach keeps its uses by one position alone: to share it
+        would cut those states' own positions as well.
+        """
+        if self.is_alone(v):
+            return False
+        is_single = any(reach.sources is None for reach in every)
+        return not (is_single and self.relevance.reaches(of(self.env, v)))
+
+    def held(self, v: Var) -> Labels:
+        """The element that reaches each position, of a value where that is given: a
+        result that is shared, or what a loop carries."""
+        start, keep = self.starts.get(v), self.keep.get(v)
+        found: Labels = None
+        for reach in (keep, start):
+            if reach is not None and reach.sources is not None:
+                more = reach.sources
+                found = more if found is None else np.where(found >= 0, found, more)
+        return found
+
+    def resolve_held(self, v: Var, held: np.ndarray, uses: Sequence[Use]) -> Labels:
+        """The label of a shared value; elements that reach a position which another
+        element holds are cut."""
+        held, shape = held.copy(), v.aval.shape
+        start = self.starts.get(v)
+        reached = np.zeros(0, np.int64) if start is None else start.pairs(self.size)
+        for use in uses:
+            pairs = use.reach.pairs(self.size)
+            element, position = pairs // self.size, pairs % self.size
+            first = np.unique(position, return_index=True)[1]
+            free = first[held[position[first]] < 0]
+            held[position[free]] = element[free]
+            wrong = np.zeros(v.aval.size, bool)
+            wrong[element[held[position] != element]] = True
+            if wrong.any():
+                reason = MOVED if v in self.keep else PARTED
+                self.cut(use.equation, use.operand, wrong.reshape(shape), reason)
+            kept = pairs[~wrong[element]]
+            if kept.size:
+                self.keep_edge(v, use)
+                reached = np.union1d(reached, kept)
+        if not reached.size:
+            return None
+        sources = np.full(self.size, NONE, np.int32)
+        sources[reached % self.size] = reached // self.size
+        labels = labels_of(sources, shape)
+        if (labels == CONFLICT).any():
+            self.out.sources[v] = sources
+        return labels
+
     def keep_edge(self, v: Var, use: Use) -> None:
         """Note an edge that carries credit."""
         self.out.edges.add((use.equation, use.operand))
         self.reading[v].append((use.equation, use.operand))
 
-    def shared_sources(self, v: Var, uses: Sequence[Use]) -> np.ndarray | None:
-        """The element of a value that reaches each position by any use, if no two do.
-
-        A value that old states reach keeps its uses by one position alone: to share it
-        would cut those states' own positions as well.
-        """
-        if self.is_body or v in self.keep or v in self.starts:
-            return None
-        alone = [use for use in uses if use.sources is None]
-        if alone and self.relevance.reaches(of(self.env, v)):
-            return None
-        found: Labels = None
-        for use in uses:
-            found = join(found, use.pairs(self.size))
-        return None if found is None or (found == CONFLICT).any() else found
-
-    def without_sources(self, uses: Sequence[Use]) -> list[Use]:
+    def without_sources(self, uses: Sequence[Use], pairs: int) -> list[Use]:
         """Uses of which elements with several positions are cut."""
         found = []
         for use in uses:
-            if use.sources is None:
-                found.append(use)
-                continue
-            pairs = int((use.sources >= 0).sum())
-            labels = self.without_conflicts(
-                use.equation, use.operand, use.labels, pairs
-            )
+            labels = use.reach.labels
+            if use.reach.sources is not None:
+                labels = self.without_conflicts(
+                    use.equation, use.operand, labels, pairs
+                )
             if (labels != NONE).any():
-                found.append(use._replace(labels=labels, sources=None))
+                found.append(use._replace(reach=Reach(labels)))
         return found
 
-    def wanted(self, v: Var, labels: np.ndarray, start: Labels) -> np.ndarray:
+    def wanted(self, v: Var, labels: np.ndarray, start: Reach | None) -> np.ndarray:
         """The position each element should keep; CONFLICT where any will do."""
         wanted = np.full(labels.shape, CONFLICT, np.int32)
         parted = labels == CONFLICT
@@ -305,10 +371,10 @@ class _Pass:
             wanted = np.where(parted, NONE if own is None else own, wanted).astype(
                 np.int32
             )
-        if start is not None:
-            wanted = np.where(start >= 0, start, wanted).astype(np.int32)
-        if v in self.keep:
-            wanted = np.where(self.keep[v] >= 0, self.keep[v], wanted).astype(np.int32)
+        for reach in (start, self.keep.get(v)):
+            if reach is not None:
+                own = reach.labels
+                wanted = np.where(own >= 0, own, wanted).astype(np.int32)
         return wanted
 
     @cached_property
@@ -319,7 +385,7 @@ class _Pass:
         Only a preference among uses that part: rules run on index arrays and are
         inverted.
         """
-        origins = dict(self.keep)
+        origins = {v: reach.labels for v, reach in self.keep.items()}
         for i, eqn in enumerate(self.jaxpr.eqns):
             if not any(is_var(v) and v in origins for v in eqn.invars) or structure(
                 eqn
@@ -339,12 +405,12 @@ class _Pass:
         self,
         labels: np.ndarray,
         wanted: np.ndarray,
-        start: Labels,
+        start: Reach | None,
         uses: Sequence[Use],
     ) -> Labels:
-        reached = np.zeros(labels.shape, bool) if start is None else start >= 0
+        reached = np.zeros(labels.shape, bool) if start is None else start.labels >= 0
         for use in uses:
-            reached = reached | (use.labels == wanted)
+            reached = reached | (use.reach.labels == wanted)
         fixed = np.where(reached, wanted, NONE)
         labels = np.where(wanted == CONFLICT, labels, fixed).astype(np.int32)
         return labels if (labels != NONE).any() else None
@@ -354,9 +420,11 @@ class _Pass:
     def operands(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
         kind = structure(eqn)
         if kind in ('custom', 'call'):
-            return self.custom(eqn, outs)
+            found = enter_call(self, eqn, outs, self.size)
+            return [None if reach is None else reach.labels for reach in found]
         if kind in ('cond', 'scan'):
-            return self.bodies(i, eqn, outs)
+            self.entered[i] = self.bodies(i, eqn, outs)
+            return [None if r is None else r.labels for r in self.entered[i]]
         operation = operation_of(eqn) or self.missing(eqn)
         return operation.labels(eqn, outs, self.const)
 
@@ -372,143 +440,58 @@ class _Pass:
         return [of(self.env, v) for v in atoms]
 
     def body(
-        self, jaxpr: Any, operands: Sequence[Atom], inputs: Sequence[Bits], opaque: bool
-    ) -> _Pass:
+        self,
+        jaxpr: Any,
+        operands: Sequence[Atom],
+        inputs: Sequence[Bits],
+        opaque: bool,
+        size: int,
+    ) -> BackwardPass:
         """A pass over a body whose first inputs are the given operands of this program."""
         body = open_jaxpr(jaxpr)
         const = Constants(
             jaxpr, dict(zip(body.invars, operands, strict=False)), self.const
         )
         env = flow(body, inputs)
-        given = (body, env, self.relevance, self.size, const, Positions(), opaque)
-        return _Pass(*given, is_body=True)
+        return BackwardPass(body, env, self.relevance, size, const, Positions(), opaque)
 
-    def custom(self, eqn: Equation, outs: list[Labels]) -> list[Labels]:
-        """A call with its own derivative cannot be cut inside: conflicts come out to
-        the operands."""
-        (sub,) = sub_programs(eqn)
-        inner = self.body(sub.jaxpr, eqn.invars, self.bits(eqn.invars), opaque=True)
-        inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)))
-        labels = [inner.out.labels.get(v) for v in inner.jaxpr.invars]
-        return (
-            labels
-            if self.opaque or from_library(sub.jaxpr)
-            else confirmed(eqn, outs, labels)
-        )
-
-    def enter(self, i: int, key: tuple, inner: _Pass) -> None:
-        if not self.opaque:
-            self.out.cuts.bodies[i, key] = inner.out.cuts
-            self.out.found += inner.out.found
-            self.out.gaps += inner.out.gaps
-
-    def bodies(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
-        """Branches and loops.
-
-        An element of a result that reaches several positions has a number of its own
-        inside, so that the bodies are cut only where such elements meet.
-        """
-        inside = self.cond if structure(eqn) == 'cond' else self.scan
-        sources = [self.out.sources.get(v) for v in eqn.outvars]
-        if self.opaque or all(s is None for s in sources):
-            return inside(i, eqn, outs)
-        numbering = Numbering(self.size)
-        numbered = [numbering.add(o, s) for o, s in zip(outs, sources, strict=True)]
-        labels = inside(i, eqn, numbered)
-        self.entered[i] = labels, numbering
+    def inputs(self) -> list[Reach | None]:
+        """What the inputs of the program reach."""
+        found = [(v, self.out.labels.get(v)) for v in self.jaxpr.invars]
         return [
-            x if x is None else np.where(x < self.size, x, CONFLICT).astype(np.int32)
-            for x in labels
+            None if labels is None else self.reach(v, labels) for v, labels in found
         ]
 
-    def cond(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
-        result: list[Labels] = [None] * len(eqn.invars)
-        for b, branch in enumerate(read_branches(eqn)):
-            inner = self.body(
-                branch, eqn.invars[1:], self.bits(eqn.invars[1:]), self.opaque
-            )
-            inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)))
-            self.enter(i, ('branches', b), inner)
-            for k, v in enumerate(inner.jaxpr.invars):
-                result[k + 1] = join(result[k + 1], inner.out.labels.get(v))
-        if self.opaque:
-            joined: Labels = None
-            for out in outs:
-                joined = join(
-                    joined, None if out is None else join_over(out.reshape(-1), [0])
-                )
-            result[0] = joined
-        return result
+    def bodies(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Reach | None]:
+        """What the operands of branches and loops reach.
 
-    def scan(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
-        """Labels of the carry grow to a fixpoint; in the body a carry keeps the
-        position it ends at."""
-        scan = read_scan(eqn)
-        ignored = eqn.invars[: scan.num_ignored]
-        operands = eqn.invars[scan.num_ignored :]
-        if self.opaque and scan.key != ('jaxpr', None):
-            # A derivative that is not known might follow the condition of a loop.
-            return MIXING.labels(eqn, outs, self.const)
-        a, b = scan.num_consts, scan.num_consts + scan.num_carry
-        bits = self.bits(operands)
-        carry_bits, _ = carry_fixpoint(scan.body, bits[:a], bits[a:b], bits[b:])
-        carry = list(outs[: scan.num_carry])
-        results = list(zip(eqn.outvars, outs, strict=True))[scan.num_carry :]
-        stacked = [self.over_rounds(v, labels) for v, labels in results]
-        while True:
-            inner = self.body(
-                scan.body,
-                operands[:a],
-                [*bits[:a], *carry_bits, *bits[b:]],
-                self.opaque,
-            )
-            invars = inner.jaxpr.invars
-            ends = {
-                v: c for v, c in zip(invars[a:b], carry, strict=True) if c is not None
+        An operand that the bodies cannot share is entered again, alone.
+        """
+        enter = enter_branches if structure(eqn) == 'cond' else enter_loop
+        results = [
+            None if labels is None else self.reach(v, labels)
+            for v, labels in zip(eqn.outvars, outs, strict=True)
+        ]
+        alone: dict[int, Alone] = {}
+        if not self.opaque:
+            operands = enumerate(eqn.invars)
+            alone = {
+                k: self.alone.get(v, Alone())
+                for k, v in operands
+                if is_var(v) and self.is_alone(v)
             }
-            inner.run(
-                list(zip(inner.jaxpr.outvars, [*carry, *stacked], strict=True)),
-                {} if self.opaque else ends,
-            )
-            entering = [inner.out.labels.get(v) for v in invars[a:b]]
-            grown = [
-                _grow(c, e, self.opaque) for c, e in zip(carry, entering, strict=True)
-            ]
-            if all(_same(c, g) for c, g in zip(carry, grown, strict=True)):
+        while True:
+            entered, found, met = enter(self, eqn, results, alone)
+            self.met |= {(i, k): why for k, why in met.items()}
+            if self.opaque or met.keys() <= alone.keys():
                 break
-            carry = grown
-        self.enter(i, scan.key, inner)
-        labels = [inner.out.labels.get(v) for v in invars]
-        for k in range(b, len(invars)):
-            if (found := labels[k]) is not None:
-                labels[k] = np.broadcast_to(found, operands[k].aval.shape)
-        return [*(None for _ in ignored), *labels]
-
-    def over_rounds(self, v: Var, labels: Labels) -> Labels:
-        """One label for all rounds of a loop; elements that reach another position each
-        round are cut."""
-        if labels is None or labels.ndim == 0:
-            return labels
-        joined = join_over(labels, [0])
-        parted = joined == CONFLICT
-        if self.opaque or not parted.any():
-            return joined
-        mask = np.broadcast_to(parted, labels.shape)
-        for j, k in self.reading[v]:
-            self.cut(j, k, mask, PARTED)
-        return np.where(parted, NONE, joined).astype(np.int32)
-
-
-def _grow(carry: Labels, entering: Labels, opaque: bool) -> Labels:
-    if opaque or carry is None or entering is None:
-        return join(carry, entering)
-    return np.where(carry == NONE, entering, carry).astype(np.int32)
-
-
-def _same(a: Labels, b: Labels) -> bool:
-    return (a is None and b is None) or (
-        a is not None and b is not None and np.array_equal(a, b)
-    )
+            alone = {**met, **alone}
+        if not self.opaque:
+            for key, inner in entered.items():
+                self.out.cuts.bodies[i, key] = inner.out.cuts
+                self.out.found += inner.out.found
+                self.out.gaps += inner.out.gaps
+        return found
 
 
 def find_positions(
@@ -529,5 +512,8 @@ def find_positions(
     states of other groups).
     """
     out = Positions()
-    _Pass(jaxpr, env, relevance, size, const, out).run(starts, keep, stop)
+    new = [(atom, Reach(labels)) for atom, labels in starts]
+    old = {v: Reach(labels) for v, labels in keep.items()}
+    alone = {atom: Alone() for atom, _ in starts if is_var(atom)}
+    BackwardPass(jaxpr, env, relevance, size, const, out).run(new, old, stop, alone)
     return out

@@ -14,7 +14,7 @@ from .._brainstate import brainstate
 from ..errors import CompilationError, InputError, three_parts
 from ..source_lines import failing_line
 
-_LISTS = 'jax.numpy.asarray(x): JAX reads a list as a container of many numbers'
+AS_ARRAYS = 'jax.numpy.asarray(x): JAX reads a list as a container of many numbers'
 
 
 def check_arguments(model: Any, args: tuple, kwargs: dict) -> None:
@@ -53,7 +53,7 @@ def explain_failure(
         three_parts(
             f'{what} of {name} on inputs of shapes {shapes}',
             f'the step itself fails with {type(error).__name__}: {text}{line}',
-            _LISTS if listed else _fix_of(error, args, what),
+            AS_ARRAYS if listed else _fix_of(error, args, what),
         )
     )
 
@@ -93,9 +93,27 @@ def unset_environment(error: Exception) -> str | None:
 
 def _fix_of(error: Exception, args: tuple, what: str) -> str:
     """The advice that fits the kind of failure."""
-    unset = unset_environment(error)
-    if unset is not None:
-        return unset
+    known = unset_environment(error) or fix_of_value(error)
+    if known is not None:
+        return known
+    if isinstance(error, (TypeError, ValueError)) and what == 'a step_fn':
+        return (
+            'arrays that fit each other: outputs of the learner, targets and weights '
+            'have the batch axis of the inputs'
+        )
+    if isinstance(error, (TypeError, ValueError)):
+        shapes = [np.shape(x) for x in jax.tree.leaves(args)]
+        batches = [shape[0] for shape in shapes if len(shape) > 1]
+        size = batches[0] if batches else 'B'
+        return (
+            'inputs for which model(*inputs) runs: check their shapes and batch axes; '
+            f'compile(..., batch_size={size}) gives one to the states'
+        )
+    return 'correct that line, so that model(*inputs) runs on its own'
+
+
+def fix_of_value(error: Exception) -> str | None:
+    """The advice for code that reads the value of an array while a step is traced."""
     if isinstance(error, jax.errors.TracerArrayConversionError):
         return (
             'jax.numpy in place of numpy inside a step: jnp.asarray, jnp.mean; or '
@@ -117,20 +135,7 @@ def _fix_of(error: Exception, args: tuple, what: str) -> str:
             'value of '
             'an array: jax.numpy.where, jax.lax.cond or jax.lax.scan'
         )
-    if isinstance(error, (TypeError, ValueError)) and what == 'a step_fn':
-        return (
-            'arrays that fit each other: outputs of the learner, targets and weights '
-            'have the batch axis of the inputs'
-        )
-    if isinstance(error, (TypeError, ValueError)):
-        shapes = [np.shape(x) for x in jax.tree.leaves(args)]
-        batches = [shape[0] for shape in shapes if len(shape) > 1]
-        size = batches[0] if batches else 'B'
-        return (
-            'inputs for which model(*inputs) runs: check their shapes and batch axes; '
-            f'compile(..., batch_size={size}) gives one to the states'
-        )
-    return 'correct that line, so that model(*inputs) runs on its own'
+    return None
 
 
 def _explain_attribute(name: str, owner: Any, attribute: Any, line: str) -> str:

@@ -18,6 +18,7 @@ from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
 from ..source_lines import failing_line
+from .failures import AS_ARRAYS, fix_of_value, unset_environment
 from .pure import Leaves, PureModel, free_name, leaf_paths, state_paths
 
 
@@ -152,16 +153,42 @@ def run_step(
             )
         _check_state(state, result[0])
     except Exception as error:
+        kind = type(error).__name__.removeprefix('_')
         raise CompilationError(
             three_parts(
                 f'{getattr(step, "__name__", step)!s} as a step function',
-                f'step(params, state, *inputs) fails with {type(error).__name__}: '
+                f'step(params, state, *inputs) fails with {kind}: '
                 f'{error}{failing_line(error)}',
-                'a function step(params, state, *inputs) -> (state, out) that runs '
-                'on the given examples',
+                _fix_of(error, inputs),
             )
         ) from error
     return result
+
+
+class _StateChanged(TypeError):
+    """A state of another structure, shape or type after a step."""
+
+
+def _fix_of(error: Exception, inputs: tuple) -> str:
+    """The advice that fits the failure of a step function."""
+    if any(map(_is_list_of_numbers, inputs)):
+        return AS_ARRAYS
+    if isinstance(error, _StateChanged):
+        return (
+            'a function whose new state has the structure, shapes and types of the old '
+            'one; a first state with the batch axis, or vmap=True for a function of '
+            'one sample'
+        )
+    known = unset_environment(error) or fix_of_value(error)
+    return known or (
+        'a function step(params, state, *inputs) -> (state, out) that runs on the '
+        'given examples'
+    )
+
+
+def _is_list_of_numbers(x: Any) -> bool:
+    leaves = jax.tree.leaves(x)
+    return isinstance(x, list) and all(jnp.shape(leaf) == () for leaf in leaves)
 
 
 def extract_function_info(
@@ -250,4 +277,4 @@ def _check_state(old: Any, new: Any) -> None:
     ]
     structure: Any = jax.tree.structure(old)
     if structure != jax.tree.structure(new) or shapes[0] != shapes[1]:
-        raise TypeError(f'it turns a state of {shapes[0]} into {shapes[1]}')
+        raise _StateChanged(f'it turns a state of {shapes[0]} into {shapes[1]}')

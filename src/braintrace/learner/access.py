@@ -28,8 +28,7 @@ _locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 """For each model the lock of its states, which all of its learners share."""
 
 
-@contextlib.contextmanager
-def alone(learner: Learner) -> Iterator[None]:
+def alone(learner: Learner) -> contextlib.AbstractContextManager:
     """One call at a time for the learners of a model, whose states are the same, and in
     the process that the learner was made in."""
     if os.getpid() != learner._process:
@@ -42,8 +41,16 @@ def alone(learner: Learner) -> Iterator[None]:
                 'the new process',
             )
         )
-    lock = _locks.setdefault(learner.model, threading.RLock())
-    with lock, on_mesh(learner.placement):
+    lock: Any = _locks.get(learner.model)
+    if lock is None:
+        lock = _locks.setdefault(learner.model, threading.RLock())
+    # A small step takes no longer than a context manager of contextlib.
+    return lock if learner.placement is None else _on_devices(lock, learner.placement)
+
+
+@contextlib.contextmanager
+def _on_devices(lock: Any, placement: Placement) -> Iterator[None]:
+    with lock, on_mesh(placement):
         yield
 
 

@@ -62,7 +62,7 @@ def check_options(
         why = 'a sequence is run in one pass or two'
         raise ValueError(three_parts(f'passes={passes!r}', why, '1, 2 or None'))
     if not callable(trace):
-        check_choice('trace', trace, ('auto', 'marked'))
+        check_choice('trace', trace, ('auto', 'marked', 'credited'))
 
 
 def _check_combination(rule: Rule, trace: Any, trace_dtype: Any) -> None:
@@ -169,12 +169,15 @@ def check_call(
     try:
         signature.bind(*given)
     except TypeError as error:
+        fix = f'a function of {len(given)} argument(s)'
+        if any(isinstance(x, dict) for x in given):
+            fix += "; a dictionary of arrays is one of them: lambda batch: batch['x']"
         raise TypeError(
             three_parts(
                 f'{name}{signature}, to be called with {len(given)} argument(s): '
                 f'{described}',
                 str(error),
-                f'a function of {len(given)} argument(s)',
+                fix,
             )
         ) from error
 

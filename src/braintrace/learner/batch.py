@@ -94,6 +94,49 @@ def _empty(what: str) -> ValueError:
     )
 
 
+class BatchError(CompilationError):
+    """Inputs of another batch than the one that a learner was compiled for."""
+
+    def __init__(
+        self, compiled: int, got: int, batch_first: bool = False, trained: bool = False
+    ):
+        self.compiled, self.got, self.batch_first = compiled, got, batch_first
+        why = (
+            f'its states and traces have an axis of {compiled} samples; the batch is '
+            'the first axis of an input, and of a sequence the second, after time'
+        )
+        fix = (
+            f'learner.reset_state(batch_size={got}) before this call, or inputs of '
+            f'batch {compiled}'
+        )
+        if trained:
+            fix = (
+                'batches of one size in a training: drop_last=True of a loader leaves '
+                f'out a last batch of {got}; or a learner compiled for batch {got}'
+            )
+        if batch_first:
+            why += (
+                f'. The first axis of the sequences has {compiled}, so they may have '
+            )
+            why += 'the batch first'
+            fix = (
+                'time first: xs.swapaxes(0, 1), and from a loader '
+                'braintrace.Batches(loader, lambda x, y: (x.swapaxes(0, 1), ...)); if '
+                f'time is first already, {fix}'
+            )
+        written = f'a learner compiled for batch {compiled}, got {got}'
+        super().__init__(three_parts(written, why, fix))
+
+    def of_sequences(self, sequences: tuple) -> BatchError:
+        """The same, for slices of these sequences."""
+        lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(sequences)}
+        return BatchError(self.compiled, self.got, lengths == {(self.compiled,)})
+
+    def in_training(self) -> BatchError:
+        """The same, for a batch that a training takes from its data."""
+        return BatchError(self.compiled, self.got, self.batch_first, trained=True)
+
+
 def batch_of(example: tuple, states: Mapping[Path, Shape]) -> int | None:
     """The batch size of a learner: the first axis that all of its hidden states share
     with an example input; None if there is none."""
@@ -125,23 +168,17 @@ def batch_explained(
     """
     compiled = batch_of(example, compiled_states)
     got = None if compiled is None else _other_batch(args, example, compiled, time)
-    if got is None:
+    if compiled is None or got is None:
         yield
         return
-    text = three_parts(
-        f'a learner compiled for batch {compiled}, got {got}',
-        f'its states and traces have an axis of {compiled} samples; the batch is the '
-        'first axis of an input, and of a sequence the second, after time',
-        f'learner.reset_state(batch_size={got}) before this call, or inputs of '
-        f'batch {compiled}',
-    )
+    wrong = BatchError(compiled, got)
     try:
         yield
     except (*_OF_SHAPES, brainstate.BrainStateError) as error:
-        raise CompilationError(text) from error
+        raise wrong from error
     # States of one sample may have been broadcast to the batch of the inputs.
     if any(states().get(path) != shape for path, shape in compiled_states.items()):
-        raise CompilationError(text)
+        raise wrong
 
 
 def _other_batch(args: tuple, example: tuple, compiled: int, time: bool) -> int | None:

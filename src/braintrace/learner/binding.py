@@ -8,6 +8,8 @@ programs, each of them made once.
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +20,20 @@ import jax.numpy as jnp
 from ..analysis.analysed import Analysed, analyse
 from ..compat import Var, is_differentiable, is_var
 from ..compiled_step import CompiledStep, Tap, Values
-from ..errors import CompilationError, three_parts
-from ..frontends.brainstate import ModuleInfo, module_states, trace_step
+from ..errors import CompilationError, RecompilationWarning, three_parts
+from ..frontends.brainstate import (
+    ModuleInfo,
+    known_states,
+    module_states,
+    trace_step,
+)
 from ..lowering import Stages, lower
 from ..program import Path
 from ..program.step import path_name
 from ..rules import Rule
 from ..solver import Solved
+from ..source_lines import short_source
+from .batch import BatchError
 from .carried import array_shapes
 from .losses import never_called
 from .model_states import check_shapes
@@ -36,12 +45,15 @@ if TYPE_CHECKING:
     from .learner import Learner
 
 TraceChoice = str | Callable[[Path], bool]
-"""Which parameters are traced: 'auto', 'marked', or a predicate on their paths."""
+"""Which parameters are traced: 'auto', 'marked', 'credited', or a predicate on their
+paths."""
 
 
 _MOST_PROGRAMS = 32
 """More are dropped, the oldest first: a new step_fn for every call must not fill
 memory."""
+_MOST_COPIES = 4
+"""From this many function objects of one code on, a step_fn was not defined once."""
 
 
 class StepBinding:
@@ -160,7 +172,7 @@ class StepBinding:
     def _objects(self) -> list[tuple[Any, brainstate.State]]:
         """Variables of every state, with the state object that the model has now at its
         path."""
-        current = module_states(self.model)
+        current = known_states(self.model)
         found = []
         for path, state, tree in self._states:
             if path in self.info.retrieved_model_states:
@@ -261,6 +273,11 @@ def shapes_of(tree: Any) -> tuple:
     return jax.tree.structure(tree), array_shapes(tree)
 
 
+def in_trace() -> bool:
+    """Whether new arrays are tracers, as inside jit."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
 class ProgramCache:
     """Programs by what they depend on."""
 
@@ -284,8 +301,7 @@ class ProgramCache:
         if callable(is_reusable):
             is_reusable = is_reusable(program)
         if is_reusable is None:
-            # Inside a trace, as inside jit, new arrays are tracers.
-            is_reusable = not isinstance(jnp.zeros(()), jax.core.Tracer)
+            is_reusable = not in_trace()
         if is_reusable:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
@@ -321,7 +337,8 @@ def run_model(learner: Learner, *args: Any) -> Any:
 
 def state_shapes_of(learner: Learner) -> tuple:
     """The shapes of all states that a program of the learner is made for."""
-    states = [*learner.param_states.values(), *learner.hidden_states.values()]
+    kinds = (brainstate.ParamState, brainstate.HiddenState)
+    states = list(known_states(learner.model, *kinds).values())
     states += [] if learner.rule_state is None else [learner.rule_state]
     return shapes_of([state.value for state in states])
 
@@ -352,15 +369,47 @@ def bind_step_fn(
     check_shapes(learner)
     slice_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
     example = jax.tree.map(slice_of, sequences)
-    make = lambda: StepBinding.of_step_fn(learner, step_fn, example, takes_modulators)
-    shapes = state_shapes_of(learner)
-    key = ('binding', step_fn, shapes_of(example), learner.rule_state, shapes)
+    parts = (shapes_of(example), learner.rule_state, state_shapes_of(learner))
+
+    def make() -> StepBinding:
+        try:
+            found = StepBinding.of_step_fn(learner, step_fn, example, takes_modulators)
+        except BatchError as error:
+            raise error.of_sequences(sequences) from error
+        if found.is_reusable:
+            _warn_of_copies(learner, step_fn, parts)
+        return found
+
+    key = ('binding', step_fn, *parts)
     binding = learner._kept.programs.get(
         key, make, is_reusable=lambda found: found.is_reusable
     )
     if binding.modulator_given and not takes_modulators:
         learner.check_modulated(1.0)
     return binding
+
+
+def _warn_of_copies(learner: Learner, step_fn: Callable, parts: tuple) -> None:
+    """Warn once of a step_fn that is defined anew for every call."""
+    code = getattr(inspect.unwrap(step_fn), '__code__', None)
+    if code is None:
+        return
+    codes = learner._kept.codes
+    codes[code, parts] += 1
+    if codes[code, parts] != _MOST_COPIES:
+        return
+    place = short_source(f'{code.co_filename}:{code.co_firstlineno}')
+    warnings.warn(
+        three_parts(
+            f'the step_fn of {place} was compiled {_MOST_COPIES} times',
+            'every call got a new function object of the same code, and a program '
+            'is compiled for each',
+            'define it once, outside the loop, and use the same object in every '
+            'call; pass values that change as sequences',
+        ),
+        RecompilationWarning,
+        stacklevel=2,
+    )
 
 
 def solver_of(
@@ -371,7 +420,7 @@ def solver_of(
     in_chunk: bool = False,
 ) -> Solver:
     """What solves sequences of a step, with the options of the learner."""
-    trace = learner.trace
+    trace = learner._is_credited if learner.trace == 'credited' else learner.trace
 
     def is_traced(tap: Tap) -> bool:
         if isinstance(trace, str):
@@ -421,9 +470,21 @@ def gradient_program_of(
     return solver, learner._program('gradient', parts, make, binding.is_reusable)
 
 
-def loop_of(learner: Learner, kind: str, parts: tuple, run: Callable) -> Callable:
-    """A compiled loop of brainstate."""
-    return learner._program(kind, parts, lambda: brainstate.transform.jit(run))
+def loop_of(
+    learner: Learner,
+    kind: str,
+    parts: tuple,
+    run: Callable,
+    step_fn: Callable | None = None,
+) -> Callable:
+    """A compiled loop of brainstate; ``step_fn``: what it calls."""
+
+    def make() -> Callable:
+        if step_fn is not None and not in_trace():
+            _warn_of_copies(learner, step_fn, (kind, state_shapes_of(learner)))
+        return brainstate.transform.jit(run)
+
+    return learner._program(kind, parts, make)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -20,11 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import CompilationError, is_explained, three_parts
+from ..frontends.brainstate import inputs_kept
 from ..frontends.failures import explain_failure
 from ..program import Path
 from ..rules import Rule
 from ..solver import Solved
 from .arguments import check_call, length_of
+from .batch import BatchError
 from .binding import StepBinding, check_aux
 from .losses import check_finite_values, loss_weights
 from .model_states import start_values
@@ -282,7 +284,10 @@ def evolve(learner: Learner, sequences: tuple, step_fn: Callable | None) -> Any:
 def failure_explained(learner: Learner, sequences: tuple) -> Iterator[None]:
     """Around a loop that calls a step_fn: its errors as those of other calls."""
     try:
-        yield
+        with inputs_kept(learner.model):
+            yield
+    except BatchError as error:
+        raise error.of_sequences(sequences) from error
     except (TypeError, ValueError, AttributeError) as error:
         if is_explained(error):
             raise

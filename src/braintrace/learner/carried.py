@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
 def array_shapes(tree: Any) -> tuple:
     """Shapes and types of the arrays in a tree."""
-    return tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree))
+    return tuple(map(shape_of, jax.tree.leaves(tree)))
+
+
+def shape_of(x: Any) -> tuple:
+    """Shape and type of an array; for one of JAX without its slower functions."""
+    if isinstance(x, jax.Array):
+        return x.shape, x.dtype
+    return jnp.shape(x), jnp.result_type(x)
 
 
 class TraceTable(NamedTuple):
@@ -51,7 +58,7 @@ def trace_table(solver: Solver) -> TraceTable:
         keys: list[tuple] = []
         for key in solver.labels:
             keys.append((*key, sum(k[:3] == key for k in keys)))
-        traces = jax.eval_shape(solver.init_traces)
+        traces = solver.trace_shapes
         shapes = dict(zip(keys, map(array_shapes, traces), strict=True))
         owners = {key: keys[n] for key, n in zip(keys, solver.owner, strict=True)}
         _tables[solver] = TraceTable(keys, shapes, owners, bytes_of(traces))
@@ -129,7 +136,7 @@ class CarriedTraces:
         table, init = trace_table(solver), solver.init_traces
         if placement is not None:
             split = lambda x: placement.sharding(x.shape)
-            shardings = jax.tree.map(split, jax.eval_shape(init))
+            shardings = jax.tree.map(split, solver.trace_shapes)
             init = jax.jit(init, out_shardings=shardings)
 
         def make() -> None:

@@ -48,7 +48,7 @@ class GradientCheck:
 
     def __str__(self) -> str:
         names = [printable(row.name) for row in self.rows]
-        width = max(map(len, names))
+        width = max(map(len, ('parameter', *names)))
         lines = [
             f'{self.rule} against BPTT',
             f'{"parameter":{width}}  {"gradient":13}  cosine  rel. error  norm ratio',

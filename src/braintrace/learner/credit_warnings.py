@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..analysis.credit import NOT_HIDDEN
+from ..analysis.diagnostics import ParameterGradient
+from ..analysis.graph import ETraceGraph
 from ..errors import CreditWarning, printable, three_parts
 from ..lowering.step_facts import StepFacts
+from ..program import Path
 from ..program.step import path_name
 from ..rules import Rule
 from ..text import size_text
@@ -43,25 +47,11 @@ def _texts(
 ) -> Iterator[str]:
     binding, solver = learner.step_solver(step_fn, sequences)
     rule, program = learner.rule, binding.info.program
-    # The step function decides what the loss depends on. Without one, the outputs of
-    # the model stand for it, and a parameter that the model does not read may be read
-    # by a step function.
     if step_fn is None:
-        gives = gradients_by_class(rule, learner.graph.explain(kind='credit'))
-        read = {p.name for p in program.parameters}
-        gives = {name: given for name, given in gives.items() if name in read}
+        without = without_gradient(rule, learner.graph, binding)
     else:
         gives = gradients_of(rule, binding, solver, ())
-    without = {name: g.reason for name, g in gives.items() if g.kind == 'none'}
-    # A rule with a modulator does not follow the loss.
-    if program.outputs and not rule.is_modulated:
-        read_by = program.outputs if step_fn is None else program.outputs[:1]
-        facts = binding.analysed.facts
-        behind = facts.ever_behind(read_by)
-        idle = [p.name for p in program.parameters if not behind & facts.bit[p.invar]]
-        what = 'output' if step_fn is None else 'loss'
-        nothing = f'no {what} depends on it, in its own step or later'
-        without |= {n: nothing for n in idle if n not in without and n in gives}
+        without = _idle(rule, binding, gives, program.outputs[:1], 'loss')
     if step_fn is not None:
         unread = map(path_name, program.untouched_parameters)
         without |= dict.fromkeys(unread, 'the step never reads it')
@@ -111,6 +101,54 @@ def _readout_losses(
     return found
 
 
+def without_gradient(
+    rule: Rule, graph: ETraceGraph, binding: StepBinding
+) -> dict[str, str]:
+    """The parameter arrays to which a rule gives no gradient, with the reasons.
+
+    A step function decides what the loss depends on; here the outputs of the model
+    stand for it. Parameters that the model does not read may be read by a step function.
+    """
+    program = binding.info.program
+    gives = gradients_by_class(rule, graph.explain(kind='credit'))
+    read = {p.name for p in program.parameters}
+    gives = {name: given for name, given in gives.items() if name in read}
+    return _idle(rule, binding, gives, program.outputs, 'output')
+
+
+def is_credited(learner: Learner, path: Path) -> bool:
+    """Whether the rule gives a parameter a gradient by the model's own outputs."""
+
+    def make() -> frozenset[Path]:
+        binding = learner._model_binding(learner._example)
+        without = without_gradient(learner.rule, learner.graph, binding)
+        arrays = binding.info.program.parameters
+        credited = {p.path for p in arrays if p.name not in without}
+        return frozenset(p.path for p in arrays) - credited
+
+    return path not in learner._kept.programs.get(('credited',), make, True)
+
+
+def _idle(
+    rule: Rule,
+    binding: StepBinding,
+    gives: Mapping[str, ParameterGradient],
+    read_by: Sequence[Any],
+    what: str,
+) -> dict[str, str]:
+    """Parameters whose gradient is none, and those that no value in ``read_by`` ever
+    depends on."""
+    program, facts = binding.info.program, binding.analysed.facts
+    without = {name: g.reason for name, g in gives.items() if g.kind == 'none'}
+    # A rule with a modulator does not follow the loss.
+    if program.outputs and not rule.is_modulated:
+        behind = facts.ever_behind(read_by)
+        idle = [p.name for p in program.parameters if not behind & facts.bit[p.invar]]
+        nothing = f'no {what} depends on it, in its own step or later'
+        without |= {n: nothing for n in idle if n not in without and n in gives}
+    return without
+
+
 def _trace_bytes(learner: Learner, names: Collection[str]) -> int:
     """Bytes of the traces that belong to these parameters alone."""
     own = [trace for key, trace in learner.traces.items() if {*key[0]} <= {*names}]
@@ -123,9 +161,14 @@ def _without_gradient(rule: str, reasons: dict[str, str], traces: int) -> str:
         by_reason.setdefault(reason, []).append(name)
     why = '; '.join(f'{_listed(names)}: {r}' for r, names in by_reason.items())
     fix = 'a path from each to the loss; or nothing, if that is intended'
+    if any(reason.endswith(NOT_HIDDEN) for reason in reasons.values()):
+        fix = (
+            'a brainstate.HiddenState in place of the state that is named, for a delay '
+            'braintrace.nir.Delay; or nothing, if that is intended'
+        )
     if traces:
-        fix += f' (their traces take {size_text(traces)}: trace=lambda path: ... '
-        fix += 'chooses which parameters have one)'
+        fix += f" (their traces take {size_text(traces)}: trace='credited' leaves "
+        fix += 'them out)'
     return three_parts(
         f'{rule} gives {_listed(list(reasons))} no gradient', printable(why), fix
     )

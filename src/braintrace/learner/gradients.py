@@ -10,6 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..analysis.credit import Links
+from ..analysis.credit import names as names_of
 from ..analysis.diagnostics import CompilationRecord, ParameterGradient
 from ..compiled_step import Site
 from ..lowering.links import ReadoutLinks
@@ -83,17 +85,29 @@ class _Facts:
         if self.rule.reach == 'readout' and linked:
             credit, reason = self.credit.judge(parameter, linked)
             known = known._replace(credit=credit, reason=reason)
-        advice = self._advice(parameter) if known.credit == 'local' else ''
+        left_out, advice = '', ''
+        if known.credit == 'local':
+            left_out, advice = self._advice(parameter, linked)
+        names = tuple(name for name in names if name != left_out)
         return known._replace(readouts=names, advice=advice)
 
-    def _advice(self, parameter: Parameter) -> str:
-        """Why the memory of a read-out above a parameter cannot be carried."""
-        for lower, readout in self.credit.feeds(parameter):
+    def _advice(self, parameter: Parameter, linked: Links) -> tuple[str, str]:
+        """A read-out above a parameter whose memory cannot be carried, and why."""
+        fed = self.credit.feeds(parameter)
+        for lower, readout in fed:
             why = self.links.why_not(lower, readout)
-            if why is not None:
-                name = '.'.join(map(str, self.solver.step.groups[readout].name[0]))
-                return f"reach='readout' leaves out {name}: {why}"
-        return ''
+            if why is None:
+                continue
+            between = [g for g, y in linked if y == readout and (lower, g) in fed]
+            if between:
+                reader = names_of(self.credit.groups[between[0]].hidden_paths)
+                why = (
+                    f'traces carry its memory for {reader} and not for layers below; '
+                    "reach='deep' does, inside a window"
+                )
+            name = names_of(self.credit.groups[readout].hidden_paths)
+            return name, f"reach='readout' leaves out {name}: {why}"
+        return '', ''
 
     def of_parameter(
         self, parameter: Parameter, record: CompilationRecord

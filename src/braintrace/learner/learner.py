@@ -12,6 +12,7 @@ import contextlib
 import copy
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
@@ -25,7 +26,7 @@ from brainstate.util import FlattedDict
 from ..analysis.graph import ETraceGraph
 from ..compat import is_var
 from ..errors import ArgumentError, three_parts
-from ..frontends.brainstate import module_states
+from ..frontends.brainstate import known_states, module_states
 from ..lowering.executor import ETraceGraphExecutor
 from ..program import Path
 from ..program.data import MultiStepData, SingleStepData, first_step
@@ -38,6 +39,7 @@ from . import (
     calls,
     carried,
     chunks,
+    credit_warnings,
     describing,
     measuring,
     model_states,
@@ -87,13 +89,15 @@ class Kept:
     """What is no part of the module's tree.
 
     ``optimizers``: the states of optax transformations. ``shapes``: those of the hidden
-    states that were compiled for. ``said``: warnings that were given.
+    states that were compiled for. ``said``: warnings that were given. ``codes``: how
+    many step functions of one code were bound.
     """
 
     programs: ProgramCache = field(default_factory=ProgramCache)
     optimizers: dict[Any, brainstate.State] = field(default_factory=dict)
     shapes: Shapes = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
+    codes: Counter[tuple] = field(default_factory=Counter)
 
 
 class Learner(brainstate.nn.Module):
@@ -117,7 +121,9 @@ class Learner(brainstate.nn.Module):
     together; chosen automatically and never visible in a result. ``passes``: 1 carries
     traces, 2 keeps the states of a fresh sequence and carries none; by default
     whichever fits. ``trace``: 'auto', 'marked' (parameters used through marked
-    operations) or a predicate on paths; the others keep their one-step gradient.
+    operations), 'credited' (those to which the model's outputs give credit; 'auto'
+    keeps traces for the others too, since a loss may read any state) or a predicate on
+    paths; the others keep their one-step gradient.
     ``trace_dtype``: storage type of the traces; more than ``max_trace_bytes`` is
     refused. ``check_finite``: raise on a loss or gradient that is not finite.
     """
@@ -194,8 +200,10 @@ class Learner(brainstate.nn.Module):
         self._kept = Kept()
         self._process = os.getpid()
 
-    def __getattr__(self, name: str) -> Any:
-        return member(self, name)
+    if not TYPE_CHECKING:  # type checkers are to find names that are misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            return member(self, name)
 
     # ------------------------------------------------------------ compiling
 
@@ -786,7 +794,7 @@ class Learner(brainstate.nn.Module):
         """The states that a compiled loop of brainstate refers to."""
         own: list[brainstate.State] = [self.running_index]
         own += [] if self.rule_state is None else [self.rule_state]
-        return (*module_states(self.model).values(), *self.traces.values(), *own)
+        return (*known_states(self.model).values(), *self.traces.values(), *own)
 
     def _count(self, calls: int) -> None:
         """Count calls since the last reset."""
@@ -920,6 +928,7 @@ class Learner(brainstate.nn.Module):
     _model_binding = binding.bind_model
     _binding = binding.bind_step_fn
     _solver = binding.solver_of
+    _is_credited = credit_warnings.is_credited
     _options = binding.options_of
     _program = binding.program_of
     _gradient_program = binding.gradient_program_of

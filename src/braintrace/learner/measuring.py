@@ -14,9 +14,9 @@ import numpy as np
 from ..errors import three_parts
 from ..program import Path
 from ..rules import PRESETS, Rule, named
-from .arguments import bytes_of
 from .binding import StepBinding
 from .calls import GradientCall, failure_explained, solve
+from .carried import trace_table
 from .certificate import (
     Certificate,
     certificate_of,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def evaluate(learner: Learner, sequences: tuple, step_fn: Callable | None) -> Any:
     """What the steps of a fresh sequence give, stacked over time."""
     run = lambda *xs: brainstate.transform.for_loop(step_fn or learner, *xs)
-    program = learner._loop('evaluate', (step_fn, *learner._held()), run)
+    program = learner._loop('evaluate', (step_fn, *learner._held()), run, step_fn)
     with recording(learner, ignores_modulators=True), learner.unmoved():
         restore_start(learner)
         with failure_explained(learner, sequences):
@@ -134,7 +134,7 @@ def _certificate_program(
     rule, options = learner.rule, learner._options()
     solver = learner._solver(binding, rule, loss=True)
     if options.passes is None and rule.has_trace:
-        traces = bytes_of(jax.eval_shape(solver.init_traces))
+        traces = trace_table(solver).size
         fits = traces <= learner.max_trace_bytes
         passes = 1 if fits and traces < steps * solver.kept_bytes else 2
         options = replace(options, passes=passes)

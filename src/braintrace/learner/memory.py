@@ -79,7 +79,7 @@ def plan_memory(
     parameters, states = jax.eval_shape(binding.read)
     stack = lambda x: jax.ShapeDtypeStruct((steps, *x.shape), x.dtype)
     inputs = Values((key, stack(x)) for key, x in solver.step.inputs.items())
-    traces = jax.eval_shape(solver.init_traces) if rule.has_trace else []
+    traces = solver.trace_shapes if rule.has_trace else []
     if placement is not None:
         parameters = placement.split(parameters, False)
         states, traces = placement.split(states), placement.split(traces)

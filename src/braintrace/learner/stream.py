@@ -7,6 +7,7 @@ state, and the eligibility of delayed rewards.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import three_parts
+from ..frontends.brainstate import state_places
 from ..program import Path
 from .arguments import check_call, check_optimizer
 from .optimizers import update_by
@@ -107,10 +109,8 @@ class Stream:
         self._written: dict[int, Any] = {}
         self._with_outputs: dict[Callable, Callable] = {}
         self._scalars: dict[Callable, Callable] = {}
-        self._update: Callable[[Gradients], None] = _no_update
         if optimizer is not None:
-            states = learner.param_states
-            self._update = update_by(optimizer, states, learner._kept.optimizers)
+            self._updating()  # creates the optimiser's state
         self._eligibility: brainstate.State | None = None
         if decay is not None:
             zero = lambda state: jax.tree.map(jnp.zeros_like, state.value)
@@ -192,11 +192,9 @@ class Stream:
         """
         scale = jnp.asarray(scale)
         if gradient is not None:
-            self._run('apply', lambda _: self._apply, (gradient, scale))
+            self._run('apply', lambda _: self._applying(), (gradient, scale))
         elif self._eligibility is not None:
-            kept = self._eligibility
-            apply = lambda scale: self._apply(kept.value, scale)
-            self._run('apply eligibility', lambda _: apply, (scale,))
+            self._run('apply eligibility', self._applying_eligibility, (scale,))
         else:
             raise ValueError(
                 three_parts(
@@ -248,14 +246,37 @@ class Stream:
 
     def _learning(self, inputs: tuple) -> Callable[..., tuple]:
         """A step followed by an update."""
-        step = self._online(self.step_fn, inputs)
+        step, update = self._online(self.step_fn, inputs), self._updating()
 
         def learn(*inputs: Any) -> tuple:
             gradients, loss, outputs = step(*inputs)
-            self._update(gradients)
+            update(gradients)
             return loss, outputs
 
         return learn
+
+    def _updating(self) -> Callable[[Gradients], None]:
+        """How to change the parameters that the model has now."""
+        if self.optimizer is None:
+            return _no_update
+        learner = self.learner
+        held = learner._kept.optimizers
+        return update_by(self.optimizer, learner.param_states, held)
+
+    def _applying_eligibility(self, _: tuple) -> Callable[..., None]:
+        apply, kept = self._applying(), self._eligibility
+        assert kept is not None
+        return lambda scale: apply(kept.value, scale)
+
+    def _applying(self) -> Callable[..., None]:
+        """An update by a number of times a gradient."""
+        update = self._updating()
+
+        def apply(gradients: Gradients, scale: jax.Array) -> None:
+            scaled = lambda g: (scale * g).astype(g.dtype)
+            update(jax.tree.map(scaled, gradients))
+
+        return apply
 
     def _differentiating(
         self, step_fn: Callable, inputs: tuple
@@ -294,6 +315,7 @@ class Stream:
         if step_fn in self._with_outputs:
             return self._with_outputs[step_fn]
 
+        @functools.wraps(step_fn, assigned=(), updated=())  # named in warnings
         def run(*inputs: Any) -> tuple:
             result = step_fn(*inputs)
             if isinstance(result, tuple):
@@ -322,10 +344,6 @@ class Stream:
 
         return predict
 
-    def _apply(self, gradients: Gradients, scale: jax.Array) -> None:
-        scaled = lambda g: (scale * g).astype(g.dtype)
-        self._update(jax.tree.map(scaled, gradients))
-
     # ------------------------------------------------------------ compiled calls
 
     def _run(
@@ -343,18 +361,26 @@ class Stream:
         with self.learner._synchronised():
             key = (kind, *shapes_of_inputs(inputs))
             program = self._programs.get(key)
-            values = None if program is None else program.values()
-            if program is None or values is None:
+            places = state_places(self.learner.model)
+            arrays = None
+            # A model whose states were created again has a program of its own.
+            if program is not None and program.places is places:
+                arrays = program.arrays()
+            if program is None or arrays is None:
                 example = inputs if count is None else _first(inputs)
                 function = make(example)
-                in_chunks = count is not None
                 program = StreamProgram(
-                    function, example, in_chunks, self._written, self.learner.placement
+                    function,
+                    example,
+                    count is not None,
+                    self._written,
+                    self.learner.placement,
+                    places,
                 )
                 self._programs[key] = program
-                values = program.values() or []
+                arrays = program.arrays() or []
             args = inputs if count is None else (count, *inputs)
-            return program(values, *args)
+            return program(arrays, *args)
 
 
 def _no_update(gradients: Gradients) -> None:

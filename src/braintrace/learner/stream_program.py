@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..frontends.brainstate import StatePlaces
+from .binding import shapes_of
+from .carried import array_shapes
 from .placement import Placement
 from .state import EligibilityTrace
 
@@ -19,6 +22,9 @@ class StreamProgram:
     """A function that reads and writes states, as one compiled call that uses the
     memory of their values again."""
 
+    places: StatePlaces
+    """Where the model had its states when the program was made."""
+
     def __init__(
         self,
         function: Callable,
@@ -26,23 +32,27 @@ class StreamProgram:
         in_chunks: bool,
         written: dict[int, Any],
         placement: Placement | None,
+        places: StatePlaces,
     ):
+        self.places = places
         self._function = brainstate.transform.StatefulFunction(
             function, return_only_write=False
         )
         self._function.make_jaxpr(*example)
         self._states = list(self._function.get_states(*example))
+        values = [state._read_value() for state in self._states]
+        self._structure = jax.tree.structure(values)
         self._traces = [s for s in self._states if isinstance(s, EligibilityTrace)]
         # What any program of the stream wrote last, by the identity of the state, and
         # what this one did.
         self._written = written
         self._ids = list(map(id, self._states))
         self._own: list[Any] = [None] * len(self._states)
-        self._shapes = [_shapes(state._read_value()) for state in self._states]
+        self._leaves: list[Any] = []
+        self._shapes = list(map(array_shapes, values))
         # Where states are split over devices, each stays as it is.
         self._shardings: list[Any] | None = None
         if placement is not None:
-            values = [state._read_value() for state in self._states]
             self._shardings = jax.tree.map(placement.present, values)
         self._traced = 0
         run = self._steps if in_chunks else self._step
@@ -59,7 +69,7 @@ class StreamProgram:
         its slower way."""
         return max(self._traced, self._compiled._cache_size())
 
-    def values(self) -> list[Any] | None:
+    def arrays(self) -> list[Any] | None:
         """The values of all states in arrays that are safe to donate; None if one has
         another shape than the program was made for.
 
@@ -67,11 +77,11 @@ class StreamProgram:
         trace since. Of everything else a copy is donated.
         """
         if self._is_latest():
-            return self._own
+            return self._leaves
         found = []
         for n, state in enumerate(self._states):
             value = state._read_value()
-            if value is not self._own[n] and _shapes(value) != self._shapes[n]:
+            if value is not self._own[n] and array_shapes(value) != self._shapes[n]:
                 return None
             written = self._written.get(id(state))
             if value is not written or getattr(state, 'was_read', False):
@@ -79,7 +89,7 @@ class StreamProgram:
                 if self._shardings is not None:
                     value = jax.device_put(value, self._shardings[n])
             found.append(value)
-        return found
+        return jax.tree.leaves(found)
 
     def _is_latest(self) -> bool:
         """Whether the states have the values that this program wrote last, and no trace
@@ -89,59 +99,55 @@ class StreamProgram:
                 return False
         return not any(trace.was_read for trace in self._traces)
 
-    def _step(self, values: Sequence[Any], *inputs: Any) -> tuple:
+    def _step(self, arrays: Sequence[Any], *inputs: Any) -> tuple:
+        # JAX flattens a list of arrays sooner than the values of states.
+        values = jax.tree.unflatten(self._structure, arrays)
         new, found = self._function.jaxpr_call(values, *inputs)
         if self._shardings is not None:
             new = jax.lax.with_sharding_constraint(list(new), self._shardings)
-        return new, found
+        return jax.tree.leaves(new), found
 
-    def _steps(self, values: Sequence[Any], count: jax.Array, *inputs: Any) -> tuple:
+    def _steps(self, arrays: Sequence[Any], count: jax.Array, *inputs: Any) -> tuple:
         """The first ``count`` steps; results of the others are zero."""
         at = lambda n: jax.tree.map(lambda x: x[n], inputs)
-        _, like = jax.eval_shape(self._step, values, *at(0))
+        _, like = jax.eval_shape(self._step, arrays, *at(0))
         most = len(jax.tree.leaves(inputs)[0])
         empty = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), like)
 
         def one(n: jax.Array, carry: tuple) -> tuple:
-            values, results = carry
-            new, found = self._step(values, *at(n))
+            arrays, results = carry
+            new, found = self._step(arrays, *at(n))
             put = lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, n, 0)
-            return list(new), jax.tree.map(put, results, found)
+            return new, jax.tree.map(put, results, found)
 
-        return jax.lax.fori_loop(0, count, one, (list(values), empty))
+        return jax.lax.fori_loop(0, count, one, (list(arrays), empty))
 
-    def __call__(self, values: list[Any], *args: Any) -> Any:
-        """Run it, from :meth:`values`; what the function returns."""
-        new, found = self._compiled(values, *args)
-        for state, value in zip(self._states, new, strict=True):
+    def __call__(self, arrays: list[Any], *args: Any) -> Any:
+        """Run it, from :meth:`arrays`; what the function returns."""
+        self._leaves, found = self._compiled(arrays, *args)
+        self._own = jax.tree.unflatten(self._structure, self._leaves)
+        for state, value in zip(self._states, self._own, strict=True):
             # The setters of a state take as long as the step of a small network.
             object.__setattr__(state, '_value', value)
         for trace in self._traces:
             if trace.was_read:
                 trace.was_read = False
-        self._written.update(zip(self._ids, new, strict=True))
-        self._own = list(new)
+        self._written.update(zip(self._ids, self._own, strict=True))
         return found
 
 
 def shapes_of_inputs(inputs: tuple) -> tuple:
     """What a program is specialised for; arrays need no look at their structure."""
-    if all(type(x) is np.ndarray or isinstance(x, jax.Array) for x in inputs):
-        return tuple((x.shape, _type_in_jax(x)) for x in inputs)
-    leaves, structure = jax.tree.flatten(inputs)
-    return (structure, *map(_shape_of, leaves))
+    found = []
+    for x in inputs:
+        if type(x) is np.ndarray:
+            found.append((x.shape, _type_in_jax(x.dtype)))
+        elif isinstance(x, jax.Array):
+            found.append((x.shape, x.dtype))
+        else:
+            return shapes_of(inputs)
+    return tuple(found)
 
 
-def _type_in_jax(x: Any) -> Any:
-    is_numpy = type(x) is np.ndarray
-    return jax.dtypes.canonicalize_dtype(x.dtype) if is_numpy else x.dtype
-
-
-def _shapes(value: Any) -> list[tuple]:
-    return [_shape_of(x) for x in jax.tree.leaves(value)]
-
-
-def _shape_of(x: Any) -> tuple:
-    if isinstance(x, jax.Array):
-        return x.shape, x.dtype
-    return jnp.shape(x), jnp.result_type(x)
+def _type_in_jax(dtype: np.dtype) -> np.dtype:
+    return dtype if dtype.itemsize <= 4 else jax.dtypes.canonicalize_dtype(dtype)

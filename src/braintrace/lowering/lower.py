@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..analysis.sites import MARK
+from ..arrays import overlap
 from ..compat import Equation, Var, has_reverse_only, is_var, scope
 from ..compiled_step import (
     Box,
@@ -57,6 +58,7 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
         groups=tuple(_group(stages, local) for local in stages.locals),
         taps=tuple(_tap(stages, i, tap) for i, tap in stages.taps.items()),
         weights=stages.weights,
+        pieces=_pieces(stages),
         prepared=frozenset(p.weight for p in stages.prepared.values()),
         constant_targets=stages.constant_targets,
         kept_bytes=_kept_bytes(stages),
@@ -174,6 +176,26 @@ def _sites(stages: Stages, i: int, tap: TapEquation) -> list[Site]:
                         factorises=use.factorises and has_input,
                     )
                 )
+    return found
+
+
+def _pieces(stages: Stages) -> dict[Var, tuple[Var, Box]]:
+    """Weights that are parts of a parameter, where no two overlap."""
+    parameters = {p.invar for p in stages.program.parameters}
+    found: dict[Var, tuple[Var, Box]] = {}
+    for weight in stages.weights:
+        if weight not in stages.facts.producer:
+            continue
+        maker = stages.equations[stages.facts.producer[weight]]
+        operation = operation_of(maker)
+        if operation is None or operation.part is None:
+            continue
+        whole, box = maker.invars[0], operation.part(maker)
+        if box is None or whole not in parameters:
+            continue
+        others = [other for of, other in found.values() if of is whole]
+        if not any(overlap(box, other) for other in others):
+            found[weight] = (whole, box)
     return found
 
 

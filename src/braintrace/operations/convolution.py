@@ -180,16 +180,15 @@ class ConvolutionTrace(WholeTrace):
         credit: Components,
     ) -> tuple[Components, jax.Array]:
         # llvmlite is optional.
-        from .dense_kernels import visit
+        from .span_kernels import visit_after_span
 
         use, here = self.use, lambda x: self.use.rows(self.at_result(x))[:, 0]
-        new, total = visit(
+        new, total = visit_after_span(
             {s: e[:, 0] for s, e in trace.items()},
             jax.vmap(use.patches)(steps[0])[:, :, 0],
             {s: jax.vmap(use.rows)(row)[:, :, 0] for s, row in rows.items()},
             {at: here(p) for at, p in product.items()},
             {s: here(c) for s, c in credit.items() if s in trace},
-            True,
         )
         new = {s: e[:, None] for s, e in new.items()}
         return new, use.as_weight(total[None])

@@ -24,7 +24,7 @@ from ..compiled_step import Box, Operands, TraceLayout
 from ..split import Split, current_split, runs_on_mesh, spec_of, summed_over
 from .dense_traces import DenseTrace, SharedTrace, axes_of_mesh
 from .record import Const, Kernel, Operation, register
-from .rules import AxisMap, axes, fan_in_along, origins_along
+from .rules import AxisMap, axes, origins_along
 from .weight_use import BaseUse, SharedUse, bind
 
 
@@ -176,7 +176,6 @@ def product(subscripts: str | Callable[[Equation], str]) -> Operation:
         'product',
         axes(axis_map),
         origins=origins_along(axis_map),
-        fan_in=fan_in_along(axis_map),
         multiplies=True,
         use=use,
     )

@@ -1,15 +1,14 @@
-"""One visit of a trace after a step or a few, in place, for CPUs.
+"""One visit of a trace after a single step, in place, for CPUs.
 
-Letters: n samples (or places of an image), c inputs of the weight, f its outputs, s and
-r components of ε, t steps. For each element of the trace, which is read and written
-once:
+Letters: n samples, c inputs of the weight, f its outputs, s and r components of ε. For
+each element of the trace, which is read and written once:
 
     gradient[c, f] += Σ_s credit_s[n, f] ε_s[n, c, f]
-    ε_s[n, c, f] = Σ_r factor_sr[n, f] ε_r[n, c, f] + Σ_t x[t, n, c] row_s[t, n, f]
+    ε_s[n, c, f] = Σ_r factor_sr[n, f] ε_r[n, c, f] + x[n, c] row_s[n, f]
 
 XLA would read and write the traces several times: once for each component and once for
-the gradient. Rows of the trace are taken four at a time, and of each 16 numbers, so that
-what all rows have in common is loaded once for the four.
+the gradient. Rows of the trace are taken three at a time, and of each 32 numbers, so that
+what all rows have in common is loaded once for the three.
 """
 
 from __future__ import annotations
@@ -23,23 +22,21 @@ from llvmlite import ir
 from ..compiled_step import Components, Jacobian
 from .native import Buffer, loop, number_type, register, rest_of, several, word
 
-ROWS, WIDTH = 4, 16
-"""Rows of a trace that are taken together, and numbers of each."""
+ROWS, WIDTHS = 3, (32, 8, 1)
+"""Rows of a trace that are taken together, and numbers of each: the most that fit."""
 FLAGS = ('reassoc', 'contract', 'nsz')
 """Sums may be reordered; infinities and NaN keep their meaning."""
 
 
 class Structure(NamedTuple):
     """What there is of a trace: components, the rows, factors and credits that are not
-    zero by structure; whether the inputs come before the outputs in memory, and whether
-    there is one step only."""
+    zero by structure, and whether the inputs come before the outputs in memory."""
 
     components: tuple[int, ...]
     rows: tuple[int, ...]
     factors: tuple[tuple[int, int], ...]
     credits: tuple[int, ...]
     inputs_first: bool
-    one_step: bool
 
     @property
     def name(self) -> str:
@@ -47,8 +44,7 @@ class Structure(NamedTuple):
         join = lambda numbers: '_'.join(map(str, numbers))
         factors = join(f'{s}{r}' for s, r in self.factors)
         parts = (join(self.components), join(self.rows), factors, join(self.credits))
-        how = f'{int(self.inputs_first)}{int(self.one_step)}'
-        return f'braintrace_visit_{"_of_".join(parts)}_{how}'
+        return f'braintrace_visit_{"_of_".join(parts)}_{int(self.inputs_first)}'
 
 
 class _Visit:
@@ -93,7 +89,7 @@ class _Visit:
 
     def _some_rows(self, n: Any, i: Any, count: int, first: bool) -> None:
         done = word(0)
-        for size in (WIDTH, 1):
+        for size in WIDTHS:
             with loop(self.build, done, self.width, size) as j:
                 self._part(n, i, j, count, size, first)
             done = rest_of(self.build, self.width, size)
@@ -109,44 +105,26 @@ class _Visit:
                 for name, vector in self.vectors.items():
                     shared[name] = self._along_outputs(vector, n, row, j, size)
             at = self._place(n, row, j)
+            # Without it the processor waits for traces that are not in its caches.
+            ahead = build.add(at, build.mul(word(count), self.width))
+            for trace in self.traces.values():
+                trace.prefetch(build, ahead, size)
             old = {s: e.load(build, at, size) for s, e in self.traces.items()}
             self._add_gradient(shared, old, row, j, size, first)
             for s in made.components:
                 pairs = [
                     (shared['factor', q, r], old[r]) for q, r in made.factors if q == s
                 ]
-                new[k, s] = self._sum(pairs, size)
-        new = self._driven(n, i, j, new, count, size)
+                new[k, s] = sum_of(build, pairs, several(self.number, size))
+        new = self._with_step(n, i, j, new, count, size)
         for (k, s), value in new.items():
             at = self._place(n, build.add(i, word(k)), j)
             self.traces[s].store(build, value, at, size)
 
-    def _driven(self, n: Any, i: Any, j: Any, new: dict, count: int, size: int) -> dict:
-        """New traces with what the steps add."""
-        if not self.made.rows:
-            return new
-        if self.made.one_step:
-            return self._with_step(n, i, j, new, count, size)
-        build = self.build
-        before = build.block
-        with loop(build, word(0), self.x.size(build, 0), 1) as t:
-            # The sums so far come from before the loop or from its last round.
-            body = build.block
-            build.position_after(t)
-            sums = {key: build.phi(several(self.number, size)) for key in new}
-            build.position_at_end(body)
-            for key, value in new.items():
-                sums[key].add_incoming(value, before)
-            at = build.add(build.mul(t, self.samples), n)
-            more = self._with_step(at, i, j, sums, count, size)
-            for key, value in more.items():
-                sums[key].add_incoming(value, build.block)
-        return sums
-
     def _with_step(
         self, n: Any, i: Any, j: Any, new: dict, count: int, size: int
     ) -> dict:
-        """New traces with what one step adds; ``n``: the number of step and sample."""
+        """New traces with what the step adds."""
         made, build, found = self.made, self.build, dict(new)
         rows: dict[int, Any] = {}
         for k in range(count):
@@ -168,18 +146,10 @@ class _Visit:
         if not pairs and not first:
             return
         at = build.add(build.mul(row, self.width), j)
-        total = self._sum(pairs, size)
+        total = sum_of(build, pairs, several(self.number, size))
         if not first:
             total = build.fadd(self.gradient.load(build, at, size), total, flags=FLAGS)
         self.gradient.store(build, total, at, size)
-
-    def _sum(self, pairs: list[tuple], size: int) -> Any:
-        """Σ a b."""
-        build, total = self.build, None
-        for a, b in pairs:
-            term = build.fmul(a, b, flags=FLAGS)
-            total = term if total is None else build.fadd(total, term, flags=FLAGS)
-        return ir.Constant(several(self.number, size), None) if total is None else total
 
     # ------------------------------------------------------------ memory
 
@@ -204,17 +174,27 @@ class _Visit:
         if is_last:
             at = build.add(build.mul(n, self.width), j)
             return buffer.load(build, at, size)
-        return self._repeated(buffer, build.add(build.mul(n, self.rows), i), size)
+        value = buffer.load(build, build.add(build.mul(n, self.rows), i), 1)
+        return repeated(build, value, self.number, size)
 
-    def _repeated(self, buffer: Buffer, at: Any, size: int) -> Any:
-        """One number, ``size`` times."""
-        value = buffer.load(self.build, at, 1)
-        if size == 1:
-            return value
-        empty = ir.Constant(several(self.number, size), ir.Undefined)
-        first = self.build.insert_element(empty, value, ir.Constant(ir.IntType(32), 0))
-        places = ir.Constant(ir.VectorType(ir.IntType(32), size), None)
-        return self.build.shuffle_vector(first, empty, places)
+
+def sum_of(build: ir.IRBuilder, pairs: list[tuple], kind: Any) -> Any:
+    """Σ a b of numbers of a type."""
+    total = None
+    for a, b in pairs:
+        term = build.fmul(a, b, flags=FLAGS)
+        total = term if total is None else build.fadd(total, term, flags=FLAGS)
+    return ir.Constant(kind, None) if total is None else total
+
+
+def repeated(build: ir.IRBuilder, value: Any, number: Any, size: int) -> Any:
+    """One number, ``size`` times."""
+    if size == 1:
+        return value
+    empty = ir.Constant(several(number, size), ir.Undefined)
+    first = build.insert_element(empty, value, ir.Constant(ir.IntType(32), 0))
+    places = ir.Constant(ir.VectorType(ir.IntType(32), size), None)
+    return build.shuffle_vector(first, empty, places)
 
 
 def visit(
@@ -225,10 +205,9 @@ def visit(
     credit: Components,
     inputs_first: bool,
 ) -> tuple[Components, jax.Array]:
-    """The traces after the steps and γ · ε before them, summed over samples.
+    """The traces after a step and γ · ε before it, summed over samples.
 
-    Traces (n, c, f), or (n, f, c) if not ``inputs_first``; x (t, n, c), rows (t, n, f);
-    all else (n, f).
+    Traces (n, c, f), or (n, f, c) if not ``inputs_first``; x (n, c), all else (n, f).
     """
     rows = {s: rows[s] for s in trace if s in rows}
     factors = {(s, r): factors[s, r] for s in trace for r in trace if (s, r) in factors}
@@ -238,7 +217,6 @@ def visit(
         tuple(factors),
         tuple(credit),
         inputs_first,
-        len(x) == 1,
     )
     old = list(trace.values())
     given = [x, *rows.values(), *factors.values(), *credit.values(), *old]

@@ -90,7 +90,7 @@ class DenseTrace:
         product = {at: self._here(p) for at, p in product.items()}
         credit = {s: self._here(g) for s, g in credit.items()}
         given = (trace, xs, rows, product, credit)
-        if len(xs) == 1 and self._parts is not None and has_kernel(self.shape, given):
+        if self._fits_kernel(len(xs)) and has_kernel(self.shape, given):
             return jax.lax.platform_dependent(
                 *given, cpu=self._by_kernel, default=self._at_once
             )
@@ -122,6 +122,13 @@ class DenseTrace:
         fits = together and inputs and free and not shared and in_x == samples
         return (samples, inputs, free) if fits else None
 
+    def _fits_kernel(self, length: int) -> bool:
+        """Whether there is a kernel for this trace and so many steps."""
+        if self._parts is None:
+            return False
+        inputs_first = self.use.axes.weight.startswith(self._parts[1])
+        return length == 1 or inputs_first
+
     def _by_kernel(
         self,
         trace: Components,
@@ -130,30 +137,33 @@ class DenseTrace:
         product: Jacobian,
         credit: Components,
     ) -> tuple[Components, jax.Array]:
-        """A single step by a kernel: samples, inputs and outputs have one axis each."""
+        """One visit by a kernel: samples, inputs and outputs have one axis each."""
         # llvmlite is optional.
         from .dense_kernels import visit
+        from .span_kernels import visit_after_span
 
         assert self._parts is not None
         samples, inputs, free = self._parts
         own = self.use.axes
         sizes = dict(zip(self._axes, self.shape, strict=True))
         size = lambda axes: math.prod(sizes[c] for c in axes)
-        flat = lambda values, axes: values.reshape(size(samples), size(axes))
+        flat = lambda values, axes: values.reshape(-1, size(samples), size(axes))
         first = own.weight.startswith(inputs)
         last = (inputs, free) if first else (free, inputs)
         shape = (size(samples), *map(size, last))
-        new, total = visit(
-            {s: e.reshape(shape) for s, e in trace.items()},
-            flat(jnp.einsum(f'{own.x}->{samples}{inputs}', xs[0]), inputs)[None],
-            {
-                s: flat(jnp.einsum(f'{own.y}->{samples}{free}', row[0]), free)[None]
-                for s, row in rows.items()
-            },
-            {at: flat(p, free) for at, p in product.items()},
-            {s: flat(c, free) for s, c in credit.items() if s in trace},
-            first,
-        )
+        old = {s: e.reshape(shape) for s, e in trace.items()}
+        xs = flat(jnp.einsum(f't{own.x}->t{samples}{inputs}', xs), inputs)
+        rows = {
+            s: flat(jnp.einsum(f't{own.y}->t{samples}{free}', row), free)
+            for s, row in rows.items()
+        }
+        factors = {at: flat(p, free)[0] for at, p in product.items()}
+        credits = {s: flat(c, free)[0] for s, c in credit.items() if s in trace}
+        if len(xs) == 1:
+            rows = {s: row[0] for s, row in rows.items()}
+            new, total = visit(old, xs[0], rows, factors, credits, first)
+        else:
+            new, total = visit_after_span(old, xs, rows, factors, credits)
         total = total.reshape([sizes[c] for c in own.weight])
         new = {s: e.reshape(self.shape) for s, e in new.items()}
         return new, self._as_weight(total, own.weight)

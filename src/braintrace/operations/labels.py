@@ -99,31 +99,20 @@ def sources_through(
     return np.where(sources >= 0, came, sources).astype(np.int32)
 
 
-class Numbering:
-    """Numbers beyond the positions for elements that reach several of them."""
+def labels_of(sources: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """The position that each element reaches, from the element that reaches each
+    position."""
+    return gather_back(np.arange(sources.size, dtype=np.int32), sources, shape)
 
-    def __init__(self, size: int):
-        self.size = size
-        self.count = size
-        self.shared: list[tuple[int, np.ndarray]] = []
 
-    def add(self, labels: Labels, sources: Labels) -> Labels:
-        """The labels of a result, with a number for each element of several positions."""
-        if labels is None or sources is None:
-            return labels
-        first = self.count
-        self.count += labels.size
-        self.shared.append((first, sources))
-        numbers = first + np.arange(labels.size).reshape(labels.shape)
-        return np.where(labels == CONFLICT, numbers, labels).astype(np.int32)
-
-    def sources_of(self, labels: Labels) -> Labels:
-        """The element of an operand that reaches each position, if no two do."""
-        if labels is None or (labels == CONFLICT).any():
-            return None
-        element = sources_of(labels, self.count)
-        found: Labels = element[: self.size]
-        for first, sources in self.shared:
-            through = np.where(sources >= 0, element[first + sources], NONE)
-            found = join(found, through.astype(np.int32))
-        return None if found is None or (found == CONFLICT).any() else found
+def pairs_of(labels: np.ndarray, sources: Labels, size: int) -> np.ndarray:
+    """Every pair of an element and a position it reaches, as one number:
+    element · size + position."""
+    if sources is None:
+        flat = labels.reshape(-1)
+        elements = np.flatnonzero(flat >= 0)
+        positions = flat[elements]
+    else:
+        positions = np.flatnonzero(sources >= 0)
+        elements = sources[positions]
+    return elements.astype(np.int64) * size + positions

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..compat import Equation
+from ..compiled_step import Box
 from .labels import NONE, Labels, project
 from .record import Const, Operation, register
 from .rules import (
@@ -65,6 +66,15 @@ def _slice(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     return [labels]
 
 
+def _part(eqn: Equation) -> Box | None:
+    """The part that a slice without steps between its elements takes."""
+    steps = eqn.params['strides']
+    if steps is not None and any(step != 1 for step in steps):
+        return None
+    limits = zip(eqn.params['start_indices'], eqn.params['limit_indices'], strict=True)
+    return tuple(slice(a, b) for a, b in limits)
+
+
 def _split(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     return [np.concatenate(all_or_nothing(eqn, outs), eqn.params['axis'])]
 
@@ -103,12 +113,12 @@ _LINEAR_MOVES = [
     (_reshape, 'reshape squeeze expand_dims'),
     (axes(lambda e, k: np.argsort(e.params['permutation']).tolist()), 'transpose'),
     (_reverse, 'rev'),
-    (_slice, 'slice'),
     (_split, 'split'),
     (_concatenate, 'concatenate'),
 ]
 for _labels, _names in _LINEAR_MOVES:
     register(Operation('movement', _labels, linear=True), _names)
+register(Operation('movement', _slice, linear=True, part=_part), 'slice')
 register(
     Operation(
         'movement', _broadcast, linear=True, origins=origins_along(_broadcast_axes)

@@ -9,6 +9,7 @@ out as in ``xla/ffi/api/c_api.h``, which XLA keeps from version to version.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
@@ -55,9 +56,17 @@ class Buffer:
 
     def __init__(self, build: ir.IRBuilder, words: Any, number: Any):
         address = word_at(build, words, DATA)
+        self._build = build
         self._number = number
         self._data = build.inttoptr(address, number.as_pointer())
         self._sizes = words_at(build, words, DIMENSIONS)
+
+    def holding(self, number: Any) -> Buffer:
+        """The same memory for other numbers of the same size."""
+        other = copy.copy(self)
+        other._number = number
+        other._data = self._build.bitcast(self._data, number.as_pointer())
+        return other
 
     def size(self, build: ir.IRBuilder, axis: int) -> Any:
         """The length of an axis."""
@@ -71,6 +80,21 @@ class Buffer:
         """Write ``size`` numbers."""
         build.store(value, self._place(build, at, size), align=self._alignment)
 
+    def prefetch(self, build: ir.IRBuilder, at: Any, size: int) -> None:
+        """Ask for ``size`` numbers from one on, which will be read and written soon."""
+        byte = ir.IntType(8).as_pointer()
+        small = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, small, small, small])
+        name = 'llvm.prefetch.p0'
+        function = build.module.globals.get(name)
+        if function is None:
+            function = ir.Function(build.module, kind, name)
+        to_write, keep, is_data = (ir.Constant(small, n) for n in (1, 3, 1))
+        for start in range(0, size, 64 // self._alignment):
+            place = build.gep(self._data, [build.add(at, word(start))])
+            given = (build.bitcast(place, byte), to_write, keep, is_data)
+            build.call(function, given)
+
     def _place(self, build: ir.IRBuilder, at: Any, size: int) -> Any:
         place = build.gep(self._data, [at])
         if size == 1:
@@ -79,7 +103,8 @@ class Buffer:
 
     @property
     def _alignment(self) -> int:
-        return 4 if isinstance(self._number, ir.FloatType) else 8
+        small = (ir.FloatType(), ir.IntType(32))
+        return 4 if self._number in small else 8
 
 
 def several(number: Any, size: int) -> Any:

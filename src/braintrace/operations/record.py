@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..compat import Equation, Primitive, evaluate_equation
-from ..compiled_step import WeightUse
+from ..compiled_step import Box, WeightUse
 from ..errors import three_parts
 from .labels import CONFLICT, NONE, Labels, gather_back, join
 from .weight_use import AnyUse, bind
@@ -69,7 +69,6 @@ class Operation:
 
     ``labels``: which elements of the operands reach which of the results. ``origins``:
     the same seen from the results, for operations that repeat elements of an operand.
-    ``fan_in``: how many elements of an operand reach one element of the result.
     ``constant_operands``: operands without a derivative, or a function of the equation
     that gives them; None for all of them. ``linear``: whether derivatives need no value
     of an operand, or a function of the equation. ``sum``: the result is the sum of the
@@ -81,14 +80,14 @@ class Operation:
     operand was made by another, ``maker``: a function of the weight and the maker's
     operands that gives parts whose sum is the result, or None. ``run``: a function of
     the equation that gives another way to run it, operands to results with the same
-    derivatives; None where it runs as it is.
+    derivatives; None where it runs as it is. ``part``: the rectangular part of its only
+    operand that the result of an equation is, or None.
     """
 
     family: str
     labels: LabelRule
     constant_operands: Sequence[int] | Callable[[Equation], Sequence[int]] | None = ()
     origins: OriginRule | None = None
-    fan_in: Callable[[Equation, int], int] | None = None
     linear: bool | Callable[[Equation], bool] = False
     sum: bool = False
     multiplies: bool = False
@@ -99,6 +98,7 @@ class Operation:
         Callable[[Equation, int, Equation], Callable[..., list[Any]] | None] | None
     ) = None
     run: Callable[[Equation], Callable[[Sequence[Any]], list[Any]] | None] | None = None
+    part: Callable[[Equation], Box | None] | None = None
 
     def differentiates(self, eqn: Equation, operand: int) -> bool:
         """Whether the results have a derivative with respect to an operand."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ..compat import Equation
 from .labels import Labels, join, project
 from .record import Const, Operation, register
-from .rules import AxisMap, axes, fan_in_along, merge, shape_of, windows
+from .rules import AxisMap, axes, merge, shape_of, windows
 
 
 def _reduced(eqn: Equation, k: int) -> AxisMap:
@@ -22,12 +22,9 @@ def _reduce_generic(eqn: Equation, outs: list[Labels], const: Const) -> list[Lab
     return merge(eqn, outs, lambda e, k: _reduced(e, k) if k < half else [])
 
 
-_fan_in = fan_in_along(_reduced)
+register(Operation('reduction', axes(_reduced), linear=True), 'reduce_sum')
 register(
-    Operation('reduction', axes(_reduced), fan_in=_fan_in, linear=True), 'reduce_sum'
-)
-register(
-    Operation('reduction', axes(_reduced), fan_in=_fan_in),
+    Operation('reduction', axes(_reduced)),
     'reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin',
 )
 register(Operation('reduction', _reduce_generic), 'reduce')

@@ -79,18 +79,6 @@ def origins_along(axis_map: Callable[[Equation, int], AxisMap]) -> OriginRule:
     return origins
 
 
-def fan_in_along(
-    axis_map: Callable[[Equation, int], AxisMap],
-) -> Callable[[Equation, int], int]:
-    """The fan-in of an operation that is described by its axes."""
-
-    def fan_in(eqn: Equation, k: int) -> int:
-        pairs = zip(shape_of(eqn.invars[k]), axis_map(eqn, k), strict=True)
-        return int(np.prod([n for n, axis in pairs if axis is None]))
-
-    return fan_in
-
-
 def mixing_labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
     """Any element of any operand may reach any element of any result."""
     label: Labels = None

@@ -2,7 +2,8 @@
 
 ``jit``, ``remat`` and every other plain call disappear; ``scan``, ``while``, ``cond``
 and the custom-derivative calls stay, with bodies in normal form. Results of a scan
-leave a program by way of a copy, so that there is an operand to cut. A ``while`` with
+leave a program by way of a copy, so that there is an operand to cut, and so do values
+that are several results of one body. A ``while`` with
 differentiable results becomes a loop that reverse mode can follow. What cannot be
 differentiated (callbacks) gets operands without a derivative. Values do not change, nor
 do derivatives where JAX has any.
@@ -100,7 +101,10 @@ def _emit(
     if structure(eqn) != 'call':
         eqn = followed(eqn.replace(invars=operands))
         operands = list(eqn.invars)
-        bodies = {sub.key: _normal_body(sub.jaxpr) for sub in sub_programs(eqn)}
+        bodies = {
+            sub.key: _parted(_normal_body(sub.jaxpr), structure(eqn))
+            for sub in sub_programs(eqn)
+        }
         eqn = replace_sub_programs(eqn, bodies) if bodies else eqn
         if is_opaque(eqn):
             for k, v in enumerate(operands):
@@ -129,6 +133,28 @@ def _emit(
         _emit(moved, names, consts, out)
     for var, result in zip(eqn.outvars, body.outvars, strict=True):
         names[var] = _read(names, _read(local, result))
+
+
+def _parted(jaxpr: Any, kind: str) -> Any:
+    """A branch or the body of a loop with a copy for each result that is another result
+    too, or, in a branch, one of its inputs."""
+    if kind not in ('cond', 'scan'):
+        return jaxpr
+    body = open_jaxpr(jaxpr)
+    taken = set(body.invars) if kind == 'cond' else set()
+    equations, outvars = list(body.eqns), []
+    for v in body.outvars:
+        if is_var(v) and v in taken:
+            copy = new_var(v.aval)
+            equations.append(copy_equation(v, copy))
+            v = copy
+        elif is_var(v):
+            taken.add(v)
+        outvars.append(v)
+    if len(equations) == len(body.eqns):
+        return jaxpr
+    parted = make_jaxpr(body.constvars, body.invars, outvars, equations, like=body)
+    return close(parted, consts_of(jaxpr)) if isinstance(jaxpr, ClosedJaxpr) else parted
 
 
 def _normal_body(jaxpr: Any) -> Any:

@@ -12,7 +12,7 @@ from ..analysis.diagnostics import CompilationRecord, DiagnosticKind
 from ..analysis.facts import Facts
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import HiddenParamOpRelation, weight_operands
-from ..compat import Atom, Equation, Var, is_var
+from ..compat import Atom, Equation, Var, is_differentiable, is_var
 from ..operations import operation_of
 from ..program import Parameter, Path, StepProgram
 from ..program.step import path_name
@@ -174,7 +174,10 @@ class ChartMaker:
                 )
             )
             title = ' + '.join(map(use_name, used))
-            shape = self.program.equations[use.equations[-1]].outvars[0].aval.shape
+            # The first results of a loop may be its counters.
+            results = self.program.equations[use.equations[-1]].outvars
+            moving = [v for v in results if is_differentiable(v)]
+            shape = (moving or results)[0].aval.shape
             parameters = tuple(p.name for p in use.parameters)
             node = Node(
                 'operation',

@@ -6,6 +6,7 @@ Letters: t steps, n numbers that parameters are made of, m numbers that states a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -58,6 +59,11 @@ class InfluenceSolver:
     def init_traces(self) -> list[InfluenceTrace]:
         """The influence at the start: none."""
         return [InfluenceTrace(self.influence.init(), jnp.zeros((), jnp.int32))]
+
+    @cached_property
+    def trace_shapes(self) -> list[InfluenceTrace]:
+        """Shapes and types of the influence."""
+        return jax.eval_shape(self.init_traces)
 
     def one_pass(
         self,

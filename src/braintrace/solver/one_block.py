@@ -187,7 +187,16 @@ class OneBlock:
         self, parameters: Values, states: Values, total: Values
     ) -> Values:
         """Gradients of parameters from those of the weights that they determine."""
-        weights = lambda p: self.step.constants(p, states).pick(self.step.weights)
+        pieces = self.step.pieces
+        whole = [key for key in self.step.weights if key not in pieces]
+        weights = lambda p: self.step.constants(p, states).pick(whole)
         values, pull_back = jax.vjp(weights, parameters)
-        bars = Values((key, x.astype(values[key].dtype)) for key, x in total.items())
-        return pull_back(bars)[0]
+        bars = Values((key, total[key].astype(values[key].dtype)) for key in whole)
+        found = pull_back(bars)[0]
+        # Written into their places: reverse mode would pad each piece to the whole and
+        # add up the sums, which takes as long as an update by a small network.
+        for key, (parameter, box) in pieces.items():
+            gradient = found[parameter]
+            piece = gradient[box] + total[key].astype(gradient.dtype)
+            found[parameter] = gradient.at[box].set(piece)
+        return found

@@ -79,21 +79,31 @@ class BlockSolver(WindowSolver):
         """Steps to solve together: what a block keeps should stay in the processor's
         cache.
 
-        A block reads and writes the gradients and all of the traces it carries, so it
-        may keep a quarter of what the former and half of what the latter take. A length
-        that divides the steps needs no second program for the rest.
+        A block that visits its traces reads and writes the gradients and all of the
+        traces, so it may keep a quarter of what the former and half of what the latter
+        take. A length that divides the steps needs no second program for the rest.
         """
         least, room = 8, 2**20
-        if carried:
+        if carried and not self._has_spans:
             traces, gradients = self._trace_bytes, _bytes(self._weight_shapes)
             least, room = 4, min(max(gradients // 4 + traces // 2, 2**17), 2**23)
         longest = min(max(room // self.kept_bytes, least), 50, steps)
         lengths = range(longest, longest // 2, -1)
         return next((k for k in lengths if steps % k == 0), longest)
 
+    @property
+    def _has_spans(self) -> bool:
+        """Whether several blocks may pass before the traces are visited."""
+        return self.traces.has_block_traces and not self.traces.factorised
+
     @cached_property
+    def trace_shapes(self) -> Trace:
+        """Shapes and types of the traces."""
+        return jax.eval_shape(self.init_traces)
+
+    @property
     def _trace_bytes(self) -> int:
-        return _bytes(jax.eval_shape(self.init_traces))
+        return _bytes(self.trace_shapes)
 
     # ------------------------------------------------------------ whole sequences
 
@@ -224,7 +234,7 @@ class BlockSolver(WindowSolver):
 
     def span_length(self, steps: int, block: int) -> int:
         """Steps between two visits of the traces, a whole number of blocks."""
-        if self.traces.factorised or not self.traces.has_block_traces:
+        if not self._has_spans:
             return block
         kept = self.kept_bytes + self.traces.driven_bytes
         most = max(self._trace_bytes // kept // block, 1)

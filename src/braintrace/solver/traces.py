@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import is_complex
+from ..arrays import box_of, is_complex
 from ..compiled_step import (
     Box,
     CompiledStep,
@@ -200,6 +200,12 @@ class Traces:
                 key = (site.group, site.enters, y.shape, y.dtype, positions)
             found.append(first.setdefault(key, n))
         return tuple(found)
+
+    def row_box(self, n: int) -> Box | None:
+        """The part of y that reaches the positions of a trace; None: all of it."""
+        site = self.sites[n].site
+        is_shared = site.result in self.step.groups[site.group].shared
+        return None if is_shared else box_of(site.positions)
 
     @cached_property
     def owner(self) -> tuple[int, ...]:
@@ -385,7 +391,9 @@ class Traces:
             use, width = site.use, site.use.result.dtype.itemsize
             if self.rows_from[n] == n:
                 rows = len(self.recursions[site.group].carried(site.result))
-                found += rows * int(np.prod(use.result.shape)) * width
+                box = self.row_box(n)
+                size = [p.stop - p.start for p in box] if box else use.result.shape
+                found += rows * int(np.prod(size)) * width
             shape = () if use.input is None else use.operand_shape(use.input)
             found += int(np.prod(shape)) * width
         return found

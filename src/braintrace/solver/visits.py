@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import cast, sum_type
+from ..arrays import cast, padded, sum_type
 from ..compiled_step import (
     Components,
     Jacobian,
@@ -37,7 +37,8 @@ from .traces import RecursionView, Trace, TracedSite, Traces
 
 class Driven(NamedTuple):
     """What steps add to one trace: operands of its site and P_t ∂h_t/∂y_t by component,
-    both with t first. Rows that are those of an earlier trace are kept there."""
+    both with t first; of y only the part that reaches the group. Rows that are those of
+    an earlier trace are kept there."""
 
     data: Operands
     rows: Components
@@ -103,8 +104,11 @@ def drive(
             driven.append(Driven({}, {}))
             continue
         _, data = _operands(traced, constants, block)
-        is_first = traces_of.rows_from[n] == n
-        mine = rows[traced.site.group][traced.site.result] if is_first else {}
+        mine = {}
+        if traces_of.rows_from[n] == n:
+            all_of_y = rows[traced.site.group][traced.site.result]
+            box = traces_of.row_box(n) or ()
+            mine = {s: row[:, *box] for s, row in all_of_y.items()}
         driven.append(Driven(data, mine))
     return driven, products
 
@@ -126,7 +130,10 @@ def take_in(
         if isinstance(layout, FactorLayout):
             continue
         fixed, _ = tap.operands(constants, _NoSteps())
-        data, rows = driven[n].data, driven[traces_of.rows_from[n]].rows
+        source = traces_of.rows_from[n]
+        box, shape = traces_of.row_box(source), site.use.result.shape
+        data, parts = driven[n].data, driven[source].rows
+        rows = {s: padded(row, box, shape) for s, row in parts.items()}
         whole, mine = products[site.group], credit[site.group]
         new[n], gradient = layout.solve(traces[n], fixed, data, rows, whole, mine)
         if dead is not None:
