@@ -56,7 +56,7 @@ class GradientCall:
 
 
 class SequenceGradients(NamedTuple):
-    """SequenceGradients by path, losses, what each of these counts, and auxiliary values."""
+    """Gradients by path, losses, what each of these counts, and auxiliary values."""
 
     by_path: dict[Path, Any]
     losses: jax.Array
@@ -84,7 +84,7 @@ class SolvedCall(NamedTuple):
 
 
 def gradients_in_steps(learner: Learner, call: GradientCall) -> SequenceGradients:
-    """SequenceGradients of a sequence, step by step; states and traces are written."""
+    """Gradients of a sequence, step by step; states and traces are written."""
     with learner._carried.cleared_on_error():
         found = solve(learner, call)
         _check_finite(learner, found)
