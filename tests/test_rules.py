@@ -399,13 +399,55 @@ def test_adaptive_feedback_comes_closer_to_the_weights_with_every_update():
         )
 
 
+class NoReadout(brainstate.nn.Module):
+    """A leaky integrator whose states are its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        drawn = np.random.default_rng(3).normal(size=(I, H))
+        self.w = brainstate.ParamState(jnp.asarray(drawn, jnp.float64))
+
+    def init_state(self, batch_size=None):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+
+    def update(self, x):
+        self.h.value = 0.8 * self.h.value + x @ self.w.value
+        return self.h.value
+
+
 @pytest.mark.parametrize(
-    'options', [{'feedback': 'random'}, {'kappa_filter_decay': 0.9}]
+    'options',
+    [{'feedback': 'random', 'kappa_filter_decay': 0.0}, {'kappa_filter_decay': 0.7}],
+    ids=str,
 )
-def test_feedback_and_filter_need_a_readout(options):
-    x = jnp.ones((B, I), jnp.float32)
-    with pytest.raises(braintrace.CompilationError, match='without a read-out'):
-        braintrace.compile(nn.GRUCell(I, H), 'eprop', x, batch_size=B, **options)
+def test_feedback_and_filter_without_a_readout(options):
+    """Σ_t L_t B ē_t by hand: the filter is of the trace, the read-out the identity."""
+    rng = np.random.default_rng(4)
+    xs, ys = rng.normal(size=(6, B, I)), rng.normal(size=(6, B, H))
+    learner = braintrace.compile(
+        NoReadout(), 'eprop', jnp.asarray(xs[0]), batch_size=B, **options
+    )
+    kappa, back = options['kappa_filter_decay'], np.eye(H)
+    if 'feedback' in options:
+        back = np.asarray(learner.rule.signal.weights(0, (H, H), jnp.float64))
+    h, trace, filtered, wanted = np.zeros((B, H)), 0, 0, 0
+    for x, y in zip(xs, ys, strict=True):
+        h = 0.8 * h + x @ np.asarray(learner.model.w.value)
+        trace = 0.8 * trace + x
+        filtered = kappa * filtered + trace
+        wanted = wanted + filtered.T @ ((h - y) @ back.T)
+    step = lambda x, y: jnp.sum((learner(x) - y) ** 2) / 2
+    given = {'step_fn': step, 'reduction': 'sum'}
+    for fresh in (True, False):
+        found = learner.etrace_grad(xs, ys, fresh=fresh, **given)
+        close(found['w',], wanted)
+        learner.reset_state()
+    by_calls = 0
+    for x, y in zip(xs, ys, strict=True):
+        loss = lambda x=x, y=y: step(x, y)
+        by_calls += brainstate.transform.grad(loss, learner.param_states)()['w',]
+    close(by_calls, wanted)
+    assert learner.report.gradients['w'].kind == 'approximate'
 
 
 def test_rflo_with_the_feedback_of_its_paper():

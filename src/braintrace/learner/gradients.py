@@ -182,7 +182,8 @@ class _Facts:
             and site.use.input is None
             and not factors.keeps_slopes,
             read=self.step.is_read(site.group, site.result),
-            feedback=self.step.passes_feedback(site.group, self.links.products),
+            feedback=not self.links.products
+            or self.step.passes_feedback(site.group, self.links.products),
             filtered=self._is_filtered(site.group),
             stored=jnp.dtype(traces.dtype).name if narrow else None,
             without_factors=self._without_factors(traces, site),
@@ -193,6 +194,8 @@ class _Facts:
         kappa = self.rule.filter
         if kappa is None:
             return False
+        if self.rule.reach != 'readout':
+            return True
         for link in self.solver.step.links:
             same = [math.isclose(own, kappa, rel_tol=1e-6) for own, _ in link.decays]
             if link.lower == group and not (same and all(same)):

@@ -110,11 +110,11 @@ class LearnerState(CompiledModel):
         if self.rule.predictor is not None:
             self.rule_state = self._new_rule_state()
         with self._on_devices():
-            self._check_readouts()
+            self._fit_rule_to_readouts()
             self._make_traces()
 
-    def _check_readouts(self) -> None:
-        """Raise if the rule needs a read-out and the model has none that fits.
+    def _fit_rule_to_readouts(self) -> None:
+        """Fit the rule to the read-outs of the model.
 
         Parameters that the model's step does not read may be a read-out in a step_fn.
         """
@@ -123,7 +123,7 @@ class LearnerState(CompiledModel):
         unread = [p for p in program.parameters if p.invar not in read]
         if not unread and not program.untouched_parameters:
             step = self._model_binding(self._example).step(False)
-            self.rule.check_readouts(step)
+            self.rule = self.rule.fitted_to(step)
 
     def _held(self) -> tuple[brainstate.State, ...]:
         """The states that a compiled loop of brainstate refers to."""

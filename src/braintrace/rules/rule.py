@@ -15,13 +15,13 @@ Parts that cannot be combined are refused where they meet, in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from ..compiled_step import CompiledStep, Tap
-from ..errors import CompilationError, three_parts
+from ..errors import three_parts
 from ..solver import (
     BlockSolver,
     Factorised,
@@ -148,11 +148,6 @@ class Rule:
                 "reach='local', or rule 'eprop'",
             ),
             (
-                self.filter is not None and not (to_readouts or self.is_modulated),
-                'the filter is the memory of a read-out',
-                "reach='readout', or no filter",
-            ),
-            (
                 self.filter is not None and not isinstance(self.trace, PerParameter),
                 'the filter acts on one trace for each parameter and position',
                 per_parameter,
@@ -270,22 +265,14 @@ class Rule:
         traces = Traces(step, storage, *given, self.reach == 'readout')
         return BlockSolver(step, traces, self.signal)
 
-    def check_readouts(self, step: CompiledStep) -> None:
-        """Raise if the rule acts at read-outs and a step has none, or none that fits."""
+    def fitted_to(self, step: CompiledStep) -> Rule:
+        """The rule for a model with these read-outs; an error if its weights do not fit
+        them. Without any, κ filters all that signals read."""
         if isinstance(self.signal, RandomFeedback):
             self.signal.check(step)
-        if self.filter is not None and not self.is_modulated and not step.links:
-            raise CompilationError(
-                three_parts(
-                    f'{self.name} with κ = {self.filter:g} without a read-out',
-                    'the filter acts on what a read-out reads of each unit, and no '
-                    'product '
-                    'with weights lies between the states and the outputs',
-                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, '
-                    'inside the '
-                    'model; or no filter',
-                )
-            )
+        if self.filter is None or step.links or self.reach != 'readout':
+            return self
+        return replace(self, reach='local')
 
     def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
         """What the rule keeps for itself at first: a modulator, a count, or a

@@ -60,7 +60,8 @@ class RandomFeedback:
 
     ``weights(n, shape, dtype)`` gives those of read-out n. ``align``: what one update
     leaves of their distance to the read-out's own weights, if they follow;
-    ``rule_state`` counts updates.
+    ``rule_state`` counts updates. Without a read-out the states are the outputs, which is
+    a read-out by the identity for each state.
     """
 
     weights: Callable[[int, tuple[int, ...], Any], jax.Array]
@@ -68,6 +69,8 @@ class RandomFeedback:
 
     def __call__(self, given: SignalInputs) -> Signals:
         """The signals of a block."""
+        if not given.step.readouts:
+            return self._mixed(given)
         feedback = self.feedback(given)
 
         def one(values: Values, cotangents: list[jax.Array]) -> Signals:
@@ -78,39 +81,39 @@ class RandomFeedback:
 
     def feedback(self, given: SignalInputs) -> Feedback:
         """The weights back from every read-out."""
-        found = {}
-        step, constants, rule_state = given.step, given.constants, given.rule_state
-        weights = [constants[key] for key in step.readouts.values()]
-        for readout, weight, fixed in zip(
-            step.readouts, weights, self._fixed(weights), strict=True
-        ):
+        readouts = given.step.readouts
+        weights = [given.constants[key] for key in readouts.values()]
+        back = self._back(weights, given.rule_state)
+        return dict(zip(readouts, back, strict=True))
+
+    def _back(self, weights: Sequence[Any], rule_state: Any) -> list[jax.Array]:
+        """What is in place of each of the weights now."""
+        found = []
+        for n, weight in enumerate(weights):
+            fixed = self.weights(n, weight.shape, weight.dtype)
             if self.align is not None:
                 left = self.align**rule_state
                 fixed = (1 - left) * weight + left * fixed
-            found[readout] = fixed.astype(weight.dtype)
+            found.append(fixed.astype(weight.dtype))
         return found
 
-    def _fixed(self, weights: Sequence[Any]) -> list[jax.Array]:
-        if not weights:
-            raise CompilationError(
-                three_parts(
-                    'feedback by random weights without a read-out',
-                    'no product with weights lies between the states and the loss, '
-                    'by which '
-                    'errors could be sent back',
-                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, '
-                    'inside the '
-                    "model; or feedback='symmetric'",
-                )
-            )
-        return [self.weights(n, w.shape, w.dtype) for n, w in enumerate(weights)]
+    def _mixed(self, given: SignalInputs) -> Signals:
+        """L of every state, sent to all units of its last axis."""
+        found = given.found
+        flat, shape_of = jax.tree.flatten(found.signals)
+        like = [jnp.eye(x.shape[-1], dtype=x.dtype) for x in flat]
+        back = self._back(like, given.rule_state)
+        mixed = [x @ weight.T for x, weight in zip(flat, back, strict=True)]
+        signals = jax.tree.unflatten(shape_of, mixed)
+        return Signals(found.results, signals, found.reads)
 
     def check(self, step: CompiledStep) -> None:
-        """Raise unless there is a read-out and weights for each."""
+        """Raise unless there are weights for each read-out."""
         given = Values(step.parameters), Values(step.states)
         constants = jax.eval_shape(step.constants, *given)
-        weights = [constants[key] for key in step.readouts.values()]
-        jax.eval_shape(lambda: self._fixed(weights))
+        for n, key in enumerate(step.readouts.values()):
+            weight = constants[key]
+            jax.eval_shape(lambda n=n, w=weight: self.weights(n, w.shape, w.dtype))
 
 
 @dataclass(frozen=True)
