@@ -61,11 +61,20 @@ class ArgumentError(ValueError, TypeError, AssertionError):
     """
 
 
-class CompilationError(Exception):
-    """A model cannot be turned into an eligibility-trace graph."""
+class UnknownParameter(UnknownName, ValueError):
+    """A parameter that a model does not have."""
 
 
-class InputError(CompilationError, ValueError):
+class NotCompiledError(ValueError, RuntimeError):
+    """A learner is used before it is compiled."""
+
+
+class CompilationError(ValueError, TypeError):
+    """A model cannot be turned into an eligibility-trace graph, or inputs or a step
+    function do not fit it."""
+
+
+class InputError(CompilationError):
     """Example inputs that are not those of the model's step."""
 
 

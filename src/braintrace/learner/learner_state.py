@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from ..compat import is_var
-from ..errors import CompilationError, NotSupportedError, three_parts
+from ..errors import (
+    CompilationError,
+    NotSupportedError,
+    UnknownParameter,
+    three_parts,
+)
 from ..frontends.brainstate import module_states
 from ..program import Path
 from ..program.data import first_step
@@ -296,6 +301,7 @@ class LearnerState(CompiledModel):
         each of these states that it is carried on, by number. pp_prop's traces are
         :class:`FactorTrace` of an input and such arrays.
         """
+        _ = self.graph  # refuses a learner that was not compiled
         path = self._path_of_parameter(path)
         start = '.'.join(map(str, path))
         mine = lambda names: any(n == start or n.startswith(start + '.') for n in names)
@@ -317,7 +323,7 @@ class LearnerState(CompiledModel):
             found = [path] if is_path and path in parameters else []
             shown = repr(given)
         if not found:
-            raise ValueError(
+            raise UnknownParameter(
                 three_parts(
                     f'get_etrace_of({shown})',
                     'the model has no such parameter',

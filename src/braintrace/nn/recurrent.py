@@ -475,7 +475,7 @@ def _activation(activation: Activation) -> Callable:
         else activation
     )
     if not callable(function):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'activation={activation!r}',
                 'an activation is a function, or the name of one in brainstate.nn',

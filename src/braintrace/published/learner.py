@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
+
 from ..errors import three_parts
 from ..learner.state import RuleState
 from ..rules import (
@@ -91,6 +93,27 @@ def _module(learner: Any) -> Any:
     return learner
 
 
+def _of_vmap(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A member that only a learner that maps its model has."""
+    return lambda learner: value(_module(learner))
+
+
+def _axis_size(learner: Any) -> int:
+    return jax.tree.leaves(learner._example)[0].shape[0]
+
+
+def _of_projection(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A member that only a learner by a random projection has."""
+
+    def of(learner: Any) -> Any:
+        if not isinstance(learner.rule.trace, RandomProjection):
+            kind = type(learner).__name__
+            raise AttributeError(f'{kind!r} object has no projection')
+        return value(learner.rule.trace)
+
+    return of
+
+
 def _path_to_states(learner: Any) -> Any:
     _ = learner.graph
     return learner.executor.path_to_states
@@ -149,6 +172,12 @@ def attach_synthesizer(learner: Any, synthesizer: Any) -> None:
 
 
 MEMBERS: dict[str, Callable[[Any], Any]] = {
+    'axis_name': _of_vmap(lambda learner: None),
+    'axis_size': _of_vmap(_axis_size),
+    'in_axes': _of_vmap(lambda learner: 0),
+    'out_axes': _of_vmap(lambda learner: 0),
+    'projection_eps': _of_projection(lambda trace: 1e-12),
+    'projection_key': _of_projection(lambda trace: trace.seed),
     'attach_synthesizer': lambda learner: partial(attach_synthesizer, learner),
     # Automatic here, and always so.
     'chunked_trace': lambda learner: True,

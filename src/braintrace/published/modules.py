@@ -8,6 +8,7 @@ not here.
 from __future__ import annotations
 
 import importlib
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -44,7 +45,7 @@ def spec(name: str) -> ModuleSpec | None:
     return ModuleSpec(name, _Public(), is_package=short in FOLDERS)
 
 
-class _Public:
+class _Public(Loader):
     """Makes modules that look their names up among the public ones."""
 
     def create_module(self, spec: ModuleSpec) -> None:

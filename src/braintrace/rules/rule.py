@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..compiled_step import CompiledStep, Tap
-from ..errors import three_parts
+from ..errors import ArgumentError, three_parts
 from ..solver import (
     BlockSolver,
     Factorised,
@@ -124,7 +124,7 @@ class Rule:
     def __post_init__(self) -> None:
         for is_wrong, why, fix in self._contradictions():
             if is_wrong:
-                raise ValueError(three_parts(self.name, why, fix))
+                raise ArgumentError(three_parts(self.name, why, fix))
 
     def _contradictions(self) -> list[tuple[bool, str, str]]:
         """(whether parts contradict each other, why, the fix)."""
