@@ -20,7 +20,7 @@ from brainstate.typing import ArrayLike
 from jax.nn import sigmoid
 
 from braintrace import ops
-from braintrace.errors import three_parts
+from braintrace.errors import ArgumentError, three_parts
 
 from .linear import ZERO, Linear
 
