@@ -946,3 +946,12 @@ def test_eprop_of_a_cell_alone(options):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert jnp.isfinite(a).all()
         assert not np.allclose(a, b, rtol=1e-3)
+
+
+def test_operations_of_the_first_version_have_their_weight_gradient():
+    x, y = jnp.arange(3.0), jnp.ones(4)
+    op = first.MatMulOp()
+    found = op.xy_to_dw(x, y, {'weight': jnp.ones((3, 4)), 'bias': jnp.zeros(4)})
+    close(found, {'weight': jnp.outer(x, y), 'bias': y})
+    with pytest.raises(NotImplementedError, match='get_etrace_of'):
+        op.dt_to_t(y, None)

@@ -42,6 +42,8 @@ of this package are functions, not primitives, so none of them is here."""
 class ETPPrimitive:
     """An operation by name; ``bind`` runs its function."""
 
+    multiple_results = False
+
     def __init__(self, name: str, impl_fn: Callable[..., Any] | None = None):
         self.name = name
         self.impl = impl_fn

@@ -33,7 +33,9 @@ def eprop(
     leaky read-outs, one for each decay there is, and filters nothing below a read-out
     without memory. A number is used for all read-outs, with memory or without; 0.0
     means no filter. The traces of the read-out's own weights and losses that do not
-    pass the read-out, as firing-rate penalties, are never filtered.
+    pass the read-out, as firing-rate penalties, are never filtered. In a model without a
+    read-out the states are the outputs: a number filters all traces, and random feedback
+    sends the error of each state to all units.
     ``random_feedback_key``: a whole number or a key of JAX.
 
     With symmetric feedback and no leaky read-out this is D_RTRL; with a leaky one and
