@@ -924,6 +924,24 @@ def test_members_of_mapped_and_projecting_learners():
             getattr(compiled(), name)
 
 
+def test_factors_of_traces():
+    learner = compiled('pp_prop', decay_or_rank=0.9)
+    learner(XS[0])
+    assert learner.etrace_xs.keys() == learner.etrace_dfs.keys()
+    (inputs, *_) = learner.etrace_xs.values()
+    assert isinstance(inputs, braintrace.EligibilityTrace)
+    name = ('rnn', 'Wh', 'weight')
+    (trace, *_) = learner.get_etrace_of(name).values()
+    assert any(
+        (x.value == trace.x).all()
+        for x in learner.etrace_xs.values()
+        if x.value.shape == trace.x.shape
+    )
+    assert not hasattr(compiled(), 'etrace_xs')
+    for members in ('etrace_bwg', 'etrace_xs', 'etrace_dfs'):
+        assert not hasattr(braintrace.D_RTRL(Net()), members)
+
+
 def test_a_rule_by_any_spelling_of_its_name():
     for name in ('esd_rtrl', 'ES_D_RTRL', 'es-d-rtrl'):
         assert isinstance(compiled(name, decay_or_rank=0.9), braintrace.ES_D_RTRL)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ..errors import three_parts
-from ..learner.state import RuleState
+from ..learner.state import EligibilityTrace, RuleState
 from ..rules import (
     Coupled,
     ETraceConfig,
@@ -21,6 +21,7 @@ from ..rules import (
     Window,
 )
 from ..solver import Factorised, Modulated, RandomFeedback, ScalarLeak
+from ..solver.factors import FactorTrace
 
 
 def init_etrace_state(learner: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,8 +132,33 @@ def _states_of_traces(learner: Any) -> dict[tuple, Any]:
         raise AttributeError(
             f'{kind!r} object has no etrace_bwg: its traces are factors'
         )
-    _ = learner.graph
+    _check_has_traces(learner)
     return dict(learner.traces)
+
+
+def _check_has_traces(learner: Any) -> None:
+    """An AttributeError, which `hasattr` takes as no, before traces are made."""
+    if not learner.is_compiled:
+        kind = type(learner).__name__
+        raise AttributeError(f'{kind!r} object has no traces: it is not compiled')
+
+
+def _factors(side: str) -> Callable[[Any], dict[tuple, EligibilityTrace]]:
+    """One side of factorised traces, by the names of the traces."""
+
+    def of(learner: Any) -> dict[tuple, EligibilityTrace]:
+        _check_has_traces(learner)
+        if not isinstance(learner.rule.trace, Factorised):
+            kind = type(learner).__name__
+            raise AttributeError(f'{kind!r} object has no factors: traces are whole')
+        found = {}
+        for path in learner.param_states:
+            for name, trace in learner.get_etrace_of(path).items():
+                if isinstance(trace, FactorTrace):
+                    found[name] = EligibilityTrace(getattr(trace, side))
+        return found
+
+    return of
 
 
 def _feedback(learner: Any) -> str:
@@ -183,6 +209,8 @@ MEMBERS: dict[str, Callable[[Any], Any]] = {
     'chunked_trace': lambda learner: True,
     'fast_solve': lambda learner: True,
     'etrace_bwg': _states_of_traces,
+    'etrace_dfs': _factors('f'),
+    'etrace_xs': _factors('x'),
     'feedback': _feedback,
     'config': lambda learner: config_of(learner.rule),
     'decay': _decay(None),
