@@ -69,13 +69,15 @@ class NotCompiledError(ValueError, RuntimeError):
     """A learner is used before it is compiled."""
 
 
-class CompilationError(ValueError, TypeError):
-    """A model cannot be turned into an eligibility-trace graph, or inputs or a step
-    function do not fit it."""
+class CompilationError(Exception):
+    """A model cannot be turned into an eligibility-trace graph."""
 
 
-class InputError(CompilationError):
-    """Example inputs that are not those of the model's step."""
+class InputError(CompilationError, ValueError, TypeError):
+    """Inputs or a step function that do not fit a model's step.
+
+    Code may catch it by each of these types, as :class:`ArgumentError`.
+    """
 
 
 class NotSupportedError(Exception):

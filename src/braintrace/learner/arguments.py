@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ArgumentError, CompilationError, one_of, three_parts
+from ..errors import ArgumentError, InputError, one_of, three_parts
 from ..frontends.failures import is_nested_list
 from ..program import Path
 from ..program.data import MultiStepData
@@ -166,7 +166,7 @@ def check_rank(args: tuple, example: tuple, extra: int) -> None:
         if 0 in jnp.shape(x)[: extra + 1] and 0 not in jnp.shape(e)[:1]:
             raise _empty(f'learner(...) on an input of shape {jnp.shape(x)}')
         if jnp.ndim(x) != jnp.ndim(e) + extra:
-            raise CompilationError(
+            raise InputError(
                 three_parts(
                     f'learner(...) on an input of shape {jnp.shape(x)}',
                     f'the model was compiled for inputs of shape {jnp.shape(e)}, '

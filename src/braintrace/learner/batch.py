@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._brainstate import brainstate
-from ..errors import CompilationError, three_parts
+from ..errors import CompilationError, InputError, three_parts
 from ..program import Path
 
 Shape = tuple[int, ...]
@@ -61,10 +61,10 @@ def batch_explained(
     try:
         yield
     except (*_OF_SHAPES, brainstate.BrainStateError) as error:
-        raise CompilationError(text) from error
+        raise InputError(text) from error
     # States of one sample may have been broadcast to the batch of the inputs.
     if any(states().get(path) != shape for path, shape in compiled_states.items()):
-        raise CompilationError(text)
+        raise InputError(text)
 
 
 def _other_batch(args: tuple, example: tuple, compiled: int, time: bool) -> int | None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ArgumentError, CompilationError, three_parts
+from ..errors import ArgumentError, InputError, three_parts
 from ..program import Path
 
 
@@ -127,7 +127,7 @@ def spared(window: tuple, weights: Any) -> tuple:
 def weights_like(loss: Any, size: int, per_step: Any, per_window: Any) -> Any:
     """The weights of a window's loss: of its steps, or of the window."""
     if jnp.shape(loss) not in ((), (size,)):
-        raise CompilationError(
+        raise InputError(
             three_parts(
                 f'a step_fn whose loss has shape {jnp.shape(loss)}, with '
                 f'chunk_size={size}',
@@ -162,7 +162,7 @@ def check_aux(structure: Any, has_aux: bool) -> None:
         else structure.num_leaves == 1
     ):
         return
-    raise CompilationError(
+    raise InputError(
         three_parts(
             f'a step_fn that returns {structure} with has_aux={has_aux}',
             'a step gives its loss, or with has_aux=True, which fit sets if it has '
@@ -172,8 +172,8 @@ def check_aux(structure: Any, has_aux: bool) -> None:
     )
 
 
-def never_called() -> CompilationError:
-    return CompilationError(
+def never_called() -> InputError:
+    return InputError(
         three_parts(
             'a step_fn that never calls the learner',
             'then no step of the model is run, and there is no gradient',
