@@ -105,7 +105,8 @@ class Rule:
     and time, in B batch, I inputs, H units, S states of a unit, T steps. ``use``: what
     it is used for. ``reach``: 'local', or 'readout' for traces that hold the memory of
     leaky read-outs. ``deep``: credit passes from layer to layer inside a call.
-    ``multi_step``: every call is an exact window.
+    ``multi_step``: every call is an exact window. ``filters_all``: the filter is of all
+    that signals read, as the model has no read-out.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Rule:
     reach: str = 'local'
     deep: bool = False
     multi_step: bool = False
+    filters_all: bool = False
 
     def __post_init__(self) -> None:
         for is_wrong, why, fix in self._contradictions():
@@ -146,6 +148,11 @@ class Rule:
                 to_readouts and self.is_modulated,
                 'a modulator replaces what the read-out sends back',
                 "reach='local', or rule 'eprop'",
+            ),
+            (
+                self.filter is not None and not (to_readouts or self.is_modulated),
+                'the filter is the memory of a read-out',
+                "reach='readout', or no filter",
             ),
             (
                 self.filter is not None and not isinstance(self.trace, PerParameter),
@@ -262,7 +269,8 @@ class Rule:
             return InfluenceSolver(step, trace.influence(step))
         storage = trace if isinstance(trace, Factorised) else PerParameter()
         given = (self.recursion, self.filter, is_traced, dtype, every_component)
-        traces = Traces(step, storage, *given, self.reach == 'readout')
+        to_readouts = self.reach == 'readout' and not self.filters_all
+        traces = Traces(step, storage, *given, to_readouts)
         return BlockSolver(step, traces, self.signal)
 
     def fitted_to(self, step: CompiledStep) -> Rule:
@@ -270,9 +278,9 @@ class Rule:
         them. Without any, κ filters all that signals read."""
         if isinstance(self.signal, RandomFeedback):
             self.signal.check(step)
-        if self.filter is None or step.links or self.reach != 'readout':
+        if self.filter is None or step.links or self.is_modulated:
             return self
-        return replace(self, reach='local')
+        return replace(self, filters_all=True)
 
     def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
         """What the rule keeps for itself at first: a modulator, a count, or a
