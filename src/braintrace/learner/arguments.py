@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ArgumentError, CompilationError, one_of, three_parts
+from ..errors import ArgumentError, InputError, one_of, three_parts
 from ..frontends.failures import is_nested_list
 from ..program import Path
 from ..program.data import MultiStepData
@@ -52,7 +52,7 @@ def check_combination(rule: Rule, trace: Any, trace_dtype: Any) -> None:
     ]
     for is_wrong, *parts in wrong:
         if is_wrong:
-            raise ValueError(three_parts(*parts))
+            raise ArgumentError(three_parts(*parts))
 
 
 def rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
@@ -63,7 +63,7 @@ def rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
         or not isinstance(given_rules, Sequence)
         or not given_rules
     ):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'rules={given_rules!r}',
                 'it is a list of rules to compare',
@@ -75,7 +75,7 @@ def rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
         name = one if isinstance(one, str) else getattr(one, '__name__', None)
         rule = named(name).default if name else getattr(one, 'rule', one)
         if not isinstance(rule, Rule):
-            raise ValueError(
+            raise ArgumentError(
                 three_parts(
                     f'{one!r} among rules',
                     'it is no rule',
@@ -89,7 +89,7 @@ def rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
 
 def check_block(block: Any) -> None:
     if block is not None and (not isinstance(block, int) or block < 1):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'block={block!r}',
                 'a block has at least one step',
@@ -101,7 +101,7 @@ def check_block(block: Any) -> None:
 def check_directions(directions: Any) -> None:
     whole = isinstance(directions, (int, np.integer))
     if not whole or isinstance(directions, bool) or directions < 0:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'directions={directions!r}',
                 'it is the number of random directions that the cosine is estimated '
@@ -113,7 +113,7 @@ def check_directions(directions: Any) -> None:
 
 def check_bytes(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(f'{name}={value!r}', 'it is a number of bytes', f'{name}=2**30')
         )
 
@@ -122,13 +122,15 @@ def check_modulator(value: Any) -> None:
     if isinstance(value, MultiStepData):
         why = 'a window has one modulator'
         fix = 'one modulator for the window, or steps one by one: learner(x, modulator=m), also in a step_fn'
-        raise ValueError(three_parts('a modulator for each step of a window', why, fix))
+        raise ArgumentError(
+            three_parts('a modulator for each step of a window', why, fix)
+        )
     try:
         real = not jnp.iscomplexobj(jnp.asarray(value))
     except (TypeError, ValueError):
         real = False
     if not real:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'modulator={value!r}',
                 'it is a number or an array of them',
@@ -144,7 +146,7 @@ def check_trace_dtype(dtype: Any) -> None:
     except TypeError:
         fits = False
     if not fits:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'trace_dtype={dtype!r}',
                 'traces are real numbers',
@@ -164,7 +166,7 @@ def check_rank(args: tuple, example: tuple, extra: int) -> None:
         if 0 in jnp.shape(x)[: extra + 1] and 0 not in jnp.shape(e)[:1]:
             raise _empty(f'learner(...) on an input of shape {jnp.shape(x)}')
         if jnp.ndim(x) != jnp.ndim(e) + extra:
-            raise CompilationError(
+            raise InputError(
                 three_parts(
                     f'learner(...) on an input of shape {jnp.shape(x)}',
                     f'the model was compiled for inputs of shape {jnp.shape(e)}, '
@@ -195,7 +197,7 @@ def check_batch_size(batch_size: Any) -> None:
         batch_size, bool
     )
     if not whole or batch_size < 1:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'batch_size={batch_size!r}',
                 'it is the number of samples in a batch',
@@ -216,7 +218,7 @@ def check_batch(inputs: tuple, batch_size: int | None) -> None:
         and shapes
         and not any(batch_size in shape for shape in shapes)
     ):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'batch_size={batch_size} with example inputs of shapes {shapes}',
                 'no input has an axis of that size, so all samples would silently '
@@ -242,7 +244,7 @@ def length_of(sequences: tuple, step_fn: Callable[..., Any] | None = None) -> in
     shapes = [jnp.shape(x) for x in jax.tree.leaves(sequences)]
     lengths = {shape[0] for shape in shapes if shape}
     if len(lengths) != 1 or 0 in lengths or () in shapes:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'sequences of shapes {shapes}',
                 'time is the first axis of every sequence, and all have the same '
@@ -322,7 +324,7 @@ def check_paths(name: str, given: Any, parameters: Mapping[Path, Any]) -> None:
     unknown = [path for path in given if path not in parameters] if listed else given
     if unknown or not listed:
         some = f'some of {", ".join(map(repr, parameters))}'
-        raise ValueError(
+        raise ArgumentError(
             three_parts(f'{name}={unknown!r}', 'the model has no such parameters', some)
         )
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._brainstate import brainstate
-from ..errors import CompilationError, three_parts
+from ..errors import CompilationError, InputError, three_parts
 from ..program import Path
 
 Shape = tuple[int, ...]
@@ -17,7 +17,7 @@ _OF_SHAPES = (TypeError, ValueError, CompilationError)
 """Errors of shapes that do not fit; modules of brainstate wrap them."""
 
 
-class BatchError(CompilationError):
+class BatchError(InputError):
     """Inputs of another batch than the one that a learner was compiled for."""
 
     def __init__(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..analysis.graph import Analysed, analyse
 from ..compat import Var, is_differentiable, is_var
 from ..compiled_step import CompiledStep, Tap, Values
-from ..errors import CompilationError, three_parts
+from ..errors import CompilationError, InputError, three_parts
 from ..frontends.brainstate import (
     ModuleInfo,
     known_states,
@@ -301,7 +301,7 @@ def check_loss(outputs: Sequence[Any]) -> None:
     if is_scalar and jnp.issubdtype(outputs[0].aval.dtype, jnp.floating):
         return
     got = outputs[0].aval.str_short() if outputs else 'nothing'
-    raise CompilationError(
+    raise InputError(
         three_parts(
             f'a step_fn whose loss is {got}',
             'gradients are taken of one real number for each step',

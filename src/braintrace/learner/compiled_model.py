@@ -19,7 +19,13 @@ from brainstate.util import FlattedDict
 
 from ..analysis.diagnostics import CUTS
 from ..analysis.graph import ETraceGraph
-from ..errors import ArgumentError, NotSupportedError, printable, three_parts
+from ..errors import (
+    ArgumentError,
+    NotCompiledError,
+    NotSupportedError,
+    printable,
+    three_parts,
+)
 from ..frontends.brainstate import known_states, module_states, trace_step
 from ..lowering.executor import ETraceGraphExecutor
 from ..program import Path
@@ -340,7 +346,7 @@ class CompiledModel(brainstate.nn.Module):
         """The compiled graph of the model's step."""
         if not self.executor.is_compiled:
             rule = type(self).__name__
-            raise ValueError(
+            raise NotCompiledError(
                 three_parts(
                     f'a {rule} learner used before compiling',
                     'its graph and traces are made from one step on example inputs',

@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from ..compat import is_var
-from ..errors import CompilationError, NotSupportedError, three_parts
+from ..errors import (
+    CompilationError,
+    NotSupportedError,
+    UnknownParameter,
+    three_parts,
+)
 from ..frontends.brainstate import known_states, module_states
 from ..program import Path
 from ..program.data import first_step
@@ -110,11 +115,11 @@ class LearnerState(CompiledModel):
         if self.rule.predictor is not None:
             self.rule_state = self._new_rule_state()
         with self._on_devices():
-            self._check_readouts()
+            self._fit_rule_to_readouts()
             self._make_traces()
 
-    def _check_readouts(self) -> None:
-        """Raise if the rule needs a read-out and the model has none that fits.
+    def _fit_rule_to_readouts(self) -> None:
+        """Fit the rule to the read-outs of the model.
 
         Parameters that the model's step does not read may be a read-out in a step_fn.
         """
@@ -123,7 +128,7 @@ class LearnerState(CompiledModel):
         unread = [p for p in program.parameters if p.invar not in read]
         if not unread and not program.untouched_parameters:
             step = self._model_binding(self._example).step(False)
-            self.rule.check_readouts(step)
+            self.rule = self.rule.fitted_to(step)
 
     def _held(self) -> tuple[brainstate.State, ...]:
         """The states that a compiled loop of brainstate refers to."""
@@ -296,6 +301,7 @@ class LearnerState(CompiledModel):
         each of these states that it is carried on, by number. pp_prop's traces are
         :class:`FactorTrace` of an input and such arrays.
         """
+        _ = self.graph  # refuses a learner that was not compiled
         path = self._path_of_parameter(path)
         start = '.'.join(map(str, path))
         mine = lambda names: any(n == start or n.startswith(start + '.') for n in names)
@@ -317,7 +323,7 @@ class LearnerState(CompiledModel):
             found = [path] if is_path and path in parameters else []
             shown = repr(given)
         if not found:
-            raise ValueError(
+            raise UnknownParameter(
                 three_parts(
                     f'get_etrace_of({shown})',
                     'the model has no such parameter',

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import three_parts
+from ..errors import ArgumentError, three_parts
 from ..program import Path
 from ..program.step import path_name
 
@@ -38,7 +38,7 @@ def write_weights(parameters: States, weights: Mapping[Any, Any]) -> None:
     arrays = named_arrays({path: s.value for path, s in parameters.items()})
     given = _given_by_name(parameters, weights)
     if notes := _differences(given, arrays):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 'set_weights with the weights of another model',
                 notes,
@@ -122,7 +122,7 @@ def read_safetensors(parameters: States, file: str | FilePath) -> None:
     except Exception as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'weights from {str(file)!r}',
                 f'it cannot be read: {type(error).__name__}: {error}',
@@ -132,7 +132,7 @@ def read_safetensors(parameters: States, file: str | FilePath) -> None:
     wanted = named_arrays({path: s.value for path, s in parameters.items()})
     missing = [f'no {name}' for name in wanted if name not in arrays]
     if notes := _differences(arrays, wanted) or '; '.join(missing[:5]):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'weights from {str(file)!r} for this model',
                 f'it was written from another: {notes}',
