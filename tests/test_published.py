@@ -811,3 +811,165 @@ def test_the_table_of_scripts():
     table = (ROOT / 'published' / 'results.md').read_text().splitlines()[2:]
     assert {line.split('|')[1].strip() for line in table} == every
     assert all(line.split('|')[2].strip() == 'yes' for line in table)
+
+
+# ---------------------------------------------------------------- modules and errors
+
+PLACES = {
+    '_algorithm._common': 'FixedRandomFeedback KappaFilter',
+    '_algorithm.axes': 'ETraceConfig',
+    '_algorithm.base': 'ETraceAlgorithm',
+    '_algorithm.d_rtrl': 'D_RTRL',
+    '_algorithm.dni': 'DNI SyntheticGradient train_synthetic_gradient',
+    '_algorithm.e_prop': 'EProp',
+    '_algorithm.graph_executor': 'ETraceGraphExecutor',
+    '_algorithm.io_dim_vjp': 'IODimVjpAlgorithm',
+    '_algorithm.ostl': 'OSTLFeedforward',
+    '_algorithm.param_dim_vjp': 'ParamDimVjpAlgorithm',
+    '_algorithm.random_projection_vjp': 'RandomProjectionVjpAlgorithm',
+    '_algorithm.sequence': 'ETraceVmap SequenceDriverMixin',
+    '_algorithm.snap_n': 'SnAp',
+    '_algorithm.three_factor': 'ThreeFactor',
+    '_algorithm.uoro': 'UORO',
+    '_algorithm.vjp_base': 'ETraceVjpAlgorithm',
+    '_algorithm.vjp_graph_executor': 'ETraceVjpGraphExecutor',
+    '_compile': 'compile',
+    '_compiler.canonicalize': 'ControlFlowPolicy',
+    '_compiler.diagnostics': 'CompilationRecord DiagnosticKind DiagnosticLevel',
+    '_compiler.graph': 'ETraceGraph compile_etrace_graph',
+    '_compiler.hid_param_op': 'HiddenParamOpRelation',
+    '_compiler.hidden_group': 'HiddenGroup find_hidden_groups_from_module',
+    '_compiler.hidden_pertubation': 'HiddenPerturbation',
+    '_compiler.module_info': 'ModuleInfo extract_module_info',
+    '_compiler.report': 'CompilationReport',
+    '_grad_exponential': 'GradExpon',
+    '_op._primitive': 'ETPPrimitive register_primitive',
+    '_op.conv': 'conv',
+    '_op.dense': 'matmul',
+    '_op.einsum': 'einsum',
+    '_op.elemwise': 'element_wise',
+    '_op.embedding': 'embedding',
+    '_op.grouped': 'grouped_matmul',
+    '_op.lora': 'lora_matmul',
+    '_op.sparse': 'sparse_matmul',
+    'nn._conv': 'Conv1d Conv2d Conv3d',
+    'nn._embedding': 'Embedding',
+    'nn._linear': 'GroupedLinear Linear LoRA ScaledWSLinear SparseLinear',
+    'nn._readout': 'LeakyRateReadout',
+    'nn._rnn': 'CFNCell GRUCell LRUCell LSTMCell MGUCell ValinaRNNCell',
+}
+"""Modules of the published package and public names that their `__module__` puts there."""
+
+
+def test_public_names_are_found_in_the_published_modules():
+    for place, names in PLACES.items():
+        module = importlib.import_module(f'braintrace.{place}')
+        whole = braintrace.nn if place.startswith('nn.') else braintrace
+        for name in names.split():
+            assert getattr(module, name) is getattr(whole, name), (place, name)
+    assert braintrace._compiler.graph is importlib.import_module(
+        'braintrace._compiler.graph'
+    )
+    assert braintrace._op.ETP_PRIMITIVES is published.file('primitives').REGISTERED
+
+
+def test_private_names_of_the_published_modules_are_not_found():
+    with pytest.raises(ImportError, match='cannot import name'):
+        exec('from braintrace._compiler.graph import private')
+    with pytest.raises(AttributeError, match='public names of braintrace alone'):
+        _ = braintrace._compiler.graph.private
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module('braintrace._compiler.nothing')
+    with pytest.raises(AttributeError, match='no attribute'):
+        _ = braintrace._nothing
+
+
+def test_errors_can_be_caught_by_the_published_types():
+    learner = braintrace.D_RTRL(Net())
+    for use in (lambda: learner.report, lambda: learner.get_etrace_of(('out',))):
+        with pytest.raises(RuntimeError, match='before compiling'):
+            use()
+    learner = compiled()
+    for unknown in (('nothing',), None):
+        with pytest.raises(KeyError, match=r'no such parameter\n  Fix: '):
+            learner.get_etrace_of(unknown)
+    step = step_of(learner)
+    for options in ({'chunk_size': 2.0}, {'chunk_size': 'a'}, {'weights': 3}):
+        with pytest.raises(TypeError, match='Fix: '):
+            learner.etrace_grad(XS, YS, step_fn=step, **options)
+    with pytest.raises(ValueError, match='one real number'):
+        learner.etrace_grad(XS, YS, step_fn=lambda x, y: learner(x)[:, 0])
+    with pytest.raises(TypeError, match='Fix: '):
+        learner(jnp.ones((B, INPUTS + 1)))
+    for options in ({'config': 3}, {'trace_dtype': 3}):
+        with pytest.raises(TypeError, match='Fix: '):
+            braintrace.D_RTRL(Net(), **options)
+    for size in (0, 'a', 2.0):
+        with pytest.raises(TypeError, match='Fix: '):
+            braintrace.compile(Net(), 'd_rtrl', XS[0], batch_size=size)
+    with pytest.raises(TypeError, match='Fix: '):
+        braintrace.ETraceConfig(sparse_n=1.5)
+    with pytest.raises(AssertionError, match='Fix: '):
+        braintrace.nn.GRUCell(2, 3, activation=3)
+
+
+def test_members_of_mapped_and_projecting_learners():
+    learner = braintrace.compile(Net(), 'd_rtrl', XS[0], batch_size=B, vmap=True)
+    assert (learner.in_axes, learner.out_axes) == (0, 0)
+    assert (learner.axis_size, learner.axis_name) == (B, None)
+    projecting = braintrace.UORO(Net(), projection_key=7)
+    assert (projecting.projection_key, projecting.projection_eps) == (7, 1e-12)
+    for name in ('axis_size', 'projection_key'):
+        with pytest.raises(AttributeError):
+            getattr(compiled(), name)
+
+
+def test_factors_of_traces():
+    learner = compiled('pp_prop', decay_or_rank=0.9)
+    learner(XS[0])
+    assert learner.etrace_xs.keys() == learner.etrace_dfs.keys()
+    (inputs, *_) = learner.etrace_xs.values()
+    assert isinstance(inputs, braintrace.EligibilityTrace)
+    name = ('rnn', 'Wh', 'weight')
+    (trace, *_) = learner.get_etrace_of(name).values()
+    assert any(
+        (x.value == trace.x).all()
+        for x in learner.etrace_xs.values()
+        if x.value.shape == trace.x.shape
+    )
+    assert not hasattr(compiled(), 'etrace_xs')
+    for members in ('etrace_bwg', 'etrace_xs', 'etrace_dfs'):
+        assert not hasattr(braintrace.D_RTRL(Net()), members)
+
+
+def test_a_rule_by_any_spelling_of_its_name():
+    for name in ('esd_rtrl', 'ES_D_RTRL', 'es-d-rtrl'):
+        assert isinstance(compiled(name, decay_or_rank=0.9), braintrace.ES_D_RTRL)
+    for name in ('e_prop', 'eprop', 'EProp'):
+        assert isinstance(compiled(name), braintrace.EProp)
+
+
+@pytest.mark.parametrize(
+    'options', [{'kappa_filter_decay': 0.8}, {'feedback': 'random'}], ids=str
+)
+def test_eprop_of_a_cell_alone(options):
+    """Tests of the published package compile cells without a read-out."""
+    cell = braintrace.nn.MiniGRU(INPUTS, H)
+    learner = compiled('eprop', cell, **options)
+    step = lambda x: jnp.mean(learner(x) ** 2)
+    found = learner.etrace_grad(XS, step_fn=step)
+    plain = compiled('d_rtrl', cell)
+    step = lambda x: jnp.mean(plain(x) ** 2)
+    wanted = plain.etrace_grad(XS, step_fn=step)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert jnp.isfinite(a).all()
+        assert not np.allclose(a, b, rtol=1e-3)
+
+
+def test_operations_of_the_first_version_have_their_weight_gradient():
+    x, y = jnp.arange(3.0), jnp.ones(4)
+    op = first.MatMulOp()
+    found = op.xy_to_dw(x, y, {'weight': jnp.ones((3, 4)), 'bias': jnp.zeros(4)})
+    close(found, {'weight': jnp.outer(x, y), 'bias': y})
+    with pytest.raises(NotImplementedError, match='get_etrace_of'):
+        op.dt_to_t(y, None)

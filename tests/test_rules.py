@@ -412,13 +412,47 @@ def test_adaptive_feedback_comes_closer_to_the_weights_with_every_update():
         )
 
 
-@pytest.mark.parametrize(
-    'options', [{'feedback': 'random'}, {'kappa_filter_decay': 0.9}]
-)
-def test_feedback_and_filter_need_a_readout(options):
-    x = jnp.ones((B, I), jnp.float32)
-    with pytest.raises(braintrace.CompilationError, match='without a read-out'):
-        braintrace.compile(nn.GRUCell(I, H), 'eprop', x, batch_size=B, **options)
+class NoReadout(brainstate.nn.Module):
+    """A leaky integrator whose states are its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        drawn = np.random.default_rng(3).normal(size=(I, H))
+        self.w = brainstate.ParamState(jnp.asarray(drawn, jnp.float64))
+
+    def init_state(self, batch_size=None):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+
+    def update(self, x):
+        self.h.value = 0.8 * self.h.value + x @ self.w.value
+        return self.h.value
+
+
+def test_a_filter_without_a_readout_is_of_the_trace():
+    """Σ_t L_t ē_t by hand."""
+    rng = np.random.default_rng(4)
+    xs, ys = rng.normal(size=(6, B, I)), rng.normal(size=(6, B, H))
+    learner = braintrace.compile(
+        NoReadout(), 'eprop', jnp.asarray(xs[0]), batch_size=B, kappa=0.7
+    )
+    h, trace, filtered, wanted = np.zeros((B, H)), 0, 0, 0
+    for x, y in zip(xs, ys, strict=True):
+        h = 0.8 * h + x @ np.asarray(learner.model.w.value)
+        trace = 0.8 * trace + x
+        filtered = 0.7 * filtered + trace
+        wanted = wanted + filtered.T @ (h - y)
+    step = lambda x, y: jnp.sum((learner(x) - y) ** 2) / 2
+    given = {'step_fn': step, 'reduction': 'sum'}
+    for fresh in (True, False):
+        found = learner.etrace_grad(xs, ys, fresh=fresh, **given)
+        close(found['w',], wanted)
+        learner.reset_state()
+    by_calls = 0
+    for x, y in zip(xs, ys, strict=True):
+        loss = lambda x=x, y=y: step(x, y)
+        by_calls += brainstate.transform.grad(loss, learner.param_states)()['w',]
+    close(by_calls, wanted)
+    assert learner.report.gradients['w'].kind == 'approximate'
 
 
 def test_rflo_with_the_feedback_of_its_paper():

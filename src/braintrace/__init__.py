@@ -5,6 +5,7 @@ Importing the package takes no time; its names, JAX and brainstate are loaded wh
 of the names is first used.
 """
 
+import sys as _sys
 import typing as _typing
 import warnings as _warnings
 from importlib import import_module as _import_module
@@ -53,14 +54,30 @@ else:
     def __getattr__(name: str) -> _typing.Any:
         """A part of the package, a public name, or one of the published package."""
         # Python looks up many such names that no module has.
-        if name.startswith('_') and name != '__all__':
+        if name.startswith('__') and name != '__all__':
             raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
         if name != '__all__' and _find_spec(f'{__name__}.{name}'):
             return _outside_traces(name)
+        if name.startswith('_') and name != '__all__':
+            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
         return getattr(_load(), name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_load().__all__})
+
+
+class _PublishedModules:
+    """Finds the modules of the published package's public names; asked last."""
+
+    @staticmethod
+    def find_spec(name: str, path: _typing.Any = None, target: object = None) -> object:
+        """How to make a module; None for all others."""
+        if not name.startswith((f'{__name__}._', f'{__name__}.nn._')):
+            return None
+        return _import_module('.published.modules', __name__).spec(name)
+
+
+_sys.meta_path.append(_PublishedModules)  # type: ignore[arg-type]
 
 
 def _load() -> _typing.Any:

@@ -61,12 +61,23 @@ class ArgumentError(ValueError, TypeError, AssertionError):
     """
 
 
+class UnknownParameter(UnknownName, ValueError):
+    """A parameter that a model does not have."""
+
+
+class NotCompiledError(ValueError, RuntimeError):
+    """A learner is used before it is compiled."""
+
+
 class CompilationError(Exception):
     """A model cannot be turned into an eligibility-trace graph."""
 
 
-class InputError(CompilationError, ValueError):
-    """Example inputs that are not those of the model's step."""
+class InputError(CompilationError, ValueError, TypeError):
+    """Inputs or a step function that do not fit a model's step.
+
+    Code may catch it by each of these types, as :class:`ArgumentError`.
+    """
 
 
 class NotSupportedError(Exception):

@@ -49,7 +49,7 @@ def explain_failure(
     # The text of a KeyError is the repr of its message.
     is_quoted = isinstance(error, KeyError) and len(error.args) == 1
     text = str(error.args[0] if is_quoted else error).replace('\n', '\n    ')
-    return CompilationError(
+    return InputError(
         three_parts(
             f'{what} of {name} on inputs of shapes {shapes}',
             f'the step itself fails with {type(error).__name__}: {text}{line}',

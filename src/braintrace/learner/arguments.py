@@ -42,7 +42,7 @@ def check_options(
     """Raise unless a learner of the rule can have these options."""
     _check_combination(rule, trace, trace_dtype)
     if block is not None and (not isinstance(block, int) or block < 1):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'block={block!r}',
                 'a block has at least one step',
@@ -51,7 +51,7 @@ def check_options(
         )
     _check_trace_dtype(trace_dtype)
     if not isinstance(max_trace_bytes, (int, float)) or not max_trace_bytes >= 0:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'max_trace_bytes={max_trace_bytes!r}',
                 'it is a number of bytes',
@@ -83,7 +83,7 @@ def _check_combination(rule: Rule, trace: Any, trace_dtype: Any) -> None:
     ]
     for is_wrong, *parts in wrong:
         if is_wrong:
-            raise ValueError(three_parts(*parts))
+            raise ArgumentError(three_parts(*parts))
 
 
 def _check_trace_dtype(dtype: Any) -> None:
@@ -93,7 +93,7 @@ def _check_trace_dtype(dtype: Any) -> None:
     except TypeError:
         fits = False
     if not fits:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'trace_dtype={dtype!r}',
                 'traces are real numbers',
@@ -109,13 +109,15 @@ def check_modulator(value: Any) -> None:
             'one modulator for the window, or steps one by one: '
             'learner(x, modulator=m), also in a step_fn'
         )
-        raise ValueError(three_parts('a modulator for each step of a window', why, fix))
+        raise ArgumentError(
+            three_parts('a modulator for each step of a window', why, fix)
+        )
     try:
         real = not jnp.iscomplexobj(jnp.asarray(value))
     except (TypeError, ValueError):
         real = False
     if not real:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'modulator={value!r}',
                 'it is a number or an array of them',
@@ -139,7 +141,7 @@ def length_of(sequences: tuple, step_fn: Callable[..., Any] | None = None) -> in
     shapes = [jnp.shape(x) for x in jax.tree.leaves(sequences)]
     lengths = {shape[0] for shape in shapes if shape}
     if len(lengths) != 1 or 0 in lengths or () in shapes:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'sequences of shapes {shapes}',
                 'time is the first axis of every sequence, and all have the same '

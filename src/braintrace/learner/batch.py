@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._brainstate import brainstate
-from ..errors import CompilationError, three_parts
+from ..errors import ArgumentError, CompilationError, InputError, three_parts
 from ..program import Path
 
 Shape = tuple[int, ...]
@@ -28,7 +28,7 @@ def check_batch_size(batch_size: Any) -> None:
         batch_size, bool
     )
     if not whole or batch_size < 1:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'batch_size={batch_size!r}',
                 'it is the number of samples in a batch',
@@ -49,7 +49,7 @@ def check_batch(inputs: tuple, batch_size: int | None) -> None:
         and shapes
         and not any(batch_size in shape for shape in shapes)
     ):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'batch_size={batch_size} with example inputs of shapes {shapes}',
                 'no input has an axis of that size, so all samples would silently '
@@ -71,7 +71,7 @@ def check_rank(args: tuple, example: tuple, extra: int) -> None:
         if 0 in jnp.shape(x)[: extra + 1] and 0 not in jnp.shape(e)[:1]:
             raise _empty(f'learner(...) on an input of shape {jnp.shape(x)}')
         if jnp.ndim(x) != jnp.ndim(e) + extra:
-            raise CompilationError(
+            raise InputError(
                 three_parts(
                     f'learner(...) on an input of shape {jnp.shape(x)}',
                     f'the model was compiled for inputs of shape {jnp.shape(e)}, '
@@ -94,7 +94,7 @@ def _empty(what: str) -> ValueError:
     )
 
 
-class BatchError(CompilationError):
+class BatchError(InputError):
     """Inputs of another batch than the one that a learner was compiled for."""
 
     def __init__(

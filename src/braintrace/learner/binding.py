@@ -20,7 +20,12 @@ import jax.numpy as jnp
 from ..analysis.analysed import Analysed, analyse
 from ..compat import Var, is_differentiable, is_var
 from ..compiled_step import CompiledStep, Tap, Values
-from ..errors import CompilationError, RecompilationWarning, three_parts
+from ..errors import (
+    CompilationError,
+    InputError,
+    RecompilationWarning,
+    three_parts,
+)
 from ..frontends.brainstate import (
     ModuleInfo,
     known_states,
@@ -496,7 +501,7 @@ def check_loss(outputs: Sequence[Any]) -> None:
     if is_scalar and jnp.issubdtype(outputs[0].aval.dtype, jnp.floating):
         return
     got = outputs[0].aval.str_short() if outputs else 'nothing'
-    raise CompilationError(
+    raise InputError(
         three_parts(
             f'a step_fn whose loss is {got}',
             'gradients are taken of one real number for each step',
@@ -514,7 +519,7 @@ def check_aux(structure: Any, has_aux: bool) -> None:
         else structure.num_leaves == 1
     ):
         return
-    raise CompilationError(
+    raise InputError(
         three_parts(
             f'a step_fn that returns {structure} with has_aux={has_aux}',
             'a step gives its loss, or with has_aux=True, which fit sets if it has '

@@ -105,9 +105,9 @@ def _take_rule(preset: Preset, options: dict[str, Any]) -> Rule:
         options['seed'] = options.pop('projection_key')
     given = {name: options.pop(name) for name in own if name in options}
     config = options.pop('config', None)
-    rule = preset.make(**given) if config is None else config.rule
     if config is not None:
         _check_config(preset, config, given)
+    rule = preset.make(**given) if config is None else config.rule
     if feedback_key is not None and isinstance(rule.signal, RandomFeedback):
         rule = replace(rule, signal=feedback_signal('random', feedback_key))
     return rule
@@ -150,6 +150,14 @@ def _check_config(preset: Preset, config: ETraceConfig, given: Mapping) -> None:
     Decays are part of a configuration, and those beside it are left out: constructors
     of the published package have to be given some.
     """
+    if not isinstance(config, ETraceConfig):
+        raise TypeError(
+            three_parts(
+                f'{preset.title}(config={config!r})',
+                'a configuration names the parts of a rule',
+                'config=ETraceConfig(...)',
+            )
+        )
     beside = given.keys() - {'decay_or_rank'}
     if family(config.rule) is not family(preset.default) or beside:
         raise ValueError(

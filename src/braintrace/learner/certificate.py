@@ -20,7 +20,7 @@ import numpy as np
 from scipy.special import chdtri
 
 from ..compiled_step import CompiledStep, Key, Values
-from ..errors import UnknownName, one_of, printable, three_parts
+from ..errors import ArgumentError, UnknownName, one_of, printable, three_parts
 from ..program import Parameter
 from ..program.step import path_name
 from ..solver import Solved
@@ -176,7 +176,7 @@ def check_directions(directions: Any) -> None:
     """Raise unless it is a number of random directions."""
     whole = isinstance(directions, (int, np.integer))
     if not whole or isinstance(directions, bool) or directions < 0:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'directions={directions!r}',
                 'it is the number of random directions that the cosine is estimated '

@@ -170,6 +170,8 @@ class _Facts:
         kappa = self.rule.filter
         if kappa is None:
             return False
+        if self.rule.filters_all:
+            return True
         for link in self.solver.step.links:
             same = [math.isclose(own, kappa, rel_tol=1e-6) for own, _ in link.decays]
             if link.lower == group and not (same and all(same)):

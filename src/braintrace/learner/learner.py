@@ -25,7 +25,7 @@ from brainstate.util import FlattedDict
 
 from ..analysis.graph import ETraceGraph
 from ..compat import is_var
-from ..errors import ArgumentError, three_parts
+from ..errors import ArgumentError, NotCompiledError, three_parts
 from ..frontends.brainstate import known_states, module_states
 from ..lowering.executor import ETraceGraphExecutor
 from ..program import Path
@@ -238,15 +238,15 @@ class Learner(brainstate.nn.Module):
         if self.rule.predictor is not None:
             self.rule_state = self._new_rule_state()
         with on_mesh(self.placement):
-            self._check_readouts()
+            self._fit_rule_to_readouts()
             self._make_traces()
 
     def _new_executor(self) -> ETraceGraphExecutor:
         call = self._run_model if self.vmap else None
         return ETraceGraphExecutor(self.model, call, trained=True)
 
-    def _check_readouts(self) -> None:
-        """Raise if the rule needs a read-out and the model has none that fits.
+    def _fit_rule_to_readouts(self) -> None:
+        """Fit the rule to the read-outs of the model.
 
         Parameters that the model's step does not read may be a read-out in a step_fn.
         """
@@ -255,7 +255,7 @@ class Learner(brainstate.nn.Module):
         unread = [p for p in program.parameters if p.invar not in read]
         if not unread and not program.untouched_parameters:
             step = self._model_binding(self._example).step(False)
-            self.rule.check_readouts(step)
+            self.rule = self.rule.fitted_to(step)
 
     # ------------------------------------------------------------ one step
 
@@ -709,7 +709,7 @@ class Learner(brainstate.nn.Module):
         """The compiled graph of the model's step."""
         if not self.executor.is_compiled:
             rule = type(self).__name__
-            raise ValueError(
+            raise NotCompiledError(
                 three_parts(
                     f'a {rule} learner used before compiling',
                     'its graph and traces are made from one step on example inputs',
@@ -788,6 +788,7 @@ class Learner(brainstate.nn.Module):
         each of these states that it is carried on, by number. pp_prop's traces are
         :class:`FactorTrace` of an input and such arrays.
         """
+        _ = self.graph  # refuses a learner that was not compiled
         return self._carried.of_parameter(path_of_parameter(path, self.param_states))
 
     def _held(self) -> tuple[brainstate.State, ...]:

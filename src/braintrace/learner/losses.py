@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import CompilationError, three_parts
+from ..errors import ArgumentError, InputError, three_parts
 from ..program import Path
 
 
@@ -53,7 +53,7 @@ def loss_weights(
     except (TypeError, ValueError):
         real = False
     if not real:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'mask={mask!r}',
                 'it weights the losses',
@@ -62,7 +62,7 @@ def loss_weights(
         )
     mask = np.ones(length, dtype) if mask is None else jnp.asarray(mask, dtype)
     if mask.shape != (length,):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'a mask of shape {mask.shape}',
                 f'a mask weights the losses, and there are {length} {what}',
@@ -82,7 +82,7 @@ def loss_weights(
 def in_windows(sequences: tuple, length: int, size: Any) -> tuple:
     """Sequences cut into windows of ``size`` steps."""
     if not isinstance(size, int) or size < 1 or length % size:
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'{length} steps with chunk_size={size}',
                 'step_fn is called with whole windows of that many steps',
@@ -127,7 +127,7 @@ def spared(window: tuple, weights: Any) -> tuple:
 def weights_like(loss: Any, size: int, per_step: Any, per_window: Any) -> Any:
     """The weights of a window's loss: of its steps, or of the window."""
     if jnp.shape(loss) not in ((), (size,)):
-        raise CompilationError(
+        raise InputError(
             three_parts(
                 f'a step_fn whose loss has shape {jnp.shape(loss)}, with '
                 f'chunk_size={size}',
@@ -138,7 +138,7 @@ def weights_like(loss: Any, size: int, per_step: Any, per_window: Any) -> Any:
     found = per_window if jnp.ndim(loss) == 0 else per_step
     if found is None:
         per = 'window' if jnp.ndim(loss) == 0 else 'step'
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 'a mask of another length than the losses, of which there is one a '
                 f'{per}',
@@ -153,8 +153,8 @@ def weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights == 0, 0.0, losses) * weights)
 
 
-def never_called() -> CompilationError:
-    return CompilationError(
+def never_called() -> InputError:
+    return InputError(
         three_parts(
             'a step_fn that never calls the learner',
             'then no step of the model is run, and there is no gradient',
@@ -169,7 +169,7 @@ def check_finite_values(
     """Raise on a loss of a step (or window) that counts, or on a gradient, that is not
     finite."""
     if isinstance(losses, jax.core.Tracer):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 'check_finite=True inside jit',
                 'values are not known while a program is traced, so nothing could be '

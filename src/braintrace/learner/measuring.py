@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import three_parts
+from ..errors import ArgumentError, three_parts
 from ..program import Path
 from ..rules import PRESETS, Rule, named
 from .binding import StepBinding
@@ -78,7 +78,7 @@ def rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
         or not isinstance(given_rules, Sequence)
         or not given_rules
     ):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'rules={given_rules!r}',
                 'it is a list of rules to compare',
@@ -90,7 +90,7 @@ def rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
         name = one if isinstance(one, str) else getattr(one, '__name__', None)
         rule = named(name).default if name else getattr(one, 'rule', one)
         if not isinstance(rule, Rule):
-            raise ValueError(
+            raise ArgumentError(
                 three_parts(
                     f'{one!r} among rules',
                     'it is no rule',

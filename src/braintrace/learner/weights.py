@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import three_parts
+from ..errors import ArgumentError, UnknownParameter, three_parts
 from ..program import Path
 from ..program.step import path_name
 
@@ -60,7 +60,7 @@ def check_paths(name: str, given: Any, parameters: Mapping[Path, Any]) -> None:
     unknown = [path for path in given if path not in parameters] if listed else given
     if unknown or not listed:
         some = f'some of {", ".join(map(repr, parameters))}'
-        raise ValueError(
+        raise ArgumentError(
             three_parts(f'{name}={unknown!r}', 'the model has no such parameters', some)
         )
 
@@ -76,7 +76,7 @@ def path_of_parameter(given: Any, parameters: Mapping[Path, brainstate.State]) -
         found = [path] if is_path and path in parameters else []
         shown = repr(given)
     if not found:
-        raise ValueError(
+        raise UnknownParameter(
             three_parts(
                 f'get_etrace_of({shown})',
                 'the model has no such parameter',
@@ -101,7 +101,7 @@ def write_weights(parameters: States, weights: Mapping[Any, Any]) -> None:
     arrays = named_arrays({path: s.value for path, s in parameters.items()})
     given = _given_by_name(parameters, weights)
     if notes := _differences(given, arrays):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 'set_weights with the weights of another model',
                 notes,
@@ -185,7 +185,7 @@ def read_safetensors(parameters: States, file: str | FilePath) -> None:
     except Exception as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'weights from {str(file)!r}',
                 f'it cannot be read: {type(error).__name__}: {error}',
@@ -195,7 +195,7 @@ def read_safetensors(parameters: States, file: str | FilePath) -> None:
     wanted = named_arrays({path: s.value for path, s in parameters.items()})
     missing = [f'no {name}' for name in wanted if name not in arrays]
     if notes := _differences(arrays, wanted) or '; '.join(missing[:5]):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'weights from {str(file)!r} for this model',
                 f'it was written from another: {notes}',

@@ -20,7 +20,7 @@ from brainstate.typing import ArrayLike
 from jax.nn import sigmoid
 
 from braintrace import ops
-from braintrace.errors import three_parts
+from braintrace.errors import ArgumentError, three_parts
 
 from .linear import ZERO, Linear
 
@@ -475,7 +475,7 @@ def _activation(activation: Activation) -> Callable:
         else activation
     )
     if not callable(function):
-        raise ValueError(
+        raise ArgumentError(
             three_parts(
                 f'activation={activation!r}',
                 'an activation is a function, or the name of one in brainstate.nn',

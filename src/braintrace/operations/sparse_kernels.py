@@ -17,6 +17,11 @@ from typing import Any
 import numba
 import numpy as np
 
+from .prefetch import load_row_soon
+
+AHEAD = 8
+"""Synapses between the one that is taken and the one whose neurons are asked for."""
+
 # Sums may be reordered for the vector unit; infinities and NaN keep their meaning.
 compiled = numba.njit(fastmath={'reassoc', 'contract', 'nsz'}, nogil=True)
 
@@ -43,9 +48,11 @@ def to_columns(weights: Any, indices: Any, starts: Any, x: Any, y: Any) -> None:
                 for e in range(starts[r], starts[r + 1]):
                     y[indices[e], 0] += weights[0 if shared else e] * value
         return
+    last = len(indices) - 1
     for r in range(x.shape[0]):
         if is_live(x[r]):
             for e in range(starts[r], starts[r + 1]):
+                load_row_soon(y, indices[min(e + AHEAD, last)])
                 c = indices[e]
                 weight = weights[0 if shared else e]
                 for k in range(samples):
@@ -71,10 +78,12 @@ def to_rows(weights: Any, indices: Any, starts: Any, x: Any, y: Any) -> None:
         count += live[c]
     # The test of every synapse pays only where it often saves a row of x.
     tests = 2 * count < len(live)
+    last = len(indices) - 1
     for r in range(y.shape[0]):
         for k in range(samples):
             y[r, k] = 0
         for e in range(starts[r], starts[r + 1]):
+            load_row_soon(x, indices[min(e + AHEAD, last)])
             c = indices[e]
             if not tests or live[c]:
                 weight = weights[0 if shared else e]
@@ -86,9 +95,11 @@ def to_rows(weights: Any, indices: Any, starts: Any, x: Any, y: Any) -> None:
 def at_synapses(indices: Any, starts: Any, rows: Any, columns: Any, out: Any) -> None:
     """out[e] = Σ_k rows[r, k] columns[c, k]."""
     length = rows.shape[1]
+    last = len(indices) - 1
     for r in range(rows.shape[0]):
         if is_live(rows[r]):
             for e in range(starts[r], starts[r + 1]):
+                load_row_soon(columns, indices[min(e + AHEAD, last)])
                 c = indices[e]
                 total = out.dtype.type(0)
                 for k in range(length):

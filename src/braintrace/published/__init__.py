@@ -15,6 +15,7 @@ have. `docs/from-published.md` lists what differs.
     spellings    what learners and records look for
     primitives   operations by a function and four rules
     first        the eleven names of its version 0.1
+    modules      the modules that its public names are in
 """
 
 from __future__ import annotations

@@ -62,6 +62,21 @@ class ETraceOp:
     def __call__(self, x: Any, w: Any) -> Any:
         return self.xw_to_y(x, w)
 
+    def xy_to_dw(self, x: Any, y: Any, w: Any) -> Any:
+        """The gradient of the weight, from the input and the gradient of the result."""
+        _, pull = jax.vjp(lambda weight: self.xw_to_y(x, weight), w)
+        return pull(y)[0]
+
+    def dt_to_t(self, *args: Any) -> Any:
+        """Traces follow from the operation itself here."""
+        raise NotImplementedError(
+            three_parts(
+                f'{type(self).__name__}.dt_to_t(...)',
+                'traces here follow from the operation, not from a rule of it',
+                'learner.get_etrace_of(parameter) for the traces themselves',
+            )
+        )
+
 
 class MatMulOp(ETraceOp):
     """``x @ weight + bias`` of a dictionary with these names."""

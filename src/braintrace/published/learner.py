@@ -7,8 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
+
 from ..errors import three_parts
-from ..learner.state import RuleState
+from ..learner.state import EligibilityTrace, RuleState
 from ..rules import (
     Coupled,
     ETraceConfig,
@@ -19,6 +21,7 @@ from ..rules import (
     Window,
 )
 from ..solver import Factorised, Modulated, RandomFeedback, ScalarLeak
+from ..solver.factors import FactorTrace
 
 
 def init_etrace_state(learner: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,6 +94,27 @@ def _module(learner: Any) -> Any:
     return learner
 
 
+def _of_vmap(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A member that only a learner that maps its model has."""
+    return lambda learner: value(_module(learner))
+
+
+def _axis_size(learner: Any) -> int:
+    return jax.tree.leaves(learner._example)[0].shape[0]
+
+
+def _of_projection(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A member that only a learner by a random projection has."""
+
+    def of(learner: Any) -> Any:
+        if not isinstance(learner.rule.trace, RandomProjection):
+            kind = type(learner).__name__
+            raise AttributeError(f'{kind!r} object has no projection')
+        return value(learner.rule.trace)
+
+    return of
+
+
 def _path_to_states(learner: Any) -> Any:
     _ = learner.graph
     return learner.executor.path_to_states
@@ -108,8 +132,33 @@ def _states_of_traces(learner: Any) -> dict[tuple, Any]:
         raise AttributeError(
             f'{kind!r} object has no etrace_bwg: its traces are factors'
         )
-    _ = learner.graph
+    _check_has_traces(learner)
     return dict(learner.traces)
+
+
+def _check_has_traces(learner: Any) -> None:
+    """An AttributeError, which `hasattr` takes as no, before traces are made."""
+    if not learner.is_compiled:
+        kind = type(learner).__name__
+        raise AttributeError(f'{kind!r} object has no traces: it is not compiled')
+
+
+def _factors(side: str) -> Callable[[Any], dict[tuple, EligibilityTrace]]:
+    """One side of factorised traces, by the names of the traces."""
+
+    def of(learner: Any) -> dict[tuple, EligibilityTrace]:
+        _check_has_traces(learner)
+        if not isinstance(learner.rule.trace, Factorised):
+            kind = type(learner).__name__
+            raise AttributeError(f'{kind!r} object has no factors: traces are whole')
+        found = {}
+        for path in learner.param_states:
+            for name, trace in learner.get_etrace_of(path).items():
+                if isinstance(trace, FactorTrace):
+                    found[name] = EligibilityTrace(getattr(trace, side))
+        return found
+
+    return of
 
 
 def _feedback(learner: Any) -> str:
@@ -149,11 +198,19 @@ def attach_synthesizer(learner: Any, synthesizer: Any) -> None:
 
 
 MEMBERS: dict[str, Callable[[Any], Any]] = {
+    'axis_name': _of_vmap(lambda learner: None),
+    'axis_size': _of_vmap(_axis_size),
+    'in_axes': _of_vmap(lambda learner: 0),
+    'out_axes': _of_vmap(lambda learner: 0),
+    'projection_eps': _of_projection(lambda trace: 1e-12),
+    'projection_key': _of_projection(lambda trace: trace.seed),
     'attach_synthesizer': lambda learner: partial(attach_synthesizer, learner),
     # Automatic here, and always so.
     'chunked_trace': lambda learner: True,
     'fast_solve': lambda learner: True,
     'etrace_bwg': _states_of_traces,
+    'etrace_dfs': _factors('f'),
+    'etrace_xs': _factors('x'),
     'feedback': _feedback,
     'config': lambda learner: config_of(learner.rule),
     'decay': _decay(None),

@@ -17,7 +17,7 @@ from ..operations import register_primitive as register_operation
 from ..ops import mark
 
 REGISTERED: set[ETPPrimitive] = set()
-"""All operations made here; `braintrace._op` shows them by the published names."""
+"""All operations made here."""
 BATCHED: set[ETPPrimitive] = set()
 """Those made with ``batched=True``."""
 RULES: dict[str, dict[ETPPrimitive, Callable]] = {
@@ -27,10 +27,22 @@ RULES: dict[str, dict[ETPPrimitive, Callable]] = {
     'init_pp': {},
 }
 """The four rules as they were given. None of them is called."""
+REGISTRIES: dict[str, Any] = {
+    'ETP_PRIMITIVES': REGISTERED,
+    'BATCHED_PRIMITIVES': BATCHED,
+    'ETP_RULES_DT_TO_T': RULES['dt_to_t'],
+    'ETP_RULES_XY_TO_DW': RULES['xy_to_dw'],
+    'ETP_RULES_INIT_DRTRL': RULES['init_drtrl'],
+    'ETP_RULES_INIT_PP': RULES['init_pp'],
+}
+"""The same by the names that tutorials import from `braintrace._op`. The marked operations
+of this package are functions, not primitives, so none of them is here."""
 
 
 class ETPPrimitive:
     """An operation by name; ``bind`` runs its function."""
+
+    multiple_results = False
 
     def __init__(self, name: str, impl_fn: Callable[..., Any] | None = None):
         self.name = name

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..errors import one_of, three_parts
+from ..errors import ArgumentError, one_of, three_parts
 from ..solver import (
     Factorised,
     JacobianRecursion,
@@ -69,7 +69,7 @@ class ETraceConfig:
             self._set(trace_filter='none', kappa=None)
         for is_wrong, why, instead in self._contradictions():
             if is_wrong:
-                raise ValueError(three_parts(self.name, why, instead))
+                raise ArgumentError(three_parts(self.name, why, instead))
         self._set(**self._one_spelling())
         _ = (
             self.rule
@@ -81,7 +81,7 @@ class ETraceConfig:
 
     def _check_sides(self, pair: Any) -> None:
         if self.trace_factorization != 'io_factorized' or len(pair) != 2:
-            raise ValueError(
+            raise ArgumentError(
                 three_parts(
                     f'temporal_recursion={pair!r} with '
                     f'trace_factorization={self.trace_factorization!r}',

@@ -36,7 +36,8 @@ def eprop(
     memory. A number is used for all read-outs, with memory or without; None means no
     filter. The traces of the read-out's own weights and losses that do not pass the
     read-out, as firing-rate penalties, are never filtered. ``kappa_filter_decay``: the
-    same by another name, where 0.0 means no filter.
+    same by another name, where 0.0 means no filter. In a model without a read-out a
+    number filters all traces.
     ``random_feedback_key``: a whole number or a key of JAX.
 
     With symmetric feedback and no leaky read-out this is D_RTRL; with a leaky one and

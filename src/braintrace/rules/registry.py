@@ -68,10 +68,10 @@ def register(
 
 def named(name: str) -> Preset:
     """A rule from any way to write its name."""
-    plain = name.lower().replace('-', '_')
-    for key in (plain, plain.replace('_', '')):
-        if key in PRESETS:
-            return PRESETS[key]
+    letters = lambda text: text.lower().replace('-', '').replace('_', '')
+    for key, preset in PRESETS.items():
+        if letters(key) == letters(name):
+            return preset
     raise ValueError(
         three_parts(f'rule={name!r}', 'there is no such rule', one_of(PRESETS, name))
     )

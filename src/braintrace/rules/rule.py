@@ -15,13 +15,13 @@ Parts that cannot be combined are refused where they meet, in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from ..compiled_step import CompiledStep, Tap
-from ..errors import CompilationError, three_parts
+from ..errors import ArgumentError, three_parts
 from ..solver import (
     BlockSolver,
     Factorised,
@@ -105,7 +105,8 @@ class Rule:
     and time, in B batch, I inputs, H units, S states of a unit, T steps. ``use``: what
     it is used for. ``reach``: 'local', or 'readout' for traces that hold the memory of
     leaky read-outs. ``deep``: credit passes from layer to layer inside a call.
-    ``multi_step``: every call is an exact window.
+    ``multi_step``: every call is an exact window. ``filters_all``: the filter is of all
+    that signals read, as the model has no read-out.
     """
 
     name: str
@@ -120,11 +121,12 @@ class Rule:
     reach: str = 'local'
     deep: bool = False
     multi_step: bool = False
+    filters_all: bool = False
 
     def __post_init__(self) -> None:
         for is_wrong, why, fix in self._contradictions():
             if is_wrong:
-                raise ValueError(three_parts(self.name, why, fix))
+                raise ArgumentError(three_parts(self.name, why, fix))
 
     def _contradictions(self) -> list[tuple[bool, str, str]]:
         """(whether parts contradict each other, why, the fix)."""
@@ -267,25 +269,18 @@ class Rule:
             return InfluenceSolver(step, trace.influence(step))
         storage = trace if isinstance(trace, Factorised) else PerParameter()
         given = (self.recursion, self.filter, is_traced, dtype, every_component)
-        traces = Traces(step, storage, *given, self.reach == 'readout')
+        to_readouts = self.reach == 'readout' and not self.filters_all
+        traces = Traces(step, storage, *given, to_readouts)
         return BlockSolver(step, traces, self.signal)
 
-    def check_readouts(self, step: CompiledStep) -> None:
-        """Raise if the rule acts at read-outs and a step has none, or none that fits."""
+    def fitted_to(self, step: CompiledStep) -> Rule:
+        """The rule for a model with these read-outs; an error if its weights do not fit
+        them. Without any, κ filters all that signals read."""
         if isinstance(self.signal, RandomFeedback):
             self.signal.check(step)
-        if self.filter is not None and not self.is_modulated and not step.links:
-            raise CompilationError(
-                three_parts(
-                    f'{self.name} with κ = {self.filter:g} without a read-out',
-                    'the filter acts on what a read-out reads of each unit, and no '
-                    'product '
-                    'with weights lies between the states and the outputs',
-                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, '
-                    'inside the '
-                    'model; or no filter',
-                )
-            )
+        if self.filter is None or step.links or self.is_modulated:
+            return self
+        return replace(self, filters_all=True)
 
     def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
         """What the rule keeps for itself at first: a modulator, a count, or a

@@ -78,39 +78,39 @@ class RandomFeedback:
 
     def feedback(self, given: SignalInputs) -> Feedback:
         """The weights back from every read-out."""
-        found = {}
-        step, constants, rule_state = given.step, given.constants, given.rule_state
-        weights = [constants[key] for key in step.readouts.values()]
-        for readout, weight, fixed in zip(
-            step.readouts, weights, self._fixed(weights), strict=True
-        ):
+        readouts = given.step.readouts
+        weights = [given.constants[key] for key in readouts.values()]
+        back = self._back(weights, given.rule_state)
+        return dict(zip(readouts, back, strict=True))
+
+    def _back(self, weights: Sequence[Any], rule_state: Any) -> list[jax.Array]:
+        """What is in place of each of the weights now."""
+        found = []
+        for n, weight in enumerate(weights):
+            fixed = self.weights(n, weight.shape, weight.dtype)
             if self.align is not None:
                 left = self.align**rule_state
                 fixed = (1 - left) * weight + left * fixed
-            found[readout] = fixed.astype(weight.dtype)
+            found.append(fixed.astype(weight.dtype))
         return found
-
-    def _fixed(self, weights: Sequence[Any]) -> list[jax.Array]:
-        if not weights:
-            raise CompilationError(
-                three_parts(
-                    'feedback by random weights without a read-out',
-                    'no product with weights lies between the states and the loss, '
-                    'by which '
-                    'errors could be sent back',
-                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, '
-                    'inside the '
-                    "model; or feedback='symmetric'",
-                )
-            )
-        return [self.weights(n, w.shape, w.dtype) for n, w in enumerate(weights)]
 
     def check(self, step: CompiledStep) -> None:
         """Raise unless there is a read-out and weights for each."""
+        if not step.readouts:
+            raise CompilationError(
+                three_parts(
+                    'feedback by random weights without a read-out',
+                    'no product with weights lies between the states and the loss, by '
+                    'which errors could be sent back',
+                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, inside '
+                    "the model; or feedback='symmetric'",
+                )
+            )
         given = Values(step.parameters), Values(step.states)
         constants = jax.eval_shape(step.constants, *given)
-        weights = [constants[key] for key in step.readouts.values()]
-        jax.eval_shape(lambda: self._fixed(weights))
+        for n, key in enumerate(step.readouts.values()):
+            weight = constants[key]
+            jax.eval_shape(lambda n=n, w=weight: self.weights(n, w.shape, w.dtype))
 
 
 @dataclass(frozen=True)
