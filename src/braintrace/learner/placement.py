@@ -111,6 +111,11 @@ class Placement:
                 )
         return Placement(self.mesh, self.batch, self.neurons, size)
 
+    @property
+    def device_count(self) -> int:
+        """Devices that samples and neurons are split over."""
+        return self.count(self.batch) * self.count(self.neurons)
+
     def count(self, axes: Any) -> int:
         """Devices along an axis of the mesh, or several; 1 for None."""
         return int(np.prod([self.mesh.shape[axis] for axis in _names(axes)]))

@@ -44,11 +44,10 @@ class SequenceOptions:
 
     def block_length(self, solver: Any, steps: int, carried: bool) -> int:
         """Steps to solve together."""
-        return (
-            min(self.block, steps)
-            if self.block
-            else solver.block_length(steps, carried)
-        )
+        if self.block:
+            return min(self.block, steps)
+        devices = 1 if self.placement is None else self.placement.device_count
+        return solver.block_length(steps, carried, devices)
 
     def runs_twice(self, solver: Any, steps: int) -> bool:
         """Whether to keep states and run in two passes, without traces."""

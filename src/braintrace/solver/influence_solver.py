@@ -52,7 +52,7 @@ class InfluenceSolver:
         paths = [path for group in self.step.groups for path in group.name]
         return [(tuple(self.step.names.values()), 'influence', tuple(paths))]
 
-    def block_length(self, steps: int, carried: bool) -> int:
+    def block_length(self, steps: int, carried: bool, devices: int = 1) -> int:
         """Steps are solved one by one."""
         return 1
 

@@ -75,19 +75,21 @@ class BlockSolver(WindowSolver):
         """Bytes kept of one step."""
         return self.step.kept_bytes
 
-    def block_length(self, steps: int, carried: bool) -> int:
+    def block_length(self, steps: int, carried: bool, devices: int = 1) -> int:
         """Steps to solve together: what a block keeps should stay in the processor's
         cache.
 
         A block that visits its traces reads and writes the gradients and all of the
         traces, so it may keep a quarter of what the former and half of what the latter
-        take. A length that divides the steps needs no second program for the rest.
+        take. Each device has a cache of its own, and sums gradients with the others
+        after each block. A length that divides the steps needs no second program for
+        the rest.
         """
         least, room = 8, 2**20
         if carried and not self._has_spans:
             traces, gradients = self._trace_bytes, _bytes(self._weight_shapes)
             least, room = 4, min(max(gradients // 4 + traces // 2, 2**17), 2**23)
-        longest = min(max(room // self.kept_bytes, least), 50, steps)
+        longest = min(max(devices * room // self.kept_bytes, least), 50, steps)
         lengths = range(longest, longest // 2, -1)
         return next((k for k in lengths if steps % k == 0), longest)
 
