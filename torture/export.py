@@ -71,7 +71,7 @@ def stream_program(learner: Any, xs: tuple) -> tuple[Any, tuple]:
     first = jax.tree.map(lambda x: x[0], xs)
     stream(*first)
     (program,) = stream._programs.values()
-    return program._compiled, (program.values(), *first)
+    return program._compiled, (program.arrays(), *first)
 
 
 def calls_in(text: str) -> set[str]:

@@ -75,7 +75,7 @@ class Subject(Training):
             fresh = kind == 'fresh'
             return learner.etrace_grad(*data, step_fn=self.step_fn, fresh=fresh)
         if kind == 'chunks':
-            given = {'step_fn': self.step_of_windows, 'chunk_size': 1}
+            given = {'step_fn': self.step_of_windows, 'chunk_size': len(self.xs)}
             return learner.etrace_grad(*data, **given)
         if kind == 'evolve':
             return learner.etrace_evolve(self.xs)
