@@ -580,6 +580,49 @@ def test_pairs_of_all_uses_are_counted_together():
     assert '56 pairs, a trace holds up to 32' in credit.context['reason']
 
 
+def summed_and_shared(summed, shared):
+    return summed.reshape(B, 2, 2).sum(-1), jnp.broadcast_to(shared, (B, 2))
+
+
+TOGETHER = {
+    'one product': (
+        lambda y: summed_and_shared(y[:, :4], y[:, 4:5]),
+        '12 pairs; some elements share a position',
+    ),
+    'a product each': (lambda y: summed_and_shared(*y), None),
+}
+
+
+@pytest.mark.parametrize('name', TOGETHER)
+def test_a_value_that_is_summed_and_shared_is_cut_with_what_to_write(name):
+    """Its pairs would fit, but have neither one position an element nor one element a
+    position; those of two products have."""
+    spread, reason = TOGETHER[name]
+
+    def step(p, s, x):
+        y = x @ p['w'] if reason else (x @ p['a'], x @ p['b'])
+        h = 0.9 * s['h'] + jnp.concatenate(spread(y), axis=1)
+        return {'h': h}, h
+
+    shapes = {'w': 6} if reason else {'a': 4, 'b': 1}
+    params = {k: normal(n, D, size) for n, (k, size) in enumerate(shapes.items())}
+    state, xs = {'h': np.zeros((B, 4), 'float32')}, normal(2, 8, B, D)
+    ys = normal(3, 8, B, 4)
+    params, state, xs, ys = jax.tree.map(jnp.asarray, (params, state, xs, ys))
+    learner = braintrace.compile(step, 'd_rtrl', params, state, xs[0])
+    classes = {c.context['credit'] for c in learner.report.credits}
+    loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    found = learner.etrace_grad(xs, ys, step_fn=loss, reduction='sum', fresh=False)
+    error = distance(found, bptt(step, params, state, xs, ys))
+    if reason:
+        (credit,) = learner.report.credits
+        assert reason in credit.context['reason']
+        assert error > 1e-2
+    else:
+        assert classes == {'exact'}
+        assert error < 1e-6
+
+
 def test_old_states_reach_no_other_position_through_a_shared_value():
     """The gate reads all units: its weights are traced, the way through units is cut."""
 

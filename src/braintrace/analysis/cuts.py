@@ -11,6 +11,9 @@ from ..program.slicing import Cuts
 from .dependence import Bits
 
 FAN_OUT = 'one element reaches several positions'
+SUMMED_AND_SHARED = (
+    'some elements share a position, others reach several: give them a product each'
+)
 PARTED = 'its uses reach different positions'
 MOVED = 'a position reaches another position'
 

@@ -47,7 +47,15 @@ from ..operations.labels import (
 )
 from .bodies import enter_branches, enter_call, enter_loop
 from .constants import Constants
-from .cuts import FAN_OUT, MOVED, PARTED, Cut, Positions, Relevance
+from .cuts import (
+    FAN_OUT,
+    MOVED,
+    PARTED,
+    SUMMED_AND_SHARED,
+    Cut,
+    Positions,
+    Relevance,
+)
 from .dependence import Bits, flow, of
 from .probe import is_elementwise
 from .reach import Alone, Reach, Use, together
@@ -158,6 +166,8 @@ class BackwardPass:
         reason = FAN_OUT
         if pairs > limit:
             reason = f'{reason} ({pairs:,} pairs, a trace holds up to {limit:,})'
+        elif not self.relevance.reaches(of(self.env, self.jaxpr.eqns[i].invars[k])):
+            reason = f'{reason} ({pairs:,} pairs; {SUMMED_AND_SHARED})'
         self.cut(i, k, conflict, reason)
         return np.where(conflict, NONE, edge).astype(np.int32)
 
