@@ -329,6 +329,19 @@ def test_kappa_and_its_published_name_are_one_option():
         rule(kappa=0.5, kappa_filter_decay=0.7)
 
 
+def test_compiling_leaves_the_rule_as_it_was_given():
+    """That a model has no leaky read-out is a fact of the model, whoever uses it."""
+    case = Case('adaptive')
+    own = case.learner('eprop', kappa=0.7)
+    given = braintrace.EProp(case.model(), kappa=0.7)
+    assert own.rule == given.rule
+    sequences, step = (case.xs, case.ys), loss_of(own)
+    alone = own.gradient_check(*sequences, step_fn=step)
+    beside = own.gradient_check(*sequences, step_fn=step, rules=[given, 'd_rtrl'])
+    assert beside.checks[0] == alone
+    assert beside.checks[1].cosine != alone.cosine
+
+
 def test_a_filter_with_kappa_zero_is_no_filter():
     case = Case('adaptive')
     local = braintrace.EProp(Leaky(), reach='local').rule

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import brainstate
@@ -144,6 +145,19 @@ class StepBinding:
         if loss not in self._steps:
             self._steps[loss] = self._lowered(loss)
         return self._steps[loss][1]
+
+    @cached_property
+    def leaves_parameters_unread(self) -> bool:
+        """Whether parameters are left that a step function may use as a read-out."""
+        program = self.info.program
+        read = {v for eqn in program.equations for v in eqn.invars if is_var(v)}
+        unread = any(p.invar not in read for p in program.parameters)
+        return unread or bool(program.untouched_parameters)
+
+    @property
+    def has_readouts(self) -> bool:
+        """Whether the model has a leaky read-out, or a step function may add one."""
+        return self.leaves_parameters_unread or bool(self.step(False).links)
 
     def stages_of(self, step: CompiledStep) -> Stages:
         """The sorted equations behind one of its compiled steps."""
@@ -434,7 +448,12 @@ def solver_of(
 
     def make() -> Solver:
         every = rule.has_exact_windows or in_chunk
-        return rule.solver(binding.step(loss), is_traced, learner.trace_dtype, every)
+        given = (binding.step(loss), is_traced, learner.trace_dtype, every)
+        # A rule without a filter is the same in both cases.
+        has_readouts = (
+            rule.filter is None or bind_model(learner, learner._example).has_readouts
+        )
+        return rule.solver(*given, has_readouts)
 
     key = ('solver', binding, rule, loss, in_chunk)
     return learner._kept.programs.get(key, make, binding.is_reusable)

@@ -160,17 +160,18 @@ class _Facts:
             and not factors.keeps_slopes,
             read=self.step.is_read(site.group, site.result),
             feedback=self.step.passes_feedback(site.group, self.links.products),
-            filtered=self._is_filtered(site.group),
+            filtered=self._is_filtered(traces, site.group),
             stored=jnp.dtype(traces.dtype).name if narrow else None,
             without_factors=self._without_factors(traces, site),
         )
 
-    def _is_filtered(self, group: int) -> bool:
+    def _is_filtered(self, traces: Traces, group: int) -> bool:
         """Whether a read-out of a group remembers otherwise than the rule's κ."""
         kappa = self.rule.filter
         if kappa is None:
             return False
-        if self.rule.filters_all:
+        # Without read-outs κ filters all signals, those of a modulator aside.
+        if not (traces.to_readouts or self.rule.is_modulated):
             return True
         for link in self.solver.step.links:
             same = [math.isclose(own, kappa, rel_tol=1e-6) for own, _ in link.decays]

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from brainstate.util import FlattedDict
 
 from ..analysis.graph import ETraceGraph
-from ..compat import is_var
 from ..errors import ArgumentError, NotCompiledError, three_parts
 from ..frontends.brainstate import known_states, module_states
 from ..lowering.executor import ETraceGraphExecutor
@@ -238,24 +237,14 @@ class Learner(brainstate.nn.Module):
         if self.rule.predictor is not None:
             self.rule_state = self._new_rule_state()
         with on_mesh(self.placement):
-            self._fit_rule_to_readouts()
+            model = self._model_binding(args)
+            if not model.leaves_parameters_unread:
+                self.rule.check_readouts(model.step(False))
             self._make_traces()
 
     def _new_executor(self) -> ETraceGraphExecutor:
         call = self._run_model if self.vmap else None
         return ETraceGraphExecutor(self.model, call, trained=True)
-
-    def _fit_rule_to_readouts(self) -> None:
-        """Fit the rule to the read-outs of the model.
-
-        Parameters that the model's step does not read may be a read-out in a step_fn.
-        """
-        program = self.graph.module_info.program
-        read = {v for eqn in program.equations for v in eqn.invars if is_var(v)}
-        unread = [p for p in program.parameters if p.invar not in read]
-        if not unread and not program.untouched_parameters:
-            step = self._model_binding(self._example).step(False)
-            self.rule = self.rule.fitted_to(step)
 
     # ------------------------------------------------------------ one step
 

@@ -15,7 +15,7 @@ Parts that cannot be combined are refused where they meet, in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -105,8 +105,7 @@ class Rule:
     and time, in B batch, I inputs, H units, S states of a unit, T steps. ``use``: what
     it is used for. ``reach``: 'local', or 'readout' for traces that hold the memory of
     leaky read-outs. ``deep``: credit passes from layer to layer inside a call.
-    ``multi_step``: every call is an exact window. ``filters_all``: the filter is of all
-    that signals read, as the model has no read-out.
+    ``multi_step``: every call is an exact window.
     """
 
     name: str
@@ -121,7 +120,6 @@ class Rule:
     reach: str = 'local'
     deep: bool = False
     multi_step: bool = False
-    filters_all: bool = False
 
     def __post_init__(self) -> None:
         for is_wrong, why, fix in self._contradictions():
@@ -258,29 +256,28 @@ class Rule:
         is_traced: Callable[[Tap], bool] = lambda tap: True,
         dtype: Any = None,
         every_component: bool = False,
+        has_readouts: bool = True,
     ) -> BlockSolver | InfluenceSolver:
         """Solves sequences of a step by this rule.
 
         ``is_traced``: whether the parameters of a tap are traced. ``dtype``: of stored
         traces. ``every_component``: windows may send credit to every state.
+        ``has_readouts``: False for a model without any leaky read-out; κ then filters
+        all that signals read.
         """
         trace = self.trace
         if isinstance(trace, Coupled | Reach | RandomProjection):
             return InfluenceSolver(step, trace.influence(step))
         storage = trace if isinstance(trace, Factorised) else PerParameter()
         given = (self.recursion, self.filter, is_traced, dtype, every_component)
-        to_readouts = self.reach == 'readout' and not self.filters_all
+        to_readouts = self.reach == 'readout' and (has_readouts or self.filter is None)
         traces = Traces(step, storage, *given, to_readouts)
         return BlockSolver(step, traces, self.signal)
 
-    def fitted_to(self, step: CompiledStep) -> Rule:
-        """The rule for a model with these read-outs; an error if its weights do not fit
-        them. Without any, κ filters all that signals read."""
+    def check_readouts(self, step: CompiledStep) -> None:
+        """Raise if the rule's feedback weights do not fit the read-outs of a model."""
         if isinstance(self.signal, RandomFeedback):
             self.signal.check(step)
-        if self.filter is None or step.links or self.is_modulated:
-            return self
-        return replace(self, filters_all=True)
 
     def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
         """What the rule keeps for itself at first: a modulator, a count, or a

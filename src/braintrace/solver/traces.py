@@ -35,8 +35,6 @@ from .readout_memory import MemoryRead, ReadoutMemory, decaying_part, with_memor
 from .recursion import JacobianRecursion, Memory, Recursion, ScalarLeak, Slopes
 
 Trace = list[Any]
-
-Trace = list[Any]
 """One entry a site: components of ε, or a :class:`FactorTrace`."""
 
 
