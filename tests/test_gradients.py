@@ -18,7 +18,7 @@ import braintrace
 from braintrace import ETraceConfig, FixedRandomFeedback
 from braintrace.learner.by_rule import RULES
 from braintrace.rules import PRESETS
-from braintrace.rules.gradients import ParameterFacts, SiteFacts, gradient_of
+from braintrace.rules.exactness import ParameterFacts, SiteFacts, gradient_of
 
 nn = brainstate.nn
 ALL = os.environ.get('ZOO') == 'all'

@@ -1,4 +1,4 @@
-"""A step program with all that is found in it: facts, hidden groups, positions, sites.
+"""A step program with all that is found in it: sources, groups, positions, sites.
 
 Everything above the analysis starts from the record that :func:`analyse` gives.
 """
@@ -15,10 +15,10 @@ from ..program import Hidden, Path, StepProgram
 from ..program.step import path_name
 from .cuts import Positions
 from .dependence import of
-from .facts import Facts
 from .groups import HiddenGroup, group_hidden, make_group
 from .opaque import check_loops, opaque_equations
 from .sites import HiddenParamOpRelation, find_sites
+from .sources import Sources
 
 GroupsByPath = dict[Path, HiddenGroup]
 
@@ -27,12 +27,12 @@ GroupsByPath = dict[Path, HiddenGroup]
 class Analysed:
     """What holds for a step program.
 
-    ``facts``: what each value depends on. ``members``: the hidden states of each group.
-    ``positions``: the labels and cuts of each group's paths. ``opaque``: what has no
-    reverse derivative, and the bits whose credit ends there.
+    ``sources``: what each value depends on. ``members``: the hidden states of each
+    group. ``positions``: the labels and cuts of each group's paths. ``opaque``: what
+    has no reverse derivative, and the bits whose credit ends there.
     """
 
-    facts: Facts
+    sources: Sources
     opaque: list[tuple[Equation, int]]
     members: list[tuple[Hidden, ...]]
     groups: tuple[HiddenGroup, ...]
@@ -41,7 +41,7 @@ class Analysed:
     @cached_property
     def sites(self) -> tuple[HiddenParamOpRelation, ...]:
         """Every use of a parameter, in program order; for reports."""
-        return find_sites(self.facts, self.groups, self.positions)
+        return find_sites(self.sources, self.groups, self.positions)
 
     @property
     def by_path(self) -> GroupsByPath:
@@ -52,15 +52,15 @@ class Analysed:
 
 
 def analyse(program: StepProgram) -> Analysed:
-    """Facts, groups and positions of a step program."""
-    facts = Facts(program)
-    opaque = opaque_equations(facts)
-    check_loops(facts, opaque)
-    members = group_hidden(facts)
-    positions = [facts.positions(group, group, group) for group in members]
+    """Sources, groups and positions of a step program."""
+    sources = Sources(program)
+    opaque = opaque_equations(sources)
+    check_loops(sources, opaque)
+    members = group_hidden(sources)
+    positions = [sources.positions(group, group, group) for group in members]
     pairs = enumerate(zip(members, positions, strict=True))
-    groups = tuple(make_group(i, group, facts, found) for i, (group, found) in pairs)
-    return Analysed(facts, opaque, members, groups, positions)
+    groups = tuple(make_group(i, group, sources, found) for i, (group, found) in pairs)
+    return Analysed(sources, opaque, members, groups, positions)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -69,13 +69,13 @@ def analyse(program: StepProgram) -> Analysed:
 def kept_in_other_states(program: StepProgram) -> list[Path]:
     """Paths of states whose new value depends on their own old value and on a
     parameter, and that are not hidden states."""
-    facts = Facts(program)
+    sources = Sources(program)
     found = []
     for other in program.others:
         if other.outvar is None:
             continue
-        grads = of(facts.total, other.outvar).grads
-        if grads & facts.bit[other.invar] and grads & facts.parameters:
+        grads = of(sources.total, other.outvar).grads
+        if grads & sources.bit[other.invar] and grads & sources.parameters:
             found.append(other.path)
     return list(dict.fromkeys(found))
 

@@ -14,7 +14,7 @@ from ..errors import NotSupportedError, three_parts
 from ..program import Hidden, Path, slice_between
 from ..program.step import path_name
 from .cuts import Positions
-from .facts import Facts
+from .sources import Sources
 
 T = TypeVar('T')
 
@@ -255,13 +255,13 @@ def different_layers(a: Path, b: Path) -> bool:
     return False
 
 
-def group_hidden(facts: Facts) -> list[tuple[Hidden, ...]]:
+def group_hidden(sources: Sources) -> list[tuple[Hidden, ...]]:
     """Sort the hidden states of a program into groups, in the program's order.
 
     State a joins state b when its value, old or new, reaches the new b position by
     position.
     """
-    hidden = facts.program.hidden
+    hidden = sources.program.hidden
     links: list[tuple[int, int]] = []
     for b, target in enumerate(hidden):
         mates = [
@@ -272,7 +272,7 @@ def group_hidden(facts: Facts) -> list[tuple[Hidden, ...]]:
         if mates == [b]:
             continue
         through = tuple(h for h in hidden if _may_join(h, target))
-        found = facts.positions(tuple(hidden[a] for a in mates), (target,), through)
+        found = sources.positions(tuple(hidden[a] for a in mates), (target,), through)
         links += [(a, b) for a in mates if a != b and _stays(hidden[a], found)]
     groups = [frozenset({i}) for i in range(len(hidden))]
     for link in links:
@@ -297,12 +297,12 @@ def _may_join(a: Hidden, b: Hidden) -> bool:
 
 
 def make_group(
-    index: int, group: tuple[Hidden, ...], facts: Facts, positions: Positions
+    index: int, group: tuple[Hidden, ...], sources: Sources, positions: Positions
 ) -> HiddenGroup:
     """The record of a group, with its transition program."""
     old, new = [h.invar for h in group], [h.outvar for h in group]
     jaxpr = slice_between(
-        facts.program.equations, old, new, positions.cuts, positions.edges
+        sources.program.equations, old, new, positions.cuts, positions.edges
     )
     record = HiddenGroup(
         index,

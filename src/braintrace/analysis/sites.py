@@ -20,8 +20,8 @@ from ..program import Parameter, Path, cut_inside, slice_back, slice_between
 from ..program.step import path_name
 from .cuts import Positions
 from .dependence import of
-from .facts import Facts
 from .groups import HiddenGroup
+from .sources import Sources
 
 MARK = 'etrace:'
 """Scope names that start so mark an operation as one whose parameters are to be traced.
@@ -72,11 +72,11 @@ class HiddenParamOpRelation(NamedTuple):
 
 
 def find_sites(
-    facts: Facts, groups: Sequence[HiddenGroup], positions: Sequence[Positions]
+    sources: Sources, groups: Sequence[HiddenGroup], positions: Sequence[Positions]
 ) -> tuple[HiddenParamOpRelation, ...]:
     """All sites of a program, in program order."""
     result = []
-    for i, eqn in enumerate(facts.program.equations):
+    for i, eqn in enumerate(sources.program.equations):
         reached = {
             v: [g for g, found in enumerate(positions) if v in found.labels]
             for v in eqn.outvars
@@ -84,53 +84,53 @@ def find_sites(
         }
         if not any(reached.values()):
             continue
-        for k in weight_operands(facts, eqn):
+        for k in weight_operands(sources, eqn):
             for y, into in reached.items():
                 if (
-                    not of(facts.total, y).grads
-                    & of(facts.total, eqn.invars[k]).grads
-                    & facts.parameters
+                    not of(sources.total, y).grads
+                    & of(sources.total, eqn.invars[k]).grads
+                    & sources.parameters
                 ):
                     continue
                 pairs = [(groups[g], positions[g]) for g in into]
                 if any(sub_programs(eqn)):
                     result += [
-                        _site(facts, cut_inside(i, eqn, p[1].cuts), k, y, [p])
+                        _site(sources, cut_inside(i, eqn, p[1].cuts), k, y, [p])
                         for p in pairs
                     ]
                 elif pairs:
-                    result.append(_site(facts, eqn, k, y, pairs))
+                    result.append(_site(sources, eqn, k, y, pairs))
     return tuple(result)
 
 
-def weight_operands(facts: Facts, eqn: Equation) -> list[int]:
+def weight_operands(sources: Sources, eqn: Equation) -> list[int]:
     """Operands computed from parameters only, of an equation that reads data too or
     makes a new hidden state."""
     operation = operation_of(eqn)
-    bits = [of(facts.total, v) for v in eqn.invars]
-    if all(facts.is_weight(b) or not b.reads for b in bits) and not any(
-        v in facts.new_bit for v in eqn.outvars
+    bits = [of(sources.total, v) for v in eqn.invars]
+    if all(sources.is_weight(b) or not b.reads for b in bits) and not any(
+        v in sources.new_bit for v in eqn.outvars
     ):
         return []
     passes = lambda k: operation is None or operation.differentiates(eqn, k)
-    return [k for k, b in enumerate(bits) if facts.is_weight(b) and passes(k)]
+    return [k for k, b in enumerate(bits) if sources.is_weight(b) and passes(k)]
 
 
 def _site(
-    facts: Facts,
+    sources: Sources,
     eqn: Equation,
     k: int,
     y: Var,
     into: Sequence[tuple[HiddenGroup, Positions]],
 ) -> HiddenParamOpRelation:
-    equations = facts.program.equations
+    equations = sources.program.equations
     weight = eqn.invars[k]
-    grads = of(facts.total, weight).grads
+    grads = of(sources.total, weight).grads
     parameters = tuple(
-        p for p in facts.program.parameters if grads & facts.bit[p.invar]
+        p for p in sources.program.parameters if grads & sources.bit[p.invar]
     )
     weight_jaxpr = slice_back(
-        equations, facts.producer, [p.invar for p in parameters], weight
+        equations, sources.producer, [p.invar for p in parameters], weight
     )
     programs = tuple(
         slice_between(equations, [y], group.hidden_outvars, found.cuts, found.edges)
@@ -142,7 +142,7 @@ def _site(
         for path, out in zip(group.hidden_paths, group.hidden_outvars, strict=True)
         if out is y or any(out in e.outvars for e in program.eqns)
     ]
-    own = sum(facts.bit[p.invar] for p in parameters)
+    own = sum(sources.bit[p.invar] for p in parameters)
     cut = {
         path
         for group, found in into
@@ -150,7 +150,7 @@ def _site(
         for path in group.hidden_paths
     }
     data = [
-        v for v in eqn.invars if is_var(v) and of(facts.total, v).reads & facts.data
+        v for v in eqn.invars if is_var(v) and of(sources.total, v).reads & sources.data
     ]
     return HiddenParamOpRelation(
         primitive=eqn.primitive,

@@ -29,7 +29,7 @@ from ..errors import printable, three_parts
 from ..files import write_whole
 from ..frontends.failures import unset_environment
 from ..learner import Learner
-from ..rules.gradients import EQUAL
+from ..rules.exactness import EQUAL
 from ..source_lines import failing_line
 
 Result = tuple[Any, str, int]

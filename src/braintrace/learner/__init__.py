@@ -16,7 +16,7 @@ models            models of every framework as a learner sees them
 access            around a call: one at a time, values in place, arrays on devices
 placement         how arrays are split over devices
 recording         what a call of the learner means inside a step function
-gradients         what a rule gives each parameter; credit_warnings warns of little
+parameter_gradients   what a rule gives each; credit_warnings warns of little
 describing        the report of a learner, and its text
 check, certificate, memory    what measuring gives
 arguments, batch, losses      checks of arguments, of inputs, and weights of losses

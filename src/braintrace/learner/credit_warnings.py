@@ -10,14 +10,14 @@ from ..analysis.credit import NOT_HIDDEN
 from ..analysis.diagnostics import ParameterGradient
 from ..analysis.graph import ETraceGraph
 from ..errors import CreditWarning, printable, three_parts
-from ..lowering.step_facts import StepFacts
+from ..lowering.invariants import StepInvariants
 from ..program import Path
 from ..program.step import path_name
 from ..rules import Rule
 from ..text import size_text
 from .arguments import bytes_of
 from .binding import StepBinding
-from .gradients import gradients_by_class, gradients_of
+from .parameter_gradients import gradients_by_class, gradients_of
 from .sequences import Solver
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _readout_losses(
     if len(solver.step.groups) < 2:  # the read-out is a group of its own
         return []
     found: list[ReadoutLoss] = []
-    credit = StepFacts(binding.stages_of(solver.step)).credit
+    credit = StepInvariants(binding.stages_of(solver.step)).credit
     for link in solver.step.links:
         if link.readout is None or not link.is_complete or not link.decays:
             continue
@@ -138,12 +138,12 @@ def _idle(
 ) -> dict[str, str]:
     """Parameters whose gradient is none, and those that no value in ``read_by`` ever
     depends on."""
-    program, facts = binding.info.program, binding.analysed.facts
+    program, sources = binding.info.program, binding.analysed.sources
     without = {name: g.reason for name, g in gives.items() if g.kind == 'none'}
     # A rule with a modulator does not follow the loss.
     if program.outputs and not rule.is_modulated:
-        behind = facts.ever_behind(read_by)
-        idle = [p.name for p in program.parameters if not behind & facts.bit[p.invar]]
+        behind = sources.ever_behind(read_by)
+        idle = [p.name for p in program.parameters if not behind & sources.bit[p.invar]]
         nothing = f'no {what} depends on it, in its own step or later'
         without |= {n: nothing for n in idle if n not in without and n in gives}
     return without

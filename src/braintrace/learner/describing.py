@@ -19,7 +19,7 @@ from ..text import size_text
 from .arguments import bytes_of
 from .batch import batch_of
 from .carried import trace_table
-from .gradients import gradients_of
+from .parameter_gradients import gradients_of
 
 if TYPE_CHECKING:
     from ..report import CompilationReport

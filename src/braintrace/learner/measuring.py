@@ -25,10 +25,10 @@ from .certificate import (
     random_directions,
 )
 from .check import GradientCheck, compare
-from .gradients import gradients_of
 from .losses import loss_weights
 from .memory import MemoryPlan, plan_memory
 from .model_states import check_shapes, restore_start, sample_count, start_values
+from .parameter_gradients import gradients_of
 from .placement import Placement, on_mesh
 from .recording import recording
 from .sequences import gradient_program

@@ -18,7 +18,7 @@ import numpy as np
 from ..analysis.analysed import Analysed
 from ..analysis.cuts import Positions
 from ..analysis.dependence import of
-from ..analysis.facts import Facts
+from ..analysis.sources import Sources
 from ..compat import (
     Atom,
     Equation,
@@ -50,13 +50,13 @@ class _Split:
 
 def split_products(analysed: Analysed) -> Analysed:
     """The same step with products of concatenated inputs written as sums."""
-    facts, program = analysed.facts, analysed.facts.program
+    sources, program = analysed.sources, analysed.sources.program
     equations: list[Equation] = []
     places: list[int] = []
     splits: dict[int, _Split] = {}
     for i, eqn in enumerate(program.equations):
         places.append(len(equations))
-        if split := _split(facts, eqn):
+        if split := _split(sources, eqn):
             splits[i] = split
         equations += split.equations if split else [eqn]
     if not splits:
@@ -65,29 +65,29 @@ def split_products(analysed: Analysed) -> Analysed:
     rewritten = make_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, equations)
     program = replace(program, closed=close(rewritten, program.closed.consts))
     positions = [_moved(found, splits, places) for found in analysed.positions]
-    return replace(analysed, facts=Facts(program), positions=positions)
+    return replace(analysed, sources=Sources(program), positions=positions)
 
 
-def _split(facts: Facts, eqn: Equation) -> _Split | None:
+def _split(sources: Sources, eqn: Equation) -> _Split | None:
     operation = operation_of(eqn)
     if operation is None or operation.split is None:
         return None
-    total = facts.total
+    total = sources.total
     weights = [
         k
         for k, v in enumerate(eqn.invars)
-        if is_var(v) and facts.is_weight(of(total, v))
+        if is_var(v) and sources.is_weight(of(total, v))
     ]
     if len(weights) != 1:
         return None
     (k,) = weights
     joined = eqn.invars[1 - k]
-    if joined not in facts.producer:
+    if joined not in sources.producer:
         return None
-    maker = facts.program.equations[facts.producer[joined]]
+    maker = sources.program.equations[sources.producer[joined]]
     parts = operation.split(eqn, k, maker)
-    hidden = sum(facts.bit[h.invar] for h in facts.program.hidden)
-    states = hidden | sum(facts.new_bit.values())
+    hidden = sum(sources.bit[h.invar] for h in sources.program.hidden)
+    states = hidden | sum(sources.new_bit.values())
     reads_state = {bool(of(total, v).reads & states) for v in maker.invars}
     if parts is None or len(reads_state) != 2:
         return None

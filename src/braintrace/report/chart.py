@@ -9,9 +9,9 @@ from functools import cached_property
 
 from ..analysis.dependence import Bits, flow, of, union
 from ..analysis.diagnostics import CompilationRecord, DiagnosticKind
-from ..analysis.facts import Facts
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import HiddenParamOpRelation, weight_operands
+from ..analysis.sources import Sources
 from ..compat import Atom, Equation, Var, is_differentiable, is_var
 from ..operations import operation_of
 from ..program import Parameter, Path, StepProgram
@@ -104,25 +104,25 @@ class ChartMaker:
     cuts: Sequence[CompilationRecord]
 
     @cached_property
-    def _facts(self) -> Facts:
-        return Facts(self.program)
+    def _sources(self) -> Sources:
+        return Sources(self.program)
 
     # ------------------------------------------------------------ boxes
 
     @cached_property
     def _uses(self) -> list[_Use]:
         """Operations, each with the biases that follow it directly."""
-        facts = self._facts
+        sources = self._sources
         equations = {
             i: e
             for i, e in enumerate(self.program.equations)
-            if weight_operands(facts, e)
+            if weight_operands(sources, e)
         }
         bits = {i: 1 << n for n, i in enumerate(equations)}
         behind = self._behind(bits, 1 << len(bits))[1]
         reached: dict[int, dict[int, None]] = {i: {} for i in equations}
         for site in self.sites:
-            reached[facts.producer[site.y_var]].update(
+            reached[sources.producer[site.y_var]].update(
                 dict.fromkeys(g.index for g in site.hidden_groups)
             )
         uses: dict[int, _Use] = {}
@@ -142,11 +142,11 @@ class ChartMaker:
         return list({id(use): use for use in uses.values()}.values())
 
     def _parameters(self, eqn: Equation) -> list[Parameter]:
-        facts = self._facts
+        sources = self._sources
         grads = union(
-            of(facts.total, eqn.invars[k]) for k in weight_operands(facts, eqn)
+            of(sources.total, eqn.invars[k]) for k in weight_operands(sources, eqn)
         ).grads
-        return [p for p in self.program.parameters if grads & facts.bit[p.invar]]
+        return [p for p in self.program.parameters if grads & sources.bit[p.invar]]
 
     @cached_property
     def _others(self) -> dict[Path, list]:
@@ -270,7 +270,7 @@ class ChartMaker:
         """The box of every equation that uses a parameter."""
         return {i: n for n, equations in self._operations for i in equations}
 
-    def _sources(self, n: int) -> Bits:
+    def _read_by(self, n: int) -> Bits:
         """Bits of what a box reads directly."""
         env, behind = self._flow
         node, parts = self._nodes[n]
@@ -281,7 +281,7 @@ class ChartMaker:
         if node.kind == 'group':
             bits = Bits()
             for v in parts[0].hidden_outvars:
-                made = self._operation_of.get(self._facts.producer[v])
+                made = self._operation_of.get(self._sources.producer[v])
                 bits |= (
                     behind[v] if made is None else Bits(1 << 2 * made, 1 << 2 * made)
                 )
@@ -294,7 +294,7 @@ class ChartMaker:
     def _edges(self) -> list[Edge]:
         found = []
         for target in range(len(self._nodes)):
-            bits = self._sources(target)
+            bits = self._read_by(target)
             for source in range(len(self._nodes)):
                 for delayed in (False, True):
                     bit = 1 << 2 * source + delayed
@@ -307,18 +307,20 @@ class ChartMaker:
     # ------------------------------------------------------------ cuts
 
     def _carried(self, edge: Edge) -> int:
-        """Bits of the facts that an arrow carries: the old states of a group, or all
+        """Bits of the sources that an arrow carries: the old states of a group, or all
         that its box was made from."""
         node, parts = self._nodes[edge.source]
-        facts = self._facts
+        sources = self._sources
         if edge.delayed and node.kind == 'group':
-            return sum(facts.bit[v] for v in parts[0].hidden_invars)
+            return sum(sources.bit[v] for v in parts[0].hidden_invars)
         if node.kind == 'operation':
             return union(
-                facts.total[v] for i in parts for v in self.program.equations[i].outvars
+                sources.total[v]
+                for i in parts
+                for v in self.program.equations[i].outvars
             ).grads
         return (
-            union(facts.total[v] for v in parts[0].hidden_outvars).grads
+            union(sources.total[v] for v in parts[0].hidden_outvars).grads
             if node.kind == 'group'
             else 0
         )
@@ -350,7 +352,7 @@ class ChartMaker:
     def _cut_edges(self, record: CompilationRecord) -> Iterator[Edge]:
         """The arrows on which a record's cuts lie: from its own source where there are
         any, else from what it made."""
-        bit, path = self._facts.bit, record.weight_path
+        bit, path = self._sources.bit, record.weight_path
         arrays = [p for p in self.program.parameters if p.path == path]
         names, wanted = {p.name for p in arrays}, sum(bit[p.invar] for p in arrays)
         if path is None:
@@ -385,7 +387,7 @@ class ChartMaker:
             made = [
                 s
                 for s in self.sites
-                if node.kind == 'operation' and self._facts.producer[s.y_var] in parts
+                if node.kind == 'operation' and self._sources.producer[s.y_var] in parts
             ]
             pairs = [
                 pair

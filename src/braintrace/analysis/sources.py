@@ -15,7 +15,7 @@ from .dependence import Bits, flow, of, union
 from .positions import find_positions
 
 
-class Facts:
+class Sources:
     """A step program, the bit that stands for each of its sources, and what each of its
     values depends on.
 
@@ -120,10 +120,12 @@ class Facts:
 class SourcesThrough(Mapping[Var, Bits]):
     """A view of the direct sources in which some new hidden states are not barriers."""
 
-    def __init__(self, facts: Facts, through: tuple[Hidden, ...]):
-        self.direct = facts.direct
-        self.every = sum(facts.new_bit.values())
-        self.inner = {facts.new_bit[h.outvar]: facts.behind[h.outvar] for h in through}
+    def __init__(self, sources: Sources, through: tuple[Hidden, ...]):
+        self.direct = sources.direct
+        self.every = sum(sources.new_bit.values())
+        self.inner = {
+            sources.new_bit[h.outvar]: sources.behind[h.outvar] for h in through
+        }
         self.through = sum(self.inner)
 
     def __getitem__(self, var: Var) -> Bits:

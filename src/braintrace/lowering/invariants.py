@@ -1,4 +1,4 @@
-"""Facts of a compiled step that tell how near a rule's gradient is to BPTT's."""
+"""What of a compiled step decides how near a rule's gradient is to BPTT's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .stages import Stages
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class StepInvariants:
     """What holds for all values of a step's parameters, states and inputs."""
 
     stages: Stages
@@ -32,11 +32,11 @@ class StepFacts:
         return CreditAnalysis(self.stages.analysed)
 
     def _bit(self, parameter: Parameter) -> int:
-        return self.stages.facts.bit[parameter.invar]
+        return self.stages.sources.bit[parameter.invar]
 
     def moves_states(self, parameter: Parameter) -> bool:
         """Whether any state depends on the parameter."""
-        total, carried = self.stages.facts.total, self.stages.carried
+        total, carried = self.stages.sources.total, self.stages.carried
         return bool(
             union(of(total, new) for _, new in carried).grads & self._bit(parameter)
         )
@@ -49,18 +49,18 @@ class StepFacts:
     def _seen(self) -> int:
         """What the outputs depend on."""
         outputs = self.stages.program.outputs
-        return union(of(self.stages.facts.total, out) for out in outputs).grads
+        return union(of(self.stages.sources.total, out) for out in outputs).grads
 
     def is_read(self, group: int, y: Var) -> bool:
         """Whether an output reads a state that y reaches within the step, at that step
         or the next."""
-        facts, outputs = self.stages.facts, self.stages.program.outputs
-        direct = union(of(facts.direct, out) for out in outputs).grads
+        sources, outputs = self.stages.sources, self.stages.program.outputs
+        direct = union(of(sources.direct, out) for out in outputs).grads
         record = self.stages.analysed.groups[group]
         for i in self.stages.locals[group].reached[y]:
             k = record.owners[i]
-            new = facts.new_bit[record.hidden_outvars[k]]
-            old = facts.bit[record.hidden_invars[k]]
+            new = sources.new_bit[record.hidden_outvars[k]]
+            old = sources.bit[record.hidden_invars[k]]
             if self._seen & new or direct & old:
                 return True
         return False
@@ -106,7 +106,7 @@ class StepFacts:
             }
 
         variables, sources, _ = self.derivative(local, rows)
-        total, data = self.stages.facts.total, self.stages.facts.data
+        total, data = self.stages.sources.total, self.stages.sources.data
         moving = {v for v in variables if of(total, v).reads & data}
         return all(not moving & found for found in sources.values())
 
@@ -115,7 +115,7 @@ class StepFacts:
     ) -> tuple[list[Var], dict, Callable]:
         """The variables that a derivative depends on, those behind each result, and the
         function."""
-        constant = self.stages.facts.constant
+        constant = self.stages.sources.constant
         read = dict.fromkeys(
             [*local.group.hidden_invars, *local.taps, *local.constants]
         )
@@ -150,17 +150,17 @@ class StepFacts:
         ``readouts``: (equation, operand) of these. Always, if the read-out is not in
         this step.
         """
-        stages, facts = self.stages, self.stages.facts
+        stages, sources = self.stages, self.stages.sources
         if not readouts:
             return True
         members = stages.analysed.members[group]
-        bits = facts.old(members) | facts.new(members)
+        bits = sources.old(members) | sources.new(members)
         data = [
             stages.equations[i].invars[k]
             for i, _ in readouts
             for k in stages.taps[i].data
         ]
-        return any(of(facts.total, v).grads & bits for v in data if is_var(v))
+        return any(of(sources.total, v).grads & bits for v in data if is_var(v))
 
 
 def _sources(jaxpr: Jaxpr, variables: list[Var]) -> list[frozenset[Var]]:

@@ -1,5 +1,5 @@
 """What a learner's rule gives each parameter of a step: the facts that
-``rules/gradients.py`` uses."""
+``rules/exactness.py`` uses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..analysis.credit import Links
 from ..analysis.credit import names as names_of
 from ..analysis.diagnostics import CompilationRecord, ParameterGradient
 from ..compiled_step import Site
+from ..lowering.invariants import StepInvariants
 from ..lowering.links import ReadoutLinks
-from ..lowering.step_facts import StepFacts
 from ..program import Parameter
 from ..rules import Rule
-from ..rules.gradients import ParameterFacts, SiteFacts, gradient_of
+from ..rules.exactness import ParameterFacts, SiteFacts, gradient_of
 from ..solver import BlockSolver, InfluenceSolver, JacobianRecursion, Traces
 from ..solver.factors import FactorLayout
 from ..solver.influence import SparseInfluence
@@ -42,7 +42,7 @@ def gradients_of(
     """
     records = {record.context['name']: record for record in credits if record.context}
     found = gradients_by_class(rule, records.values())
-    facts = _Facts(rule, StepFacts(binding.stages_of(solver.step)), solver)
+    facts = _StepUnderRule(rule, StepInvariants(binding.stages_of(solver.step)), solver)
     for parameter in binding.info.program.parameters:
         record = records.get(parameter.name) or facts.credit.credit_record(parameter)
         found[parameter.name] = gradient_of(rule, facts.of_parameter(parameter, record))
@@ -65,10 +65,10 @@ def _known(record: CompilationRecord) -> ParameterFacts:
     return ParameterFacts(context['credit'], context['reason'], context['temporal'])
 
 
-class _Facts:
-    """Facts of one step under one rule."""
+class _StepUnderRule:
+    """A step with the rule that solves it: finds what the rule is judged by."""
 
-    def __init__(self, rule: Rule, step: StepFacts, solver: Solver):
+    def __init__(self, rule: Rule, step: StepInvariants, solver: Solver):
         self.rule, self.step, self.solver = rule, step, solver
         self.credit, self.links = step.credit, ReadoutLinks(step.stages)
 
