@@ -46,6 +46,17 @@ class Structure(NamedTuple):
         parts = (join(self.components), join(self.rows), factors, join(self.credits))
         return f'braintrace_visit_{"_of_".join(parts)}_{int(self.inputs_first)}'
 
+    def named(
+        self, operands: list[Buffer]
+    ) -> tuple[Buffer, dict[int, Buffer], dict[tuple, Buffer]]:
+        """The operands of a kernel: x, rows by component, and factors and credits by
+        their names; the old traces are read where the new ones are written."""
+        x, *rest = operands
+        rows = dict(zip(self.rows, rest, strict=False))
+        names = [('factor', *pair) for pair in self.factors]
+        names += [('credit', s) for s in self.credits]
+        return x, rows, dict(zip(names, rest[len(rows) :], strict=False))
+
 
 class _Visit:
     """The instructions of a visit.
@@ -63,11 +74,7 @@ class _Visit:
         results: list[Buffer],
     ):
         self.made, self.number, self.build = made, number, build
-        self.x, *rest = operands
-        self.drives = dict(zip(made.rows, rest, strict=False))
-        names = [('factor', *pair) for pair in made.factors]
-        names += [('credit', s) for s in made.credits]
-        self.vectors = dict(zip(names, rest[len(made.rows) :], strict=False))
+        self.x, self.drives, self.vectors = made.named(operands)
         *traces, self.gradient = results
         self.traces = dict(zip(made.components, traces, strict=True))
         self.samples, self.rows, self.width = (
@@ -209,30 +216,50 @@ def visit(
 
     Traces (n, c, f), or (n, f, c) if not ``inputs_first``; x (n, c), all else (n, f).
     """
+    made, given = arranged(trace, x, rows, factors, credit, inputs_first)
+    old = list(trace.values())
+    shapes = [*(e.shape for e in old), old[0].shape[1:]]
+    *new, total = call_in_place(_Visit, made, made.name, given, shapes)
+    return dict(zip(trace, new, strict=True)), total
+
+
+def arranged(
+    trace: Components,
+    x: jax.Array,
+    rows: Components,
+    factors: Jacobian,
+    credit: Components,
+    inputs_first: bool,
+) -> tuple[Structure, list[jax.Array]]:
+    """What there is of a trace, and the operands of its kernel in order, the old traces
+    last."""
     rows = {s: rows[s] for s in trace if s in rows}
     factors = {(s, r): factors[s, r] for s in trace for r in trace if (s, r) in factors}
-    made = Structure(
-        tuple(trace),
-        tuple(rows),
-        tuple(factors),
-        tuple(credit),
-        inputs_first,
-    )
-    old = list(trace.values())
-    given = [x, *rows.values(), *factors.values(), *credit.values(), *old]
-    dtype = jnp.dtype(x.dtype)
-    outs = [jax.ShapeDtypeStruct(e.shape, dtype) for e in old]
-    outs.append(jax.ShapeDtypeStruct(old[0].shape[1:], dtype))
+    names = (tuple(trace), tuple(rows), tuple(factors), tuple(credit))
+    vectors = [*rows.values(), *factors.values(), *credit.values()]
+    return Structure(*names, inputs_first), [x, *vectors, *trace.values()]
+
+
+def call_in_place(
+    kernel: Any,
+    made: Structure,
+    name: str,
+    given: list[jax.Array],
+    shapes: list[tuple[int, ...]],
+) -> list[jax.Array]:
+    """The results of a kernel, of these shapes; the first lie where the old traces,
+    the last operands, do."""
+    dtype = jnp.dtype(given[0].dtype)
     number = number_type(dtype)
-    name = f'{made.name}_{dtype.name}'
-    emit = lambda *parts: _Visit(made, number, *parts).emit()
-    register(name, number, (len(given), len(outs)), emit)
-    first = len(given) - len(old)
+    name = f'{name}_{dtype.name}'
+    emit = lambda *parts: kernel(made, number, *parts).emit()
+    register(name, number, (len(given), len(shapes)), emit)
+    count = len(made.components)
+    first = len(given) - count
     call = jax.ffi.ffi_call(
         name,
-        outs,
-        input_output_aliases={first + n: n for n in range(len(old))},
+        [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
+        input_output_aliases={first + n: n for n in range(count)},
         vmap_method='sequential',
     )
-    *new, total = call(*given)
-    return dict(zip(trace, new, strict=True)), total
+    return call(*given)

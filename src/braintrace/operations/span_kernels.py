@@ -20,12 +20,18 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from llvmlite import ir
 
 from ..compiled_step import Components, Jacobian
-from .dense_kernels import FLAGS, Structure, repeated, sum_of
-from .native import WORD, Buffer, loop, number_type, register, rest_of, several, word
+from .dense_kernels import (
+    FLAGS,
+    Structure,
+    arranged,
+    call_in_place,
+    repeated,
+    sum_of,
+)
+from .native import WORD, Buffer, loop, rest_of, several, word
 
 WIDTHS = {1: 64, 2: 32}
 """Outputs that are taken together, by the number of components: their sums are kept in
@@ -54,11 +60,7 @@ class _Span:
         results: list[Buffer],
     ):
         self.made, self.number, self.build = made, number, build
-        self.x, *rest = operands
-        self.drives = dict(zip(made.rows, rest, strict=False))
-        names = [('factor', *pair) for pair in made.factors]
-        names += [('credit', s) for s in made.credits]
-        self.vectors = dict(zip(names, rest[len(made.rows) :], strict=False))
+        self.x, self.drives, self.vectors = made.named(operands)
         *traces, self.gradient, counts, times, self.values, self.copied = results
         whole = ir.IntType(32 if isinstance(number, ir.FloatType) else 64)
         self.counts, self.times = counts.holding(whole), times.holding(whole)
@@ -260,28 +262,12 @@ def visit_after_span(
 
     Traces (n, c, f); x (t, n, c), rows (t, n, f); all else (n, f).
     """
-    rows = {s: rows[s] for s in trace if s in rows}
-    factors = {(s, r): factors[s, r] for s in trace for r in trace if (s, r) in factors}
-    made = Structure(tuple(trace), tuple(rows), tuple(factors), tuple(credit), True)
+    made, given = arranged(trace, x, rows, factors, credit, inputs_first=True)
     old = list(trace.values())
-    given = [x, *rows.values(), *factors.values(), *credit.values(), *old]
-    dtype = jnp.dtype(x.dtype)
     steps, _, inputs = x.shape
-    copied = (steps, len(rows), _width(made))
+    copied = (steps, len(made.rows), _width(made))
     lines = -(-inputs // LINE)
     memory = [(inputs,), (inputs, steps), (lines, steps, LINE), copied]
-    shapes = [e.shape for e in old] + [old[0].shape[1:]] + memory
-    outs = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    number = number_type(dtype)
-    name = f'{made.name}_span_{dtype.name}'
-    emit = lambda *parts: _Span(made, number, *parts).emit()
-    register(name, number, (len(given), len(outs)), emit)
-    first = len(given) - len(old)
-    call = jax.ffi.ffi_call(
-        name,
-        outs,
-        input_output_aliases={first + n: n for n in range(len(old))},
-        vmap_method='sequential',
-    )
-    found = call(*given)
+    shapes = [*(e.shape for e in old), old[0].shape[1:], *memory]
+    found = call_in_place(_Span, made, f'{made.name}_span', given, shapes)
     return dict(zip(trace, found, strict=False)), found[len(old)]
