@@ -262,4 +262,4 @@ def call_in_place(
         input_output_aliases={first + n: n for n in range(count)},
         vmap_method='sequential',
     )
-    return call(*given)
+    return list(call(*given))

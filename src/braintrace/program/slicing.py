@@ -60,15 +60,17 @@ def cut_inside(i: int, eqn: Equation, cuts: Cuts) -> Equation:
     return replace_sub_programs(eqn, bodies) if bodies else eqn
 
 
-def _cut_one(i: int, eqn: Equation, cuts: Cuts, out: list[Equation]) -> None:
+def cut_equation_at(i: int, eqn: Equation, cuts: Cuts) -> list[Equation]:
+    """Equation i with its cuts: those of its operands before it, those inside it in
+    place."""
     eqn = cut_inside(i, eqn, cuts)
-    operands = list(eqn.invars)
+    operands, stops = list(eqn.invars), []
     for k, operand in enumerate(operands):
         if (i, k) in cuts.edges and is_var(operand):
             stop = cut_equation(operand, cuts.edges[i, k])
             operands[k] = stop.outvars[0]
-            out.append(stop)
-    out.append(eqn.replace(invars=operands))
+            stops.append(stop)
+    return [*stops, eqn.replace(invars=operands)]
 
 
 def _cut_body(jaxpr: Any, cuts: Cuts) -> Any:
@@ -81,10 +83,11 @@ def _cut_body(jaxpr: Any, cuts: Cuts) -> Any:
 
 def with_cuts(equations: Sequence[Equation], cuts: Cuts) -> list[Equation]:
     """The equations with every cut in place."""
-    out: list[Equation] = []
-    for i, eqn in enumerate(equations):
-        _cut_one(i, eqn, cuts, out)
-    return out
+    return [
+        each
+        for i, eqn in enumerate(equations)
+        for each in cut_equation_at(i, eqn, cuts)
+    ]
 
 
 def equations_between(
@@ -116,14 +119,6 @@ def equations_between(
             kept.append(i)
             needed.update(v for v in equations[i].invars if is_var(v))
     return kept[::-1]
-
-
-def cut_equation_at(i: int, eqn: Equation, cuts: Cuts) -> list[Equation]:
-    """Equation i with its cuts: those of its operands before it, those inside it in
-    place."""
-    out: list[Equation] = []
-    _cut_one(i, eqn, cuts, out)
-    return out
 
 
 def slice_between(

@@ -20,6 +20,10 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, bool) else value
 
 
+def _refused(name: str, value: Any, why: str, fix: str) -> ArgumentError:
+    return ArgumentError(three_parts(f'{name}={value!r}', why, fix))
+
+
 def as_decays(name: str, value: Any) -> tuple[float, float]:
     """The decays of both sides, from one, a rank, or a pair."""
     pair = tuple(
@@ -29,12 +33,11 @@ def as_decays(name: str, value: Any) -> tuple[float, float]:
         isinstance(d, (int, float)) and (d >= 1 if isinstance(d, int) else 0 <= d < 1)
     )
     if len(pair) != 2 or not all(map(fits, pair)):
-        raise ArgumentError(
-            three_parts(
-                f'{name}={value!r}',
-                'a decay lies between 0 and 1, a rank is a whole number from 1',
-                f'{name}=0.9, {name}=19, or a pair (x side, f side)',
-            )
+        raise _refused(
+            name,
+            value,
+            'a decay lies between 0 and 1, a rank is a whole number from 1',
+            f'{name}=0.9, {name}=19, or a pair (x side, f side)',
         )
     x, f = ((d - 1) / (d + 1) if isinstance(d, int) else d for d in pair)
     return x, f
@@ -44,11 +47,7 @@ def as_decay(name: str, value: Any) -> float:
     """A decay from 0 to below 1."""
     found = _plain(value)
     if not isinstance(found, (int, float)) or not 0 <= found < 1:
-        raise ArgumentError(
-            three_parts(
-                f'{name}={value!r}', 'a decay lies between 0 and 1', f'{name}=0.9'
-            )
-        )
+        raise _refused(name, value, 'a decay lies between 0 and 1', f'{name}=0.9')
     return found
 
 
@@ -56,13 +55,7 @@ def as_positive(name: str, value: Any) -> float:
     """A number that scales."""
     found = _plain(value)
     if not isinstance(found, (int, float)) or not 0 < found < float('inf'):
-        raise ArgumentError(
-            three_parts(
-                f'{name}={value!r}',
-                'it is a scale: positive and finite',
-                f'{name}=0.1',
-            )
-        )
+        raise _refused(name, value, 'it is a scale: positive and finite', f'{name}=0.1')
     return found
 
 
@@ -70,12 +63,8 @@ def as_count(name: str, value: Any) -> int:
     """A whole number from 1."""
     found = _plain(value)
     if not isinstance(found, int) or found < 1:
-        raise ArgumentError(
-            three_parts(
-                f'{name}={value!r}',
-                'it is a count',
-                f'a whole number from 1, as {name}=20',
-            )
+        raise _refused(
+            name, value, 'it is a count', f'a whole number from 1, as {name}=20'
         )
     return found
 
@@ -88,11 +77,10 @@ def as_seed(name: str, value: Any) -> int:
     if getattr(found, 'dtype', None) == jnp.uint32 and found.size:
         found = int(found.ravel()[-1])
     if not isinstance(found, int):
-        raise ArgumentError(
-            three_parts(
-                f'{name}={value!r}',
-                'it is the seed of random numbers',
-                f'a whole number, as {name}=0',
-            )
+        raise _refused(
+            name,
+            value,
+            'it is the seed of random numbers',
+            f'a whole number, as {name}=0',
         )
     return found
