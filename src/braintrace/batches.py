@@ -37,7 +37,8 @@ class Batches:
     time first: ``lambda x, label: (x.swapaxes(0, 1), ...)``.
 
     >>> import numpy as np
-    >>> batches = Batches([(np.zeros((5, 2)), np.ones(5)), (np.ones((5, 2)), np.ones(5))])
+    >>> zeros, ones = np.zeros((5, 2)), np.ones((5, 2))
+    >>> batches = Batches([(zeros, np.ones(5)), (ones, np.ones(5))])
     >>> [float(batches(i)[0].mean()) for i in range(3)]
     [0.0, 1.0, 0.0]
     """

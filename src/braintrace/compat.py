@@ -83,7 +83,7 @@ def keep_x64() -> Iterator[None]:
         jax.config.update('jax_enable_x64', before)
 
 
-# ---------------------------------------------------------------- variables and programs
+# --------------------------------------------------------------- variables and programs
 
 
 def new_var(aval: Any) -> Var:
@@ -255,8 +255,8 @@ _CALLBACKS = ('pure_callback', 'io_callback')
 
 
 def is_opaque(eqn: Equation) -> bool:
-    """True for what cannot be differentiated in reverse: calls of Python code, and loops
-    of unknown length that ``program/loops.py`` does not follow.
+    """True for what cannot be differentiated in reverse: calls of Python code, and
+    loops of unknown length that ``program/loops.py`` does not follow.
 
     Without differentiable results there is nothing to differentiate.
     """
@@ -416,10 +416,9 @@ def kernel_primitive(
     ``shape(*operands, **params)`` gives shape and type of the result, ``portable`` and
     ``kernel`` the result itself. It is linear in each of the operands that have a
     transpose: ``transposes[k](cotangent, *operands, **params)``, where operand k is not
-    known. ``batched(operands, has_axis, **params)`` runs many cases at once, given which
-    operands have a leading axis of cases: the result and the axis of cases in it. Where
-    it gives None, the cases run one after the other.
-    """
+    known. ``batched(operands, has_axis, **params)`` runs many cases at once, given
+    which operands have a leading axis of cases: the result and the axis of cases in it.
+    Where it gives None, the cases run one after the other."""
     primitive = jex.Primitive(name)
 
     @functools.cache
@@ -482,7 +481,7 @@ def kernel_primitive(
     return primitive
 
 
-# ---------------------------------------------------------------- where an equation was written
+# -------------------------------------------------------- where an equation was written
 
 
 def frames_of(eqn: Equation) -> list[Any]:

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 def three_parts(written: str, why: str, fix: str) -> str:
     """The text of an error: what was written, why it does not work, how to fix it.
 
-    >>> print(three_parts('batch_size=0', 'a batch has samples', 'batch_size=1 or more'))
+    >>> print(three_parts('batch_size=0', 'a batch has samples', 'batch_size=1'))
     batch_size=0
       Why: a batch has samples
-      Fix: batch_size=1 or more
+      Fix: batch_size=1
     """
     return f'{written}\n  {_WHY}{why}\n  {_FIX}{fix}'
 
@@ -23,7 +23,8 @@ _FIX = 'Fix: '
 
 
 def printable(text: object, keep: str = '') -> str:
-    r"""A text for a terminal: characters that would control it are written as escapes, but for those to ``keep``.
+    r"""A text for a terminal: characters that would control it are written as escapes,
+    but for those to ``keep``.
 
     >>> printable('layer\n\x1b[31m')
     'layer\\n\\x1b[31m'

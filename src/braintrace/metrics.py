@@ -104,7 +104,8 @@ class Update:
 
     @property
     def footprint(self) -> int:
-        """Bytes of parameters, states, traces, the rule's own state and the optimiser."""
+        """Bytes of parameters, states, traces, the rule's own state and the
+        optimiser."""
         return sum(self.memory.values())
 
     @property

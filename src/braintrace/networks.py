@@ -194,8 +194,8 @@ class Recurrent(brainstate.nn.Module):
 
 
 class StateSpace(brainstate.nn.Module):
-    """A state-space layer or linear attention, tanh, and a linear read-out: units do not
-    feed each other, so D-RTRL gives the gradient of BPTT. ``cell`` is called with
+    """A state-space layer or linear attention, tanh, and a linear read-out: units do
+    not feed each other, so D-RTRL gives the gradient of BPTT. ``cell`` is called with
     inputs, units and the other options."""
 
     def __init__(

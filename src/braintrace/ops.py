@@ -46,7 +46,8 @@ def matmul(
     weight_fn: ValueFn = None,
     bias_fn: ValueFn = None,
 ) -> Result:
-    """``x @ weight_fn(weight) + bias_fn(bias)`` for `x` (..., i) and `weight` (i, o)."""
+    """``x @ weight_fn(weight) + bias_fn(bias)`` for `x` (..., i) and `weight` (i,
+    o)."""
     with mark('matmul'):
         weight = _apply(weight_fn, weight)
         _check_matmul('matmul', x, weight)
@@ -70,9 +71,12 @@ def grouped_matmul(
         x_shape, w_shape = jnp.shape(x), jnp.shape(weight)
         if len(w_shape) != 3 or len(x_shape) < 2 or x_shape[-2:] != w_shape[:2]:
             raise _refusal(
-                f'grouped_matmul(x, weight) with x of shape {x_shape} and weight of shape {w_shape}',
-                'group k of x (..., groups, inputs) meets matrix k of weight (groups, inputs, outputs)',
-                'an x whose last two axes are the first two of a weight with three axes',
+                f'grouped_matmul(x, weight) with x of shape {x_shape} and weight of '
+                f'shape {w_shape}',
+                'group k of x (..., groups, inputs) meets matrix k of weight (groups, '
+                'inputs, outputs)',
+                'an x whose last two axes are the first two of a weight with three '
+                'axes',
             )
         y = _multiply(lambda a, b: jnp.einsum('...gi,gio->...go', a, b), x, weight)
         return _add_bias('grouped_matmul', y, _apply(bias_fn, bias))
@@ -89,9 +93,11 @@ def einsum(
             return _multiply(lambda a, b: jnp.einsum(equation, a, b), x, weight)
         except (TypeError, ValueError) as error:
             raise _refusal(
-                f'einsum({equation!r}, x, weight) with shapes {jnp.shape(x)} and {jnp.shape(weight)}',
+                f'einsum({equation!r}, x, weight) with shapes {jnp.shape(x)} and '
+                f'{jnp.shape(weight)}',
                 f'the equation does not fit: {error}',
-                "two operands, x first, one letter per axis, one size per letter, as in '...i,io->...o'",
+                'two operands, x first, one letter per axis, one size per letter, as '
+                "in '...i,io->...o'",
             ) from error
 
 
@@ -103,9 +109,11 @@ def embedding(
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer) or jnp.ndim(weight) == 0:
         raise _refusal(
-            f'embedding(indices, weight) with indices of type {indices.dtype} and weight of shape {jnp.shape(weight)}',
+            f'embedding(indices, weight) with indices of type {indices.dtype} and '
+            f'weight of shape {jnp.shape(weight)}',
             'whole numbers choose rows of a table',
-            'integer indices and a weight of shape (rows, features); for one-hot or soft rows, matmul',
+            'integer indices and a weight of shape (rows, features); for one-hot or '
+            'soft rows, matmul',
         )
     with mark('embedding'):
         weight = _apply(weight_fn, weight)
@@ -152,8 +160,10 @@ def conv(
         unbatched = image.ndim == filters.ndim - 1
         if filters.ndim < 3 or not (unbatched or image.ndim == filters.ndim):
             raise _refusal(
-                f'conv(x, kernel) with x of shape {image.shape} and kernel of shape {filters.shape}',
-                'x has an axis for each of the kernel (batch, channels, space), or one less without a batch',
+                f'conv(x, kernel) with x of shape {image.shape} and kernel of shape '
+                f'{filters.shape}',
+                'x has an axis for each of the kernel (batch, channels, space), or one '
+                'less without a batch',
                 'a kernel with at least three axes, and an x with as many or one fewer',
             )
         layout = lax.conv_dimension_numbers(
@@ -167,9 +177,12 @@ def conv(
         )
         if channels != taken:
             raise _refusal(
-                f'conv(x, kernel) with {channels} channels in x and a kernel of shape {filters.shape}',
-                f'the kernel takes {taken} channels when dimension_numbers={dimension_numbers}',
-                'an x with the channels of the kernel, or the dimension_numbers of your layout',
+                f'conv(x, kernel) with {channels} channels in x and a kernel of shape '
+                f'{filters.shape}',
+                f'the kernel takes {taken} channels when '
+                f'dimension_numbers={dimension_numbers}',
+                'an x with the channels of the kernel, or the dimension_numbers of '
+                'your layout',
             )
         dtype = jnp.result_type(image, filters)
         y = lax.conv_general_dilated(
@@ -212,7 +225,8 @@ def sparse_matmul(
     if not hasattr(sparse_mat, 'with_data'):
         raise _refusal(
             f'sparse_matmul(..., sparse_mat) of type {type(sparse_mat).__name__}',
-            'a sparse matrix says where the entries are, and takes new ones by with_data',
+            'a sparse matrix says where the entries are, and takes new ones by '
+            'with_data',
             'a matrix of brainevent, such as brainevent.CSR.fromdense(mask)',
         )
     x_shape, size, stored = (
@@ -222,8 +236,10 @@ def sparse_matmul(
     )
     if not x_shape or x_shape[-1] != size[0] or jnp.shape(weight) != stored:
         raise _refusal(
-            f'sparse_matmul(x, weight) with x of shape {x_shape} and weight of shape {jnp.shape(weight)}',
-            f'the sparse matrix has shape {size} and its stored entries have shape {stored}',
+            f'sparse_matmul(x, weight) with x of shape {x_shape} and weight of shape '
+            f'{jnp.shape(weight)}',
+            f'the sparse matrix has shape {size} and its stored entries have shape '
+            f'{stored}',
             f'x of shape (..., {size[0]}) and a weight shaped like sparse_mat.data',
         )
     with mark('sparse_matmul'):
@@ -277,7 +293,8 @@ def lora_matmul(
 
 
 def _apply(fn: ValueFn, value: Any) -> Any:
-    """A transform of a weight; of a quantity it sees the number, and the unit is kept."""
+    """A transform of a weight; of a quantity it sees the number, and the unit is
+    kept."""
     if fn is None or value is None:
         return value
     if not isinstance(value, u.Quantity):
@@ -309,7 +326,8 @@ def _add_bias(op: str, y: Any, bias: Value | None) -> Any:
     sizes = zip(reversed(jnp.shape(bias)), reversed(y.shape), strict=False)
     if jnp.ndim(bias) > y.ndim or any(size not in (1, full) for size, full in sizes):
         raise _refusal(
-            f'{op}(..., bias) with a bias of shape {jnp.shape(bias)} and a product of shape {y.shape}',
+            f'{op}(..., bias) with a bias of shape {jnp.shape(bias)} and a product of '
+            f'shape {y.shape}',
             'the bias does not broadcast to the product',
             'one bias per output, or a shape that broadcasts to the product',
         )
@@ -321,8 +339,10 @@ def _check_matmul(op: str, x: Value, weight: Value) -> None:
     if len(w_shape) != 2 or not x_shape or x_shape[-1] != w_shape[0]:
         raise _refusal(
             f'{op} with x of shape {x_shape} and a weight matrix of shape {w_shape}',
-            'the last axis of x is summed against the first of a matrix (inputs, outputs)',
-            'x of shape (..., inputs) and a weight with two axes; for more axes, grouped_matmul or einsum',
+            'the last axis of x is summed against the first of a matrix (inputs, '
+            'outputs)',
+            'x of shape (..., inputs) and a weight with two axes; for more axes, '
+            'grouped_matmul or einsum',
         )
 
 

@@ -72,7 +72,8 @@ def runs_on_mesh() -> bool:
 
 
 def current_split() -> Split | None:
-    """How arrays of the code that is traced now are split, if they are and it is known."""
+    """How arrays of the code that is traced now are split, if they are and it is
+    known."""
     return _current.get() if runs_on_mesh() else None
 
 

@@ -22,9 +22,13 @@ class Supervised:
     >>> import braintrace, jax.numpy as jnp, optax
     >>> task = braintrace.tasks.Copying(length=2, lag=3)
     >>> net = braintrace.networks.network('gru', task.inputs, task.outputs, units=8)
-    >>> learner = braintrace.compile(net, 'd_rtrl', jnp.zeros((4, task.inputs)), batch_size=4)
+    >>> x = jnp.zeros((4, task.inputs))
+    >>> learner = braintrace.compile(net, 'd_rtrl', x, batch_size=4)
     >>> parts = Supervised(learner, task, 4)
-    >>> history = braintrace.fit(learner, **parts.parts(), optimizer=optax.adam(0.01), updates=2, show=False)
+    >>> adam = optax.adam(0.01)
+    >>> history = braintrace.fit(
+    ...     learner, **parts.parts(), optimizer=adam, updates=2, show=False
+    ... )
     >>> sorted(history.records[0])
     ['accuracy', 'loss', 'seconds', 'update']
     """

@@ -73,9 +73,11 @@ def fit(
     >>> import brainstate, braintrace, jax.numpy as jnp, numpy as np, optax
     >>> net = brainstate.nn.GRUCell(1, 4)
     >>> learner = braintrace.compile(net, 'd_rtrl', jnp.ones((2, 1)), batch_size=2)
-    >>> batches = lambda i: (np.random.default_rng(i).normal(size=(10, 2, 1)).astype('float32'),)
+    >>> rng = np.random.default_rng
+    >>> batches = lambda i: (rng(i).normal(size=(10, 2, 1)).astype('float32'),)
     >>> step = lambda x: jnp.mean((learner(x) - x) ** 2)
-    >>> history = braintrace.fit(learner, batches, step_fn=step, optimizer=optax.adam(0.01), updates=3, show=False)
+    >>> options = {'optimizer': optax.adam(0.01), 'updates': 3, 'show': False}
+    >>> history = braintrace.fit(learner, batches, step_fn=step, **options)
     >>> len(history['loss']), history.ended
     (3, 'finished')
     """

@@ -114,8 +114,8 @@ def enter_loop(
     outs: Sequence[Reach | None],
     alone: Mapping[int, Alone],
 ) -> Entered:
-    """Labels of the carry grow to a fixpoint; in the body a carry keeps the positions it
-    ends at."""
+    """Labels of the carry grow to a fixpoint; in the body a carry keeps the positions
+    it ends at."""
     scan = read_scan(eqn)
     first = scan.num_ignored
     operands = eqn.invars[first:]

@@ -457,7 +457,8 @@ class BackwardPass:
         opaque: bool,
         size: int,
     ) -> BackwardPass:
-        """A pass over a body whose first inputs are the given operands of this program."""
+        """A pass over a body whose first inputs are the given operands of this
+        program."""
         body = open_jaxpr(jaxpr)
         const = Constants(
             jaxpr, dict(zip(body.invars, operands, strict=False)), self.const

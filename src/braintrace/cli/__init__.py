@@ -31,7 +31,7 @@ TASKS = (
 """Names for the help, which is printed without loading JAX."""
 
 _EXAMPLES = """examples:
-  braintrace train evidence                              train, with pictures, in out/evidence
+  braintrace train evidence                              train, results in out/evidence
   braintrace train copying --rule pp_prop --updates 300  another task, another rule
   braintrace train --resume out/evidence --updates 400   go on
   braintrace explain 'brainstate.nn:GRUCell(3, 16)' --input 8,3 --html report.html
@@ -39,9 +39,10 @@ _EXAMPLES = """examples:
   braintrace compare copying --rules d_rtrl,pp_prop,bptt --seeds 3
   braintrace bench mymodels.py:make
 
-A model is given as module:name or file.py:name. What the name stands for is called (with literal arguments, if there
-are any in brackets; train and compare put the numbers of inputs and outputs before them) and returns a model, or for
-explain, check and bench a model and example inputs of one step."""
+A model is given as module:name or file.py:name. What the name stands for is called
+(with literal arguments, if there are any in brackets; train and compare put the numbers
+of inputs and outputs before them) and returns a model, or for explain, check and bench
+a model and example inputs of one step."""
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes besides 0: what was asked cannot work, and the message says why; a check

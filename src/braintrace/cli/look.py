@@ -223,7 +223,8 @@ def sequences(inputs: tuple, steps: int, seed: int) -> tuple:
 
 
 class Distance:
-    """The loss of a step when the user gave none: outputs against fixed random targets."""
+    """The loss of a step when the user gave none: outputs against fixed random
+    targets."""
 
     def __init__(self, learner: Learner, seed: int):
         self.learner, self.seed = learner, seed
@@ -364,7 +365,8 @@ def bench(options: argparse.Namespace) -> Result:
         f'{"":10}      ms  x forward  BPTT / it',
     ]
     lines += [
-        f'{name:10}{r["milliseconds"]:8.2f}{r["times_forward"]:11.2f}{r["bptt_over"]:11.2f}'
+        f'{name:10}{r["milliseconds"]:8.2f}'
+        f'{r["times_forward"]:11.2f}{r["bptt_over"]:11.2f}'
         for name, r in result.items()
     ]
     return result, '\n'.join(lines), 0

@@ -241,7 +241,8 @@ def _trained(
         'updates': history.updates,
     }
     if history.ended == 'interrupted':
-        text = f'stopped at update {history.updates}; go on with: braintrace train --resume {printable(out)}'
+        command = f'braintrace train --resume {printable(out)}'
+        text = f'stopped at update {history.updates}; go on with: {command}'
         return result, text, 130
     final = _held_out(supervised)
     result['held_out'] = final

@@ -161,7 +161,10 @@ def _read(file: Path, fix: str) -> Config:
     if not _is_count(version):
         raise wrong(f'its format is {version!r}, not a whole number of at least 1')
     if version > FORMAT:
-        why = f'its format is {version}, of a later version of braintrace; this one knows formats up to {FORMAT}'
+        why = (
+            f'its format is {version}, of a later version of braintrace; this one '
+            f'knows formats up to {FORMAT}'
+        )
         raise ValueError(
             three_parts(
                 f'the settings in {file}',
@@ -209,7 +212,8 @@ def check_trust(config: Config, out: Path, trusted: bool) -> None:
                 fix,
             )
         )
-    question = f'{out / "config.json"} names the model {config.model}. To go on, {code} is run.'
+    names = f'{out / "config.json"} names the model {config.model}.'
+    question = f'{names} To go on, {code} is run.'
     print(printable(question), file=sys.stderr)
     print('Run it? [y/N] ', end='', file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ('y', 'yes'):

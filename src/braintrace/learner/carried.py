@@ -37,8 +37,8 @@ def shape_of(x: Any) -> tuple:
 
 
 class TraceTable(NamedTuple):
-    """The traces of a step: their names, in order, the shapes and types of each, for each
-    the one that holds its state part, and the bytes of all.
+    """The traces of a step: their names, in order, the shapes and types of each, for
+    each the one that holds its state part, and the bytes of all.
 
     A name holds parameters, operation, hidden states, and how many like it came before.
     """

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def gradients_in_chunks(
     learner: Learner, call: GradientCall, size: Any
 ) -> SequenceGradients:
-    """SequenceGradients over windows of ``size`` steps that ``step_fn`` takes whole; it returns
-    a loss for each step, or one for the window."""
+    """SequenceGradients over windows of ``size`` steps that ``step_fn`` takes whole; it
+    returns a loss for each step, or one for the window."""
     step_fn, mask, has_aux = call.step_fn, call.mask, call.has_aux
     length = length_of(call.sequences)
     chunks = in_windows(call.sequences, length, size)

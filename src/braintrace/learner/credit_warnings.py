@@ -107,8 +107,8 @@ def without_gradient(
     """The parameter arrays to which a rule gives no gradient, with the reasons.
 
     A step function decides what the loss depends on; here the outputs of the model
-    stand for it. Parameters that the model does not read may be read by a step function.
-    """
+    stand for it. Parameters that the model does not read may be read by a step
+    function."""
     program = binding.info.program
     gives = gradients_by_class(rule, graph.explain(kind='credit'))
     read = {p.name for p in program.parameters}

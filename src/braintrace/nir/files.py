@@ -119,7 +119,8 @@ def _time_step(graph: Any, dt: float | None) -> float:
 
 
 def _flat(graph: Any, name: str, wiring: Wiring) -> dict[str, Any]:
-    """The nodes of a graph and of those inside, by name; the rest goes to the wiring."""
+    """The nodes of a graph and of those inside, by name; the rest goes to the
+    wiring."""
     found: dict[str, Any] = {}
     wiring.graphs[name] = [(str(a), str(b)) for a, b in graph.edges]
     wiring.metadata[name] = dict(graph.metadata or {})

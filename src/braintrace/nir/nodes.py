@@ -445,7 +445,8 @@ class Delay(Node):
 
 
 def _spikes(node: Node, v: Any, name: str) -> Any:
-    """Spikes of potentials, in derivatives by the distance in units of the threshold."""
+    """Spikes of potentials, in derivatives by the distance in units of the
+    threshold."""
     threshold = node.value(name)
     size = jnp.abs(threshold)
     return node.surrogate((v - threshold) / jnp.where(size > 0, size, 1))

@@ -87,7 +87,8 @@ class SignedWLinear(brainstate.nn.SignedWLinear):
 
 
 class ScaledWSLinear(brainstate.nn.ScaledWSLinear):
-    """A linear layer whose weight is standardised over its inputs, with a learned gain."""
+    """A linear layer whose weight is standardised over its inputs, with a learned
+    gain."""
 
     def update(self, x: ArrayLike) -> ops.Result:
         params = self.weight.value

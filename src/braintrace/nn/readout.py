@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import brainstate
 import brainunit as u
@@ -33,7 +34,8 @@ class LeakyRateReadout(brainstate.nn.Module):
         super().__init__(name=name)  # type: ignore[call-arg]
         self.in_size, self.out_size = in_size, out_size
         self.tau = init.param(tau, self.out_size)
-        shape = self.in_size[-1], self.out_size[-1]  # type: ignore[index, call-overload]
+        sizes: Any = (self.in_size, self.out_size)
+        shape = sizes[0][-1], sizes[1][-1]
         self.W = brainstate.ParamState(init.param(w_init, shape, allow_none=False))
         self.r_init = r_init
 
@@ -105,7 +107,8 @@ class FiringRate(brainstate.nn.Module):
                     f'penalty({target})', 'a target rate is positive', 'penalty(0.02)'
                 )
             )
-        rates = self.r.value.reshape(-1, *self.out_size).mean(0)  # type: ignore[union-attr]
+        rates: Any = self.r.value
+        rates = rates.reshape(-1, *self.out_size).mean(0)
         return 0.5 * jnp.mean((rates - target) ** 2) / target
 
 

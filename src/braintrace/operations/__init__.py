@@ -2,7 +2,8 @@
 
 A primitive of your own is treated like JAX's once it is registered with such a record:
 
-    braintrace.register_primitive(my_product_p, braintrace.operations.product('bi,io->bo'))
+    record = braintrace.operations.product('bi,io->bo')
+    braintrace.register_primitive(my_product_p, record)
 """
 
 from . import convolution, elementwise, gather, mixing, movement, reduction, sparse

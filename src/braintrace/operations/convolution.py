@@ -140,7 +140,8 @@ class ConvolutionUse(BaseUse):
 
 @dataclass(frozen=True, eq=False)
 class ConvolutionTrace(WholeTrace):
-    """(r, g, c, o): a filter is shared by all places, so each keeps a trace of its own."""
+    """(r, g, c, o): a filter is shared by all places, so each keeps a trace of its
+    own."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -34,8 +34,8 @@ def axes_of_mesh(
 
 @dataclass(frozen=True, eq=False)
 class DenseTrace:
-    """(n, w): the axes n of y that w does not have, samples as a rule, and those of w in
-    its own order, so that an update reads both along their rows. Of y only the part
+    """(n, w): the axes n of y that w does not have, samples as a rule, and those of w
+    in its own order, so that an update reads both along their rows. Of y only the part
     that reaches the group is kept.
 
     Samples are solved one after the other: the trace of each is read and written once a
@@ -63,7 +63,8 @@ class DenseTrace:
         return tuple(sizes[c] for c in self._axes)
 
     def _here(self, values: jax.Array) -> jax.Array:
-        """Values of the positions at the part of y that reaches them, beside the trace."""
+        """Values of the positions at the part of y that reaches them, beside the
+        trace."""
         here = picked(values, self.positions[self.box])
         y = self.use.axes.y
         kept = ''.join(c for c in self._axes if c in y)
@@ -111,8 +112,8 @@ class DenseTrace:
 
     @cached_property
     def _parts(self) -> tuple[str, str, str] | None:
-        """The axes of the trace as those of samples, and the contracted and the free ones
-        of w; None if they are not next to each other."""
+        """The axes of the trace as those of samples, and the contracted and the free
+        ones of w; None if they are not next to each other."""
         x, weight, _, contracted, shared = self.use.axes
         inputs = ''.join(c for c in weight if c in contracted)
         free = ''.join(c for c in weight if c not in contracted)
@@ -375,7 +376,8 @@ class SharedTrace:
         return new, self._as_weight(sum(found[1:], found[0]) if found else zero)
 
     def _as_weight(self, found: jax.Array) -> jax.Array:
-        """γ · ε (h, c) in the shape of w, summed over positions that share an element."""
+        """γ · ε (h, c) in the shape of w, summed over positions that share an
+        element."""
         axes, shape = self.use.axes, self.use.weight.shape
         sizes = dict(zip(axes.weight, shape, strict=True))
         free = [c for c in axes.weight if c not in axes.contracted]

@@ -1,4 +1,5 @@
-"""Element-wise operations: element e of every operand reaches element e of the result."""
+"""Element-wise operations: element e of every operand reaches element e of the
+result."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def _sum_use(eqn: Equation, operand: int, result: int, const: Const) -> Elementw
 
 
 def _select_labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
-    """Element-wise; where the choice is constant, what is not chosen reaches nothing."""
+    """Element-wise; where the choice is constant, what is not chosen reaches
+    nothing."""
     labels = elementwise_labels(eqn, outs, const)
     which = const(eqn.invars[0])
     if which is None:
@@ -88,7 +90,7 @@ def _barrier_labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Lab
     return outs
 
 
-# ------------------------------------------------------ what stays open when all gates are open
+# ---------------------------------------------- what stays open when all gates are open
 
 
 def _opens(eqn: Equation, varies: list[bool]) -> list[bool]:

@@ -80,7 +80,8 @@ def gather_back(
 
 
 def sources_of(labels: np.ndarray, size: int) -> np.ndarray:
-    """The element that reaches each of ``size`` positions; CONFLICT where several do."""
+    """The element that reaches each of ``size`` positions; CONFLICT where several
+    do."""
     reaches = labels.reshape(-1) != NONE
     elements = np.where(reaches, np.arange(labels.size), NONE).astype(np.int32)
     return gather_back(elements, labels, (size,))

@@ -134,7 +134,7 @@ for _labels, _names in [
     register(Operation('movement', _labels), _names)
 
 
-# ---------------------------------------------------------------- slices at a variable place
+# ----------------------------------------------------------- slices at a variable place
 
 
 def _same_size(small: Sequence[int], large: Sequence[int]) -> AxisMap:

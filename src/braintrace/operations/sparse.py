@@ -121,7 +121,9 @@ register(
     Operation('product', mixing_labels, multiplies=True, use=_product_use),
     'coomv coomm binary_coomv binary_coomm '
     'binary_densemv binary_densemm fcnmv fcnmm '
-    'bitpack_binary_fcnmv bitpack_binary_fcnmm compact_binary_fcnmv compact_binary_fcnmm '
-    'jitsmv jitsmm binary_jitsmv binary_jitsmm jitnmv jitnmm binary_jitnmv binary_jitnmm '
+    'bitpack_binary_fcnmv bitpack_binary_fcnmm compact_binary_fcnmv '
+    'compact_binary_fcnmm '
+    'jitsmv jitsmm binary_jitsmv binary_jitsmm jitnmv jitnmm binary_jitnmv '
+    'binary_jitnmm '
     'jitumv jitumm binary_jitumv binary_jitumm csrmv_dt2t csrmm_dt2t',
 )

@@ -13,6 +13,18 @@ from .slicing import (
 from .step import Hidden, Leaf, OtherState, Parameter, Path, StepProgram
 
 __all__ = [
-    'Cuts', 'Hidden', 'Leaf', 'OtherState', 'Parameter', 'Path', 'StepProgram', 'cut_equation_at', 'cut_inside',
-    'equations_between', 'normal_form', 'slice_back', 'slice_between', 'with_cuts',
-]  # fmt: skip
+    'Cuts',
+    'Hidden',
+    'Leaf',
+    'OtherState',
+    'Parameter',
+    'Path',
+    'StepProgram',
+    'cut_equation_at',
+    'cut_inside',
+    'equations_between',
+    'normal_form',
+    'slice_back',
+    'slice_between',
+    'with_cuts',
+]

@@ -30,7 +30,8 @@ def program_of_jaxpr(
     outvar_to_hidden_path: Mapping[Var, Path],
     path_to_state: Mapping[Path, Any],
 ) -> StepProgram:
-    """The step program of a jaxpr; its hidden states in the order of ``path_to_state``."""
+    """The step program of a jaxpr; its hidden states in the order of
+    ``path_to_state``."""
     given = _closed(jaxpr)
     invars, outvars = list(given.jaxpr.invars), list(given.jaxpr.outvars)
     weights = list(weight_invars)

@@ -7,9 +7,9 @@ Its derivative is ``loop_linear``, a linear primitive of two directions that are
 other's transpose:
 
     forward   one pass that carries tangents beside the state
-    reverse   one pass counts the rounds n, one keeps the states of every s-th round in a
-              fixed number of slots, and the rounds are then pulled back from last to first,
-              each from its nearest kept state: n + n·s/2 rounds, s = n / slots
+    reverse   one pass counts the rounds n, one keeps the states of every s-th round in
+              a fixed number of slots, and the rounds are then pulled back from last to
+              first, each from its nearest kept state: n + n·s/2 rounds, s = n / slots
 
 As everywhere in JAX, the number of rounds is taken as given: no derivative passes the
 condition.

@@ -297,7 +297,8 @@ class Drawing:
             box.ports = sorted((e for e in self.edges if e.target == n), key=order)
 
     def _turns(self, e: Edge) -> tuple[float, float]:
-        """Where an arrow turns after its source and before its target, from the left."""
+        """Where an arrow turns after its source and before its target, from the
+        left."""
         a, b, net = self.boxes[e.source].layer, self.boxes[e.target].layer, self._net(e)
         return (
             self._right[a] + 12 + LANE * self._exits[a, net],
@@ -329,8 +330,9 @@ class Drawing:
         start, end = (a.x + a.width, a.exit(e)), (b.x - 1, b.entry(e))
         if self._is_straight(e):
             bend = max((end[0] - start[0]) * 0.5, 18)
+            from_ = f'{_n(start[0])} {_n(start[1])}'
             to = f'{_n(end[0] - bend)} {_n(end[1])} {_n(end[0])} {_n(end[1])}'
-            return f'M{_n(start[0])} {_n(start[1])}C{_n(start[0] + bend)} {_n(start[1])} {to}'
+            return f'M{from_}C{_n(start[0] + bend)} {_n(start[1])} {to}'
         net, (out, into) = self._net(e), self._turns(e)
         leave, arrive = self._corridors(e)
         level = lambda corridor: (
@@ -347,14 +349,8 @@ class Drawing:
     def svg(self, title: str, description: str) -> Markup:
         """The drawing."""
         width, height = _n(self.width), _n(self.height)
-        kinds = ('now', 'last', 'cut', 'plain')
-        heads = [
-            tag(
-                'marker', tag('path', d='M0 0L8 4L0 8z', class_=f'head {kind}'), id=f'head-{kind}', viewBox='0 0 8 8',
-                refX='7', refY='4', markerWidth='8', markerHeight='8', orient='auto', markerUnits='userSpaceOnUse',
-            )
-            for kind in kinds
-        ]  # fmt: skip
+        heads = map(_arrow_head, ('now', 'last', 'cut', 'plain'))
+        marked = [box for box in self.boxes if box.cuts]
         ways = sorted(self.edges, key=lambda e: (bool(e.cuts), e.differentiable))
         return tag(
             'svg',
@@ -364,10 +360,13 @@ class Drawing:
             *map(self._way, ways),
             *(self._box(n) for n in range(len(self.boxes))),
             *(self._edge_badge(e) for e in ways if e.cuts),
-            *(_badge(box.x + box.width - 4, box.y, box.cuts) for box in self.boxes if box.cuts),
-            role='group', **{'aria-labelledby': 'drawing-title drawing-text'},
-            width=width, height=height, viewBox=f'0 0 {width} {height}',
-        )  # fmt: skip
+            *(_badge(box.x + box.width - 4, box.y, box.cuts) for box in marked),
+            role='group',
+            **{'aria-labelledby': 'drawing-title drawing-text'},
+            width=width,
+            height=height,
+            viewBox=f'0 0 {width} {height}',
+        )
 
     def _way(self, e: Edge) -> Markup:
         kind = kind_of(e)
@@ -420,6 +419,22 @@ class Drawing:
     def _edge_badge(self, e: Edge) -> Markup:
         box = self.boxes[e.target]
         return _badge(box.x - 11, box.entry(e), e.cuts)
+
+
+def _arrow_head(kind: str) -> Markup:
+    """The end of an arrow of a kind."""
+    return tag(
+        'marker',
+        tag('path', d='M0 0L8 4L0 8z', class_=f'head {kind}'),
+        id=f'head-{kind}',
+        viewBox='0 0 8 8',
+        refX='7',
+        refY='4',
+        markerWidth='8',
+        markerHeight='8',
+        orient='auto',
+        markerUnits='userSpaceOnUse',
+    )
 
 
 def _badge(right: float, y: float, cuts: Sequence[int]) -> Markup:

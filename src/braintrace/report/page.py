@@ -67,11 +67,12 @@ KINDS = {
 """What a rule gives a parameter, and what that means."""
 WORDS = {
     'position': 'one element of a hidden state, batch included',
-    'hidden group': 'states of one shape that meet position by position, such as the potential and the adaptation '
-    'of the same neurons',
-    'trace': 'what a rule carries forward in time for an operation: the derivative of the states by its parameters',
-    'cut': 'a path from one position to another over which no credit is carried from step to step; '
-    'the gradient of the step itself is whole',
+    'hidden group': 'states of one shape that meet position by position, such as the '
+    'potential and the adaptation of the same neurons',
+    'trace': 'what a rule carries forward in time for an operation: the derivative of '
+    'the states by its parameters',
+    'cut': 'a path from one position to another over which no credit is carried from '
+    'step to step; the gradient of the step itself is whole',
 }
 AROUND = 2
 """Lines of source shown before and after."""
@@ -105,7 +106,8 @@ def framed(text: str) -> str:
     """A page as an element of a notebook, which keeps its style to itself."""
     inner = html.escape(text)
     style = 'width:100%;height:640px;border:1px solid #8884;border-radius:6px'
-    return f'<iframe title="report of braintrace" srcdoc="{inner}" style="{style}"></iframe>'
+    start = f'<iframe title="report of braintrace" srcdoc="{inner}"'
+    return f'{start} style="{style}"></iframe>'
 
 
 class _Page:
@@ -132,7 +134,8 @@ class _Page:
         gives = 'exact local traces give' if rule is None else f'{rule.name} gives'
         sentence = 'The step reads no parameter.'
         if counted:
-            sentence = f'Of {total} parameter array{"s" * (total != 1)}, {gives} {_listed(counted)}.'
+            arrays = f'{total} parameter array{"s" * (total != 1)}'
+            sentence = f'Of {arrays}, {gives} {_listed(counted)}.'
         lines = [tag('p', sentence)]
         if rule is not None:
             lines.append(
@@ -363,7 +366,8 @@ class _Page:
         return _section('diagnostics', 'Diagnostics', *cards)
 
     def _for_this_rule(self, record: CompilationRecord) -> CompilationRecord:
-        """A credit record as a record of what the parameter gets; others as they are."""
+        """A credit record as a record of what the parameter gets; others as they
+        are."""
         if record.kind is not DiagnosticKind.CREDIT:
             return record
         name = record.context['name']
@@ -378,7 +382,7 @@ class _Page:
         return (record.context or {}).get('source')
 
 
-# ---------------------------------------------------------------- parts without a report
+# --------------------------------------------------------------- parts without a report
 
 
 def _bars(caption: str, rows: Sequence[tuple[str, int]]) -> Markup:

@@ -187,7 +187,8 @@ class CompilationReport:
         return f'{own} → {shape_text(node.shape or ())}'
 
     def trace_of_operation(self, node: Node) -> tuple[str, str]:
-        """The trace of an operation: its size in words, and all that there is to say."""
+        """The trace of an operation: its size in words, and all that there is to
+        say."""
         if not node.groups:
             credit = {r.context['name']: r.context['credit'] for r in self.credits}
             exact = all(credit[name] == 'exact' for name in node.parameters)
@@ -266,7 +267,8 @@ class CompilationReport:
             f'{n} {name}' for name, n in self.counts.items() if name not in RELATIONS
         )
         rule = '' if self.rule is None else f'{self.rule.name}; '
-        return f'CompilationReport({rule}{len(self.hidden_groups)} hidden group(s); {counts})'
+        groups = f'{len(self.hidden_groups)} hidden group(s)'
+        return f'CompilationReport({rule}{groups}; {counts})'
 
     def __str__(self) -> str:
         return self.to_str()

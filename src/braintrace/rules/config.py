@@ -40,8 +40,9 @@ class ETraceConfig:
 
     ``decay``: of factorised traces (a decay, a rank, or a pair) or the number of a
     scalar leak. ``trace_filter='readout'`` filters traces as leaky read-outs are;
-    ``'kappa'`` does so by the number ``kappa``. Factorised traces have a ``temporal_recursion`` for each factor, a pair
-    (x, f) such as ``('scalar_leak', 'none')``; one word is that of f.
+    ``'kappa'`` does so by the number ``kappa``. Factorised traces have a
+    ``temporal_recursion`` for each factor, a pair (x, f) such as ``('scalar_leak',
+    'none')``; one word is that of f.
 
     Configurations of the same rule are equal: ``kappa=0.0`` is no filter, and a leak of
     0 is no recursion.
@@ -305,7 +306,8 @@ class ETraceConfig:
 
 
 def _is_given(decay: Any, leaks: bool) -> bool:
-    """Whether a decay was given; one of 0 says no more than its absence, but to a leak."""
+    """Whether a decay was given; one of 0 says no more than its absence, but to a
+    leak."""
     return decay is not None and (leaks or decay != 0)
 
 

@@ -1,7 +1,7 @@
 """What a rule's gradient is for each parameter, beside that of BPTT.
 
 equal to BPTT  the two are equal, up to rounding
-local          the trace is exact; credit that passes other positions or groups is missing
+local          the trace is exact; credit through other positions or groups is missing
 approximate    the rule replaces part of the gradient; the reason says which
 one step       no credit from later steps
 none           no gradient
@@ -64,11 +64,10 @@ class ParameterFacts(NamedTuple):
 
     ``credit`` and ``reason``: its credit class. ``temporal``: it moves a state that
     matters at a later step. ``moves_states``: it moves any state. ``affects_output``:
-    outputs of the same step depend on it. ``untraced``: it has uses that could have a trace, but
-    were not chosen for one. ``complete``: it reaches no more states than within the n
-    steps of SnAp. ``readouts``: names of leaky read-outs whose memory the traces carry,
-    or could. ``advice``: what would let them carry more.
-    """
+    outputs of the same step depend on it. ``untraced``: it has uses that could have a
+    trace, but were not chosen for one. ``complete``: it reaches no more states than
+    within the n steps of SnAp. ``readouts``: names of leaky read-outs whose memory the
+    traces carry, or could. ``advice``: what would let them carry more."""
 
     credit: str
     reason: str
@@ -116,7 +115,10 @@ def _in_windows(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
 def _by_influence(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
     if isinstance(rule.trace, RandomProjection):
         if facts.moves_states:
-            noisy = 'one random direction replaces the influence on all states: right in the mean, but noisy'
+            noisy = (
+                'one random direction replaces the influence on all states: right in '
+                'the mean, but noisy'
+            )
             return ParameterGradient(APPROXIMATE, noisy)
         return ParameterGradient(EQUAL, facts.reason)
     if not facts.temporal:
@@ -182,7 +184,8 @@ def _by_traces(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
 
 
 def _with_readouts(rule: Rule, facts: ParameterFacts) -> ParameterFacts:
-    """The reason, with what is done, or could be done, about the memory of read-outs."""
+    """The reason, with what is done, or could be done, about the memory of
+    read-outs."""
     added = []
     if facts.readouts and rule.reach == 'readout':
         added.append(f'traces carry the memory of {", ".join(facts.readouts)}')
@@ -223,7 +226,10 @@ def _factors(rule: Rule) -> str:
     if rule.recursion == JacobianRecursion():
         return factors
     if rule.decay is not None and rule.decay[1] == 0:
-        return f'a trace of the input that decays by {rule.decay[0]:g} replaces the trace of the states'
+        return (
+            f'a trace of the input that decays by {rule.decay[0]:g} replaces the trace '
+            'of the states'
+        )
     return f'{factors}, with a number in place of the Jacobian of the states'
 
 

@@ -25,8 +25,8 @@ def ostl_feedforward(decay_or_rank: Any = 1e-6) -> Rule:
         'OSTLFeedforward',
         Factorised(as_decays('decay_or_rank', decay_or_rank)),
         ScalarLeak(1.0),
-        exact_when='one step; or units that leak by the decay, with no other memory and a drive '
-        'that enters linearly',
+        exact_when='one step; or units that leak by the decay, with no other memory '
+        'and a drive that enters linearly',
         cost=('B·(I + H·S)', 'T·B·I·H'),
         use='feed-forward spiking layers',
     )

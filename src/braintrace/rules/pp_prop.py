@@ -21,7 +21,9 @@ def pp_prop(decay_or_rank: Any = 0.9) -> Rule:
     return Rule(
         'pp_prop',
         Factorised(as_decays('decay_or_rank', decay_or_rank)),
-        exact_when='one step; or one decay, states without memory and inputs constant in time',
+        exact_when='one step; or one decay, states without memory and inputs '
+        'constant in time',
         cost=('B·(I + H·S)', 'T·B·I·H'),
-        use='many neurons: memory linear in them; sparse nets; less where adaptation is the memory',
+        use='many neurons: memory linear in them; sparse nets; less where adaptation '
+        'is the memory',
     )

@@ -1,4 +1,5 @@
-"""RTRL: G_t = J_t G_{t-1} + ∂s_t/∂θ, the influence of every parameter on every state."""
+"""RTRL: G_t = J_t G_{t-1} + ∂s_t/∂θ, the influence of every parameter on every
+state."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
 """A learning rule as an object made of parts.
 
-    trace       what is carried: a trace a parameter, factors, an influence on all states, nothing
-    recursion   how it continues: by D, or by a number
-    reach       what credit passes beside a position's own states: nothing, or the memory of
-                leaky read-outs
-    filter      κ in place of the read-outs' own decays; modulators read ε low-passed by κ
-    signal      what it is multiplied by: the derivative of the loss, random feedback, a modulator
-    window      how far exact reverse mode reaches: not at all, k steps, a whole sequence
+    trace      what is carried: a trace a parameter, factors, an influence on all
+               states, or nothing
+    recursion  how it continues: by D, or by a number
+    reach      what credit passes beside a position's own states: nothing, or the memory
+               of leaky read-outs
+    filter     κ in place of the read-outs' decays; modulators read ε low-passed by κ
+    signal     what it is multiplied by: the derivative of the loss, random feedback, or
+               a modulator
+    window     how far exact reverse mode reaches: not at all, k steps, a whole sequence
 
 Parts that cannot be combined are refused where they meet, in
 :meth:`Rule.__post_init__`.
@@ -40,7 +42,7 @@ from ..solver import (
 )
 from .parts import SyntheticGradient
 
-# ---------------------------------------------------------------- traces beyond a position
+# ------------------------------------------------------------- traces beyond a position
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class RandomProjection:
 
 
 TracePart = PerParameter | Factorised | NoTrace | Coupled | Reach | RandomProjection
+RecursionPart = JacobianRecursion | ScalarLeak
+SignalPart = Symmetric | RandomFeedback | Modulated
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,9 @@ class Rule:
 
     name: str
     trace: TracePart = PerParameter()  # noqa: RUF009 - immutable
-    recursion: JacobianRecursion | ScalarLeak = JacobianRecursion()  # noqa: RUF009 - immutable
+    recursion: RecursionPart = JacobianRecursion()  # noqa: RUF009 - immutable
     filter: float | None = None
-    signal: Symmetric | RandomFeedback | Modulated = Symmetric()  # noqa: RUF009 - immutable
+    signal: SignalPart = Symmetric()  # noqa: RUF009 - immutable
     window: Window | None = None
     exact_when: str = 'no position feeds another across time'
     cost: tuple[str, str] = ('B·I·H·S', 'T·B·I·H')
@@ -218,8 +222,8 @@ class Rule:
 
     @property
     def has_own_signal(self) -> bool:
-        """Whether local traces are read otherwise than by the derivative of the loss, so
-        that the credit of a window's start does not enter them."""
+        """Whether local traces are read otherwise than by the derivative of the loss,
+        so that the credit of a window's start does not enter them."""
         return self.is_local and not self.is_plain
 
     @property

@@ -1,4 +1,5 @@
-"""SnAp-n: RTRL's influence, kept on the states that a parameter reaches within n steps."""
+"""SnAp-n: RTRL's influence, kept on the states that a parameter reaches within n
+steps."""
 
 from __future__ import annotations
 

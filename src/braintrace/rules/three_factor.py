@@ -26,7 +26,7 @@ def three_factor(*, kappa_filter_decay: float | KappaFilter | None = None) -> Ru
         'ThreeFactor',
         filter=as_filter(kappa_filter_decay),
         signal=Modulated(),
-        exact_when='the modulator is ∂loss/∂h, no filter, and no position feeds another across '
-        'time',
+        exact_when='the modulator is ∂loss/∂h, no filter, and no position feeds '
+        'another across time',
         use='rewards and neuromodulators in place of a loss',
     )

@@ -4,9 +4,9 @@ Letters: t steps of the block, h positions, s components of a position, y result
 taps. Values of a group are kept apart by component, so products of small matrices are
 written out and entries that are zero by structure never appear.
 
-    γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t                     credit, backward inside the block
-    gradient = Σ_t ∂ℓ_t/∂θ + Σ_t (∂h_t/∂θ|local)ᵀ γ_t    one product for each weight
-    P_t = D_K … D_{t+1} = ∂h_K/∂h_t                      what traces need of each step
+    γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t                   credit, backward in the block
+    gradient = Σ_t ∂ℓ_t/∂θ + Σ_t (∂h_t/∂θ|local)ᵀ γ_t  one product for each weight
+    P_t = D_K … D_{t+1} = ∂h_K/∂h_t                    what traces need of each step
 """
 
 from __future__ import annotations

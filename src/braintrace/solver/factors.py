@@ -60,7 +60,8 @@ class FactorLayout:
 
     @property
     def shares_state_part(self) -> bool:
-        """Whether ε_f is that of y itself: for a product, or a sum with the parameter."""
+        """Whether ε_f is that of y itself: for a product, or a sum with the
+        parameter."""
         return self.use.input is not None or self.use.adds
 
     @property

@@ -1,8 +1,10 @@
 """The influence of all parameters on all states, carried forward in time.
 
-    WholeInfluence    RTRL     every parameter on every state: G_t = J_t G_{t-1} + ∂s_t/∂θ
-    SparseInfluence   SnAp-n   only on states that a parameter reaches within n steps
-    RankOneInfluence  UORO     s̃ ⊗ θ̃, whose mean over random signs is G
+    WholeInfluence    RTRL    every parameter on every state
+    SparseInfluence   SnAp-n  only on states that a parameter reaches within n steps
+    RankOneInfluence  UORO    s̃ ⊗ θ̃, whose mean over random signs is G
+
+    G_t = J_t G_{t-1} + ∂s_t/∂θ
 
 The gradient of a step is ∂ℓ_t/∂θ + ∂ℓ_t/∂s_{t-1} · G_{t-1}, both by reverse mode of the
 whole step: nothing is cut. Letters: n numbers that parameters are made of, m numbers

@@ -4,9 +4,11 @@ A masked step has cotangents of zero only, so its part of a gradient is zero. Co
 it is 0 · x, and NaN where x is NaN or infinite. So values are replaced before they are
 multiplied:
 
-    silent   no loss of the step counts. Its states may still pass credit from later steps to
-             earlier ones, so only NaN is replaced, which no later loss can have read
-    dead     neither does that of any later step: no credit arrives, every product with it is zero
+    silent   no loss of the step counts. Its states may still pass credit from later
+             steps to earlier ones, so only NaN is replaced, which no later loss can
+             have read
+    dead     neither does that of any later step: no credit arrives, and every product
+             with it is zero
 
 An input of a product with weights that is not finite counts as 0 at silent steps.
 Letters: t steps of a block.

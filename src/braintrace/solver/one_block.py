@@ -91,7 +91,8 @@ class OneBlock:
         view: RecursionView,
         credit: list[Components],
     ) -> list[Values]:
-        """What the credit of each group adds to the one-step gradients of tap results."""
+        """What the credit of each group adds to the one-step gradients of tap
+        results."""
         if self.is_plain:
             credit = self.traces.folded(view, credit)
         else:
@@ -161,7 +162,7 @@ class OneBlock:
                 local[g][y] = -now[g][y]
         return results
 
-    # ------------------------------------------------------------ gradients of parameters
+    # ---------------------------------------------------------- gradients of parameters
 
     @cached_property
     def _weight_shapes(self) -> Values:

@@ -4,9 +4,10 @@ reads.
     Jacobian     ε_t = D_t ε_{t-1} + ∂h_t/∂θ
     ScalarLeak   ε_t = λ ε_{t-1} + ∂h_t/∂θ
     filter κ     ē_t = κ ē_{t-1} + ε_t, and modulators read ē in place of ε
-    memory κ     m_t = κ (m_{t-1} + U_t ε_t + V_t ε_{t-1}), U_t = ∂u_t/∂h_t, V_t = ∂u_t/∂h_{t-1}:
-                 what a leaky read-out that is driven by u · W remembers. It reads m_t / κ, of
-                 which the part U_t ε_t is in the signal of h already
+    memory κ     m_t = κ (m_{t-1} + U_t ε_t + V_t ε_{t-1}),
+                 U_t = ∂u_t/∂h_t, V_t = ∂u_t/∂h_{t-1}:
+                 what a leaky read-out that is driven by u · W remembers. It reads
+                 m_t / κ, of which the part U_t ε_t is in the signal of h already
 
 Both add components, numbered after those of the states: one larger recursion of the
 same kind,
@@ -155,7 +156,8 @@ class Recursion:
         return (*own, *(n for n, m in self.numbered if set(m.states) & set(own)))
 
     def carried(self, y: Key) -> tuple[int, ...]:
-        """Living components that a tap's result can reach at any later time: its trace."""
+        """Living components that a tap's result can reach at any later time: its
+        trace."""
         reached = self._reached(y)
         return tuple(
             s for s in self.alive if any((s, k) in self.closure for k in reached)

@@ -1,9 +1,9 @@
 """A whole sequence, block by block: one pass with traces, or two passes without any.
 
-one pass     blocks forward in time, traces carried: memory does not grow with the sequence
-two passes   forward keeping states, then blocks in reverse carrying credit; no trace
+one pass    blocks forward in time, traces carried: memory does not grow with T
+two passes  forward keeping states, then blocks in reverse carrying credit; no trace
 
-Letters: t steps of a block, h positions, s components of a position.
+Letters: T steps of the sequence, t of a block, h positions, s components of a position.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class RandomFeedback:
                     'feedback by random weights without a read-out',
                     'no product with weights lies between the states and the loss, by '
                     'which errors could be sent back',
-                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, inside '
+                    'a read-out, as brainstate.nn.Linear or nn.LeakyRateReadout, '
+                    'inside '
                     "the model; or feedback='symmetric'",
                 )
             )

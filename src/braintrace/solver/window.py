@@ -116,7 +116,8 @@ def window_gradient(
 
 
 def _mask(step: CompiledStep, cotangents: Sequence[jax.Array]) -> Mask | None:
-    """Silent: nothing but new states has a cotangent; dead: neither has any later step."""
+    """Silent: nothing but new states has a cotangent; dead: neither has any later
+    step."""
     new = {key for _, key in step.carried}
     outputs = [
         c for key, c in zip(step.targets, cotangents, strict=True) if key not in new

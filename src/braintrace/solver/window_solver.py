@@ -127,7 +127,8 @@ class WindowSolver(OneBlock):
         inputs: Values,
         rule_state: Any = None,
     ) -> tuple[Values, Values, Trace]:
-        """A few steps: targets and auxiliary values of each, next states, next traces."""
+        """A few steps: targets and auxiliary values of each, next states, next
+        traces."""
         new, targets, aux = run_window(self.step, parameters, states, inputs)
         values = Values(zip(self.step.targets, targets, strict=True)) | aux
         if traces:

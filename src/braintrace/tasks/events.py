@@ -1,5 +1,6 @@
 """Recordings of event cameras and silicon cochleas, as arrays of events that Tonic and
-others give: structured NumPy arrays with fields t, x, and where there are any y and p."""
+others give: structured NumPy arrays with fields t, x, and where there are any y and
+p."""
 
 from __future__ import annotations
 

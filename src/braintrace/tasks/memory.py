@@ -111,7 +111,8 @@ class DelayedMatchToSample:
         return self.fixation + 2 * self.shown + self.delay
 
     def batch(self, rng: np.random.Generator, size: int) -> Trials:
-        """Draw trials; half of them match. The answer counts while the test is shown."""
+        """Draw trials; half of them match. The answer counts while the test is
+        shown."""
         match = rng.integers(0, 2, size)
         first = rng.integers(0, self.directions, size)
         second = np.where(
@@ -231,9 +232,9 @@ class PatternGeneration:
         """The one trial, ``size`` times."""
         fixed = np.random.default_rng(self.seed)
         t = np.arange(self.steps) / 1000
-        parts = [a * np.sin(2 * np.pi * f * t + p) for f, a, p in zip(
-            (1, 2, 3, 5), fixed.uniform(0.5, 2, 4), fixed.uniform(0, 2 * np.pi, 4), strict=True
-        )]  # fmt: skip
+        sizes, phases = fixed.uniform(0.5, 2, 4), fixed.uniform(0, 2 * np.pi, 4)
+        waves = zip((1, 2, 3, 5), sizes, phases, strict=True)
+        parts = [size * np.sin(2 * np.pi * f * t + phase) for f, size, phase in waves]
         pattern = np.sum(parts, axis=0)
         spikes = (fixed.random((self.steps, 1, self.channels)) < self.rate).astype(
             np.float32
