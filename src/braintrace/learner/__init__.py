@@ -6,7 +6,8 @@ calls             how a call runs: steps, sequences, updates along a sequence
 chunks            sequences in windows that a step function takes whole
 stream            data that arrive one step at a time; stream_program its compiled call
 measuring         evaluation, comparison with BPTT, certificate, memory plan
-binding           a traced step bound to its model, and the programs made of it
+binding           a traced step bound to its model
+programs          what a learner makes of its steps, once: solvers, compiled calls
 sequences         in which way a rule is run along a sequence
 online            a step whose reverse derivative is the online gradient
 carried           the traces from call to call

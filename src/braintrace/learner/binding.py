@@ -1,18 +1,10 @@
-"""A traced step bound to its model, and the programs that a learner makes of it.
-
-:class:`StepBinding` knows which variable of a step is which state of the model. The
-functions below it take a learner, of which they are methods under other names: they
-bind the model's own step or a step function, and give what solves it and the compiled
-programs, each of them made once.
-"""
+"""A traced step bound to its model: which variable of the step is which state."""
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import brainstate
 import jax
@@ -20,13 +12,8 @@ import jax.numpy as jnp
 
 from ..analysis.analysed import Analysed, analyse
 from ..compat import Var, is_differentiable, is_var
-from ..compiled_step import CompiledStep, Tap, Values
-from ..errors import (
-    CompilationError,
-    InputError,
-    RecompilationWarning,
-    three_parts,
-)
+from ..compiled_step import CompiledStep, Values
+from ..errors import CompilationError, InputError, three_parts
 from ..frontends.brainstate import (
     ModuleInfo,
     known_states,
@@ -36,30 +23,10 @@ from ..frontends.brainstate import (
 from ..lowering import Stages, lower
 from ..program import Path
 from ..program.step import path_name
-from ..rules import Rule
 from ..solver import Solved
-from ..source_lines import short_source
-from .batch import BatchError
-from .carried import array_shapes
 from .losses import never_called
-from .model_states import check_shapes
 from .recording import recording
-from .sequences import SequenceOptions, Solver, gradient_program
 from .state import RuleState
-
-if TYPE_CHECKING:
-    from .learner import Learner
-
-TraceChoice = str | Callable[[Path], bool]
-"""Which parameters are traced: 'auto', 'marked', 'credited', or a predicate on their
-paths."""
-
-
-_MOST_PROGRAMS = 32
-"""More are dropped, the oldest first: a new step_fn for every call must not fill
-memory."""
-_MOST_COPIES = 4
-"""From this many function objects of one code on, a step_fn was not defined once."""
 
 
 class StepBinding:
@@ -281,234 +248,6 @@ class StepBinding:
     def gradients_by_name(self, gradients: Values) -> dict[str, jax.Array]:
         """Gradients of single arrays by the names that reports use."""
         return {p.name: gradients[p.invar] for p in self.info.program.parameters}
-
-
-# ---------------------------------------------------------------- programs
-
-
-def shapes_of(tree: Any) -> tuple:
-    """Structure of a tree, shapes and types of its arrays: what a program is
-    specialised for."""
-    return jax.tree.structure(tree), array_shapes(tree)
-
-
-def in_trace() -> bool:
-    """Whether new arrays are tracers, as inside jit."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
-
-
-class ProgramCache:
-    """Programs by what they depend on."""
-
-    def __init__(self) -> None:
-        self._programs: dict[tuple, Any] = {}
-
-    def get(
-        self,
-        key: tuple,
-        make: Callable[[], Any],
-        is_reusable: bool | Callable[[Any], bool] | None = None,
-    ) -> Any:
-        """The program of a key, made if there is none.
-
-        A program that may close over values of a trace around it ends with that trace,
-        so it is not kept; ``is_reusable`` says if that is known not to be so.
-        """
-        if key in self._programs:
-            return self._programs[key]
-        program = make()
-        if callable(is_reusable):
-            is_reusable = is_reusable(program)
-        if is_reusable is None:
-            is_reusable = not in_trace()
-        if is_reusable:
-            if len(self._programs) >= _MOST_PROGRAMS:
-                self._programs.pop(next(iter(self._programs)))
-            self._programs[key] = program
-        return program
-
-    def values(self) -> list[Any]:
-        """All programs that are kept."""
-        return list(self._programs.values())
-
-    def clear(self) -> None:
-        """Remove all programs."""
-        self._programs.clear()
-
-    def __len__(self) -> int:
-        return len(self._programs)
-
-
-# ---------------------------------------------------------------- of a learner
-
-
-def run_model(learner: Learner, *args: Any) -> Any:
-    """The model, or the model of one sample mapped over the batch axis of its
-    states."""
-    if not learner.vmap:
-        return learner.model(*args)
-    states = brainstate.ShortTermState
-    mapped = brainstate.nn.Vmap(
-        learner.model, vmap_states=states, vmap_out_states=states
-    )
-    return mapped(*args)
-
-
-def state_shapes_of(learner: Learner) -> tuple:
-    """The shapes of all states that a program of the learner is made for."""
-    kinds = (brainstate.ParamState, brainstate.HiddenState)
-    states = list(known_states(learner.model, *kinds).values())
-    states += [] if learner.rule_state is None else [learner.rule_state]
-    return shapes_of([state.value for state in states])
-
-
-def bind_model(learner: Learner, example: tuple) -> StepBinding:
-    """The step of the model alone, for inputs like the example."""
-    check_shapes(learner)
-
-    def make() -> StepBinding:
-        if learner._compiled_for == (shapes_of(example), state_shapes_of(learner)):
-            info, analysed = learner.graph.module_info, learner.executor.analysed
-        else:
-            info = trace_step(learner._run_model, learner.model, example, {})
-            analysed = None
-        return StepBinding(learner.model, info, analysed, learner.rule_state)
-
-    return learner._program('model', (shapes_of(example),), make)
-
-
-def bind_step_fn(
-    learner: Learner,
-    step_fn: Callable,
-    sequences: tuple,
-    takes_modulators: bool = False,
-) -> StepBinding:
-    """A step function traced with the model on slices of sequences."""
-    _ = learner.graph  # refuses a learner that was not compiled
-    check_shapes(learner)
-    slice_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
-    example = jax.tree.map(slice_of, sequences)
-    parts = (shapes_of(example), learner.rule_state, state_shapes_of(learner))
-
-    def make() -> StepBinding:
-        try:
-            found = StepBinding.of_step_fn(learner, step_fn, example, takes_modulators)
-        except BatchError as error:
-            raise error.of_sequences(sequences) from error
-        if found.is_reusable:
-            _warn_of_copies(learner, step_fn, parts)
-        return found
-
-    key = ('binding', step_fn, *parts)
-    binding = learner._kept.programs.get(
-        key, make, is_reusable=lambda found: found.is_reusable
-    )
-    if binding.modulator_given and not takes_modulators:
-        learner.check_modulated(1.0)
-    return binding
-
-
-def _warn_of_copies(learner: Learner, step_fn: Callable, parts: tuple) -> None:
-    """Warn once of a step_fn that is defined anew for every call."""
-    code = getattr(inspect.unwrap(step_fn), '__code__', None)
-    if code is None:
-        return
-    codes = learner._kept.codes
-    codes[code, parts] += 1
-    if codes[code, parts] != _MOST_COPIES:
-        return
-    place = short_source(f'{code.co_filename}:{code.co_firstlineno}')
-    warnings.warn(
-        three_parts(
-            f'the step_fn of {place} was compiled {_MOST_COPIES} times',
-            'every call got a new function object of the same code, and a program '
-            'is compiled for each',
-            'define it once, outside the loop, and use the same object in every '
-            'call; pass values that change as sequences',
-        ),
-        RecompilationWarning,
-        stacklevel=2,
-    )
-
-
-def solver_of(
-    learner: Learner,
-    binding: StepBinding,
-    rule: Rule,
-    loss: bool,
-    in_chunk: bool = False,
-) -> Solver:
-    """What solves sequences of a step, with the options of the learner."""
-    trace = learner._is_credited if learner.trace == 'credited' else learner.trace
-
-    def is_traced(tap: Tap) -> bool:
-        if isinstance(trace, str):
-            return trace == 'auto' or tap.marked
-        return any(trace(p.path) for p in tap.parameters)
-
-    def make() -> Solver:
-        every = rule.has_exact_windows or in_chunk
-        given = (binding.step(loss), is_traced, learner.trace_dtype, every)
-        # A rule without a filter is the same in both cases.
-        has_readouts = (
-            rule.filter is None or bind_model(learner, learner._example).has_readouts
-        )
-        return rule.solver(*given, has_readouts)
-
-    key = ('solver', binding, rule, loss, in_chunk)
-    return learner._kept.programs.get(key, make, binding.is_reusable)
-
-
-def options_of(learner: Learner) -> SequenceOptions:
-    """How the learner runs sequences."""
-    return SequenceOptions(
-        learner.block, learner.passes, learner.max_trace_bytes, learner.placement
-    )
-
-
-def program_of(
-    learner: Learner,
-    kind: str,
-    parts: tuple,
-    make: Callable[[], Any],
-    is_reusable: bool | None = None,
-) -> Any:
-    """A program of some kind, made once for these parts and the shapes of all
-    states."""
-    key = (kind, *parts, state_shapes_of(learner))
-    return learner._kept.programs.get(key, make, is_reusable)
-
-
-def gradient_program_of(
-    learner: Learner, binding: StepBinding, rule: Rule, fresh: bool
-) -> tuple[Solver, Callable[..., Solved]]:
-    """The solver of a step by a rule, and its compiled gradient of a sequence."""
-    solver = learner._solver(binding, rule, loss=True)
-    options = options_of(learner)
-
-    def make() -> Callable[..., Solved]:
-        run = gradient_program(solver, rule, fresh, options)
-        return jax.jit(run, donate_argnums=2, static_argnames='masked')
-
-    parts = (solver, fresh)
-    return solver, learner._program('gradient', parts, make, binding.is_reusable)
-
-
-def loop_of(
-    learner: Learner,
-    kind: str,
-    parts: tuple,
-    run: Callable,
-    step_fn: Callable | None = None,
-) -> Callable:
-    """A compiled loop of brainstate; ``step_fn``: what it calls."""
-
-    def make() -> Callable:
-        if step_fn is not None and not in_trace():
-            _warn_of_copies(learner, step_fn, (kind, state_shapes_of(learner)))
-        return brainstate.transform.jit(run)
-
-    return learner._program(kind, parts, make)
 
 
 # ---------------------------------------------------------------- what is refused

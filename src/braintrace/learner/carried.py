@@ -17,23 +17,12 @@ from ..text import size_text
 from .arguments import bytes_of
 from .optimizers import made_beside
 from .placement import Placement
+from .programs import array_shapes
 from .sequences import Solver
 from .state import EligibilityTrace
 
 if TYPE_CHECKING:
     from .learner import Learner
-
-
-def array_shapes(tree: Any) -> tuple:
-    """Shapes and types of the arrays in a tree."""
-    return tuple(map(shape_of, jax.tree.leaves(tree)))
-
-
-def shape_of(x: Any) -> tuple:
-    """Shape and type of an array; for one of JAX without its slower functions."""
-    if isinstance(x, jax.Array):
-        return x.shape, x.dtype
-    return jnp.shape(x), jnp.result_type(x)
 
 
 class TraceTable(NamedTuple):

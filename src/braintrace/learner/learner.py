@@ -34,7 +34,6 @@ from ..rules import Rule
 from ..solver import Solved
 from . import (
     access,
-    binding,
     calls,
     carried,
     chunks,
@@ -42,6 +41,7 @@ from . import (
     describing,
     measuring,
     model_states,
+    programs,
 )
 from .arguments import (
     LOSS_OUTPUTS,
@@ -53,7 +53,7 @@ from .arguments import (
     length_of,
 )
 from .batch import batch_explained, check_batch_size, check_rank
-from .binding import ProgramCache, StepBinding, TraceChoice
+from .binding import StepBinding
 from .calls import GradientCall
 from .carried import CarriedTraces
 from .certificate import Certificate, check_directions
@@ -64,6 +64,7 @@ from .model_states import Shapes
 from .models import interface_of
 from .optimizers import update_by
 from .placement import Placement, on_mesh
+from .programs import ProgramCache, TraceChoice
 from .sequences import Solver
 from .spellings import check_subclass, member
 from .state import EligibilityTrace, RuleState, StartValue
@@ -226,7 +227,7 @@ class Learner(brainstate.nn.Module):
         self._kept.programs.clear()
         self._carried.forget()
         self._example = args
-        self._compiled_for = (binding.shapes_of(args), binding.state_shapes_of(self))
+        self._compiled_for = (programs.shapes_of(args), programs.state_shapes_of(self))
         model_states.place_states(self)
         self._kept.shapes = model_states.compiled_shapes(self)
         self._start = {
@@ -913,16 +914,16 @@ class Learner(brainstate.nn.Module):
     _make_traces = carried.make_traces
     _read_traces = carried.read_traces
     _write_traces = carried.write_traces
-    # What runs: ``binding.py``.
-    _run_model = binding.run_model
-    _model_binding = binding.bind_model
-    _binding = binding.bind_step_fn
-    _solver = binding.solver_of
+    # What runs: ``programs.py``.
+    _run_model = programs.run_model
+    _model_binding = programs.bind_model
+    _binding = programs.bind_step_fn
+    _solver = programs.solver_of
     _is_credited = credit_warnings.is_credited
-    _options = binding.options_of
-    _program = binding.program_of
-    _gradient_program = binding.gradient_program_of
-    _loop = binding.loop_of
+    _options = programs.options_of
+    _program = programs.program_of
+    _gradient_program = programs.gradient_program_of
+    _loop = programs.loop_of
     _online_step = calls.online_step_of
 
 

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..frontends.brainstate import StatePlaces
-from .binding import shapes_of
-from .carried import array_shapes
 from .placement import Placement
+from .programs import array_shapes, shapes_of
 from .state import EligibilityTrace
 
 
