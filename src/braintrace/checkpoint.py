@@ -18,7 +18,7 @@ import numpy as np
 from ._brainstate import brainstate
 from .errors import three_parts
 from .files import written
-from .frontends.brainstate import module_states
+from .frontends.module_states import module_states
 from .learner.learner import Learner
 from .learner.stream import Stream
 from .learner.weights import read_safetensors

@@ -32,7 +32,8 @@ from .compat import (
     trip_count,
 )
 from .errors import three_parts
-from .frontends.brainstate import module_states, trace_step
+from .frontends.brainstate import trace_step
+from .frontends.module_states import module_states
 from .learner import Learner
 from .learner.arguments import bytes_of, length_of
 from .learner.binding import StepBinding

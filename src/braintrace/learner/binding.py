@@ -14,12 +14,8 @@ from ..analysis.analysed import Analysed, analyse
 from ..compat import Var, is_differentiable, is_var
 from ..compiled_step import CompiledStep, Values
 from ..errors import CompilationError, InputError, three_parts
-from ..frontends.brainstate import (
-    ModuleInfo,
-    known_states,
-    module_states,
-    trace_step,
-)
+from ..frontends.brainstate import ModuleInfo, trace_step
+from ..frontends.module_states import known_states, module_states
 from ..lowering import Stages, lower
 from ..program import Path
 from ..program.step import path_name

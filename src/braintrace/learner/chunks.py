@@ -9,7 +9,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..frontends.brainstate import module_states
+from ..frontends.module_states import module_states
 from ..program.data import MultiStepData
 from ..program.step import path_name
 from .arguments import length_of

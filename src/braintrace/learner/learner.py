@@ -25,7 +25,7 @@ from brainstate.util import FlattedDict
 
 from ..analysis.graph import ETraceGraph
 from ..errors import ArgumentError, NotCompiledError, three_parts
-from ..frontends.brainstate import known_states, module_states
+from ..frontends.module_states import known_states, module_states
 from ..lowering.executor import ETraceGraphExecutor
 from ..program import Path
 from ..program.data import MultiStepData, SingleStepData, first_step

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import CompilationError, three_parts
-from ..frontends.brainstate import module_states
+from ..frontends.module_states import module_states
 from ..program import Path
 from ..program.step import path_name
 

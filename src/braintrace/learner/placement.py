@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..errors import three_parts
-from ..frontends.brainstate import module_states
+from ..frontends.module_states import module_states
 from ..split import Split, splitting
 from .arguments import check_choice
 

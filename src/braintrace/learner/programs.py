@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from ..compiled_step import Tap
 from ..errors import RecompilationWarning, three_parts
-from ..frontends.brainstate import known_states, trace_step
+from ..frontends.brainstate import trace_step
+from ..frontends.module_states import known_states
 from ..program import Path
 from ..rules import Rule
 from ..solver import Solved

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import three_parts
-from ..frontends.brainstate import state_places
+from ..frontends.module_states import state_places
 from ..program import Path
 from .arguments import check_call, check_optimizer
 from .optimizers import update_by

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..frontends.brainstate import StatePlaces
+from ..frontends.module_states import StatePlaces
 from .placement import Placement
 from .programs import array_shapes, shapes_of
 from .state import EligibilityTrace
