@@ -15,7 +15,7 @@ from ..program import Hidden, Path, StepProgram
 from ..program.step import path_name
 from .cuts import Positions
 from .dependence import of
-from .groups import HiddenGroup, group_hidden, make_group
+from .groups import HiddenGroup, group_hidden, make_group, positions_of_paths
 from .opaque import check_loops, opaque_equations
 from .sites import HiddenParamOpRelation, find_sites
 from .sources import Sources
@@ -57,7 +57,7 @@ def analyse(program: StepProgram) -> Analysed:
     opaque = opaque_equations(sources)
     check_loops(sources, opaque)
     members = group_hidden(sources)
-    positions = [sources.positions(group, group, group) for group in members]
+    positions = [positions_of_paths(sources, m, m, m) for m in members]
     pairs = enumerate(zip(members, positions, strict=True))
     groups = tuple(make_group(i, group, sources, found) for i, (group, found) in pairs)
     return Analysed(sources, opaque, members, groups, positions)

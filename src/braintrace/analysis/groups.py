@@ -8,12 +8,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..compat import Jaxpr, Var, evaluate
 from ..errors import NotSupportedError, three_parts
 from ..program import Hidden, Path, slice_between
 from ..program.step import path_name
-from .cuts import Positions
+from .cuts import Positions, Relevance
+from .positions import find_positions
 from .sources import Sources
 
 T = TypeVar('T')
@@ -255,6 +257,29 @@ def different_layers(a: Path, b: Path) -> bool:
     return False
 
 
+def positions_of_paths(
+    sources: Sources,
+    old: tuple[Hidden, ...],
+    new: tuple[Hidden, ...],
+    through: tuple[Hidden, ...],
+) -> Positions:
+    """Labels and cuts of the paths from parameters and old states into new states.
+
+    All have one shape; paths lead through no new states but those in ``through``.
+    """
+    before = sources.old(old)
+    return find_positions(
+        sources.program.closed.jaxpr,
+        sources.through(through),
+        Relevance(sources.parameters | before, sources.data, before),
+        starts=[(h.outvar, h.positions) for h in new],
+        keep={h.invar: h.positions for h in old},
+        stop=sources.new_bit.keys() - {h.outvar for h in through},
+        size=int(np.prod(new[0].varshape)),
+        const=sources.constant,
+    )
+
+
 def group_hidden(sources: Sources) -> list[tuple[Hidden, ...]]:
     """Sort the hidden states of a program into groups, in the program's order.
 
@@ -272,7 +297,8 @@ def group_hidden(sources: Sources) -> list[tuple[Hidden, ...]]:
         if mates == [b]:
             continue
         through = tuple(h for h in hidden if _may_join(h, target))
-        found = sources.positions(tuple(hidden[a] for a in mates), (target,), through)
+        old = tuple(hidden[a] for a in mates)
+        found = positions_of_paths(sources, old, (target,), through)
         links += [(a, b) for a in mates if a != b and _stays(hidden[a], found)]
     groups = [frozenset({i}) for i in range(len(hidden))]
     for link in links:

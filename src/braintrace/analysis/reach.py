@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..operations.labels import CONFLICT, Labels, join, pairs_of, sources_of
+from ..operations.labels import CONFLICT, Labels, join, sources_of
 
 
 class Reach(NamedTuple):
@@ -31,8 +31,16 @@ class Reach(NamedTuple):
         return sources_of(self.labels, size) if self.sources is None else self.sources
 
     def pairs(self, size: int) -> np.ndarray:
-        """Numbers of the pairs."""
-        return pairs_of(self.labels, self.sources, size)
+        """Every pair of an element and a position it reaches, as one number:
+        element · size + position."""
+        if self.sources is None:
+            flat = self.labels.reshape(-1)
+            elements = np.flatnonzero(flat >= 0)
+            positions = flat[elements]
+        else:
+            positions = np.flatnonzero(self.sources >= 0)
+            elements = self.sources[positions]
+        return elements.astype(np.int64) * size + positions
 
 
 class Use(NamedTuple):

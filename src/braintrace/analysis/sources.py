@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from ..compat import Atom, Var
 from ..program import Hidden, StepProgram
 from .constants import Constants
-from .cuts import Positions, Relevance
 from .dependence import Bits, flow, of, union
-from .positions import find_positions
 
 
 class Sources:
@@ -87,34 +83,6 @@ class Sources:
     def is_weight(self, bits: Bits) -> bool:
         """Depends on parameters, and on nothing but parameters and constants."""
         return bool(bits.grads & self.parameters) and not bits.reads & self.data
-
-    def positions(
-        self,
-        old: tuple[Hidden, ...],
-        new: tuple[Hidden, ...],
-        through: tuple[Hidden, ...],
-    ) -> Positions:
-        """Labels and cuts of the paths from parameters and old states into new states.
-
-        All have one shape; paths lead through no new states but those in ``through``.
-        """
-        jaxpr = self.program.closed.jaxpr
-        before = self.old(old)
-        relevance = Relevance(self.parameters | before, self.data, before)
-        starts = [(h.outvar, h.positions) for h in new]
-        keep = {h.invar: h.positions for h in old}
-        stop = self.new_bit.keys() - {h.outvar for h in through}
-        size = int(np.prod(new[0].varshape))
-        return find_positions(
-            jaxpr,
-            self.through(through),
-            relevance,
-            starts,
-            keep,
-            stop,
-            size,
-            self.constant,
-        )
 
 
 class SourcesThrough(Mapping[Var, Bits]):

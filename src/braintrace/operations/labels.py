@@ -104,16 +104,3 @@ def labels_of(sources: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """The position that each element reaches, from the element that reaches each
     position."""
     return gather_back(np.arange(sources.size, dtype=np.int32), sources, shape)
-
-
-def pairs_of(labels: np.ndarray, sources: Labels, size: int) -> np.ndarray:
-    """Every pair of an element and a position it reaches, as one number:
-    element · size + position."""
-    if sources is None:
-        flat = labels.reshape(-1)
-        elements = np.flatnonzero(flat >= 0)
-        positions = flat[elements]
-    else:
-        positions = np.flatnonzero(sources >= 0)
-        elements = sources[positions]
-    return elements.astype(np.int64) * size + positions

@@ -30,7 +30,6 @@ from ..compiled_step import (
 )
 from .block_loop import length_of
 from .masking import Block, Mask, zero_at
-from .recursion import Recursion
 
 
 def forward(
@@ -154,16 +153,6 @@ def backward_credit(
     at = (list(signals), list(reads), list(transitions), dead)
     first, every = jax.lax.scan(one, list(last), at, length, reverse=True)
     return every, first
-
-
-def unit_product(recursion: Recursion) -> Jacobian:
-    """P of no steps at all."""
-    group = recursion.group
-    dtype = jnp.finfo(jnp.result_type(*group.dtypes)).dtype
-    return {
-        (i, j): jnp.full(group.shape, float(i == j), dtype)
-        for i, j in sorted(recursion.closure)
-    }
 
 
 def products_to_end(

@@ -29,7 +29,7 @@ from ..compiled_step import (
     TraceLayout,
     Values,
 )
-from .block import Derivatives, unit_product
+from .block import Derivatives
 from .factors import FactorLayout
 from .readout_memory import MemoryRead, ReadoutMemory, decaying_part, with_memories
 from .recursion import JacobianRecursion, Memory, Recursion, ScalarLeak, Slopes
@@ -377,7 +377,7 @@ class Traces:
 
     def unit_products(self) -> list[Jacobian]:
         """P of no steps, by group."""
-        return list(map(unit_product, self.recursions))
+        return list(map(_unit_product, self.recursions))
 
     @cached_property
     def driven_bytes(self) -> int:
@@ -395,3 +395,13 @@ class Traces:
             shape = () if use.input is None else use.operand_shape(use.input)
             found += int(np.prod(shape)) * width
         return found
+
+
+def _unit_product(recursion: Recursion) -> Jacobian:
+    """P of no steps at all."""
+    group = recursion.group
+    dtype = jnp.finfo(jnp.result_type(*group.dtypes)).dtype
+    return {
+        (i, j): jnp.full(group.shape, float(i == j), dtype)
+        for i, j in sorted(recursion.closure)
+    }
