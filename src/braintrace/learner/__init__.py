@@ -2,6 +2,7 @@
 
 by_rule           compile(), and a learner class for every rule
 learner           Learner: the calls of a user and all that they share
+compiling         a learner is compiled for example inputs
 calls             how a call runs: steps, sequences, updates along a sequence
 chunks            sequences in windows that a step function takes whole
 stream            data that arrive one step at a time; stream_program its compiled call
@@ -12,6 +13,7 @@ sequences         in which way a rule is run along a sequence
 online            a step whose reverse derivative is the online gradient
 carried           the traces from call to call
 state             the kinds of states that a learner adds to its model
+rule_state        what a rule keeps for itself from call to call
 model_states      the model's own states: made, placed, checked, where sequences start
 models            models of every framework as a learner sees them
 access            around a call: one at a time, values in place, arrays on devices

@@ -211,7 +211,7 @@ def run_step(learner: Learner, args: tuple, window: bool, modulator: Any) -> Any
                 run = partial(brainstate.transform.for_loop, learner._run_model)
             record.outputs = run(*args)
             return record.outputs
-    _ = learner.graph  # refuses a learner that was not compiled
+    learner.check_compiled()
     rule_state = learner._rule_value()
     if modulator is not None:
         learner.check_modulated(modulator)

@@ -24,24 +24,24 @@ import jax.numpy as jnp
 from brainstate.util import FlattedDict
 
 from ..analysis.graph import ETraceGraph
-from ..errors import ArgumentError, NotCompiledError, three_parts
+from ..errors import ArgumentError, three_parts
 from ..frontends.module_states import known_states, module_states
-from ..lowering.executor import ETraceGraphExecutor
 from ..program import Path
 from ..program.data import MultiStepData, SingleStepData, first_step
 from ..program.step import path_name
 from ..rules import Rule
-from ..solver import Solved
 from . import (
     access,
     calls,
     carried,
     chunks,
+    compiling,
     credit_warnings,
     describing,
     measuring,
     model_states,
     programs,
+    rule_state,
 )
 from .arguments import (
     LOSS_OUTPUTS,
@@ -63,11 +63,11 @@ from .memory import MemoryPlan
 from .model_states import Shapes
 from .models import interface_of
 from .optimizers import update_by
-from .placement import Placement, on_mesh
+from .placement import Placement
 from .programs import ProgramCache, TraceChoice
 from .sequences import Solver
 from .spellings import check_subclass, member
-from .state import EligibilityTrace, RuleState, StartValue
+from .state import EligibilityTrace, StartValue
 from .stream import Stream
 from .weights import (
     Weights,
@@ -181,7 +181,7 @@ class Learner(brainstate.nn.Module):
         check_options(self.rule, block, passes, trace, trace_dtype, max_trace_bytes)
         self.model = model
         self.vmap = vmap
-        self.executor = self._new_executor()
+        self.executor = compiling.new_executor(self)
         self.block = block
         self.passes = passes
         self.trace = trace
@@ -213,39 +213,7 @@ class Learner(brainstate.nn.Module):
         Its current states are where a fresh sequence starts.
         """
         with self._followed():
-            self._compile(first_step(args))
-
-    def _compile(self, args: tuple) -> None:
-        # An update would make weak types strong, and everything would be compiled
-        # again.
-        strong = lambda x: (
-            jnp.asarray(x, x.dtype) if getattr(x, 'weak_type', False) else x
-        )
-        for state in module_states(self.model).values():
-            state.value = jax.tree.map(strong, state.value)
-        self.executor.compile_graph(*args)
-        self._kept.programs.clear()
-        self._carried.forget()
-        self._example = args
-        self._compiled_for = (programs.shapes_of(args), programs.state_shapes_of(self))
-        model_states.place_states(self)
-        self._kept.shapes = model_states.compiled_shapes(self)
-        self._start = {
-            path: StartValue(state.value)
-            for path, state in module_states(self.model).items()
-            if not interface_of(self.model).carries_on(path, state)
-        }
-        if self.rule.predictor is not None:
-            self.rule_state = self._new_rule_state()
-        with on_mesh(self.placement):
-            model = self._model_binding(args)
-            if not model.leaves_parameters_unread:
-                self.rule.check_readouts(model.step(False))
-            self._make_traces()
-
-    def _new_executor(self) -> ETraceGraphExecutor:
-        call = self._run_model if self.vmap else None
-        return ETraceGraphExecutor(self.model, call, trained=True)
+            compiling.compile_learner(self, first_step(args))
 
     # ------------------------------------------------------------ one step
 
@@ -436,7 +404,7 @@ class Learner(brainstate.nn.Module):
         gradients of :meth:`Stream.gradient` are added up, the sum multiplied by this
         number at every step, for rewards that come later.
         """
-        _ = self.graph  # refuses a learner that was not compiled
+        self.check_compiled()
         return Stream(self, step_fn, optimizer, chunk=chunk, decay=decay)
 
     # ------------------------------------------------------------ updates
@@ -677,7 +645,7 @@ class Learner(brainstate.nn.Module):
         # This copies the states of the tree and shares all else.
         copied = super().__deepcopy__(memo)
         # Programs, and the graph, hold the states of the model that they were made of.
-        copied.executor = copied._new_executor()
+        copied.executor = compiling.new_executor(copied)
         if copied._example:
             copied.executor.compile_graph(*copied._example)
         optimizers: dict[Any, brainstate.State] = {}
@@ -694,21 +662,15 @@ class Learner(brainstate.nn.Module):
         """Whether a graph was compiled."""
         return bool(self._compiled_for)
 
+    def check_compiled(self) -> None:
+        """Raise unless a graph was compiled."""
+        if not self.executor.is_compiled:
+            raise compiling.not_compiled(type(self).__name__)
+
     @property
     def graph(self) -> ETraceGraph:
         """The compiled graph of the model's step."""
-        if not self.executor.is_compiled:
-            rule = type(self).__name__
-            raise NotCompiledError(
-                three_parts(
-                    f'a {rule} learner used before compiling',
-                    'its graph and traces are made from one step on example inputs',
-                    'learner.compile_graph(x) on an example of the inputs, after '
-                    'brainstate.nn.init_all_states(model, batch_size=...); or '
-                    f"braintrace.compile(model, '{rule}', x, batch_size=...), "
-                    'which does both',
-                )
-            )
+        self.check_compiled()
         return self.executor.graph
 
     @property
@@ -778,7 +740,7 @@ class Learner(brainstate.nn.Module):
         each of these states that it is carried on, by number. pp_prop's traces are
         :class:`FactorTrace` of an input and such arrays.
         """
-        _ = self.graph  # refuses a learner that was not compiled
+        self.check_compiled()
         return self._carried.of_parameter(path_of_parameter(path, self.param_states))
 
     def _held(self) -> tuple[brainstate.State, ...]:
@@ -832,21 +794,6 @@ class Learner(brainstate.nn.Module):
 
     # ------------------------------------------------------------ the rule's own state
 
-    def _groups(self) -> list[tuple[int, tuple[int, ...], Any]] | None:
-        if not self._example:
-            return None
-        dtype = lambda group: jnp.finfo(group.hidden_invars[0].aval.dtype).dtype
-        return [(g.num_state, g.varshape, dtype(g)) for g in self.graph.hidden_groups]
-
-    def _new_rule_state(self) -> RuleState | None:
-        """The rule's own state as it is at first; a predictor's once the model is
-        compiled."""
-        value = self.rule.init_state(self._groups())
-        return None if value is None else RuleState(value)
-
-    def _rule_value(self) -> Any:
-        return None if self.rule_state is None else self.rule_state.value
-
     @property
     def modulator(self) -> Any:
         """The standing modulator; None for a rule without one."""
@@ -872,15 +819,6 @@ class Learner(brainstate.nn.Module):
                 )
             )
         check_modulator(value)
-
-    def _next_rule_state(self, solved: Solved | None) -> Any:
-        if self.rule_state is None:
-            return None
-        return self.rule.next_state(self.rule_state.value, solved)
-
-    def _write_rule_state(self, value: Any) -> None:
-        if self.rule_state is not None and value is not self.rule_state.value:
-            self.rule_state.value = value
 
     # ------------------------------------------------------------ starting again
 
@@ -914,6 +852,12 @@ class Learner(brainstate.nn.Module):
     _make_traces = carried.make_traces
     _read_traces = carried.read_traces
     _write_traces = carried.write_traces
+    # What the rule keeps for itself: ``rule_state.py``.
+    _groups = rule_state.groups_of
+    _new_rule_state = rule_state.new_rule_state
+    _rule_value = rule_state.rule_value
+    _next_rule_state = rule_state.next_rule_state
+    _write_rule_state = rule_state.write_rule_state
     # What runs: ``programs.py``.
     _run_model = programs.run_model
     _model_binding = programs.bind_model

@@ -163,7 +163,7 @@ def plan_of(
         inexact = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
         return sum(jnp.sum(jnp.abs(x) ** 2) for x in inexact)
 
-    _ = learner.graph  # refuses a learner that was not compiled
+    learner.check_compiled()
     check_shapes(learner)
     binding = StepBinding.of_step_fn(learner, step_fn, learner._example)
     solver = learner._solver(binding, learner.rule, loss=True)

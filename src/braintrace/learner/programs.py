@@ -152,7 +152,7 @@ def bind_step_fn(
     takes_modulators: bool = False,
 ) -> StepBinding:
     """A step function traced with the model on slices of sequences."""
-    _ = learner.graph  # refuses a learner that was not compiled
+    learner.check_compiled()
     check_shapes(learner)
     slice_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
     example = jax.tree.map(slice_of, sequences)

@@ -72,9 +72,8 @@ class ETraceConfig:
             if is_wrong:
                 raise ArgumentError(three_parts(self.name, why, instead))
         self._set(**self._one_spelling())
-        _ = (
-            self.rule
-        )  # refuses parts that do not fit together, and numbers out of range
+        # Making the rule refuses parts that do not fit together, and wrong numbers.
+        _ = self.rule
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():

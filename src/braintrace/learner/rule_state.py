@@ -1,0 +1,47 @@
+"""What the rule of a learner keeps for itself: made, read and written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from ..solver import Solved
+from .state import RuleState
+
+if TYPE_CHECKING:
+    from .learner import Learner
+
+
+def groups_of(learner: Learner) -> list[tuple[int, tuple[int, ...], Any]] | None:
+    """States per position, shape and type of every group; None before compiling."""
+    if not learner._example:
+        return None
+    dtype = lambda group: jnp.finfo(group.hidden_invars[0].aval.dtype).dtype
+    groups = learner.graph.hidden_groups
+    return [(g.num_state, g.varshape, dtype(g)) for g in groups]
+
+
+def new_rule_state(learner: Learner) -> RuleState | None:
+    """The rule's own state as it is at first; a predictor's once the model is
+    compiled."""
+    value = learner.rule.init_state(groups_of(learner))
+    return None if value is None else RuleState(value)
+
+
+def rule_value(learner: Learner) -> Any:
+    """The value of the rule's own state; None for a rule without one."""
+    return None if learner.rule_state is None else learner.rule_state.value
+
+
+def next_rule_state(learner: Learner, solved: Solved | None) -> Any:
+    """The value after a gradient; ``solved``: what a sequence gave, if it was one."""
+    if learner.rule_state is None:
+        return None
+    return learner.rule.next_state(learner.rule_state.value, solved)
+
+
+def write_rule_state(learner: Learner, value: Any) -> None:
+    """Put the value after a call in place."""
+    if learner.rule_state is not None and value is not learner.rule_state.value:
+        learner.rule_state.value = value
