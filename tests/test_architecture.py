@@ -137,6 +137,48 @@ def test_only_operations_decide_by_the_name_of_a_primitive():
             assert not decides.search(file.read_text()), file
 
 
+ENGINE = ['analysis', 'frontends', 'learner', 'lowering', 'rules', 'solver']
+
+
+@pytest.mark.parametrize('folder', ENGINE)
+def test_the_engine_knows_no_primitive(folder):
+    """Neither by an object, as ``lax.add_p``, nor by a comparison or a look-up."""
+    for file in sorted((ROOT / folder).glob('*.py')):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        objects = [n.attr for n in nodes if isinstance(n, ast.Attribute)]
+        objects += [n.id for n in nodes if isinstance(n, ast.Name)]
+        assert not [name for name in objects if name.endswith('_p')], file
+        decisions = [
+            *(n for n in nodes if isinstance(n, ast.Compare | ast.Match)),
+            *(n.slice for n in nodes if isinstance(n, ast.Subscript)),
+        ]
+        assert not [ast.unparse(n) for n in decisions if mentions_primitive(n)], file
+
+
+def mentions_primitive(node):
+    return any(
+        isinstance(part, ast.Attribute) and part.attr == 'primitive'
+        for part in ast.walk(node)
+    )
+
+
+@pytest.mark.parametrize(
+    'file', sorted((ROOT / 'solver').glob('[a-z]*.py')), ids=lambda f: f.name
+)
+def test_a_solver_file_states_its_letters(file):
+    """What the axes of its arrays are called."""
+    assert 'Letters: ' in ' '.join(
+        ast.get_docstring(ast.parse(file.read_text())).split()
+    )
+
+
+def test_no_two_files_of_the_layers_share_a_name():
+    """A name says what a file holds, wherever it is opened."""
+    layers = [f for f in FILES if layer(first_name(f)) < len(LAYERS)]
+    names = [f.name for f in layers if f.name != '__init__.py']
+    assert not {name for name in names if names.count(name) > 1}
+
+
 def test_no_private_jax_by_other_means():
     assert not [f for f in FILES if 'jax._src' in f.read_text()]
     assert len(FILES) > 20
