@@ -19,7 +19,7 @@ import numpy as np
 
 import braintrace
 from braintrace.learner import learner_class
-from braintrace.rules import PRESETS, Coupled, RandomProjection, Reach, Rule
+from braintrace.rules import PRESETS, Coupled, CoupledWithin, RandomProjection, Rule
 from braintrace.solver import Factorised, PerParameter, RandomFeedback
 
 ROOT = Path(__file__).parent.parent
@@ -141,7 +141,7 @@ TRACES: dict[type, str] = {
     Factorised: 'two factors',
     RandomProjection: 'rank one',
     Coupled: 'all on all',
-    Reach: 'what is reached',
+    CoupledWithin: 'what is reached',
 }
 
 

@@ -328,7 +328,7 @@ def solver_constants(eqn: Equation) -> range:
 # ---------------------------------------------------------------- the cut
 
 
-class Mask:
+class CutMask:
     """A hashable boolean array: which elements of an operand are cut."""
 
     def __init__(self, array: np.ndarray):
@@ -339,7 +339,7 @@ class Mask:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mask) and self._key == other._key
+        return isinstance(other, CutMask) and self._key == other._key
 
     def __repr__(self) -> str:
         return f'{int(self.array.sum())}/{self.array.size}'
@@ -351,23 +351,23 @@ mask)."""
 
 
 @cut_p.def_impl
-def _cut_impl(x: Any, *, mask: Mask | None) -> Any:
+def _cut_impl(x: Any, *, mask: CutMask | None) -> Any:
     return x
 
 
 @cut_p.def_abstract_eval
-def _cut_abstract(x: Any, *, mask: Mask | None) -> Any:
+def _cut_abstract(x: Any, *, mask: CutMask | None) -> Any:
     return x
 
 
-def _cut_jvp(primals: Any, tangents: Any, *, mask: Mask | None) -> Any:
+def _cut_jvp(primals: Any, tangents: Any, *, mask: CutMask | None) -> Any:
     (x,), (dx,) = primals, tangents
     if mask is None or isinstance(dx, ad.Zero):
         return cut_p.bind(x, mask=mask), ad.Zero(jax.typeof(x).to_tangent_aval())
     return cut_p.bind(x, mask=mask), jnp.where(mask.array, jnp.zeros_like(dx), dx)
 
 
-def _cut_batch(args: Any, dims: Any, *, mask: Mask | None) -> Any:
+def _cut_batch(args: Any, dims: Any, *, mask: CutMask | None) -> Any:
     return cut_p.bind(jnp.moveaxis(args[0], dims[0], 0), mask=mask), 0
 
 
@@ -380,7 +380,7 @@ mlir.register_lowering(
 
 def cut_equation(operand: Var, mask: np.ndarray | None) -> Equation:
     """An equation that gives the operand with its derivative cut."""
-    params = {'mask': None if mask is None or mask.all() else Mask(mask)}
+    params = {'mask': None if mask is None or mask.all() else CutMask(mask)}
     return _new_equation([operand], [new_var(operand.aval)], cut_p, params, frozenset())
 
 

@@ -21,8 +21,8 @@ from ..operations.labels import (
 from ..source_lines import from_library
 from .cuts import PARTED
 from .dependence import carry_fixpoint
+from .pairs import Alone, ReachedPairs, together
 from .probe import confirmed
-from .reach import Alone, Reach, together
 
 if TYPE_CHECKING:
     from .positions import BackwardPass
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 def enter_call(
     at: BackwardPass, eqn: Equation, outs: list[Labels], size: int
-) -> list[Reach | None]:
+) -> list[ReachedPairs | None]:
     """A call with its own derivative cannot be cut inside: conflicts come out to the
     operands."""
     (sub,) = sub_programs(eqn)
     bits = at.bits(eqn.invars)
     inner = at.body(sub.jaxpr, eqn.invars, bits, opaque=True, size=size)
-    starts = [None if labels is None else Reach(labels) for labels in outs]
+    starts = [None if labels is None else ReachedPairs(labels) for labels in outs]
     inner.run(list(zip(inner.jaxpr.outvars, starts, strict=True)))
     found = inner.inputs()
     if at.opaque or from_library(sub.jaxpr):
@@ -44,15 +44,15 @@ def enter_call(
     single = [r.labels if r and r.sources is None else None for r in found]
     for k, labels in enumerate(confirmed(eqn, outs, single)):
         if labels is not None:
-            found[k] = Reach(labels)
+            found[k] = ReachedPairs(labels)
         elif (reach := found[k]) is not None:
             found[k] = _confirmed_sources(eqn, outs, k, reach)
     return found
 
 
 def _confirmed_sources(
-    eqn: Equation, outs: list[Labels], k: int, reach: Reach
-) -> Reach:
+    eqn: Equation, outs: list[Labels], k: int, reach: ReachedPairs
+) -> ReachedPairs:
     """What an operand of a call reaches, if the call's own derivative agrees.
 
     Seen from the results: each has the number of the element it comes from.
@@ -64,10 +64,12 @@ def _confirmed_sources(
     labels: list[Labels] = [None] * len(eqn.invars)
     labels[k] = own.reshape(reach.labels.shape)
     agrees = confirmed(eqn, came, labels)[k] is labels[k]
-    return reach if agrees else Reach(np.full_like(reach.labels, CONFLICT))
+    return reach if agrees else ReachedPairs(np.full_like(reach.labels, CONFLICT))
 
 
-Entered = tuple[dict[tuple, 'BackwardPass'], list[Reach | None], dict[int, Alone]]
+Entered = tuple[
+    dict[tuple, 'BackwardPass'], list[ReachedPairs | None], dict[int, Alone]
+]
 """The passes over the bodies of an equation, what its operands reach, and operands that
 the bodies cannot share."""
 
@@ -75,12 +77,12 @@ the bodies cannot share."""
 def enter_branches(
     at: BackwardPass,
     eqn: Equation,
-    outs: Sequence[Reach | None],
+    outs: Sequence[ReachedPairs | None],
     alone: Mapping[int, Alone],
 ) -> Entered:
     """What reaches a position in one branch and another in a second reaches both."""
     operands, entered = eqn.invars[1:], {}
-    every: list[list[Reach]] = [[] for _ in operands]
+    every: list[list[ReachedPairs]] = [[] for _ in operands]
     for b, branch in enumerate(read_branches(eqn)):
         bits = at.bits(operands)
         inner = at.body(branch, operands, bits, at.opaque, at.size)
@@ -104,14 +106,14 @@ def enter_branches(
     if at.opaque:
         for out in (o.labels for o in outs if o is not None):
             chooser = join(chooser, join_over(out.reshape(-1), [0]))
-    first = None if chooser is None else Reach(chooser)
+    first = None if chooser is None else ReachedPairs(chooser)
     return entered, [first, *result], more
 
 
 def enter_loop(
     at: BackwardPass,
     eqn: Equation,
-    outs: Sequence[Reach | None],
+    outs: Sequence[ReachedPairs | None],
     alone: Mapping[int, Alone],
 ) -> Entered:
     """Labels of the carry grow to a fixpoint; in the body a carry keeps the positions
@@ -123,7 +125,7 @@ def enter_loop(
         # A derivative that is not known might follow the condition of a loop.
         labels = [None if out is None else out.labels for out in outs]
         mixed = MIXING.labels(eqn, labels, at.const)
-        return {}, [None if x is None else Reach(x) for x in mixed], {}
+        return {}, [None if x is None else ReachedPairs(x) for x in mixed], {}
     a, b = scan.num_consts, scan.num_consts + scan.num_carry
     bits = at.bits(operands)
     carry_bits, _ = carry_fixpoint(scan.body, bits[:a], bits[a:b], bits[b:])
@@ -156,7 +158,7 @@ def enter_loop(
         if (reach := found[k]) is None:
             continue
         shape = operands[k].aval.shape
-        found[k] = Reach(np.broadcast_to(reach.labels, shape), reach.sources)
+        found[k] = ReachedPairs(np.broadcast_to(reach.labels, shape), reach.sources)
         if reach.sources is not None and shape[0] > 1:
             pairs = shape[0] * len(reach.pairs(at.size))
             more[first + k] = Alone(pairs, int(np.prod(shape)))
@@ -164,8 +166,8 @@ def enter_loop(
 
 
 def _grown(
-    at: BackwardPass, carry: Reach | None, entering: Reach | None
-) -> Reach | None:
+    at: BackwardPass, carry: ReachedPairs | None, entering: ReachedPairs | None
+) -> ReachedPairs | None:
     """What a carry reaches after one more round."""
     if carry is None or entering is None:
         return carry or entering
@@ -173,14 +175,16 @@ def _grown(
         return together([carry, entering], at.size)
     if carry.sources is None:
         free = (carry.labels == NONE) & (entering.labels != CONFLICT)
-        return Reach(np.where(free, entering.labels, carry.labels).astype(np.int32))
+        return ReachedPairs(
+            np.where(free, entering.labels, carry.labels).astype(np.int32)
+        )
     held, more = carry.sources, entering.by_position(at.size)
     assert more is not None
     sources = np.where((held < 0) & (more >= 0), more, held).astype(np.int32)
-    return Reach(labels_of(sources, carry.labels.shape), sources)
+    return ReachedPairs(labels_of(sources, carry.labels.shape), sources)
 
 
-def _same(a: Reach | None, b: Reach | None) -> bool:
+def _same(a: ReachedPairs | None, b: ReachedPairs | None) -> bool:
     if a is None or b is None:
         return a is b
     if a.sources is None or b.sources is None:
@@ -188,7 +192,7 @@ def _same(a: Reach | None, b: Reach | None) -> bool:
     return np.array_equal(a.sources, b.sources)
 
 
-def _over_rounds(at: BackwardPass, v: Var, reach: Reach) -> Reach:
+def _over_rounds(at: BackwardPass, v: Var, reach: ReachedPairs) -> ReachedPairs:
     """What a stacked result of a loop reaches from its body, in any round.
 
     Elements that reach other positions each round are cut where they are read,
@@ -200,15 +204,15 @@ def _over_rounds(at: BackwardPass, v: Var, reach: Reach) -> Reach:
     joined = join_over(labels, [0])
     parted = joined == CONFLICT
     if not parted.any():
-        return Reach(joined)
+        return ReachedPairs(joined)
     pairs = reach.pairs(at.size)
     inside = (pairs // at.size) % max(joined.size, 1)
     sources = gather_back(inside.astype(np.int32), pairs % at.size, (at.size,))
     if reach.is_known and not (sources == CONFLICT).any():
-        return Reach(joined, sources)
+        return ReachedPairs(joined, sources)
     if at.opaque:
-        return Reach(joined)
+        return ReachedPairs(joined)
     mask = np.broadcast_to(parted, labels.shape)
     for j, k in at.reading[v]:
         at.cut(j, k, mask, PARTED)
-    return Reach(np.where(parted, NONE, joined).astype(np.int32))
+    return ReachedPairs(np.where(parted, NONE, joined).astype(np.int32))

@@ -57,8 +57,8 @@ from .cuts import (
     Relevance,
 )
 from .dependence import Bits, flow, of
+from .pairs import Alone, ReachedPairs, Use, together
 from .probe import is_elementwise
-from .reach import Alone, Reach, Use, together
 
 
 class BackwardPass:
@@ -84,16 +84,16 @@ class BackwardPass:
         self.out, self.opaque = out, opaque
         self.uses: dict[Var, list[Use]] = defaultdict(list)
         self.reading: dict[Var, list[tuple[int, int]]] = defaultdict(list)
-        self.starts: dict[Var, Reach] = {}
-        self.keep: Mapping[Var, Reach] = {}
+        self.starts: dict[Var, ReachedPairs] = {}
+        self.keep: Mapping[Var, ReachedPairs] = {}
         self.alone: Mapping[Var, Alone] = {}
-        self.entered: dict[int, list[Reach | None]] = {}
+        self.entered: dict[int, list[ReachedPairs | None]] = {}
         self.met: dict[tuple[int, int], Alone] = {}
 
     def run(
         self,
-        starts: Sequence[tuple[Atom, Reach | None]],
-        keep: Mapping[Var, Reach] = {},
+        starts: Sequence[tuple[Atom, ReachedPairs | None]],
+        keep: Mapping[Var, ReachedPairs] = {},
         stop: Collection[Var] = (),
         alone: Mapping[Var, Alone] = {},
     ) -> None:
@@ -153,7 +153,7 @@ class BackwardPass:
                 pairs = self.pair_count(i, k, eqn, outs)
                 edge = self.without_conflicts(i, k, edge, pairs)
         if (edge != NONE).any():
-            self.uses[eqn.invars[k]].append(Use(i, k, Reach(edge, sources)))
+            self.uses[eqn.invars[k]].append(Use(i, k, ReachedPairs(edge, sources)))
 
     def without_conflicts(
         self, i: int, k: int, edge: np.ndarray, pairs: int
@@ -204,9 +204,9 @@ class BackwardPass:
             numbers = numbers * np.where(found == CONFLICT, length, found >= 0)
         return int(np.sum(numbers))
 
-    def reach(self, v: Var, labels: np.ndarray) -> Reach:
+    def reach(self, v: Var, labels: np.ndarray) -> ReachedPairs:
         """What a value reaches that was resolved before."""
-        return Reach(labels, self.out.sources.get(v))
+        return ReachedPairs(labels, self.out.sources.get(v))
 
     def is_alone(self, v: Var) -> bool:
         """Whether each element of a value has one position only: states reach positions
@@ -249,7 +249,7 @@ class BackwardPass:
         numbers = element_numbers(eqn, ends)
         if kind == 'none':
             labels = self.operands(i, eqn, numbers)[k]
-            reach = None if labels is None else Reach(labels)
+            reach = None if labels is None else ReachedPairs(labels)
         else:
             reach = enter_call(self, eqn, numbers, int(ends[-1]))[k]
         origins = None if reach is None else reach.by_position(int(ends[-1]))
@@ -300,7 +300,7 @@ class BackwardPass:
                 self.keep_edge(v, use)
         return self.settle(labels, wanted, start, uses)
 
-    def may_share(self, v: Var, every: Sequence[Reach]) -> bool:
+    def may_share(self, v: Var, every: Sequence[ReachedPairs]) -> bool:
         """Whether elements of a value may reach several positions.
 
         A value that old states reach keeps its uses by one position alone: to share it
@@ -367,10 +367,12 @@ class BackwardPass:
                     use.equation, use.operand, labels, pairs
                 )
             if (labels != NONE).any():
-                found.append(use._replace(reach=Reach(labels)))
+                found.append(use._replace(reach=ReachedPairs(labels)))
         return found
 
-    def wanted(self, v: Var, labels: np.ndarray, start: Reach | None) -> np.ndarray:
+    def wanted(
+        self, v: Var, labels: np.ndarray, start: ReachedPairs | None
+    ) -> np.ndarray:
         """The position each element should keep; CONFLICT where any will do."""
         wanted = np.full(labels.shape, CONFLICT, np.int32)
         parted = labels == CONFLICT
@@ -415,7 +417,7 @@ class BackwardPass:
         self,
         labels: np.ndarray,
         wanted: np.ndarray,
-        start: Reach | None,
+        start: ReachedPairs | None,
         uses: Sequence[Use],
     ) -> Labels:
         reached = np.zeros(labels.shape, bool) if start is None else start.labels >= 0
@@ -466,14 +468,16 @@ class BackwardPass:
         env = flow(body, inputs)
         return BackwardPass(body, env, self.relevance, size, const, Positions(), opaque)
 
-    def inputs(self) -> list[Reach | None]:
+    def inputs(self) -> list[ReachedPairs | None]:
         """What the inputs of the program reach."""
         found = [(v, self.out.labels.get(v)) for v in self.jaxpr.invars]
         return [
             None if labels is None else self.reach(v, labels) for v, labels in found
         ]
 
-    def bodies(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Reach | None]:
+    def bodies(
+        self, i: int, eqn: Equation, outs: list[Labels]
+    ) -> list[ReachedPairs | None]:
         """What the operands of branches and loops reach.
 
         An operand that the bodies cannot share is entered again, alone.
@@ -523,8 +527,8 @@ def find_positions(
     states of other groups).
     """
     out = Positions()
-    new = [(atom, Reach(labels)) for atom, labels in starts]
-    old = {v: Reach(labels) for v, labels in keep.items()}
+    new = [(atom, ReachedPairs(labels)) for atom, labels in starts]
+    old = {v: ReachedPairs(labels) for v, labels in keep.items()}
     alone = {atom: Alone() for atom, _ in starts if is_var(atom)}
     BackwardPass(jaxpr, env, relevance, size, const, out).run(new, old, stop, alone)
     return out

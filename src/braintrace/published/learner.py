@@ -13,10 +13,10 @@ from ..errors import three_parts
 from ..learner.state import EligibilityTrace, RuleState
 from ..rules import (
     Coupled,
+    CoupledWithin,
     ETraceConfig,
     NoTrace,
     RandomProjection,
-    Reach,
     Rule,
     Window,
 )
@@ -44,7 +44,7 @@ def config_of(rule: Rule) -> ETraceConfig:
         }
     elif isinstance(trace, Coupled):
         parts = {'recurrence_scope': 'coupled'}
-    elif isinstance(trace, Reach):
+    elif isinstance(trace, CoupledWithin):
         parts = {'recurrence_scope': 'sparse_n', 'sparse_n': trace.n}
     elif isinstance(trace, NoTrace) and rule.predictor is None:
         parts = {'trace_factorization': 'none', 'update_schedule': 'sequence_end'}
@@ -168,7 +168,7 @@ def _feedback(learner: Any) -> str:
 
 def _sparse_n(learner: Any) -> int:
     trace = learner.rule.trace
-    if not isinstance(trace, Reach):
+    if not isinstance(trace, CoupledWithin):
         raise AttributeError(f'{type(learner).__name__!r} object has no n')
     return trace.n
 

@@ -6,7 +6,7 @@ import pkgutil
 from .config import PARTS, ETraceConfig
 from .parts import FixedRandomFeedback, GradExpon, KappaFilter, SyntheticGradient
 from .registry import PRESETS, Preset, named, register
-from .rule import Coupled, NoTrace, RandomProjection, Reach, Rule, Window
+from .rule import Coupled, CoupledWithin, NoTrace, RandomProjection, Rule, Window
 
 # Every file of this folder that makes a rule registers it.
 for _file in pkgutil.iter_modules(__path__):
@@ -16,6 +16,7 @@ __all__ = [
     'PARTS',
     'PRESETS',
     'Coupled',
+    'CoupledWithin',
     'ETraceConfig',
     'FixedRandomFeedback',
     'GradExpon',
@@ -23,7 +24,6 @@ __all__ = [
     'NoTrace',
     'Preset',
     'RandomProjection',
-    'Reach',
     'Rule',
     'SyntheticGradient',
     'Window',

@@ -18,7 +18,15 @@ from ..solver import (
 )
 from .numbers import as_count, as_decay, as_decays
 from .parts import FixedRandomFeedback, SyntheticGradient
-from .rule import Coupled, NoTrace, RandomProjection, Reach, Rule, TracePart, Window
+from .rule import (
+    Coupled,
+    CoupledWithin,
+    NoTrace,
+    RandomProjection,
+    Rule,
+    TracePart,
+    Window,
+)
 
 PARTS = {
     'trace_factorization': ('per_param', 'io_factorized', 'random_projection', 'none'),
@@ -266,7 +274,7 @@ class ETraceConfig:
         if self.recurrence_scope == 'coupled':
             return Coupled()
         if self.recurrence_scope == 'sparse_n':
-            return Reach(as_count('sparse_n', self.sparse_n))
+            return CoupledWithin(as_count('sparse_n', self.sparse_n))
         return PerParameter()
 
     @property

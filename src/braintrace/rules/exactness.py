@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..analysis.diagnostics import ParameterGradient
 from ..solver import JacobianRecursion, RandomFeedback, ScalarLeak
-from .rule import RandomProjection, Reach, Rule
+from .rule import CoupledWithin, RandomProjection, Rule
 
 EQUAL, LOCAL, APPROXIMATE = 'equal to BPTT', 'local', 'approximate'
 ONE_STEP, NONE = 'one step', 'none'
@@ -123,7 +123,7 @@ def _by_influence(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
         return ParameterGradient(EQUAL, facts.reason)
     if not facts.temporal:
         return ParameterGradient(EQUAL, facts.reason)
-    if not isinstance(rule.trace, Reach):
+    if not isinstance(rule.trace, CoupledWithin):
         return ParameterGradient(EQUAL, 'its influence on every state is carried')
     steps = f'{rule.trace.n} step{"s" * (rule.trace.n != 1)}'
     if facts.complete:

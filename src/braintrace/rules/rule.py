@@ -60,7 +60,7 @@ class Coupled:
 
 
 @dataclass(frozen=True)
-class Reach:
+class CoupledWithin:
     """The influence of every parameter on the states that it reaches within n steps."""
 
     n: int
@@ -81,7 +81,9 @@ class RandomProjection:
         return RankOneInfluence(step, self.seed)
 
 
-TracePart = PerParameter | Factorised | NoTrace | Coupled | Reach | RandomProjection
+TracePart = (
+    PerParameter | Factorised | NoTrace | Coupled | CoupledWithin | RandomProjection
+)
 RecursionPart = JacobianRecursion | ScalarLeak
 SignalPart = Symmetric | RandomFeedback | Modulated
 
@@ -201,7 +203,7 @@ class Rule:
     def is_local(self) -> bool:
         """Whether traces belong to positions; otherwise one influence on all states is
         kept."""
-        return not isinstance(self.trace, Coupled | Reach | RandomProjection)
+        return not isinstance(self.trace, Coupled | CoupledWithin | RandomProjection)
 
     @property
     def has_trace(self) -> bool:
@@ -270,7 +272,7 @@ class Rule:
         all that signals read.
         """
         trace = self.trace
-        if isinstance(trace, Coupled | Reach | RandomProjection):
+        if isinstance(trace, Coupled | CoupledWithin | RandomProjection):
             return InfluenceSolver(step, trace.influence(step))
         storage = trace if isinstance(trace, Factorised) else PerParameter()
         given = (self.recursion, self.filter, is_traced, dtype, every_component)

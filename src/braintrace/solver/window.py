@@ -16,7 +16,7 @@ from ..compiled_step import CompiledStep, Components, Values
 from .masking import Mask, finite, without_nan
 
 
-class Window(NamedTuple):
+class SolvedWindow(NamedTuple):
     """What a window gives: gradients of parameters, credit at its start, and its
     values."""
 
@@ -84,7 +84,7 @@ def window_gradient(
     deep: bool = False,
     credit_after: Callable[[list[Components]], list[Components]] | None = None,
     masked: bool = True,
-) -> Window:
+) -> SolvedWindow:
     """Reverse mode through a window for cotangents (t, ...) of its targets.
 
     ``credit_after(states)``: the credit that the states at its end get from what
@@ -112,7 +112,7 @@ def window_gradient(
         ]
     bars = [c.astype(x.dtype) for c, x in zip(cotangents, targets, strict=True)]
     gradients, credit = pull((bars, after))
-    return Window(gradients, [dict(enumerate(mine)) for mine in credit], *found)
+    return SolvedWindow(gradients, [dict(enumerate(mine)) for mine in credit], *found)
 
 
 def _mask(step: CompiledStep, cotangents: Sequence[jax.Array]) -> Mask | None:

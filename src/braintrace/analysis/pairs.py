@@ -10,7 +10,7 @@ import numpy as np
 from ..operations.labels import CONFLICT, Labels, join, sources_of
 
 
-class Reach(NamedTuple):
+class ReachedPairs(NamedTuple):
     """What the elements of a value reach: labels, and sources if some reach several
     positions and no position is reached by two."""
 
@@ -48,7 +48,7 @@ class Use(NamedTuple):
 
     equation: int
     operand: int
-    reach: Reach
+    reach: ReachedPairs
 
 
 class Alone(NamedTuple):
@@ -59,7 +59,7 @@ class Alone(NamedTuple):
     elements: int = 0
 
 
-def together(every: Sequence[Reach | None], size: int) -> Reach:
+def together(every: Sequence[ReachedPairs | None], size: int) -> ReachedPairs:
     """What several uses of a value reach; without sources where they meet."""
     labels: Labels = None
     sources: Labels = None
@@ -72,4 +72,4 @@ def together(every: Sequence[Reach | None], size: int) -> Reach:
             sources = join(sources, reach.by_position(size))
         if sources is not None and (sources == CONFLICT).any():
             sources = None
-    return Reach(labels, sources)
+    return ReachedPairs(labels, sources)
