@@ -38,7 +38,7 @@ from ..program.step import path_name
 from ..rules import Rule
 from ..solver import Solved
 from ..source_lines import short_source
-from .batch import BatchError
+from .batch import BatchError, inputs_explained
 from .carried import array_shapes
 from .losses import never_called
 from .model_states import check_shapes
@@ -356,7 +356,8 @@ def bind_model(learner: Learner, example: tuple) -> StepBinding:
         if learner._compiled_for == (shapes_of(example), state_shapes_of(learner)):
             info, analysed = learner.graph.module_info, learner.executor.analysed
         else:
-            info = trace_step(learner._run_model, learner.model, example, {})
+            with inputs_explained(example, learner._example, time=False):
+                info = trace_step(learner._run_model, learner.model, example, {})
             analysed = None
         return StepBinding(learner.model, info, analysed, learner.rule_state)
 
@@ -510,6 +511,13 @@ def check_loss(outputs: Sequence[Any]) -> None:
     )
 
 
+def _described(outputs: Any) -> str:
+    """What a step_fn returns, in words."""
+    if isinstance(outputs, (tuple, list)):
+        return f'a {type(outputs).__name__} of {len(outputs)}'
+    return 'one array' if isinstance(outputs, int) else f'a {type(outputs).__name__}'
+
+
 def check_aux(structure: Any, has_aux: bool) -> None:
     """Raise unless a step_fn returned a loss alone, or with ``has_aux`` a pair."""
     outputs = jax.tree.unflatten(structure, range(structure.num_leaves))
@@ -521,10 +529,13 @@ def check_aux(structure: Any, has_aux: bool) -> None:
         return
     raise InputError(
         three_parts(
-            f'a step_fn that returns {structure} with has_aux={has_aux}',
+            f'a step_fn that returns {_described(outputs)} with has_aux={has_aux}',
             'a step gives its loss, or with has_aux=True, which fit sets if it has '
             'metrics, a pair (loss, aux)',
-            'return loss' if not has_aux else 'return loss, outputs',
+            'return loss, outputs'
+            if has_aux
+            else 'return loss alone; or etrace_grad(..., has_aux=True), '
+            'fit(..., metrics=...) for a pair (loss, outputs)',
         )
     )
 
