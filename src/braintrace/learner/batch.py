@@ -244,7 +244,10 @@ def _fix_of_inputs(args: tuple, example: tuple, time: bool) -> str:
             'that calls learner(x)'
         )
     if not _same_structure(args, example):
-        return 'one array for each input of the compiled example: jnp.asarray(x)'
+        return (
+            'one array for each input of the compiled example: jnp.asarray(x) of a '
+            'list, jnp.stack(xs) of a list of steps'
+        )
     shapes = [jnp.shape(x)[int(time) :] for x in jax.tree.leaves(args)]
     if shapes == [jnp.shape(x) for x in jax.tree.leaves(example)]:
         kinds = {str(jnp.result_type(x)) for x in jax.tree.leaves(example)}
@@ -261,10 +264,15 @@ def _shapes_text(inputs: tuple) -> str:
     """The shapes and types of inputs."""
     if not inputs:
         return 'no input'
-    of = lambda x: f'{jnp.shape(x)} {jnp.result_type(x)}'
-    shown = [', '.join(map(of, jax.tree.leaves(x))) for x in inputs]
-    what = 'an input of shape' if len(shown) == 1 else 'inputs of shapes'
-    return f'{what} {" and ".join(shown)}'
+
+    def shown(x: Any) -> str:
+        leaves = jax.tree.leaves(x)
+        if len(leaves) != 1:
+            return f'a {type(x).__name__} of {len(leaves)} arrays'
+        return f'shape {jnp.shape(leaves[0])} {jnp.result_type(leaves[0])}'
+
+    what = 'an input' if len(inputs) == 1 else 'inputs'
+    return f'{what} of {" and ".join(map(shown, inputs))}'
 
 
 def _other_batch(args: tuple, example: tuple, compiled: int, time: bool) -> int | None:

@@ -8,6 +8,7 @@ programs, each of them made once.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -144,6 +145,14 @@ class StepBinding:
         if loss not in self._steps:
             self._steps[loss] = self._lowered(loss)
         return self._steps[loss][1]
+
+    @functools.cached_property
+    def without_effect_on_loss(self) -> frozenset[Var]:
+        """Parameters on which the loss never depends, in its own step or later."""
+        program, facts = self.info.program, self.analysed.facts
+        behind = facts.ever_behind(program.outputs[:1])
+        parameters = (p.invar for p in program.parameters)
+        return frozenset(v for v in parameters if not behind & facts.bit[v])
 
     def stages_of(self, step: CompiledStep) -> Stages:
         """The sorted equations behind one of its compiled steps."""
@@ -424,11 +433,21 @@ def solver_of(
     rule: Rule,
     loss: bool,
     in_chunk: bool = False,
+    discarded: bool = False,
 ) -> Solver:
-    """What solves sequences of a step, with the options of the learner."""
+    """What solves sequences of a step, with the options of the learner.
+
+    ``discarded``: the traces end with the sequence. Then those of parameters that the
+    loss never depends on are left out: no other loss will read them.
+    """
     trace = learner._is_credited if learner.trace == 'credited' else learner.trace
+    # A modulator takes the place of the loss.
+    skips = discarded and loss and rule.has_trace and not rule.is_modulated
+    idle = binding.without_effect_on_loss if skips else frozenset()
 
     def is_traced(tap: Tap) -> bool:
+        if tap.parameters and idle.issuperset(p.invar for p in tap.parameters):
+            return False
         if isinstance(trace, str):
             return trace == 'auto' or tap.marked
         return any(trace(p.path) for p in tap.parameters)
@@ -437,7 +456,7 @@ def solver_of(
         every = rule.has_exact_windows or in_chunk
         return rule.solver(binding.step(loss), is_traced, learner.trace_dtype, every)
 
-    key = ('solver', binding, rule, loss, in_chunk)
+    key = ('solver', binding, rule, loss, in_chunk, bool(idle))
     return learner._kept.programs.get(key, make, binding.is_reusable)
 
 
@@ -465,7 +484,7 @@ def gradient_program_of(
     learner: Learner, binding: StepBinding, rule: Rule, fresh: bool
 ) -> tuple[Solver, Callable[..., Solved]]:
     """The solver of a step by a rule, and its compiled gradient of a sequence."""
-    solver = learner._solver(binding, rule, loss=True)
+    solver = learner._solver(binding, rule, loss=True, discarded=fresh)
     options = options_of(learner)
 
     def make() -> Callable[..., Solved]:
