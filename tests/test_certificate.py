@@ -351,6 +351,9 @@ def test_text():
     assert '8 random directions' in text
     rows = learner.certificate(XS, YS, step_fn=step, per_parameter=True)
     assert len(str(rows).splitlines()) == 9
+    plain = learner.certificate(XS, YS, step_fn=step, per_parameter=True, directions=0)
+    assert 'nan' not in str(plain)
+    assert str(plain).count('—') == 3 * len(plain.rows)
     with pytest.raises(KeyError, match="one of 'out'"):
         _ = rows['nothing']
     with pytest.raises(KeyError, match='per_parameter=True'):
@@ -363,6 +366,7 @@ def test_a_gradient_of_zero():
     assert found.norm == 0
     assert not found.descends
     assert 'the gradient is zero' in str(found)
+    assert 'nan' not in str(found)
 
 
 WHY = r'(.|\n)*Why: (.|\n)*Fix: '

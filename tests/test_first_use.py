@@ -323,6 +323,117 @@ def test_lists_of_numbers(learner):
     assert 'asarray' in fix
 
 
+WRONG_INPUTS = {
+    'channels': (lambda m: m.evaluate(jnp.ones((5, 4, 7))), '(4, 7)', 'shape'),
+    'call': (lambda m: m(jnp.ones((4, 7))), '(4, 7)', 'shape'),
+    'targets': (
+        lambda m: m.evaluate(XS, XS),
+        'shape (4, 3) float32 and shape (4, 3) float32',
+        'targets belong in a step_fn',
+    ),
+    'none': (lambda m: m(), 'no input', 'as in compile'),
+    'tuple': (lambda m: m((1.0, 2.0)), 'a tuple of 2', 'jnp.asarray(x)'),
+    'predict': (
+        lambda m: m.stream(mean_square(m)).predict(X, X),
+        'shape (4, 3) float32 and shape (4, 3) float32',
+        'targets belong in a step_fn',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', WRONG_INPUTS)
+def test_inputs_unlike_the_compiled_example(learner, name):
+    call, shown, advice = WRONG_INPUTS[name]
+    with pytest.raises(bt.CompilationError) as caught:
+        call(learner)
+    written, why, fix = parts_of(caught.value)
+    assert shown in written
+    assert 'compiled for an input of shape (4, 3) float32' in why
+    assert advice in fix
+    assert 'learner/' not in str(caught.value)  # no line of this package
+
+
+def test_inputs_of_another_type():
+    model = brainstate.nn.Conv2d((6, 6, 1), 2, 3)
+
+    class Net(Leak):
+        def __init__(self):
+            super().__init__(inputs=72)
+            self.conv = model
+
+        def update(self, x):
+            return super().update(self.conv(x).reshape(4, -1))
+
+    learner = bt.compile(Net(), 'd_rtrl', jnp.ones((4, 6, 6, 1)), batch_size=4)
+    with pytest.raises(bt.CompilationError) as caught:
+        learner.evaluate(np.ones((5, 4, 6, 6, 1), bool))
+    assert parts_of(caught.value)[2].endswith("x.astype('float32')")
+
+
+def test_what_is_no_sequence(learner):
+    step_fn = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    with pytest.raises(ValueError, match='2 sequences of shapes') as caught:
+        learner.etrace_grad(XS, jnp.ones((4, 2)), step_fn=step_fn)
+    assert 'jnp.broadcast_to(y, (5, *y.shape))' in parts_of(caught.value)[2]
+    steps = [*jnp.ones((50, 4, 3))]
+    for targets in ([], [jnp.ones((50, 4, 2))]):
+        with pytest.raises(ValueError, match=r'(sequences|a list) of') as caught:
+            learner.etrace_grad(steps, *targets, step_fn=lambda x, *_: learner(x).sum())
+        written, _, fix = parts_of(caught.value)
+        assert len(written) < 100
+        assert 'jnp.stack(xs)' in fix
+    stream = learner.stream(mean_square(learner))
+    with pytest.raises(TypeError, match='nested list'):
+        stream.gradient([1.0, 2.0])
+    with pytest.raises(bt.CompilationError) as caught:
+        stream.gradient(XS)
+    assert 'chunk=5' in parts_of(caught.value)[2]
+
+
+def test_an_example_of_several_steps():
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.compile(Leak(), 'd_rtrl', XS, batch_size=4)
+    assert 'inputs of one step, as xs[0]' in parts_of(caught.value)[2]
+
+
+def test_what_is_no_optimizer_and_what_are_no_gradients(learner):
+    found = learner.etrace_grad(
+        XS, step_fn=mean_square(learner), fresh=True, return_value=True
+    )
+    with pytest.raises(TypeError, match='optimizer=adam') as caught:
+        learner.apply(found[0], optax.adam)
+    assert parts_of(caught.value)[2].endswith('adam(1e-3)')
+    with pytest.raises(ValueError, match='gradients in a tuple of 2') as caught:
+        learner.apply(found, optax.adam(1e-3))
+    assert 'gradients, loss = ' in parts_of(caught.value)[2]
+    with pytest.raises(ValueError, match=re.escape("weights=[('nothing',)]")):
+        learner.etrace_grad(XS, step_fn=mean_square(learner), weights=['nothing'])
+    with pytest.raises(bt.CompilationError, match='returns a tuple of 2') as caught:
+        learner.etrace_grad(XS, step_fn=lambda x: (jnp.sum(learner(x)), x))
+    assert 'has_aux=True' in parts_of(caught.value)[2]
+
+
+def test_a_name_selects_a_parameter(learner):
+    found = learner.etrace_grad(XS, step_fn=mean_square(learner), weights='out')
+    assert list(found) == [('out',)]
+
+
+def test_a_learner_in_place_of_a_rule(learner):
+    with pytest.raises(ValueError, match='a D_RTRL learner as the rule') as caught:
+        bt.compile(Leak(), learner, X, batch_size=4)
+    assert 'braintrace.D_RTRL' in parts_of(caught.value)[2]
+
+
+def test_a_learner_of_one_sample_gets_no_batch():
+    learner = bt.compile(Leak(), 'd_rtrl', X[0])
+    before = learner.evaluate(XS[:, 0])
+    with pytest.raises(ValueError, match='compiled without a batch') as caught:
+        learner.reset_state(batch_size=2)
+    assert 'batch_size=2' in parts_of(caught.value)[2]
+    # Nothing was changed.
+    np.testing.assert_array_equal(learner.evaluate(XS[:, 0]), before)
+
+
 def leak_of(params, h, x):
     h = jnp.tanh(0.9 * h + x @ params)
     return h, h
@@ -405,12 +516,16 @@ def test_a_model_that_needs_a_batch_size():
         def init_state(self, batch_size=None, **kwargs):
             self.h = self.kind(jnp.zeros((batch_size, self.units)))
 
-    with pytest.raises(bt.CompilationError) as caught:
-        bt.compile(Batched(), 'd_rtrl', X)
-    what, why, fix = parts_of(caught.value)
-    assert 'Batched without a batch size' in what
-    assert 'init_state' in why
-    assert 'batch_size=...' in fix
+    for options, shown in (
+        ({}, 'Batched without a batch size'),
+        ({'batch_size': 4, 'vmap': True}, 'Batched with vmap=True'),
+    ):
+        with pytest.raises(bt.CompilationError) as caught:
+            bt.compile(Batched(), 'd_rtrl', X, **options)
+        what, why, fix = parts_of(caught.value)
+        assert shown in what
+        assert 'init_state' in why
+        assert 'batch_size=...' in fix
 
 
 def test_a_call_before_compiling():
@@ -438,6 +553,43 @@ def test_a_recurrent_state_of_another_kind_is_named(kind):
     written, _, fix = parts_of(caught.value)
     assert ': h is kept from step to step' in written
     assert fix.endswith('for h')
+
+
+def test_a_second_state_of_another_kind_is_warned_of():
+    class Two(Leak):
+        def __init__(self):
+            super().__init__()
+            self.slow = brainstate.ParamState(0.1 * jnp.ones((3, 2)))
+
+        def init_state(self, batch_size=None, **kwargs):
+            super().init_state(batch_size)
+            self.y = brainstate.State(jnp.zeros((batch_size, 2)))
+
+        def update(self, x):
+            self.y.value = 0.9 * self.y.value + x @ self.slow.value
+            return super().update(x) + self.y.value
+
+    with pytest.warns(bt.CreditWarning) as caught:
+        learner = bt.compile(Two(), 'd_rtrl', X, batch_size=4)
+    written, why, fix = parts_of(caught[0].message)
+    assert written == 'D_RTRL gives slow the gradient of one step only'
+    assert 'feeds y, which is not a hidden state' in why
+    assert 'brainstate.HiddenState' in fix
+    check = learner.gradient_check(XS, step_fn=mean_square(learner))
+    ratios = {row.name: row.norm_ratio for row in check.rows}
+    assert ratios['slow'] < 0.5
+    assert ratios['feed'] == pytest.approx(1, rel=1e-5)
+
+
+def test_units_that_do_not_fit():
+    class Units(Leak):
+        def update(self, x):
+            dt = brainstate.environ.get('dt')
+            return super().update(x * u.math.exp(-dt / (5.0 * u.ms)))
+
+    with brainstate.environ.context(dt=1.0), pytest.raises(ValueError) as caught:  # noqa: PT011
+        bt.compile(Units(), 'd_rtrl', X, batch_size=4)
+    assert 'dt=1.0 * brainunit.ms' in parts_of(caught.value)[2]
 
 
 class NeedsTimeStep(Leak):
@@ -596,6 +748,47 @@ def test_traces_are_left_out_only_where_no_output_gives_credit():
     assert len(deep.traces) == 1
 
 
+@pytest.mark.parametrize(
+    ('rule', 'options'),
+    [('d_rtrl', {'passes': 1}), ('pp_prop', {'decay_or_rank': 0.9})],
+    ids=['d_rtrl', 'pp_prop'],
+)
+def test_a_fresh_sequence_has_no_traces_of_what_its_loss_never_reads(rule, options):
+    """The traces are discarded, so no other loss can read them; gradients are the same
+    to the bit as with all traces."""
+    xs = jax.random.normal(jax.random.key(0), (7, 4, 3))
+    model = Dead()
+    model.other = Leak(units=11)
+    with pytest.warns(bt.CreditWarning):
+        learner = bt.compile(model, rule, X, batch_size=4, **options)
+    losses = {
+        'output': mean_square(learner),
+        'state': lambda x: (learner(x), jnp.sum(model.other.h.value))[1],
+    }
+    for name, step in losses.items():
+        learner.reset_state()
+        carried = learner.etrace_grad(xs, step_fn=step)
+        binding = learner._binding(step, (xs,))
+        program = lambda fresh, b=binding: learner._gradient_program(
+            b, learner.rule, fresh
+        )
+        traces = program(False)[0].trace_shapes
+        solver, run = program(True)
+        # One loss reads the first layer alone, the other the second.
+        assert len(solver.trace_shapes) == len(traces) - 1 == 1
+        given = (*binding.read(), [], binding.inputs((xs,)), jnp.ones(7), 1.0)
+        lowered = run.lower(*given, learner._rule_value(), masked=False)
+        if rule == 'd_rtrl':
+            shapes = {'output': '4x3x6xf32', 'state': '4x3x11xf32'}
+            own = shapes.pop(name)
+            assert own in lowered.as_text()
+            assert all(other not in lowered.as_text() for other in shapes.values())
+        fresh = learner.etrace_grad(xs, step_fn=step, fresh=True)
+        jax.tree.map(np.testing.assert_array_equal, fresh, carried)
+    learner.reset_state()
+    assert len(learner.traces) == 2
+
+
 class Delayed(brainstate.nn.Module):
     """A layer whose spikes reach the next one, which is read out slowly, two steps
     later."""
@@ -674,6 +867,42 @@ def test_a_read_out_whose_memory_costs_most_of_the_credit():
     assert written == 'D_RTRL gives feed about 1/20 of the credit that passes y'
     assert '95 %' in why
     assert "reach='readout'" in fix
+
+
+def test_the_advice_about_a_read_out_fits_the_rule_and_the_layer():
+    class Deep(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Leak(outputs=6), Slow(inputs=6)
+
+        def update(self, x):
+            return self.second(self.first(x))
+
+    brainstate.random.seed(0)
+    ratios = {}
+    for reach in ('local', 'readout', 'deep'):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            learner = bt.compile(Deep(), 'd_rtrl', X, batch_size=4, reach=reach)
+        if reach == 'local':
+            below, own = str(caught[0].message).split('\nD_RTRL gives')
+            assert "Fix: reach='deep'" in below
+            assert below.startswith('D_RTRL gives first.feed, first.out about')
+            assert own.startswith(' second.feed about')
+            assert "Fix: reach='readout'" in own
+        xs = jnp.ones((60, 4, 3))
+        check = learner.gradient_check(xs, step_fn=mean_square(learner))
+        ratios[reach] = {row.name: row.norm_ratio for row in check.rows}
+    first = [ratios[reach]['first.feed'] for reach in ('local', 'readout', 'deep')]
+    second = [ratios[reach]['second.feed'] for reach in ('local', 'readout')]
+    # What is advised helps, and what is not does nothing.
+    assert first[0] < 0.2
+    assert first[1] == pytest.approx(first[0], rel=1e-5)
+    assert first[2] > 0.9
+    assert second[0] < 0.2
+    assert second[1] > 0.9
+    with pytest.warns(bt.CreditWarning, match=r"rule 'd_rtrl' with reach='readout'"):
+        bt.compile(Slow(), 'pp_prop', X, batch_size=4)
 
 
 def test_the_warned_share_of_the_credit_is_right():

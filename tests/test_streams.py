@@ -360,10 +360,28 @@ def _check_front_end(make, params_of, xs, ys, folder):
     assert_equal(params_of(learner), wanted)
     assert stream.program_count == 1
 
+    # A gradient has the structure that etrace_grad gives, and can be applied.
+    learner = make()
+    stream = learner.stream(step_fn, optax.sgd(0.1))
+    start = jax.tree.map(np.array, params_of(learner))
+    wanted = learner.etrace_grad(xs[:1], ys[:1], step_fn=step_fn, fresh=True)
+    stream.reset()
+    gradient = stream.gradient(xs[0], ys[0]).gradient
+    assert_equal(gradient, wanted)
+    stream.apply(gradient, scale=0.5)
+    down = lambda w, g: w - 0.05 * g
+    assert_equal(
+        jax.tree.leaves(params_of(learner)),
+        list(map(down, jax.tree.leaves(start), jax.tree.leaves(wanted))),
+    )
+
     learner = make()
     stream = learner.stream(step_fn, optax.sgd(0.1), decay=0.5)
     start = jax.tree.map(np.array, params_of(learner))
     first, second = (stream.gradient(xs[t], ys[t]).gradient for t in range(2))
+    assert_equal(
+        stream.eligibility, jax.tree.map(lambda a, b: 0.5 * a + b, first, second)
+    )
     stream.save(folder)
     stream.apply(scale=0.3)
     size = lambda a, b: float(np.linalg.norm(a - b))

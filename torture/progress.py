@@ -29,12 +29,12 @@ HEAD = """# Reliability
 
 <!-- made by `make torture ARGS=--write-page` from the last runs -->
 
-What happens when a training is killed, a disk is full, a file is damaged, or a learner
-is used from several threads. `make torture` causes these faults on purpose and checks
-what is left. The table has the counts of the last runs, of a few minutes for each part; a
-run goes on where it ended with `ARGS='--part kills --seed 0 --minutes 10 --resume'`, and
-a case that fails prints how to run it alone. A few cases of each part but the command are
-among the daily tests.
+This page says what happens when a training is killed, a disk is full, a file is damaged,
+or a learner is used from several threads. `make torture` causes these faults on purpose
+and checks the result. The table has the counts of the last runs, of a few minutes for each
+part. `ARGS='--part kills --seed 0 --minutes 10 --resume'` continues a run. A case that
+fails prints the command that runs it alone. The daily tests include a few cases of each
+part except the command.
 
 """
 
@@ -43,25 +43,25 @@ TAIL = """
 
 Each case above checks one of these:
 
-- **Kill and resume.** After the end of a training at any moment, the folder can be
-  resumed, or started if nothing was written yet. The result is that of an uninterrupted
-  run, bit for bit: weights, states, traces, optimiser, random numbers.
-- **Damaged checkpoints.** A checkpoint carries a checksum of its values. Loading gives
-  the values that were written, or an error that says which folder to delete; states stay
-  as they were.
-- **Full disks.** The training ends with the error of the file system. The checkpoints
-  before it stay, and the training can be resumed once there is space.
+- **Kill and resume.** A training may be killed at any moment. It can then be resumed from
+  its folder, or started again if nothing was written yet. The result is that of an
+  uninterrupted run, bit for bit: weights, states, traces, optimiser, random numbers.
+- **Damaged checkpoints.** A checkpoint has a checksum of its values. Loading gives the
+  values that were written, or an error that says which folder to delete. After an error,
+  the states of the learner are as before.
+- **Full disks.** The training ends with the error of the file system. Earlier checkpoints
+  are kept, and the training can be resumed when there is space.
 - **Threads.** Calls of the learners of one model wait for each other. Learners of
-  different models run at the same time, except that models that draw from
-  `brainstate.random`, which is one generator for all threads, must not be compiled at the
-  same time: give each a `brainstate.random.RandomState` of its own.
-- **Processes.** A learner cannot be used after a fork, and says so. Use
+  different models run at the same time. There is one exception: `brainstate.random` is one
+  generator for all threads, so models that draw from it must not be compiled at the same
+  time. Give each model a `brainstate.random.RandomState` of its own.
+- **Processes.** A learner cannot be used after a fork; a call raises an error. Use
   `multiprocessing.get_context('spawn')`.
-- **Long runs.** Steps add no memory and no compiled programs. A checkpoint adds some
-  20 KB to the memory of the process, which orbax keeps.
+- **Long runs.** Steps add no memory and no compiled programs. Orbax keeps some 20 KB of
+  memory for each checkpoint.
 - **Interrupts.** After Ctrl-C in a call, weights, states and traces are all as before the
-  call or all as after it. If it comes while a compiled program is running on traces that
-  are carried, these start again from zero, and states are as before.
+  call or all as after it. If Ctrl-C comes while a compiled program is running on carried
+  traces, the traces start again from zero, and the states are as before.
 """
 
 

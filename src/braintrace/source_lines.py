@@ -100,6 +100,12 @@ def _in_library(file: str) -> bool:
     return _is_of(file, _MODELS)
 
 
+def _is_machinery(file: str) -> bool:
+    """Whether a file of this package holds no layers and no models."""
+    models = tuple(_HERE + name for name in ('nn', 'networks', 'nir'))
+    return file.startswith(_HERE) and not file.startswith(models)
+
+
 def _is_layer(frame: Any) -> bool:
     """Whether a frame of a library is in the code of a layer."""
     file = frame.file_name
@@ -126,7 +132,8 @@ def failing_line(error: BaseException) -> str:
         (f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)
     ]
     calls = [i for i, (file, _) in enumerate(frames) if file.startswith(_FRONTENDS)]
-    place = _own_line(frames[max(calls, default=-1) + 1 :][::-1])
+    inside = frames[max(calls, default=-1) + 1 :][::-1]
+    place = _own_line([f for f in inside if not _is_machinery(f[0])])
     if place is None:
         return ''
     file, _, number = place.rpartition(':')

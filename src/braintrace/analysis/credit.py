@@ -276,6 +276,12 @@ class CreditAnalysis:
         found = (names(self.groups[readout].hidden_paths) for _, readout in pairs)
         return list(dict.fromkeys(found))
 
+    def has_site(self, parameter: Parameter, group: int) -> bool:
+        """Whether a use of a parameter reaches a group by a path that keeps
+        positions."""
+        mine = (s for s in self.sites if parameter in s.parameters)
+        return any(g.index == group for s in mine for g in s.hidden_groups)
+
     def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
         """Pairs (g, other) of groups where a parameter moves g and g feeds the
         other."""

@@ -389,7 +389,16 @@ def _check_new_value(path: Path, old: Any, new: Any) -> None:
             'states initialised with the shape (batch axis included) and dtype that '
             'the step gives them'
         )
-        if [shape for shape, _ in old_shapes] == [shape for shape, _ in new_shapes]:
+        old_axes, new_axes = (
+            [shape for shape, _ in x] for x in (old_shapes, new_shapes)
+        )
+        pairs = zip(old_axes, new_axes, strict=False)
+        if old_axes and all(new[1:] == old and new != old for old, new in pairs):
+            fix = (
+                'inputs of one step, as xs[0] of a sequence whose first axis is time; '
+                f'or {fix}'
+            )
+        if old_axes == new_axes:
             fix = (
                 'inputs of the type of the state, or '
                 f'brainstate.environ.set(precision=64) first; or {fix}'

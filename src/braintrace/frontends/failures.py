@@ -7,6 +7,7 @@ import inspect
 import re
 from typing import Any
 
+import brainunit as u
 import jax
 import numpy as np
 
@@ -93,7 +94,7 @@ def unset_environment(error: Exception) -> str | None:
 
 def _fix_of(error: Exception, args: tuple, what: str) -> str:
     """The advice that fits the kind of failure."""
-    known = unset_environment(error) or fix_of_value(error)
+    known = unset_environment(error) or fix_of_value(error) or _fix_of_units(error)
     if known is not None:
         return known
     if isinstance(error, (TypeError, ValueError)) and what == 'a step_fn':
@@ -110,6 +111,18 @@ def _fix_of(error: Exception, args: tuple, what: str) -> str:
             f'compile(..., batch_size={size}) gives one to the states'
         )
     return 'correct that line, so that model(*inputs) runs on its own'
+
+
+def _fix_of_units(error: Exception) -> str | None:
+    """The advice for numbers and quantities that do not fit."""
+    about_units = isinstance(error, (u.UnitMismatchError, u.DimensionMismatchError))
+    if not about_units and 'Quantity(unit=' not in str(error):
+        return None
+    return (
+        'units that fit at this line: in a model with units, inputs, constants and '
+        'the time step have units too, as in '
+        'brainstate.environ.set(dt=1.0 * brainunit.ms)'
+    )
 
 
 def fix_of_value(error: Exception) -> str | None:

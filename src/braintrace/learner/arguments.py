@@ -130,26 +130,47 @@ def length_of(sequences: tuple, step_fn: Callable[..., Any] | None = None) -> in
     """Steps of sequences that agree on them and fit the arguments of a step."""
     if step_fn is not None:
         check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
-    if any(map(is_nested_list, sequences)):
-        raise TypeError(
-            three_parts(
-                'a sequence given as a nested list of numbers',
-                'JAX reads a list as a container of many inputs, not as one array',
-                'jnp.asarray(xs), of shape (time, batch, ...)',
-            )
-        )
+    check_arrays(sequences, 'a sequence', '(time, batch, ...)')
     shapes = [jnp.shape(x) for x in jax.tree.leaves(sequences)]
     lengths = {shape[0] for shape in shapes if shape}
     if len(lengths) != 1 or 0 in lengths or () in shapes:
-        raise ArgumentError(
+        raise _wrong_lengths(sequences, shapes)
+    return lengths.pop()
+
+
+def _wrong_lengths(sequences: tuple, shapes: list[tuple[int, ...]]) -> ArgumentError:
+    """The error of sequences that do not have the same number of steps."""
+    listed = any(isinstance(x, (list, tuple)) and len(x) > 1 for x in sequences)
+    shown = ', '.join(map(str, shapes[:4])) + (', …' if len(shapes) > 4 else '')
+    fix = 'arrays of shape (time, batch, ...)'
+    if listed:
+        fix += '; a list with an array for each step is one sequence: jnp.stack(xs)'
+    elif () not in shapes and len({shape[0] for shape in shapes}) > 1:
+        length = max(shape[0] for shape in shapes)
+        fix += (
+            '; what is the same at all steps, as the label of a sample, is repeated: '
+            f'jnp.broadcast_to(y, ({length}, *y.shape))'
+        )
+    return ArgumentError(
+        three_parts(
+            f'{len(shapes)} sequences of shapes {shown}',
+            'time is the first axis of every sequence, and all have the same '
+            'number of steps, at least one',
+            fix,
+        )
+    )
+
+
+def check_arrays(inputs: tuple, what: str, shape: str) -> None:
+    """Raise if one of the inputs is a list of numbers."""
+    if any(map(is_nested_list, inputs)):
+        raise TypeError(
             three_parts(
-                f'sequences of shapes {shapes}',
-                'time is the first axis of every sequence, and all have the same '
-                'number of steps, at least one',
-                'arrays of shape (time, batch, ...)',
+                f'{what} given as a nested list of numbers',
+                'JAX reads a list as a container of many inputs, not as one array',
+                f'jnp.asarray(x), of shape {shape}',
             )
         )
-    return lengths.pop()
 
 
 def check_call(
@@ -186,6 +207,18 @@ def check_call(
 
 def check_optimizer(optimizer: Any) -> Any:
     """Raise unless it can update weights."""
+    # A class has the methods of its instances.
+    if callable(optimizer) and (
+        isinstance(optimizer, type) or not hasattr(optimizer, 'update')
+    ):
+        name = getattr(optimizer, '__name__', type(optimizer).__name__)
+        raise TypeError(
+            three_parts(
+                f'optimizer={name}',
+                'it makes optimisers, and is not one',
+                f'a call of it with a learning rate: {name}(1e-3)',
+            )
+        )
     if not hasattr(optimizer, 'update'):
         raise TypeError(
             three_parts(

@@ -12,8 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._brainstate import brainstate
-from ..errors import ArgumentError, CompilationError, InputError, three_parts
+from ..errors import (
+    ArgumentError,
+    CompilationError,
+    InputError,
+    is_explained,
+    three_parts,
+)
 from ..program import Path
+from ..source_lines import failing_line
 
 Shape = tuple[int, ...]
 _OF_SHAPES = (TypeError, ValueError, CompilationError)
@@ -71,16 +78,7 @@ def check_rank(args: tuple, example: tuple, extra: int) -> None:
         if 0 in jnp.shape(x)[: extra + 1] and 0 not in jnp.shape(e)[:1]:
             raise _empty(f'learner(...) on an input of shape {jnp.shape(x)}')
         if jnp.ndim(x) != jnp.ndim(e) + extra:
-            raise InputError(
-                three_parts(
-                    f'learner(...) on an input of shape {jnp.shape(x)}',
-                    f'the model was compiled for inputs of shape {jnp.shape(e)}, '
-                    'batch axis included'
-                    + (', and a window adds a time axis in front' if extra else ''),
-                    'inputs with the axes of the compiled example; MultiStepData(x) '
-                    'for a window of steps',
-                )
-            )
+            raise AxesError(jnp.shape(x), jnp.shape(e), bool(extra))
 
 
 def _empty(what: str) -> ValueError:
@@ -92,6 +90,36 @@ def _empty(what: str) -> ValueError:
             'at least one sample in a batch and at least one step in a window',
         )
     )
+
+
+class AxesError(InputError):
+    """An input with more or fewer axes than the one that a learner was compiled for."""
+
+    def __init__(self, got: Shape, compiled: Shape, window: bool, stream: bool = False):
+        self.got, self.compiled, self.window = got, compiled, window
+        written, fix = 'learner(...)', 'inputs with the axes of the compiled example'
+        if stream and len(got) == len(compiled) + 1:
+            written = 'one step of a stream'
+            fix = (
+                'one step a call: stream(xs[0], ys[0]); or '
+                f'learner.stream(step_fn, optimizer, chunk={got[0]}), which takes '
+                'several'
+            )
+        elif not stream:
+            fix += '; MultiStepData(x) for a window of steps'
+        super().__init__(
+            three_parts(
+                f'{written} on an input of shape {got}',
+                f'the model was compiled for inputs of shape {compiled}, batch axis '
+                'included'
+                + (', and a window adds a time axis in front' if window else ''),
+                fix,
+            )
+        )
+
+    def in_stream(self) -> AxesError:
+        """The same, for a call of a stream."""
+        return AxesError(self.got, self.compiled, self.window, stream=True)
 
 
 class BatchError(InputError):
@@ -169,7 +197,8 @@ def batch_explained(
     compiled = batch_of(example, compiled_states)
     got = None if compiled is None else _other_batch(args, example, compiled, time)
     if compiled is None or got is None:
-        yield
+        with inputs_explained(args, example, time):
+            yield
         return
     wrong = BatchError(compiled, got)
     try:
@@ -179,6 +208,71 @@ def batch_explained(
     # States of one sample may have been broadcast to the batch of the inputs.
     if any(states().get(path) != shape for path, shape in compiled_states.items()):
         raise wrong
+
+
+@contextmanager
+def inputs_explained(args: tuple, example: tuple, time: bool) -> Iterator[None]:
+    """Around one call: if it fails on inputs of another number, shape or type than the
+    example, the error says which were expected."""
+    try:
+        yield
+    except (*_OF_SHAPES, AttributeError, brainstate.BrainStateError) as error:
+        # What the step itself raised. An error without it is about something else.
+        cause = error.__cause__ if is_explained(error) else error
+        got, wanted = (_shapes_text(x) for x in (args, example))
+        kinds: tuple = (TypeError, ValueError)
+        if not _same_structure(args, example):
+            kinds = (*kinds, AttributeError)  # as a list, which has no ndim
+        if not isinstance(cause, kinds) or got == wanted:
+            raise
+        why = f'the model was compiled for {wanted}'
+        if time:
+            why += ', and a window adds a time axis in front'
+        if len(args) == len(example):
+            text = str(cause).replace('\n', '\n    ')
+            why += f'; its step fails with {type(cause).__name__}: {text}'
+            why += failing_line(cause)
+        fix = _fix_of_inputs(args, example, time)
+        raise InputError(three_parts(f'learner(...) on {got}', why, fix)) from cause
+
+
+def _fix_of_inputs(args: tuple, example: tuple, time: bool) -> str:
+    """The advice for inputs that are not like the compiled example."""
+    if len(args) != len(example):
+        return (
+            'the inputs of the model alone, as in compile; targets belong in a step_fn '
+            'that calls learner(x)'
+        )
+    if not _same_structure(args, example):
+        return (
+            'one array for each input of the compiled example: jnp.asarray(x) of a '
+            'list, jnp.stack(xs) of a list of steps'
+        )
+    shapes = [jnp.shape(x)[int(time) :] for x in jax.tree.leaves(args)]
+    if shapes == [jnp.shape(x) for x in jax.tree.leaves(example)]:
+        kinds = {str(jnp.result_type(x)) for x in jax.tree.leaves(example)}
+        return f'inputs of the compiled type: x.astype({min(kinds)!r})'
+    return 'inputs of the compiled shape: its axes in this order and of these sizes'
+
+
+def _same_structure(args: tuple, example: tuple) -> bool:
+    found: list[Any] = [jax.tree.structure(x) for x in (args, example)]
+    return found[0] == found[1]
+
+
+def _shapes_text(inputs: tuple) -> str:
+    """The shapes and types of inputs."""
+    if not inputs:
+        return 'no input'
+
+    def shown(x: Any) -> str:
+        leaves = jax.tree.leaves(x)
+        if len(leaves) != 1:
+            return f'a {type(x).__name__} of {len(leaves)} arrays'
+        return f'shape {jnp.shape(leaves[0])} {jnp.result_type(leaves[0])}'
+
+    what = 'an input' if len(inputs) == 1 else 'inputs'
+    return f'{what} of {" and ".join(map(shown, inputs))}'
 
 
 def _other_batch(args: tuple, example: tuple, compiled: int, time: bool) -> int | None:

@@ -122,6 +122,14 @@ class StepBinding:
         """Whether the model has a leaky read-out, or a step function may add one."""
         return self.leaves_parameters_unread or bool(self.step(False).links)
 
+    @cached_property
+    def without_effect_on_loss(self) -> frozenset[Var]:
+        """Parameters on which the loss never depends, in its own step or later."""
+        program, sources = self.info.program, self.analysed.sources
+        behind = sources.ever_behind(program.outputs[:1])
+        parameters = (p.invar for p in program.parameters)
+        return frozenset(v for v in parameters if not behind & sources.bit[v])
+
     def stages_of(self, step: CompiledStep) -> Stages:
         """The sorted equations behind one of its compiled steps."""
         return next(stages for stages, found in self._steps.values() if found is step)
@@ -264,6 +272,13 @@ def check_loss(outputs: Sequence[Any]) -> None:
     )
 
 
+def _described(outputs: Any) -> str:
+    """What a step_fn returns, in words."""
+    if isinstance(outputs, (tuple, list)):
+        return f'a {type(outputs).__name__} of {len(outputs)}'
+    return 'one array' if isinstance(outputs, int) else f'a {type(outputs).__name__}'
+
+
 def check_aux(structure: Any, has_aux: bool) -> None:
     """Raise unless a step_fn returned a loss alone, or with ``has_aux`` a pair."""
     outputs = jax.tree.unflatten(structure, range(structure.num_leaves))
@@ -275,10 +290,13 @@ def check_aux(structure: Any, has_aux: bool) -> None:
         return
     raise InputError(
         three_parts(
-            f'a step_fn that returns {structure} with has_aux={has_aux}',
+            f'a step_fn that returns {_described(outputs)} with has_aux={has_aux}',
             'a step gives its loss, or with has_aux=True, which fit sets if it has '
             'metrics, a pair (loss, aux)',
-            'return loss' if not has_aux else 'return loss, outputs',
+            'return loss, outputs'
+            if has_aux
+            else 'return loss alone; or etrace_grad(..., has_aux=True), '
+            'fit(..., metrics=...) for a pair (loss, outputs)',
         )
     )
 

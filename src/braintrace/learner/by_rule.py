@@ -340,6 +340,15 @@ def _learner_of(rule: Any) -> Any:
                 f"compile(model, 'd_rtrl', x); {one_of(PRESETS)}",
             )
         )
+    if isinstance(rule, Learner):
+        raise ArgumentError(
+            three_parts(
+                f'a {type(rule).__name__} learner as the rule',
+                'a learner has a model of its own',
+                f'its class, braintrace.{type(rule).__name__}, with its options: '
+                'compile(model, rule, x, ...); or learner.compile_graph(x)',
+            )
+        )
     raise ArgumentError(
         three_parts(f'rule={rule!r}', 'there is no such rule', one_of(PRESETS, rule))
     )

@@ -98,9 +98,10 @@ class Certificate(CertificateRow):
                 f'{self.directions} random directions'
             )
             true_norm = f'{self.true_norm:.4g}'
+        descent = '—' if math.isnan(self.descent) else f'{self.descent:.4f}'
         lines = [
             f'{self.name} over {self.steps:,} steps: {self._verdict()}',
-            f'⟨g_true, g⟩/|g|²  {self.descent:.4f}   1 where the rule is exact',
+            f'⟨g_true, g⟩/|g|²  {descent}   1 where the rule is exact',
             f'cosine            {cosine}',
             f'|g|               {self.norm:.4g}',
             f'|g_true|          {true_norm}',
@@ -115,10 +116,17 @@ class Certificate(CertificateRow):
         if names:
             yield f'{"parameters":{width}}  descent  cosine  90 % interval         |g|'
         for name, row in zip(names, self.rows, strict=True):
+            cosines = (row.cosine, row.cosine_low, row.cosine_high)
+            cosine, low, high = (_or_dash(x, 6) for x in cosines)
             yield (
-                f'{name:{width}}  {row.descent:7.3f}  {row.cosine:6.3f}  '
-                f'{row.cosine_low:6.3f} {row.cosine_high:6.3f}  {row.norm:10.3e}'
+                f'{name:{width}}  {_or_dash(row.descent, 7)}  {cosine}  {low} {high}  '
+                f'{row.norm:10.3e}'
             )
+
+
+def _or_dash(number: float, width: int) -> str:
+    """A number of a table; a dash for one that is not known."""
+    return f'{"—":>{width}}' if math.isnan(number) else f'{number:{width}.3f}'
 
 
 # ---------------------------------------------------------------- the program

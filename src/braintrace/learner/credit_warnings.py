@@ -14,6 +14,7 @@ from ..lowering.invariants import StepInvariants
 from ..program import Path
 from ..program.step import path_name
 from ..rules import Rule
+from ..rules.exactness import ONE_STEP
 from ..text import size_text
 from .arguments import bytes_of
 from .binding import StepBinding
@@ -58,20 +59,46 @@ def _texts(
     if without:
         without = dict(sorted(without.items()))
         yield _without_gradient(rule.name, without, _trace_bytes(learner, without))
+    one_step = _behind_other_states(gradients_of_model(learner)) if not step_fn else {}
+    if one_step:
+        yield _one_step(rule.name, one_step)
     for loss in _readout_losses(rule, binding, solver):
         names = [n for n in loss.parameters if n not in without]
         if loss.kept > MOST and names:
-            yield _behind_a_readout(rule.name, loss.readout, loss.kept, names)
+            yield _behind_a_readout(rule, loss, names)
+
+
+def gradients_of_model(learner: Learner) -> dict[str, ParameterGradient]:
+    """What a rule gives every parameter, by the model alone."""
+    return gradients_by_class(learner.rule, learner.graph.explain(kind='credit'))
+
+
+def _behind_other_states(gives: Mapping[str, ParameterGradient]) -> dict[str, str]:
+    """Parameters whose credit from later steps is lost because a state of theirs is not
+    a hidden one, with the reasons."""
+    is_lost = lambda g: g.kind == ONE_STEP and NOT_HIDDEN in g.reason
+    return {name: g.reason for name, g in gives.items() if is_lost(g)}
+
+
+def _one_step(rule: str, reasons: dict[str, str]) -> str:
+    return three_parts(
+        f'{rule} gives {_listed(list(reasons))} the gradient of one step only',
+        printable(_by_reason(reasons)),
+        'a brainstate.HiddenState in place of the State or ShortTermState that is '
+        'named, for a delay braintrace.nir.Delay; or nothing, if that is intended',
+    )
 
 
 class ReadoutLoss(NamedTuple):
     """A leaky read-out whose memory is left out of some parameters' credit.
 
-    ``kept``: how much of its value it keeps from step to step, at most.
+    ``kept``: how much of its value it keeps from step to step, at most. ``above``: the
+    layer that feeds it, if the parameters belong to layers below that one.
     """
 
     readout: str
     kept: float
+    above: str
     parameters: tuple[str, ...]
 
 
@@ -84,21 +111,20 @@ def _readout_losses(
         return []
     if len(solver.step.groups) < 2:  # the read-out is a group of its own
         return []
-    found: list[ReadoutLoss] = []
+    found: dict[tuple[str, float, str], list[str]] = {}
     credit = StepInvariants(binding.stages_of(solver.step)).credit
+    name_of = lambda group: '.'.join(map(str, solver.step.groups[group].name[0]))
     for link in solver.step.links:
         if link.readout is None or not link.is_complete or not link.decays:
             continue
-        pair = frozenset({(link.lower, link.readout)})
-        names = [
-            p.name
-            for p in binding.info.program.parameters
-            if credit.readouts_of(p, pair)
-        ]
-        name = '.'.join(map(str, solver.step.groups[link.readout].name[0]))
         kept = max(decay for decay, _ in link.decays)
-        found.append(ReadoutLoss(name, kept, tuple(names)))
-    return found
+        pair = frozenset({(link.lower, link.readout)})
+        for p in binding.info.program.parameters:
+            if credit.readouts_of(p, pair):
+                above = '' if credit.has_site(p, link.lower) else name_of(link.lower)
+                names = found.setdefault((name_of(link.readout), kept, above), [])
+                names.append(p.name)
+    return [ReadoutLoss(*key, tuple(names)) for key, names in found.items()]
 
 
 def without_gradient(
@@ -156,10 +182,7 @@ def _trace_bytes(learner: Learner, names: Collection[str]) -> int:
 
 
 def _without_gradient(rule: str, reasons: dict[str, str], traces: int) -> str:
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        by_reason.setdefault(reason, []).append(name)
-    why = '; '.join(f'{_listed(names)}: {r}' for r, names in by_reason.items())
+    why = _by_reason(reasons)
     fix = 'a path from each to the loss; or nothing, if that is intended'
     if any(reason.endswith(NOT_HIDDEN) for reason in reasons.values()):
         fix = (
@@ -174,15 +197,36 @@ def _without_gradient(rule: str, reasons: dict[str, str], traces: int) -> str:
     )
 
 
-def _behind_a_readout(rule: str, readout: str, kept: float, names: list[str]) -> str:
+def _behind_a_readout(rule: Rule, loss: ReadoutLoss, names: list[str]) -> str:
+    kept, readout = loss.kept, loss.readout
     factor = f'about 1/{round(1 / (1 - kept))}' if kept < 1 else 'almost none'
+    if loss.above:
+        fix = (
+            f"reach='deep', inside a window of steps: these belong to layers below "
+            f'{printable(loss.above)}, for which no trace can carry it'
+        )
+    elif rule.can_reach_readouts:
+        fix = (
+            "reach='readout', which carries it in the traces (on the command line "
+            '--rule-option reach=readout)'
+        )
+    else:
+        fix = "rule 'd_rtrl' with reach='readout', which carries it in the traces"
     return three_parts(
-        f'{rule} gives {_listed(names)} {factor} of the credit that passes {readout}',
+        f'{rule.name} gives {_listed(names)} {factor} of the credit that passes '
+        f'{readout}',
         f'the read-out {printable(readout)} keeps {100 * kept:.0f} % of its value from '
         "step to step, and reach='local' leaves that memory out",
-        "reach='readout', which carries it in the traces (on the command line "
-        '--rule-option reach=readout)',
+        fix,
     )
+
+
+def _by_reason(reasons: Mapping[str, str]) -> str:
+    """Names with the reasons that they share."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(name)
+    return '; '.join(f'{_listed(names)}: {r}' for r, names in by_reason.items())
 
 
 def _listed(names: Sequence[str], most: int = 6) -> str:

@@ -122,8 +122,9 @@ class Learner(brainstate.nn.Module):
     traces, 2 keeps the states of a fresh sequence and carries none; by default
     whichever fits. ``trace``: 'auto', 'marked' (parameters used through marked
     operations), 'credited' (those to which the model's outputs give credit; 'auto'
-    keeps traces for the others too, since a loss may read any state) or a predicate on
-    paths; the others keep their one-step gradient.
+    carries traces of the others too, since a later loss may read any state) or a
+    predicate on paths; the others keep their one-step gradient. A fresh sequence has no
+    traces of parameters on which its loss never depends.
     ``trace_dtype``: storage type of the traces; more than ``max_trace_bytes`` is
     refused. ``check_finite``: raise on a loss or gradient that is not finite.
     """

@@ -59,7 +59,8 @@ def compare_with_bptt(
     checks = []
     for rule, state in rules:
         state = rule.init_state(learner._groups()) if state is None else state
-        binding, solver, solved, _ = solve(learner, call, rule, state)
+        binding, _, solved, _ = solve(learner, call, rule, state)
+        solver = learner._solver(binding, rule, loss=True)
         gives = gradients_of(rule, binding, solver, credits)
         mine = binding.gradients_by_name(solved.gradients)
         rows = [
@@ -132,7 +133,7 @@ def _certificate_program(
 ) -> Callable:
     """The compiled certificate, whose gradient is made in the way of less memory."""
     rule, options = learner.rule, learner._options()
-    solver = learner._solver(binding, rule, loss=True)
+    solver = learner._solver(binding, rule, loss=True, discarded=True)
     if options.passes is None and rule.has_trace:
         traces = trace_table(solver).size
         fits = traces <= learner.max_trace_bytes

@@ -11,7 +11,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..errors import CompilationError, three_parts
+from ..errors import ArgumentError, CompilationError, three_parts
 from ..frontends.module_states import module_states
 from ..program import Path
 from ..program.step import path_name
@@ -33,10 +33,8 @@ def make_states(
     A function that was jitted earlier holds these objects and would not see others.
     """
     before = dict(module_states(model))
-    if vmap:
-        brainstate.nn.vmap_init_all_states(model, axis_size=batch_size)
-    elif batch_size is None:
-        _make_without_batch(model)
+    if vmap or batch_size is None:
+        _make_for_one_sample(model, batch_size)
     else:
         brainstate.nn.init_all_states(model, batch_size=batch_size)
     replaced: dict[int, brainstate.State] = {}
@@ -56,19 +54,25 @@ def make_states(
                 setattr(node, name, same)
 
 
-def _make_without_batch(model: brainstate.nn.Module) -> None:
-    """Initialise the states of a model for one sample; raise if it needs a batch
-    size."""
+def _make_for_one_sample(model: brainstate.nn.Module, copies: int | None) -> None:
+    """Initialise the states of a model for one sample, or for so many copies of it
+    (``vmap``); raise if it needs a batch size."""
     try:
-        brainstate.nn.init_all_states(model)
+        if copies is None:
+            brainstate.nn.init_all_states(model)
+        else:
+            brainstate.nn.vmap_init_all_states(model, axis_size=copies)
     except TypeError as error:
         if 'None' not in str(error):
             raise
+        what, fix = 'without a batch size', 'batch_size=...'
+        if copies is not None:
+            what, fix = 'with vmap=True', 'compile without vmap, batch_size=...'
         raise CompilationError(
             three_parts(
-                f'{type(model).__name__} without a batch size',
+                f'{type(model).__name__} {what}',
                 f'its init_state fails with batch_size=None: {error}',
-                'batch_size=... with the number of samples of the example inputs, or '
+                f'{fix} with the number of samples of the example inputs, or '
                 'states without an axis of samples where batch_size is None',
             )
         ) from error
@@ -156,7 +160,14 @@ def start_here(learner: Learner) -> None:
 
 def resize(learner: Learner, batch_size: int) -> None:
     """States, example inputs and zero traces of another batch."""
-    make_states(learner.model, batch_size, learner.vmap)
+    held = {s: s.value for s in module_states(learner.model).values()}
+    try:
+        make_states(learner.model, batch_size, learner.vmap)
+        _check_axes(learner, batch_size)
+    except BaseException:
+        for state, value in held.items():
+            state.value = value
+        raise
     before = list(start_values(learner).values())
     start_here(learner)
     after = list(start_values(learner).values())
@@ -177,6 +188,26 @@ def resize(learner: Learner, batch_size: int) -> None:
     learner._kept.shapes = compiled_shapes(learner)
     learner.traces.clear()
     learner._make_traces()
+
+
+def _check_axes(learner: Learner, batch_size: int) -> None:
+    """Raise if the states of another batch have more axes than a learner was compiled
+    for."""
+    found = state_shapes(learner.hidden_states)
+    for path, shape in learner._kept.shapes.items():
+        new = found.get(path, shape)
+        if len(new) != len(shape):
+            example = f'({batch_size}, ...)'
+            raise ArgumentError(
+                three_parts(
+                    f'reset_state(batch_size={batch_size}) of a learner compiled '
+                    'without a batch',
+                    f'{path_name(path)} would get an axis of samples: {shape} was '
+                    f'compiled, {new} is new, and so would the inputs',
+                    f'compile(model, rule, x, batch_size={batch_size}) with an example '
+                    f'x of shape {example}',
+                )
+            )
 
 
 def _reshaped(

@@ -24,7 +24,7 @@ from ..program import Path
 from ..rules import Rule
 from ..solver import Solved
 from ..source_lines import short_source
-from .batch import BatchError
+from .batch import BatchError, inputs_explained
 from .binding import StepBinding
 from .model_states import check_shapes
 from .sequences import SequenceOptions, Solver, gradient_program
@@ -138,7 +138,8 @@ def bind_model(learner: Learner, example: tuple) -> StepBinding:
         if learner._compiled_for == (shapes_of(example), state_shapes_of(learner)):
             info, analysed = learner.graph.module_info, learner.executor.analysed
         else:
-            info = trace_step(learner._run_model, learner.model, example, {})
+            with inputs_explained(example, learner._example, time=False):
+                info = trace_step(learner._run_model, learner.model, example, {})
             analysed = None
         return StepBinding(learner.model, info, analysed, learner.rule_state)
 
@@ -205,11 +206,21 @@ def solver_of(
     rule: Rule,
     loss: bool,
     in_chunk: bool = False,
+    discarded: bool = False,
 ) -> Solver:
-    """What solves sequences of a step, with the options of the learner."""
+    """What solves sequences of a step, with the options of the learner.
+
+    ``discarded``: the traces end with the sequence. Then those of parameters that the
+    loss never depends on are left out: no other loss will read them.
+    """
     trace = learner._is_credited if learner.trace == 'credited' else learner.trace
+    # A modulator takes the place of the loss.
+    skips = discarded and loss and rule.has_trace and not rule.is_modulated
+    idle = binding.without_effect_on_loss if skips else frozenset()
 
     def is_traced(tap: Tap) -> bool:
+        if tap.parameters and idle.issuperset(p.invar for p in tap.parameters):
+            return False
         if isinstance(trace, str):
             return trace == 'auto' or tap.marked
         return any(trace(p.path) for p in tap.parameters)
@@ -223,7 +234,7 @@ def solver_of(
         )
         return rule.solver(*given, has_readouts)
 
-    key = ('solver', binding, rule, loss, in_chunk)
+    key = ('solver', binding, rule, loss, in_chunk, bool(idle))
     return learner._kept.programs.get(key, make, binding.is_reusable)
 
 
@@ -251,7 +262,7 @@ def gradient_program_of(
     learner: Learner, binding: StepBinding, rule: Rule, fresh: bool
 ) -> tuple[Solver, Callable[..., Solved]]:
     """The solver of a step by a rule, and its compiled gradient of a sequence."""
-    solver = learner._solver(binding, rule, loss=True)
+    solver = learner._solver(binding, rule, loss=True, discarded=fresh)
     options = options_of(learner)
 
     def make() -> Callable[..., Solved]:

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import three_parts
-from ..frontends.module_states import state_places
+from ..frontends.module_states import StatePlaces, state_places
 from ..program import Path
-from .arguments import check_call, check_optimizer
+from .arguments import check_arrays, check_call, check_optimizer
+from .batch import AxesError
+from .models import interface_of
 from .optimizers import update_by
 from .recording import recording_of
 from .sequences import evolution_program
@@ -44,13 +46,14 @@ class StreamStep(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StreamGradient:
-    """An online gradient by path, the scalar it is the gradient of, and the outputs.
+    """An online gradient, the scalar it is the gradient of, and the outputs.
 
-    It unpacks as ``outputs, gradient``.
+    The gradient has the structure that ``etrace_grad`` gives: by path, or that of the
+    model's framework. It unpacks as ``outputs, gradient``.
     """
 
     outputs: Any
-    gradient: Gradients
+    gradient: Any
     value: jax.Array
 
     def __iter__(self) -> Iterator[Any]:
@@ -117,6 +120,16 @@ class Stream:
             values = {path: zero(s) for path, s in learner.param_states.items()}
             self._eligibility = brainstate.ShortTermState(values)
 
+    def __repr__(self) -> str:
+        name = type(self.optimizer).__module__.partition('.')[0]
+        update = 'no updates' if self.optimizer is None else f'updates by {name}'
+        steps = 'one step' if self.chunk is None else f'up to {self.chunk} steps'
+        kept = '' if self.decay is None else f', eligibility decays by {self.decay}'
+        return (
+            f'Stream of a {self.learner.rule.name} learner: {steps} a call, '
+            f'{update}{kept}'
+        )
+
     # ------------------------------------------------------------ steps
 
     def __call__(self, *inputs: Any) -> StreamStep:
@@ -171,6 +184,7 @@ class Stream:
         step_fn = self.step_fn if step_fn is None else step_fn
         make = lambda inputs: self._differentiating(step_fn, inputs)
         gradient, value, outputs = self._run(('gradient', step_fn), make, inputs)
+        gradient = interface_of(self.learner.model).gradients(gradient)
         return StreamGradient(outputs, gradient, value)
 
     def _scalar_of(self, of: Callable[[Any], Any]) -> Callable[..., tuple]:
@@ -184,7 +198,7 @@ class Stream:
             self._scalars[of] = step
         return self._scalars[of]
 
-    def apply(self, gradient: Gradients | None = None, scale: Any = 1.0) -> None:
+    def apply(self, gradient: Any = None, scale: Any = 1.0) -> None:
         """Update the weights by ``scale`` times a gradient, as a reward or a TD error.
 
         Without a gradient the eligibility is used. The optimiser minimises, so what is
@@ -192,6 +206,7 @@ class Stream:
         """
         scale = jnp.asarray(scale)
         if gradient is not None:
+            gradient = interface_of(self.learner.model).by_path(gradient)
             self._run('apply', lambda _: self._applying(), (gradient, scale))
         elif self._eligibility is not None:
             self._run('apply eligibility', self._applying_eligibility, (scale,))
@@ -205,11 +220,13 @@ class Stream:
             )
 
     @property
-    def eligibility(self) -> Gradients | None:
-        """The decayed sum of all gradients since the last reset, if it is kept."""
+    def eligibility(self) -> Any:
+        """The decayed sum of all gradients since the last reset, if it is kept, in the
+        structure of a gradient."""
         if self._eligibility is None:
             return None
-        return jax.tree.map(jnp.copy, self._eligibility.value)
+        kept = jax.tree.map(jnp.copy, self._eligibility.value)
+        return interface_of(self.learner.model).gradients(kept)
 
     def reset(self) -> None:
         """Start a new episode: states as compiled, traces and eligibility zero."""
@@ -367,20 +384,27 @@ class Stream:
             if program is not None and program.places is places:
                 arrays = program.arrays()
             if program is None or arrays is None:
-                example = inputs if count is None else _first(inputs)
-                function = make(example)
-                program = StreamProgram(
-                    function,
-                    example,
-                    count is not None,
-                    self._written,
-                    self.learner.placement,
-                    places,
-                )
+                program = self._program(make, inputs, count is not None, places)
                 self._programs[key] = program
                 arrays = program.arrays() or []
             args = inputs if count is None else (count, *inputs)
             return program(arrays, *args)
+
+    def _program(
+        self,
+        make: Callable[[tuple], Callable],
+        inputs: tuple,
+        in_chunks: bool,
+        places: StatePlaces,
+    ) -> StreamProgram:
+        """The program of a function that ``make`` gives, for inputs of these shapes."""
+        check_arrays(inputs, 'an input', '(batch, ...)')
+        example = _first(inputs) if in_chunks else inputs
+        given = (in_chunks, self._written, self.learner.placement, places)
+        try:
+            return StreamProgram(make(example), example, *given)
+        except AxesError as error:
+            raise error.in_stream() from error
 
 
 def _no_update(gradients: Gradients) -> None:

@@ -36,9 +36,11 @@ def selected(
     by_state = {id(state): path for path, state in parameters.items()}
 
     def path_of(x: Any) -> Any:
-        return by_state.get(id(x), x) if isinstance(x, brainstate.State) else tuple(x)
+        if isinstance(x, brainstate.State):
+            return by_state.get(id(x), x)
+        return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
-    if isinstance(weights, brainstate.State):
+    if isinstance(weights, (brainstate.State, str)):
         weights = [weights]
     if isinstance(weights, Mapping):
         found = {key: path_of(value) for key, value in weights.items()}
@@ -58,10 +60,22 @@ def check_paths(name: str, given: Any, parameters: Mapping[Path, Any]) -> None:
     """Raise unless these are paths of parameters."""
     listed = isinstance(given, (Mapping, list))
     unknown = [path for path in given if path not in parameters] if listed else given
+    if isinstance(given, tuple) and any(isinstance(x, Mapping) for x in given):
+        raise ArgumentError(
+            three_parts(
+                f'{name} in a tuple of {len(given)}',
+                'etrace_grad(..., return_value=True) and has_aux=True return the '
+                'gradients with the losses and other values',
+                'the first of them: gradients, loss = learner.etrace_grad(...)',
+            )
+        )
     if unknown or not listed:
+        # The text of a tree would show its arrays.
+        is_short = isinstance(unknown, (list, str, int, float))
+        shown = repr(unknown) if is_short else f'a {type(unknown).__name__}'
         some = f'some of {", ".join(map(repr, parameters))}'
         raise ArgumentError(
-            three_parts(f'{name}={unknown!r}', 'the model has no such parameters', some)
+            three_parts(f'{name}={shown}', 'the model has no such parameters', some)
         )
 
 

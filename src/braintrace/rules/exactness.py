@@ -191,7 +191,10 @@ def _with_readouts(rule: Rule, facts: ParameterFacts) -> ParameterFacts:
         added.append(f'traces carry the memory of {", ".join(facts.readouts)}')
     elif facts.readouts and facts.credit != 'exact' and not rule.is_modulated:
         names = ', '.join(facts.readouts)
-        added.append(f"the memory of {names} costs credit: reach='readout' keeps it")
+        keeps = "reach='readout'"
+        if not rule.can_reach_readouts:
+            keeps = f"rule 'd_rtrl' with {keeps}"
+        added.append(f'the memory of {names} costs credit: {keeps} keeps it')
     if facts.advice and facts.credit != 'exact':
         added.append(facts.advice)
     return facts._replace(reason='; '.join([facts.reason, *added]))

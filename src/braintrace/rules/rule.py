@@ -206,6 +206,11 @@ class Rule:
         return not isinstance(self.trace, Coupled | CoupledWithin | RandomProjection)
 
     @property
+    def can_reach_readouts(self) -> bool:
+        """Whether ``reach='readout'`` is possible."""
+        return isinstance(self.trace, PerParameter) and not self.is_modulated
+
+    @property
     def has_trace(self) -> bool:
         """Whether anything is carried from call to call."""
         return not isinstance(self.trace, NoTrace)
