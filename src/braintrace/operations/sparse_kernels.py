@@ -1,12 +1,8 @@
-"""Loops over the synapses of a compressed sparse matrix, compiled by numba for CPUs.
+"""Visits of the traces of a compressed sparse matrix, compiled by numba for CPUs.
 
-Letters: e synapses in the order of the matrix, r rows, c columns, k the samples (or
-steps and samples) of a neuron, which lie next to each other in memory. Synapses of row r
-are ``starts[r]`` to ``starts[r + 1]``, and ``indices[e]`` is the column of each. One
-weight for all synapses is an array of length one.
-
-Neurons whose entries are all zero are skipped, so that the cost of spikes is that of the
-neurons that fire.
+Letters: e synapses in the order of the matrix, k the samples of a neuron, which lie next
+to each other in memory. Synapses of row r are ``starts[r]`` to ``starts[r + 1]``, and
+``indices[e]`` is the column of each.
 """
 
 from __future__ import annotations
@@ -17,97 +13,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from .prefetch import load_row_soon
-
-AHEAD = 8
-"""Synapses between the one that is taken and the one whose neurons are asked for."""
-
 # Sums may be reordered for the vector unit; infinities and NaN keep their meaning.
 compiled = numba.njit(fastmath={'reassoc', 'contract', 'nsz'}, nogil=True)
-
-
-@compiled
-def is_live(values: Any) -> bool:
-    """Whether any entry of a row differs from zero."""
-    total = values.dtype.type(0)
-    for k in range(len(values)):
-        total += abs(values[k])
-    return total != 0
-
-
-@compiled
-def to_columns(weights: Any, indices: Any, starts: Any, x: Any, y: Any) -> None:
-    """y[c] = Σ_r w[r, c] x[r]."""
-    shared = len(weights) == 1
-    samples = x.shape[1]
-    y[:] = 0
-    if samples == 1:
-        for r in range(x.shape[0]):
-            value = x[r, 0]
-            if value != 0:
-                for e in range(starts[r], starts[r + 1]):
-                    y[indices[e], 0] += weights[0 if shared else e] * value
-        return
-    last = len(indices) - 1
-    for r in range(x.shape[0]):
-        if is_live(x[r]):
-            for e in range(starts[r], starts[r + 1]):
-                load_row_soon(y, indices[min(e + AHEAD, last)])
-                c = indices[e]
-                weight = weights[0 if shared else e]
-                for k in range(samples):
-                    y[c, k] += weight * x[r, k]
-
-
-@compiled
-def to_rows(weights: Any, indices: Any, starts: Any, x: Any, y: Any) -> None:
-    """y[r] = Σ_c w[r, c] x[c]."""
-    shared = len(weights) == 1
-    samples = x.shape[1]
-    if samples == 1:
-        for r in range(y.shape[0]):
-            total = y.dtype.type(0)
-            for e in range(starts[r], starts[r + 1]):
-                total += weights[0 if shared else e] * x[indices[e], 0]
-            y[r, 0] = total
-        return
-    live = np.zeros(x.shape[0], np.bool_)
-    count = 0
-    for c in range(x.shape[0]):
-        live[c] = is_live(x[c])
-        count += live[c]
-    # The test of every synapse pays only where it often saves a row of x.
-    tests = 2 * count < len(live)
-    last = len(indices) - 1
-    for r in range(y.shape[0]):
-        for k in range(samples):
-            y[r, k] = 0
-        for e in range(starts[r], starts[r + 1]):
-            load_row_soon(x, indices[min(e + AHEAD, last)])
-            c = indices[e]
-            if not tests or live[c]:
-                weight = weights[0 if shared else e]
-                for k in range(samples):
-                    y[r, k] += weight * x[c, k]
-
-
-@compiled
-def at_synapses(indices: Any, starts: Any, rows: Any, columns: Any, out: Any) -> None:
-    """out[e] = Σ_k rows[r, k] columns[c, k]."""
-    length = rows.shape[1]
-    last = len(indices) - 1
-    for r in range(rows.shape[0]):
-        if is_live(rows[r]):
-            for e in range(starts[r], starts[r + 1]):
-                load_row_soon(columns, indices[min(e + AHEAD, last)])
-                c = indices[e]
-                total = out.dtype.type(0)
-                for k in range(length):
-                    total += rows[r, k] * columns[c, k]
-                out[e] = total
-        else:
-            for e in range(starts[r], starts[r + 1]):
-                out[e] = 0
 
 
 @compiled

@@ -6,7 +6,7 @@
 
 Each is linear in both factors and the transposes are again among the three, so that they
 have derivatives of any order. Arrays of neurons have shape (neurons, samples). On CPUs
-they run by the loops of ``sparse_kernels``; programs that are exported for other
+they run by the loops of ``product_kernels``; programs that are exported for other
 platforms hold gathers and sums by index. A model that runs elsewhere keeps the
 operations it is written with.
 
@@ -79,16 +79,19 @@ def call_kernel(
 
 
 def _kernels() -> Any:
-    # numba is optional, and slow to import.
-    from . import sparse_kernels
+    # llvmlite is optional.
+    from . import product_kernels
 
-    return sparse_kernels
+    return product_kernels
 
 
 @functools.cache
 def trace_kernel(*structure: Any) -> Any:
     """The visit of a trace of one structure."""
-    return _kernels().make_trace_kernel(*structure)
+    # numba is slow to import.
+    from . import sparse_kernels
+
+    return sparse_kernels.make_trace_kernel(*structure)
 
 
 def rows_of(indices: jax.Array, starts: jax.Array) -> jax.Array:
@@ -159,9 +162,8 @@ def _product_kernel(
     def one_device(
         weights: Any, indices: Any, starts: Any, x: Any, size: int
     ) -> jax.Array:
-        out = jax.ShapeDtypeStruct((size, x.shape[1]), x.dtype)
-        kernel = getattr(_kernels(), name)
-        return call_kernel(kernel, out, weights, indices, starts, x)
+        shape = (size, x.shape[1])
+        return _kernels().call(name, shape, indices, starts, weights, x)
 
     def run(
         weights: Any,
@@ -263,8 +265,8 @@ def _synapses_kernel(
         return _synapses_portable(indices, starts, rows, columns)
 
     def one_device(indices: Any, starts: Any, rows: Any, columns: Any) -> jax.Array:
-        out = jax.ShapeDtypeStruct(indices.shape, rows.dtype)
-        return call_kernel(_kernels().at_synapses, out, indices, starts, rows, columns)
+        given = (indices, starts, rows, columns)
+        return _kernels().call('at_synapses', indices.shape, *given)
 
     if split is None:
         return one_device(indices, starts, rows, columns)
