@@ -199,7 +199,7 @@ def _to_rows(build: ir.IRBuilder, made: _Synapses, given: list, y: Buffer) -> No
     samples, is_far = x.size(build, 1), made.is_far(x)
     with loop(build, word(0), made.rows, 1) as row:
         for k, size in made.parts(samples):
-            total = None
+            total: Any = None
             for e, total in made.sums(row, is_far, x, k, size):
                 at = made.place(made.column(e), samples, k)
                 value = x.load(build, at, size)

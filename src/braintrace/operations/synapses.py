@@ -28,6 +28,8 @@ from jax.sharding import PartitionSpec
 from ..compat import kernel_primitive
 from ..split import Split, current_split, runs_on_mesh, summed_over
 
+LARGE = 2**20
+"""Bytes of arrays that leave a core's own caches."""
 TYPES = (jnp.float32, jnp.float64)
 """Types of numbers that the kernels are used for."""
 
@@ -92,6 +94,27 @@ def trace_kernel(*structure: Any) -> Any:
     from . import sparse_kernels
 
     return sparse_kernels.make_trace_kernel(*structure)
+
+
+def samples_last(x: jax.Array) -> jax.Array:
+    """The same (neurons, samples), laid out in that order in memory.
+
+    Models have samples first, so that x is a transposed array. XLA would join that with
+    the arithmetic around it, which then walks through large arrays number by number.
+    """
+    return _transposed(x.T) if x.nbytes > LARGE else x
+
+
+def samples_first(y: jax.Array) -> jax.Array:
+    """The same (neurons, samples) as an array that XLA transposes back: models have
+    samples first."""
+    return _transposed(y).T if y.nbytes > LARGE else y
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    from .transpose_kernel import transposed
+
+    return transposed(x)
 
 
 def rows_of(indices: jax.Array, starts: jax.Array) -> jax.Array:
@@ -163,7 +186,8 @@ def _product_kernel(
         weights: Any, indices: Any, starts: Any, x: Any, size: int
     ) -> jax.Array:
         shape = (size, x.shape[1])
-        return _kernels().call(name, shape, indices, starts, weights, x)
+        given = (indices, starts, weights, samples_last(x))
+        return samples_first(_kernels().call(name, shape, *given))
 
     def run(
         weights: Any,
