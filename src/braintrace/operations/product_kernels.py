@@ -51,12 +51,15 @@ NEAR = 2**20
 cache, and asking takes longer than it saves."""
 
 
-class _Synapses:
+class Synapses:
     """A matrix in memory, and the instructions that products have in common."""
 
-    def __init__(self, build: ir.IRBuilder, number: Any, indices: Any, starts: Any):
+    def __init__(
+        self, build: ir.IRBuilder, number: Any, index: Any, indices: Any, starts: Any
+    ):
         self.build, self.number = build, number
-        self.indices, self.starts = indices, starts
+        whole = ir.IntType(8 * index.itemsize)
+        self.indices, self.starts = indices.holding(whole), starts.holding(whole)
         self.rows = build.sub(starts.size(build, 0), word(1))
         self.last = build.sub(indices.size(build, 0), word(1))
 
@@ -126,11 +129,16 @@ class _Synapses:
     def prefetch(self, values: Buffer, e: Any, k: Any, size: int) -> None:
         """Ask for entries of the column of a synapse that will soon be taken."""
         build = self.build
-        later = build.add(e, word(AHEAD))
-        is_there = build.icmp_signed('<', later, self.last)
-        column = self.column(build.select(is_there, later, self.last))
+        column = self.column(self.later(e, AHEAD))
         at = self.place(column, values.size(build, 1), k)
         values.prefetch(build, at, size)
+
+    def later(self, e: Any, count: int) -> Any:
+        """The synapse that comes so many after one, or the last."""
+        build = self.build
+        later = build.add(e, word(count))
+        is_there = build.icmp_signed('<', later, self.last)
+        return build.select(is_there, later, self.last)
 
     def place(self, neuron: Any, length: Any, k: Any) -> Any:
         """The number of an entry of an array (neurons, length)."""
@@ -179,7 +187,7 @@ class _Weights:
         return repeated(self._build, value, self._number, size)
 
 
-def _to_columns(build: ir.IRBuilder, made: _Synapses, given: list, y: Buffer) -> None:
+def _to_columns(build: ir.IRBuilder, made: Synapses, given: list, y: Buffer) -> None:
     weights, x = _Weights(build, made.number, given[0]), given[1]
     samples, is_far = x.size(build, 1), made.is_far(y)
     for k, size in made.parts(build.mul(y.size(build, 0), samples)):
@@ -194,7 +202,7 @@ def _to_columns(build: ir.IRBuilder, made: _Synapses, given: list, y: Buffer) ->
                     y.store(build, made.plus(old, weight, value), at, size)
 
 
-def _to_rows(build: ir.IRBuilder, made: _Synapses, given: list, y: Buffer) -> None:
+def _to_rows(build: ir.IRBuilder, made: Synapses, given: list, y: Buffer) -> None:
     weights, x = _Weights(build, made.number, given[0]), given[1]
     samples, is_far = x.size(build, 1), made.is_far(x)
     with loop(build, word(0), made.rows, 1) as row:
@@ -207,9 +215,7 @@ def _to_rows(build: ir.IRBuilder, made: _Synapses, given: list, y: Buffer) -> No
             y.store(build, total.value, made.place(row, samples, k), size)
 
 
-def _at_synapses(
-    build: ir.IRBuilder, made: _Synapses, given: list, out: Buffer
-) -> None:
+def _at_synapses(build: ir.IRBuilder, made: Synapses, given: list, out: Buffer) -> None:
     rows, columns = given
     length, is_far = rows.size(build, 1), made.is_far(columns)
     zero = ir.Constant(made.number, None)
@@ -224,7 +230,7 @@ def _at_synapses(
                 out.store(build, zero, e, 1)
 
 
-def _is_any_live(made: _Synapses, rows: Buffer, row: Any) -> Any:
+def _is_any_live(made: Synapses, rows: Buffer, row: Any) -> Any:
     """Whether any entry of a row differs from zero."""
     build, length = made.build, rows.size(made.build, 1)
     found, done = ir.Constant(ir.IntType(1), 0), word(0)
@@ -237,7 +243,7 @@ def _is_any_live(made: _Synapses, rows: Buffer, row: Any) -> Any:
 
 
 def _product(
-    made: _Synapses, rows: Buffer, row: Any, columns: Buffer, column: Any, length: Any
+    made: Synapses, rows: Buffer, row: Any, columns: Buffer, column: Any, length: Any
 ) -> Any:
     """Σ_k rows[r, k] columns[c, k]."""
     build = made.build
@@ -250,12 +256,14 @@ def _product(
             total.value = made.plus(total.value, a, b)
         found, done = total.value, rest_of(build, length, size)
         if size > 1:
-            found = _total(build, found)
+            found = add_up(build, found)
     return found
 
 
-def _total(build: ir.IRBuilder, value: Any) -> Any:
+def add_up(build: ir.IRBuilder, value: Any) -> Any:
     """The sum of the numbers of a vector."""
+    if not isinstance(value.type, ir.VectorType):
+        return value
     size = value.type.count
     small = ir.IntType(32)
     while size > 1:
@@ -279,22 +287,24 @@ _KERNELS: dict[str, Callable[..., None]] = {
 }
 
 
+def index_type(indices: Any, starts: Any) -> Any:
+    """The type of index arrays that a kernel takes."""
+    found = jnp.result_type(indices, starts)
+    return found if found in (jnp.int32, jnp.int64) else jnp.dtype(jnp.int32)
+
+
 def call(
     name: str, shape: tuple[int, ...], indices: Any, starts: Any, *values: jax.Array
 ) -> jax.Array:
     """A result of a shape by one of the loops above; ``values``: weights and x, or the
     values of rows and columns."""
-    index, dtype = jnp.result_type(indices, starts), values[0].dtype
-    if index not in (jnp.int32, jnp.int64):
-        index = jnp.dtype(jnp.int32)
+    index, dtype = index_type(indices, starts), values[0].dtype
     number = number_type(dtype)
-    whole = ir.IntType(8 * index.itemsize)
 
     def emit(
         build: ir.IRBuilder, operands: list[Buffer], results: list[Buffer]
     ) -> None:
-        ends = [operand.holding(whole) for operand in operands[:2]]
-        made = _Synapses(build, number, *ends)
+        made = Synapses(build, number, index, *operands[:2])
         _KERNELS[name](build, made, operands[2:], *results)
 
     target = f'braintrace_{name}_{dtype.name}_{index.name}'

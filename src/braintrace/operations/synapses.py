@@ -60,40 +60,11 @@ def own_starts(starts: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Arra
     return jnp.clip(starts - first, 0, count)
 
 
-def call_kernel(
-    kernel: Any,
-    outs: Any,
-    *operands: jax.Array,
-    aliases: dict[int, int] | None = None,
-) -> Any:
-    """Run a function that numba compiled through the FFI.
-
-    ``outs``: shapes and types of its results. ``aliases``: results that may take the
-    place of an operand.
-    """
-    # Needed only where a sparse matrix is, and slow to import.
-    import brainevent
-
-    call = brainevent.numba_kernel(
-        kernel, outs, vmap_method='sequential', input_output_aliases=aliases
-    )
-    return call(*operands)
-
-
 def _kernels() -> Any:
     # llvmlite is optional.
     from . import product_kernels
 
     return product_kernels
-
-
-@functools.cache
-def trace_kernel(*structure: Any) -> Any:
-    """The visit of a trace of one structure."""
-    # numba is slow to import.
-    from . import sparse_kernels
-
-    return sparse_kernels.make_trace_kernel(*structure)
 
 
 def samples_last(x: jax.Array) -> jax.Array:

@@ -96,7 +96,7 @@ class _Transpose:
     def _merged(self, a: Any, b: Any, width: int, start: int) -> Any:
         """Groups of ``width`` numbers of a and b in turn: the first or the second of
         each two of theirs."""
-        places = []
+        places: list[int] = []
         for n in range(0, SIDE, 2 * width):
             places += range(n + start, n + start + width)
             places += range(SIDE + n + start, SIDE + n + start + width)

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from ..arrays import box_of, padded, picked, sum_type
 from ..compiled_step import Box, Components, Jacobian, Operands, Site, WeightUse
 
-
 LARGE = 2**20
 """Bytes of an array of y from which on it is large."""
 
