@@ -129,16 +129,11 @@ class Synapses:
     def prefetch(self, values: Buffer, e: Any, k: Any, size: int) -> None:
         """Ask for entries of the column of a synapse that will soon be taken."""
         build = self.build
-        column = self.column(self.later(e, AHEAD))
+        later = build.add(e, word(AHEAD))
+        is_there = build.icmp_signed('<', later, self.last)
+        column = self.column(build.select(is_there, later, self.last))
         at = self.place(column, values.size(build, 1), k)
         values.prefetch(build, at, size)
-
-    def later(self, e: Any, count: int) -> Any:
-        """The synapse that comes so many after one, or the last."""
-        build = self.build
-        later = build.add(e, word(count))
-        is_there = build.icmp_signed('<', later, self.last)
-        return build.select(is_there, later, self.last)
 
     def place(self, neuron: Any, length: Any, k: Any) -> Any:
         """The number of an entry of an array (neurons, length)."""
@@ -260,24 +255,19 @@ def _product(
     return found
 
 
-def add_up(build: ir.IRBuilder, value: Any) -> Any:
-    """The sum of the numbers of a vector."""
-    if not isinstance(value.type, ir.VectorType):
-        return value
+def add_up(build: ir.IRBuilder, value: Any, width: int = 1) -> Any:
+    """The sum of the numbers of a vector, or ``width`` numbers that have that sum."""
     size = value.type.count
     small = ir.IntType(32)
-    while size > 1:
+    while size > width:
         size //= 2
-        halves = [
-            ir.Constant(
-                ir.VectorType(small, size),
-                [ir.Constant(small, start + n) for n in range(size)],
-            )
-            for start in (0, size)
-        ]
-        a, b = (build.shuffle_vector(value, value, half) for half in halves)
-        value = build.fadd(a, b, flags=FLAGS)
-    return build.extract_element(value, ir.Constant(small, 0))
+        halves = []
+        for start in (0, size):
+            places = [ir.Constant(small, start + n) for n in range(size)]
+            mask = ir.Constant(ir.VectorType(small, size), places)
+            halves.append(build.shuffle_vector(value, value, mask))
+        value = build.fadd(*halves, flags=FLAGS)
+    return build.extract_element(value, ir.Constant(small, 0)) if width == 1 else value
 
 
 _KERNELS: dict[str, Callable[..., None]] = {

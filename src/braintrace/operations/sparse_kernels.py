@@ -6,8 +6,8 @@ Letters: e synapses in the order of the matrix, each from a neuron ``pre`` to a 
     gradient[e] = Σ_s Σ_k credit_s[post, k] ε_s[e, k]
     ε_s[e, k] = Σ_r factor_sr[post, k] ε_r[e, k] + Σ_t row_s[post, t, k] x[pre, t, k]
 
-Each trace is read and written once, in place. Samples are taken in whole vectors, and
-neurons of later synapses are asked for in advance, as in ``product_kernels``.
+Each trace is read and written once, in place. Samples are taken in whole vectors, as in
+``product_kernels``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .product_kernels import Synapses, add_up, index_type
 
 WIDTHS = (32, 8, 1)
 """Samples that are taken together: the most that fit."""
-AHEAD = 2
-"""Synapses between the one that is taken and the one whose neurons are asked for."""
+WIDTH = 8
+"""Numbers in which a gradient is added up."""
 
 
 class Structure(NamedTuple):
@@ -93,22 +93,19 @@ class _Visit:
             of_row = synapses.of_row(row)
             with loop(build, *of_row, 1) as e:
                 column = synapses.column(e)
-                self._prefetch(e)
                 pre, post = (row, column) if self.made.pre_is_row else (column, row)
                 self._synapse(e, pre, post)
 
     def _synapse(self, e: Any, pre: Any, post: Any) -> None:
         build = self.build
-        total: Any = ir.Constant(self.number, None)
+        total: Any = ir.Constant(several(self.number, WIDTH), None)
         done = word(0)
         for size in WIDTHS:
-            zero = ir.Constant(several(self.number, size), None)
-            with running(build, done, self.samples, size, zero) as (k, found):
+            with running(build, done, self.samples, size, total) as (k, found):
                 found.value = self._part(e, pre, post, k, size, found.value)
-            # No more than a number is added up for sizes that are not there.
-            total = build.fadd(total, add_up(build, found.value), flags=FLAGS)
+            total = found.value
             done = rest_of(build, self.samples, size)
-        self.gradient.store(build, total, e, 1)
+        self.gradient.store(build, add_up(build, total), e, 1)
 
     def _part(
         self, e: Any, pre: Any, post: Any, k: Any, size: int, gradient: Any
@@ -120,7 +117,8 @@ class _Visit:
         vectors = {n: v.load(build, beside, size) for n, v in self.vectors.items()}
         old = [trace.load(build, at, size) for trace in self.traces]
         for s in made.credits:
-            gradient = self.synapses.plus(gradient, vectors['credit', s], old[s])
+            term = build.fmul(vectors['credit', s], old[s], flags=FLAGS)
+            gradient = build.fadd(gradient, self._narrowed(term), flags=FLAGS)
         for s, trace in enumerate(self.traces):
             factors = [pair for pair in made.factors if pair[0] == s]
             pairs = [(vectors['factor', *pair], old[pair[1]]) for pair in factors]
@@ -134,27 +132,19 @@ class _Visit:
             trace.store(build, new, at, size)
         return gradient
 
-    def _place(self, values: Buffer, neuron: Any, t: Any, k: Any) -> Any:
+    def _at_step(self, values: Buffer, neuron: Any, t: Any, k: Any, size: int) -> Any:
         build = self.build
         outer, inner = (t, neuron) if self.made.time_first else (neuron, t)
         row = self.synapses.place(outer, values.size(build, 1), inner)
-        return self.synapses.place(row, self.samples, k)
+        return values.load(build, self.synapses.place(row, self.samples, k), size)
 
-    def _at_step(self, values: Buffer, neuron: Any, t: Any, k: Any, size: int) -> Any:
-        at = self._place(values, neuron, t, k)
-        return values.load(self.build, at, size)
-
-    def _prefetch(self, e: Any) -> None:
-        """Ask for what a later synapse reads at its column."""
-        made, build = self.made, self.build
-        read = list(self.rows.values()) if made.pre_is_row else [self.x]
-        if not made.time_first or not read:
-            return
-        column = self.synapses.column(self.synapses.later(e, AHEAD))
-        with loop(build, word(0), self.steps, 1) as t:
-            for values in read:
-                at = self._place(values, column, t, word(0))
-                values.prefetch(build, at, WIDTHS[0])
+    def _narrowed(self, value: Any) -> Any:
+        """The sum of a vector as that of ``WIDTH`` numbers."""
+        build = self.build
+        if value.type == self.number:
+            empty = ir.Constant(several(self.number, WIDTH), None)
+            return build.insert_element(empty, value, ir.Constant(ir.IntType(32), 0))
+        return add_up(build, value, WIDTH)
 
 
 def visit(
