@@ -219,7 +219,7 @@ def test_equal_to_one_device(name, split):
     # Activity of other neurons has to be gathered where there are recurrent weights.
     is_gathered = split != 'data' and name != 'convolution'
     assert max(gathered_sizes(text)) > 0 or not is_gathered
-    assert ('numba_ffi' in text) == (name == 'sparse')
+    assert ('braintrace_to_' in text) == (name == 'sparse')
 
 
 RULES = sorted(

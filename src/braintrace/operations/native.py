@@ -138,6 +138,32 @@ def loop(build: ir.IRBuilder, start: Any, stop: Any, step: int) -> Iterator[Any]
     build.position_at_end(after)
 
 
+class Running:
+    """A value that a loop keeps in a register: what is assigned to it is read in the
+    next turn, and after the loop."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+@contextlib.contextmanager
+def running(
+    build: ir.IRBuilder, start: Any, stop: Any, step: int, value: Any
+) -> Iterator[tuple[Any, Running]]:
+    """The same loop with a running value; gives the number and the value."""
+    before = build.block
+    with loop(build, start, stop, step) as at:
+        body = build.block
+        build.position_after(at)
+        kept = build.phi(value.type)
+        build.position_at_end(body)
+        found = Running(kept)
+        yield at, found
+        kept.add_incoming(value, before)
+        kept.add_incoming(found.value, build.block)
+    found.value = kept
+
+
 def rest_of(build: ir.IRBuilder, stop: Any, step: int) -> Any:
     """Where a loop from 0 that takes whole steps only ends."""
     return build.mul(build.udiv(stop, word(step)), word(step))

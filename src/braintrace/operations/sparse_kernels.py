@@ -1,274 +1,179 @@
-"""Loops over the synapses of a compressed sparse matrix, compiled by numba for CPUs.
+"""Visits of the traces of a compressed sparse matrix, for CPUs.
 
-Letters: e synapses in the order of the matrix, r rows, c columns, k the samples (or
-steps and samples) of a neuron, which lie next to each other in memory. Synapses of row r
-are ``starts[r]`` to ``starts[r + 1]``, and ``indices[e]`` is the column of each. One
-weight for all synapses is an array of length one.
+Letters: e synapses in the order of the matrix, each from a neuron ``pre`` to a neuron
+``post``, k the samples, t the steps, s and r components of ε.
 
-Neurons whose entries are all zero are skipped, so that the cost of spikes is that of the
-neurons that fire.
+    gradient[e] = Σ_s Σ_k credit_s[post, k] ε_s[e, k]
+    ε_s[e, k] = Σ_r factor_sr[post, k] ε_r[e, k] + Σ_t row_s[post, t, k] x[pre, t, k]
+
+Each trace is read and written once, in place. Samples are taken in whole vectors, as in
+``product_kernels``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import numba
-import numpy as np
+import jax
+import jax.numpy as jnp
+from llvmlite import ir
 
-from .prefetch import load_row_soon
+from .dense_kernels import FLAGS, sum_of
+from .native import (
+    Buffer,
+    loop,
+    number_type,
+    register,
+    rest_of,
+    running,
+    several,
+    word,
+)
+from .product_kernels import Synapses, add_up, index_type
 
-AHEAD = 8
-"""Synapses between the one that is taken and the one whose neurons are asked for."""
-
-# Sums may be reordered for the vector unit; infinities and NaN keep their meaning.
-compiled = numba.njit(fastmath={'reassoc', 'contract', 'nsz'}, nogil=True)
-
-
-@compiled
-def is_live(values: Any) -> bool:
-    """Whether any entry of a row differs from zero."""
-    total = values.dtype.type(0)
-    for k in range(len(values)):
-        total += abs(values[k])
-    return total != 0
-
-
-@compiled
-def to_columns(weights: Any, indices: Any, starts: Any, x: Any, y: Any) -> None:
-    """y[c] = Σ_r w[r, c] x[r]."""
-    shared = len(weights) == 1
-    samples = x.shape[1]
-    y[:] = 0
-    if samples == 1:
-        for r in range(x.shape[0]):
-            value = x[r, 0]
-            if value != 0:
-                for e in range(starts[r], starts[r + 1]):
-                    y[indices[e], 0] += weights[0 if shared else e] * value
-        return
-    last = len(indices) - 1
-    for r in range(x.shape[0]):
-        if is_live(x[r]):
-            for e in range(starts[r], starts[r + 1]):
-                load_row_soon(y, indices[min(e + AHEAD, last)])
-                c = indices[e]
-                weight = weights[0 if shared else e]
-                for k in range(samples):
-                    y[c, k] += weight * x[r, k]
+WIDTHS = (32, 8, 1)
+"""Samples that are taken together: the most that fit."""
+WIDTH = 8
+"""Numbers in which a gradient is added up."""
 
 
-@compiled
-def to_rows(weights: Any, indices: Any, starts: Any, x: Any, y: Any) -> None:
-    """y[r] = Σ_c w[r, c] x[c]."""
-    shared = len(weights) == 1
-    samples = x.shape[1]
-    if samples == 1:
-        for r in range(y.shape[0]):
-            total = y.dtype.type(0)
-            for e in range(starts[r], starts[r + 1]):
-                total += weights[0 if shared else e] * x[indices[e], 0]
-            y[r, 0] = total
-        return
-    live = np.zeros(x.shape[0], np.bool_)
-    count = 0
-    for c in range(x.shape[0]):
-        live[c] = is_live(x[c])
-        count += live[c]
-    # The test of every synapse pays only where it often saves a row of x.
-    tests = 2 * count < len(live)
-    last = len(indices) - 1
-    for r in range(y.shape[0]):
-        for k in range(samples):
-            y[r, k] = 0
-        for e in range(starts[r], starts[r + 1]):
-            load_row_soon(x, indices[min(e + AHEAD, last)])
-            c = indices[e]
-            if not tests or live[c]:
-                weight = weights[0 if shared else e]
-                for k in range(samples):
-                    y[r, k] += weight * x[c, k]
+class Structure(NamedTuple):
+    """What there is of a trace with components numbered from 0.
 
-
-@compiled
-def at_synapses(indices: Any, starts: Any, rows: Any, columns: Any, out: Any) -> None:
-    """out[e] = Σ_k rows[r, k] columns[c, k]."""
-    length = rows.shape[1]
-    last = len(indices) - 1
-    for r in range(rows.shape[0]):
-        if is_live(rows[r]):
-            for e in range(starts[r], starts[r + 1]):
-                load_row_soon(columns, indices[min(e + AHEAD, last)])
-                c = indices[e]
-                total = out.dtype.type(0)
-                for k in range(length):
-                    total += rows[r, k] * columns[c, k]
-                out[e] = total
-        else:
-            for e in range(starts[r], starts[r + 1]):
-                out[e] = 0
-
-
-@compiled
-def ends(pre_is_row: bool, row: Any, column: Any) -> Any:
-    """The neurons that a synapse comes from and leads to."""
-    if pre_is_row:
-        return row, column
-    return column, row
-
-
-def make_trace_kernel(
-    pre_is_row: bool,
-    time_first: bool,
-    has_rows: tuple[bool, ...],
-    has_factor: tuple[bool, ...],
-    has_credit: tuple[bool, ...],
-) -> Callable[..., None]:
-    """One visit of a trace with one entry a synapse, sample and component s.
-
-        ε_s[e, k] = Σ_r factor_sr[post, k] ε_r[e, k] + Σ_t row_s[post, t, k] x[pre, t, k]
-        gradient[e] = Σ_s Σ_k credit_s[post, k] ε_s[e, k] before that
-
-    ``time_first``: rows and x have axes (t, neurons, k) instead, which needs no copy and
-    is as fast for many samples, but not for one.
-    Arguments: indices, starts, x, all rows, factors and credits, old traces; new traces
-    and the gradient. Those that are not there by structure are not read.
-    """
-    if len(has_rows) == 1:
-        has = (has_rows[0], has_factor[0], has_credit[0])
-        return _visit_of_one(pre_is_row, time_first, *has)
-    states = len(has_rows)
-    rows_at = 3
-    factors_at = rows_at + states
-    credit_at = factors_at + states * states
-    old_at = credit_at + states
-    new_at = old_at + states
-    end = new_at + states
-
-    @compiled
-    def visit(*given: Any) -> None:
-        indices, starts, x = given[0], given[1], given[2]
-        rows, factors = given[rows_at:factors_at], given[factors_at:credit_at]
-        credits, old = given[credit_at:old_at], given[old_at:new_at]
-        new, gradient = given[new_at:end], given[end]
-        samples = old[0].shape[1]
-        steps = x.shape[0 if time_first else 1]
-        found = np.zeros((states, samples), x.dtype)
-        for row in range(len(starts) - 1):
-            for e in range(starts[row], starts[row + 1]):
-                pre, post = ends(pre_is_row, row, indices[e])
-                total = x.dtype.type(0)
-                for s in range(states):
-                    here = found[s]
-                    here[:] = 0
-                    if has_credit[s]:
-                        credit, before = credits[s][post], old[s][e]
-                        for k in range(samples):
-                            total += credit[k] * before[k]
-                    for r in range(states):
-                        if has_factor[s * states + r]:
-                            factor, before = factors[s * states + r][post], old[r][e]
-                            for k in range(samples):
-                                here[k] += factor[k] * before[k]
-                    if has_rows[s]:
-                        values = rows[s]
-                        for t in range(steps):
-                            if time_first:
-                                for k in range(samples):
-                                    here[k] += values[t, post, k] * x[t, pre, k]
-                            else:
-                                for k in range(samples):
-                                    here[k] += values[post, t, k] * x[pre, t, k]
-                gradient[e] = total
-                # The new trace may lie where the old one does.
-                for s in range(states):
-                    for k in range(samples):
-                        new[s][e, k] = found[s, k]
-
-    return visit
-
-
-def _visit_of_one(
-    pre_is_row: bool,
-    time_first: bool,
-    has_rows: bool,
-    has_factor: bool,
-    has_credit: bool,
-) -> Callable[..., None]:
-    """The same for a single component, without the choice among arrays.
-
-    One sample has a loop of its own: a test inside of the loops would keep them from the
-    vector unit.
+    ``pre_is_row``: synapses of a row come from one neuron, not lead to one.
+    ``time_first``: rows and x have axes (t, neurons, k) instead of (neurons, t, k),
+    which needs no copy and is as fast for many samples, but not for one. ``rows``,
+    ``factors``, ``credits``: those that are not zero by structure.
     """
 
-    @compiled
-    def of_one_sample(
-        indices: Any,
-        starts: Any,
-        x: Any,
-        rows: Any,
-        factor: Any,
-        credit: Any,
-        old: Any,
-        new: Any,
-        gradient: Any,
+    components: int
+    pre_is_row: bool
+    time_first: bool
+    rows: tuple[int, ...]
+    factors: tuple[tuple[int, int], ...]
+    credits: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """A name for the kernel."""
+        join = lambda numbers: '_'.join(map(str, numbers))
+        factors = join(f'{s}{r}' for s, r in self.factors)
+        parts = (str(self.components), join(self.rows), factors, join(self.credits))
+        ways = f'{int(self.pre_is_row)}{int(self.time_first)}'
+        return f'braintrace_synapses_{"_of_".join(parts)}_{ways}'
+
+
+class _Visit:
+    """The instructions. Operands: indices, starts, x, rows, factors, credits, old
+    traces; results: new traces, which lie where the old ones do, and the gradient."""
+
+    def __init__(
+        self,
+        made: Structure,
+        synapses: Synapses,
+        operands: list[Buffer],
+        results: list[Buffer],
+    ):
+        self.made, self.synapses = made, synapses
+        self.build, self.number = synapses.build, synapses.number
+        self.x, *rest = operands
+        self.rows = dict(zip(made.rows, rest, strict=False))
+        names: list[tuple] = [('factor', *pair) for pair in made.factors]
+        names += [('credit', s) for s in made.credits]
+        self.vectors = dict(zip(names, rest[len(made.rows) :], strict=False))
+        *self.traces, self.gradient = results
+        self.samples = self.traces[0].size(self.build, 1)
+        self.steps = self.x.size(self.build, 0 if made.time_first else 1)
+
+    def emit(self) -> None:
+        """All synapses."""
+        build, synapses = self.build, self.synapses
+        with loop(build, word(0), synapses.rows, 1) as row:
+            of_row = synapses.of_row(row)
+            with loop(build, *of_row, 1) as e:
+                column = synapses.column(e)
+                pre, post = (row, column) if self.made.pre_is_row else (column, row)
+                self._synapse(e, pre, post)
+
+    def _synapse(self, e: Any, pre: Any, post: Any) -> None:
+        build = self.build
+        total: Any = ir.Constant(several(self.number, WIDTH), None)
+        done = word(0)
+        for size in WIDTHS:
+            with running(build, done, self.samples, size, total) as (k, found):
+                found.value = self._part(e, pre, post, k, size, found.value)
+            total = found.value
+            done = rest_of(build, self.samples, size)
+        self.gradient.store(build, add_up(build, total), e, 1)
+
+    def _part(
+        self, e: Any, pre: Any, post: Any, k: Any, size: int, gradient: Any
+    ) -> Any:
+        """``size`` samples from k on; gives the gradient with theirs added."""
+        made, build = self.made, self.build
+        at = self.synapses.place(e, self.samples, k)
+        beside = self.synapses.place(post, self.samples, k)
+        vectors = {n: v.load(build, beside, size) for n, v in self.vectors.items()}
+        old = [trace.load(build, at, size) for trace in self.traces]
+        for s in made.credits:
+            term = build.fmul(vectors['credit', s], old[s], flags=FLAGS)
+            gradient = build.fadd(gradient, self._narrowed(term), flags=FLAGS)
+        for s, trace in enumerate(self.traces):
+            factors = [pair for pair in made.factors if pair[0] == s]
+            pairs = [(vectors['factor', *pair], old[pair[1]]) for pair in factors]
+            new = sum_of(build, pairs, several(self.number, size))
+            if s in self.rows:
+                with running(build, word(0), self.steps, 1, new) as (t, sum_):
+                    a = self._at_step(self.rows[s], post, t, k, size)
+                    b = self._at_step(self.x, pre, t, k, size)
+                    sum_.value = self.synapses.plus(sum_.value, a, b)
+                new = sum_.value
+            trace.store(build, new, at, size)
+        return gradient
+
+    def _at_step(self, values: Buffer, neuron: Any, t: Any, k: Any, size: int) -> Any:
+        build = self.build
+        outer, inner = (t, neuron) if self.made.time_first else (neuron, t)
+        row = self.synapses.place(outer, values.size(build, 1), inner)
+        return values.load(build, self.synapses.place(row, self.samples, k), size)
+
+    def _narrowed(self, value: Any) -> Any:
+        """The sum of a vector as that of ``WIDTH`` numbers."""
+        build = self.build
+        if value.type == self.number:
+            empty = ir.Constant(several(self.number, WIDTH), None)
+            return build.insert_element(empty, value, ir.Constant(ir.IntType(32), 0))
+        return add_up(build, value, WIDTH)
+
+
+def visit(
+    made: Structure,
+    indices: Any,
+    starts: Any,
+    values: Sequence[Any],
+    old: Sequence[Any],
+) -> list[jax.Array]:
+    """New traces (e, k) and the gradient (e); ``values``: x, rows, factors, credits."""
+    index, dtype = index_type(indices, starts), old[0].dtype
+    number = number_type(dtype)
+
+    def emit(
+        build: ir.IRBuilder, operands: list[Buffer], results: list[Buffer]
     ) -> None:
-        zero = x.dtype.type(0)
-        for row in range(len(starts) - 1):
-            for e in range(starts[row], starts[row + 1]):
-                pre, post = ends(pre_is_row, row, indices[e])
-                before = old[e, 0]
-                gradient[e] = credit[post, 0] * before if has_credit else zero
-                found = factor[post, 0] * before if has_factor else zero
-                if has_rows:
-                    for t in range(x.shape[1]):
-                        found += rows[post, t, 0] * x[pre, t, 0]
-                new[e, 0] = found
+        synapses = Synapses(build, number, index, *operands[:2])
+        _Visit(made, synapses, operands[2:], results).emit()
 
-    @compiled
-    def of_samples(
-        indices: Any,
-        starts: Any,
-        x: Any,
-        rows: Any,
-        factor: Any,
-        credit: Any,
-        old: Any,
-        new: Any,
-        gradient: Any,
-    ) -> None:
-        zero = x.dtype.type(0)
-        samples = old.shape[1]
-        steps = x.shape[0 if time_first else 1]
-        found = np.zeros(samples, x.dtype)
-        for row in range(len(starts) - 1):
-            for e in range(starts[row], starts[row + 1]):
-                pre, post = ends(pre_is_row, row, indices[e])
-                total = zero
-                for k in range(samples):
-                    before = old[e, k]
-                    if has_credit:
-                        total += credit[post, k] * before
-                    found[k] = factor[post, k] * before if has_factor else zero
-                gradient[e] = total
-                if has_rows:
-                    for t in range(steps):
-                        if time_first:
-                            for k in range(samples):
-                                found[k] += rows[t, post, k] * x[t, pre, k]
-                        else:
-                            for k in range(samples):
-                                found[k] += rows[post, t, k] * x[pre, t, k]
-                for k in range(samples):
-                    new[e, k] = found[k]
-
-    @compiled
-    def visit(*given: Any) -> None:
-        new = given[-2]
-        if new.shape[1] == 1:
-            of_one_sample(*given)
-        else:
-            of_samples(*given)
-
-    return visit
+    given = [indices.astype(index), starts.astype(index), *values, *old]
+    outs = [jax.ShapeDtypeStruct(e.shape, dtype) for e in old]
+    outs.append(jax.ShapeDtypeStruct(indices.shape, dtype))
+    name = f'{made.name}_{jnp.dtype(dtype).name}_{index.name}'
+    register(name, number, (len(given), len(outs)), emit)
+    first = len(given) - len(old)
+    call = jax.ffi.ffi_call(
+        name,
+        outs,
+        input_output_aliases={first + n: n for n in range(len(old))},
+        vmap_method='sequential',
+    )
+    return list(call(*given))

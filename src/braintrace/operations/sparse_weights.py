@@ -21,10 +21,8 @@ from .sparse_product import SparseProduct, multiply
 from .synapses import (
     TYPES,
     at_synapses,
-    call_kernel,
     has_kernels,
     own_starts,
-    trace_kernel,
 )
 from .weight_use import BaseUse, FullTrace, WholeTrace
 
@@ -239,6 +237,9 @@ class SynapseTrace(WholeTrace):
         starts: jax.Array,
     ) -> tuple[Components, jax.Array]:
         """The visit on one device; the gradient has the order of the synapses."""
+        # llvmlite is optional.
+        from .sparse_kernels import Structure, visit
+
         states = tuple(trace)
         samples = math.prod(trace[states[0]].shape[1:])
         time_first = samples >= MANY_SAMPLES
@@ -250,29 +251,19 @@ class SynapseTrace(WholeTrace):
         x, rows = of_steps(x), {s: of_steps(v) for s, v in rows.items()}
         flat = lambda values: {k: v.reshape(-1, samples) for k, v in values.items()}
         factors, credit = flat(factors), flat(credit)
-        # Arrays that are zero by structure are replaced by any of the same kind.
-        none = x[0] if time_first else x[:, 0]
-        pairs = [(s, r) for s in states for r in states]
-        given = [
-            *(rows.get(s, x) for s in states),
-            *(factors.get(pair, none) for pair in pairs),
-            *(credit.get(s, none) for s in states),
-        ]
-        old = [e.reshape(-1, samples) for e in trace.values()]
-        kernel = trace_kernel(
+        numbers = {s: n for n, s in enumerate(states)}
+        made = Structure(
+            len(states),
             self.use.to_columns,
             time_first,
-            tuple(s in rows for s in states),
-            tuple(pair in factors for pair in pairs),
-            tuple(s in credit for s in states),
+            tuple(numbers[s] for s in rows),
+            tuple((numbers[s], numbers[r]) for s, r in factors),
+            tuple(numbers[s] for s in credit),
         )
-        structure = (indices, own_starts(starts, len(indices), synapse_axes))
-        first = len(structure) + 1 + len(given)
-        outs = [jax.ShapeDtypeStruct(e.shape, e.dtype) for e in old]
-        outs.append(jax.ShapeDtypeStruct(old[0].shape[:1], old[0].dtype))
-        aliases = {first + n: n for n in range(len(old))}
-        found = call_kernel(kernel, outs, *structure, x, *given, *old, aliases=aliases)
-        *new, gradient = found
+        values = [x, *rows.values(), *factors.values(), *credit.values()]
+        old = [e.reshape(-1, samples) for e in trace.values()]
+        starts = own_starts(starts, len(indices), synapse_axes)
+        *new, gradient = visit(made, indices, starts, values, old)
         shape = trace[states[0]].shape
         arrays = {s: e.reshape(shape) for s, e in zip(states, new, strict=True)}
         return arrays, summed_over(gradient, sample_axes)

@@ -6,7 +6,7 @@
 
 Each is linear in both factors and the transposes are again among the three, so that they
 have derivatives of any order. Arrays of neurons have shape (neurons, samples). On CPUs
-they run by the loops of ``sparse_kernels``; programs that are exported for other
+they run by the loops of ``product_kernels``; programs that are exported for other
 platforms hold gathers and sums by index. A model that runs elsewhere keeps the
 operations it is written with.
 
@@ -28,6 +28,8 @@ from jax.sharding import PartitionSpec
 from ..compat import kernel_primitive
 from ..split import Split, current_split, runs_on_mesh, summed_over
 
+LARGE = 2**20
+"""Bytes of arrays that leave a core's own caches."""
 TYPES = (jnp.float32, jnp.float64)
 """Types of numbers that the kernels are used for."""
 
@@ -58,37 +60,32 @@ def own_starts(starts: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Arra
     return jnp.clip(starts - first, 0, count)
 
 
-def call_kernel(
-    kernel: Any,
-    outs: Any,
-    *operands: jax.Array,
-    aliases: dict[int, int] | None = None,
-) -> Any:
-    """Run a function that numba compiled through the FFI.
-
-    ``outs``: shapes and types of its results. ``aliases``: results that may take the
-    place of an operand.
-    """
-    # Needed only where a sparse matrix is, and slow to import.
-    import brainevent
-
-    call = brainevent.numba_kernel(
-        kernel, outs, vmap_method='sequential', input_output_aliases=aliases
-    )
-    return call(*operands)
-
-
 def _kernels() -> Any:
-    # numba is optional, and slow to import.
-    from . import sparse_kernels
+    # llvmlite is optional.
+    from . import product_kernels
 
-    return sparse_kernels
+    return product_kernels
 
 
-@functools.cache
-def trace_kernel(*structure: Any) -> Any:
-    """The visit of a trace of one structure."""
-    return _kernels().make_trace_kernel(*structure)
+def samples_last(x: jax.Array) -> jax.Array:
+    """The same (neurons, samples), laid out in that order in memory.
+
+    Models have samples first, so that x is a transposed array. XLA would join that with
+    the arithmetic around it, which then walks through large arrays number by number.
+    """
+    return _transposed(x.T) if x.nbytes > LARGE else x
+
+
+def samples_first(y: jax.Array) -> jax.Array:
+    """The same (neurons, samples) as an array that XLA transposes back: models have
+    samples first."""
+    return _transposed(y).T if y.nbytes > LARGE else y
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    from .transpose_kernel import transposed
+
+    return transposed(x)
 
 
 def rows_of(indices: jax.Array, starts: jax.Array) -> jax.Array:
@@ -159,9 +156,9 @@ def _product_kernel(
     def one_device(
         weights: Any, indices: Any, starts: Any, x: Any, size: int
     ) -> jax.Array:
-        out = jax.ShapeDtypeStruct((size, x.shape[1]), x.dtype)
-        kernel = getattr(_kernels(), name)
-        return call_kernel(kernel, out, weights, indices, starts, x)
+        shape = (size, x.shape[1])
+        given = (indices, starts, weights, samples_last(x))
+        return samples_first(_kernels().call(name, shape, *given))
 
     def run(
         weights: Any,
@@ -263,8 +260,8 @@ def _synapses_kernel(
         return _synapses_portable(indices, starts, rows, columns)
 
     def one_device(indices: Any, starts: Any, rows: Any, columns: Any) -> jax.Array:
-        out = jax.ShapeDtypeStruct(indices.shape, rows.dtype)
-        return call_kernel(_kernels().at_synapses, out, indices, starts, rows, columns)
+        given = (indices, starts, rows, columns)
+        return _kernels().call('at_synapses', indices.shape, *given)
 
     if split is None:
         return one_device(indices, starts, rows, columns)

@@ -10,6 +10,7 @@ steps, y elements of the site's result, s components.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,9 @@ import jax.numpy as jnp
 
 from ..arrays import box_of, padded, picked, sum_type
 from ..compiled_step import Box, Components, Jacobian, Operands, Site, WeightUse
+
+LARGE = 2**20
+"""Bytes of an array of y from which on it is large."""
 
 
 class FactorTrace(NamedTuple):
@@ -54,9 +58,20 @@ class FactorLayout:
     def _shape(self) -> tuple[int, ...]:
         return tuple(p.stop - p.start for p in self.box)
 
-    def _here(self, values: jax.Array) -> jax.Array:
-        """Values of the positions at the part of y that reaches them."""
-        return picked(values, self.site.positions[self.box])
+    def here(self, values: Any) -> Any:
+        """Arrays of the positions in the order of the part of y that reaches them."""
+        positions = self.site.positions[self.box]
+        return jax.tree.map(lambda x: picked(x, positions), values)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether arrays of y leave a core's own caches.
+
+        They are then brought into its order once a block: in the loop over steps each
+        would be read in the order of the positions, number by number if axes are
+        transposed.
+        """
+        return math.prod(self._shape) * jnp.dtype(self._dtype).itemsize > LARGE
 
     @property
     def shares_state_part(self) -> bool:
@@ -105,15 +120,15 @@ class FactorLayout:
         jacobian: Jacobian,
         after: Sequence[int],
     ) -> FactorTrace:
-        """One step of both recursions; ``after``: the components of ε_f that are
-        wanted."""
+        """One step of both recursions; ``jacobian``: D :meth:`here`; ``after``: the
+        components of ε_f that are wanted."""
         decay_x, decay_f = self.decay
         new: Components = {}
         for s in after:
             terms = []
             for r, f in old.f.items():
                 if (s, r) in jacobian:
-                    terms.append(decay_f * self._here(jacobian[s, r]) * f)
+                    terms.append(decay_f * jacobian[s, r] * f)
             if s in rows:
                 terms.append((1 - decay_f) * rows[s])
             zero = jnp.zeros(self._shape, self._dtype)
@@ -122,11 +137,11 @@ class FactorLayout:
 
     def result_gradient(self, trace: FactorTrace, signals: Components) -> jax.Array:
         """signal · ε_f at every element of y, corrected for the start of the trace at
-        zero."""
+        zero; ``signals``: those :meth:`here`."""
         count = trace.steps.astype(jnp.finfo(self._dtype).dtype)
         seen = jnp.maximum(1 - self.decay[1] ** count, jnp.finfo(count.dtype).tiny)
         scale = jnp.where(trace.steps == 0, 0.0, 1 / seen)
-        terms = [self._here(x) * trace.f[s] for s, x in signals.items() if s in trace.f]
+        terms = [x * trace.f[s] for s, x in signals.items() if s in trace.f]
         total = (
             sum(terms[1:], terms[0]) if terms else jnp.zeros(self._shape, self._dtype)
         )

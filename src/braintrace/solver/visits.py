@@ -169,14 +169,19 @@ def _advance_factors(
         one = lambda x, group=group: jnp.ones((length, *group.shape), x.dtype)
         units.append({s: {s: one(x)} for s, x in signals.items()})
     rows = _rows(traces_of, constants, block.safe, units)
-    drives = {}
+    drives, here = {}, {}
     for n, layout in layouts.items():
         site = traces_of.sites[n].site
         mine = rows[site.group].get(site.result, {}) if owner[n] == n else {}
         drives[n] = layout.drive(*operands[n], mine, length)
+        if owner[n] == n:
+            g = site.group
+            here[n] = (view.signals[g], view.reads[g], view.transitions[g])
+            if layout.is_large:
+                here[n] = jax.vmap(layout.here)(here[n])
 
     def one_step(old: dict[int, FactorTrace], at: tuple) -> tuple:
-        drives, signals, reads, matrices = at
+        drives, here = at
         carry: dict[int, FactorTrace] = {}
         y_bars: dict[int, list[jax.Array]] = {}
         xs: dict[int, list[jax.Array]] = {}
@@ -184,21 +189,23 @@ def _advance_factors(
             layout, site, owns = layouts[n], traces_of.sites[n].site, owner[n] == n
             x, mine = drives[n]
             after = traces_of.recursions[site.group].after(site.result) if owns else ()
-            moved = layout.advance(trace, x, mine, matrices[site.group], after)
+            mover = layouts[owner[n]]
+            found = here[owner[n]]
+            signals, reads, matrices = found if mover.is_large else mover.here(found)
+            moved = layout.advance(trace, x, mine, matrices, after)
             stored = {s: moved.f[s].astype(f.dtype) for s, f in trace.f.items()}
             carry[n] = moved._replace(f=stored)
             # Signals read the new trace, direct reads of old states the old one.
-            reading = [(moved, signals[site.group])]
-            if reads[site.group]:
-                reading.append((trace, reads[site.group]))
+            reading = [(moved, signals)]
+            if reads:
+                reading.append((trace, reads))
             xs[n] = [read.x for read, _ in reading]
             if owns:
                 y_bars[n] = [layout.result_gradient(*pair) for pair in reading]
         return carry, (y_bars, xs)
 
     start = {n: traces[n] for n in layouts}
-    at = (drives, view.signals, view.reads, view.transitions)
-    found: Any = jax.lax.scan(one_step, start, at)
+    found: Any = jax.lax.scan(one_step, start, (drives, here))
     last, (all_y_bars, all_xs) = found
     for n, layout in layouts.items():
         new[n] = last[n]
@@ -256,7 +263,7 @@ def add_factor_gradients(
     for n, layout in traces_of.factorised.items():
         site, trace = traces_of.sites[n].site, traces[n]
         trace = trace._replace(f=traces[traces_of.owner[n]].f)
-        y_bar = layout.result_gradient(trace, credit[site.group])
+        y_bar = layout.result_gradient(trace, layout.here(credit[site.group]))
         operands = _operands(traces_of.sites[n], constants, first)
         gradient = layout.gradient(*operands, y_bar[None], trace.x[None])
         total = _add_gradient(total, site, zero_at(gradient, dead))

@@ -1,0 +1,106 @@
+"""Transposed copies of matrices, for CPUs.
+
+XLA joins a transposed copy with the arithmetic that reads it and then walks through one
+of the arrays number by number. Here both sides are read and written in whole lines of
+the cache, so that values of neurons are laid out with samples last, and back, in the
+time that the memory takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from llvmlite import ir
+
+from .native import Buffer, loop, number_type, register, rest_of, word
+
+SIDE = 8
+"""Rows and columns that are turned in registers."""
+LEAST = SIDE
+"""Rows and columns from which on the kernel pays."""
+
+
+def transposed(x: jax.Array) -> jax.Array:
+    """(a, b) as (b, a)."""
+    rows, columns = x.shape
+    if min(rows, columns) < LEAST:
+        return x.T
+    number, is_tall = number_type(x.dtype), rows > columns
+
+    def emit(
+        build: ir.IRBuilder, operands: list[Buffer], results: list[Buffer]
+    ) -> None:
+        _Transpose(build, number, *operands, *results).emit(is_tall)
+
+    name = f'braintrace_transpose_{"tall" if is_tall else "wide"}_{x.dtype.name}'
+    register(name, number, (1, 1), emit)
+    out = jax.ShapeDtypeStruct((columns, rows), x.dtype)
+    return jax.ffi.ffi_call(name, out, vmap_method='sequential')(x)
+
+
+class _Transpose:
+    """The instructions: y[c, r] = x[r, c]."""
+
+    def __init__(self, build: ir.IRBuilder, number: Any, x: Buffer, y: Buffer):
+        self.build, self.number, self.x, self.y = build, number, x, y
+        self.rows, self.columns = x.size(build, 0), x.size(build, 1)
+
+    def emit(self, is_tall: bool) -> None:
+        """Whole squares, two at a time along the long side, then what is left."""
+        build = self.build
+        rows, columns = (rest_of(build, n, SIDE) for n in (self.rows, self.columns))
+        sides = (self.rows, self.columns) if is_tall else (self.columns, self.rows)
+        long, short = sides
+        done = word(0)
+        for count in (2, 1):
+            with (
+                loop(build, done, long, count * SIDE) as i,
+                loop(build, word(0), short, SIDE) as j,
+            ):
+                for n in range(count):
+                    at = build.add(i, word(n * SIDE))
+                    self._square(*((at, j) if is_tall else (j, at)))
+            done = rest_of(build, long, count * SIDE)
+        self._single(word(0), self.rows, columns, self.columns)
+        self._single(rows, self.rows, word(0), columns)
+
+    def _single(self, row: Any, last_row: Any, column: Any, last_column: Any) -> None:
+        build = self.build
+        with (
+            loop(build, row, last_row, 1) as r,
+            loop(build, column, last_column, 1) as c,
+        ):
+            value = self.x.load(build, build.add(build.mul(r, self.columns), c), 1)
+            self.y.store(build, value, build.add(build.mul(c, self.rows), r), 1)
+
+    def _square(self, row: Any, column: Any) -> None:
+        build = self.build
+        lines = []
+        for n in range(SIDE):
+            at = build.mul(build.add(row, word(n)), self.columns)
+            lines.append(self.x.load(build, build.add(at, column), SIDE))
+        # Three rounds swap the quarters of the square, then those of each quarter, ...
+        width = SIDE // 2
+        while width:
+            for n in range(SIDE):
+                if not n & width:
+                    pair = (lines[n], lines[n + width])
+                    lines[n] = self._merged(*pair, width, 0)
+                    lines[n + width] = self._merged(*pair, width, width)
+            width //= 2
+        for n, line in enumerate(lines):
+            at = build.mul(build.add(column, word(n)), self.rows)
+            self.y.store(build, line, build.add(at, row), SIDE)
+
+    def _merged(self, a: Any, b: Any, width: int, start: int) -> Any:
+        """Groups of ``width`` numbers of a and b in turn: the first or the second of
+        each two of theirs."""
+        places: list[int] = []
+        for n in range(0, SIDE, 2 * width):
+            places += range(n + start, n + start + width)
+            places += range(SIDE + n + start, SIDE + n + start + width)
+        small = ir.IntType(32)
+        chosen = [ir.Constant(small, n) for n in places]
+        mask = ir.Constant(ir.VectorType(small, SIDE), chosen)
+        return self.build.shuffle_vector(a, b, mask)
