@@ -65,13 +65,13 @@ def program_of(learner: Any, xs: tuple, fresh: bool) -> tuple[Any, tuple]:
 
 
 def stream_program(learner: Any, xs: tuple) -> tuple[Any, tuple]:
-    """The compiled step of a stream with updates, and its arguments."""
+    """The step of a stream with updates, and its arguments."""
     step_fn = lambda *x: total_of(learner(*x))
     stream = learner.stream(step_fn, optax.adam(1e-3))
     first = jax.tree.map(lambda x: x[0], xs)
     stream(*first)
     (program,) = stream._programs.values()
-    return program._compiled, (program.arrays(), *first)
+    return program.run, (program.arrays(), *first)
 
 
 def calls_in(text: str) -> set[str]:

@@ -512,3 +512,22 @@ def inlined(
 def scope(eqn: Equation) -> str:
     """Names of the scopes in which an equation was traced."""
     return str(eqn.source_info.name_stack)
+
+
+@functools.cache
+def sequential_options() -> dict[str, Any] | None:
+    """Options of ``jax.jit`` for a program of small operations on CPUs: in an order
+    that is not meant for several threads, because handing an operation to another
+    thread takes longer than the operation.
+
+    None elsewhere, and if XLA does not know them. Only for a call that is not part of
+    another compiled program.
+    """
+    if jax.default_backend() != 'cpu':
+        return None
+    options = {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
+    except (jax.errors.JaxRuntimeError, ValueError):
+        return None
+    return options

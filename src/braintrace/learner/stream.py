@@ -27,7 +27,7 @@ from .models import interface_of
 from .optimizers import update_by
 from .recording import recording_of
 from .sequences import evolution_program
-from .stream_program import StreamProgram, shapes_of_inputs
+from .stream_program import StreamProgram, WrittenValues, shapes_of_inputs
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -109,7 +109,7 @@ class Stream:
         self.chunk = chunk
         self.decay = decay
         self._programs: dict[tuple, StreamProgram] = {}
-        self._written: dict[int, Any] = {}
+        self._written = WrittenValues()
         self._with_outputs: dict[Callable, Callable] = {}
         self._scalars: dict[Callable, Callable] = {}
         if optimizer is not None:

@@ -3,6 +3,7 @@ make."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +12,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..compat import sequential_options
 from ..frontends.module_states import StatePlaces
 from .placement import Placement
 from .programs import array_shapes, shapes_of
 from .state import EligibilityTrace
+
+SEQUENTIAL_BYTES = 4 * 2**20
+"""With smaller states, XLA need not order the operations for several threads."""
+
+
+class WrittenValues:
+    """The values that the programs of a stream wrote last."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, Any] = {}
+        self._last: StreamProgram | None = None
+
+    def note(self, program: StreamProgram) -> None:
+        """A program has run. As a rule it is the same as before, so that there is
+        nothing to do."""
+        if program is not self._last:
+            self._values = self.by_state()
+            self._last = program
+
+    def by_state(self) -> dict[int, Any]:
+        """By the identity of the state."""
+        return self._values | ({} if self._last is None else self._last.written())
 
 
 class StreamProgram:
@@ -29,7 +53,7 @@ class StreamProgram:
         function: Callable,
         example: tuple,
         in_chunks: bool,
-        written: dict[int, Any],
+        written: WrittenValues,
         placement: Placement | None,
         places: StatePlaces,
     ):
@@ -42,10 +66,10 @@ class StreamProgram:
         values = [state._read_value() for state in self._states]
         self._structure = jax.tree.structure(values)
         self._traces = [s for s in self._states if isinstance(s, EligibilityTrace)]
-        # What any program of the stream wrote last, by the identity of the state, and
-        # what this one did.
+        # The setters of a state take as long as the step of a small network.
+        self._holders = list(map(vars, self._states))
+        # What any program of the stream wrote last, and what this one did.
         self._written = written
-        self._ids = list(map(id, self._states))
         self._own: list[Any] = [None] * len(self._states)
         self._leaves: list[Any] = []
         self._shapes = list(map(array_shapes, values))
@@ -54,13 +78,17 @@ class StreamProgram:
         if placement is not None:
             self._shardings = jax.tree.map(placement.present, values)
         self._traced = 0
-        run = self._steps if in_chunks else self._step
+        self.run = self._steps if in_chunks else self._step
+        """The program before it is compiled: arrays and inputs in, new arrays out."""
 
         def traced(*given: Any) -> tuple:
             self._traced += 1
-            return run(*given)
+            return self.run(*given)
 
-        self._compiled: Any = jax.jit(traced, donate_argnums=0)
+        options = sequential_options() if _is_small(self._shapes) else None
+        self._compiled: Any = jax.jit(
+            traced, donate_argnums=0, compiler_options=options
+        )
 
     @property
     def count(self) -> int:
@@ -77,13 +105,13 @@ class StreamProgram:
         """
         if self._is_latest():
             return self._leaves
-        found = []
+        found, written = [], self._written.by_state()
         for n, state in enumerate(self._states):
             value = state._read_value()
             if value is not self._own[n] and array_shapes(value) != self._shapes[n]:
                 return None
-            written = self._written.get(id(state))
-            if value is not written or getattr(state, 'was_read', False):
+            is_ours = value is written.get(id(state))
+            if not is_ours or getattr(state, 'was_read', False):
                 value = jax.tree.map(jnp.copy, value)
                 if self._shardings is not None:
                     value = jax.device_put(value, self._shardings[n])
@@ -93,8 +121,8 @@ class StreamProgram:
     def _is_latest(self) -> bool:
         """Whether the states have the values that this program wrote last, and no trace
         was read since: the case of nearly every step, so it must be quick."""
-        for state, value in zip(self._states, self._own, strict=True):
-            if state._value is not value:
+        for holder, value in zip(self._holders, self._own, strict=True):
+            if holder['_value'] is not value:
                 return False
         return not any(trace.was_read for trace in self._traces)
 
@@ -125,14 +153,24 @@ class StreamProgram:
         """Run it, from :meth:`arrays`; what the function returns."""
         self._leaves, found = self._compiled(arrays, *args)
         self._own = jax.tree.unflatten(self._structure, self._leaves)
-        for state, value in zip(self._states, self._own, strict=True):
-            # The setters of a state take as long as the step of a small network.
-            object.__setattr__(state, '_value', value)
+        for holder, value in zip(self._holders, self._own, strict=True):
+            holder['_value'] = value
         for trace in self._traces:
             if trace.was_read:
                 trace.was_read = False
-        self._written.update(zip(self._ids, self._own, strict=True))
+        self._written.note(self)
         return found
+
+    def written(self) -> dict[int, Any]:
+        """What it wrote last, by the identity of the state."""
+        return dict(zip(map(id, self._states), self._own, strict=True))
+
+
+def _is_small(shapes: list[tuple]) -> bool:
+    """Whether the arrays of all states, by their shapes and types, are small."""
+    arrays = [array for state in shapes for array in state]
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
+    return size < SEQUENTIAL_BYTES
 
 
 def shapes_of_inputs(inputs: tuple) -> tuple:
