@@ -319,29 +319,36 @@ def test_all_ways_to_find_groups_and_sites_agree(compiled, name):
             info, graph.hid_path_to_group
         )
     ]
-    assert bt.find_hidden_param_op_relations_from_minfo(info, {}) == ()
+    assert bt.find_hidden_param_op_relations_from_minfo(info, {}) == []
 
 
 # ---------------------------------------------------------------- HiddenParamOpRelation
 
 
-def test_a_site(compiled):
+def test_a_relation(compiled):
     _, graph = compiled['lif']
     (group,) = graph.hidden_groups
-    site, recurrent = graph.hidden_param_op_relations
-    assert (site.path, site.trainable_paths) == (('w',), (('w',),))
+    relation, recurrent = graph.hidden_param_op_relations
+    assert (relation.path, relation.trainable_paths) == (('w',), {'weight': ('w',)})
     assert recurrent.path == ('rec',)
-    assert site.primitive.name == 'dot_general'
-    assert site.x_var is graph.module_info.jaxpr.invars[0]
-    assert site.y_var.aval.shape == (B, H)
-    assert site.hidden_groups == (group,)
-    assert site.connected_hidden_paths == (('V',),)
-    (program,) = site.y_to_hidden_group_jaxprs
-    assert program.invars == [site.y_var]
+    assert relation.primitive.name == 'dot_general'
+    assert relation.x_var is graph.module_info.jaxpr.invars[0]
+    assert relation.y_var.aval.shape == (B, H)
+    assert relation.hidden_groups == [group]
+    assert relation.connected_hidden_paths == [('V',)]
+    (program,) = relation.y_to_hidden_group_jaxprs
+    assert program.invars == [relation.y_var]
+    assert relation.dict()['trainable_paths'] == {'weight': ('w',)}
+    assert repr(relation) == 'HiddenParamOpRelation(w → dot_general → y[2, 4] → V)'
+    (site,) = relation.sites
     np.testing.assert_array_equal(site.y_positions[0], np.arange(B * H).reshape(B, H))
     assert not site.marked
-    assert site.dict()['path'] == ('w',)
-    assert repr(site) == 'HiddenParamOpRelation(w → dot_general → y[2, 4] → V)'
+    assert repr(site) == 'Site(w → dot_general → y[2, 4] → V)'
+
+
+def sites_of(model):
+    relations = bt.find_hidden_param_op_relations_from_module(model, X)
+    return [site for relation in relations for site in relation.sites]
 
 
 def test_marked_sites():
@@ -353,26 +360,23 @@ def test_marked_sites():
         )
         for op in (lambda m, x: x @ m.w.value, lambda m, x: bt.matmul(x, m.w.value))
     )
-    assert [
-        s.marked for s in bt.find_hidden_param_op_relations_from_module(plain, X)
-    ] == [False]
-    assert [
-        s.marked for s in bt.find_hidden_param_op_relations_from_module(marked, X)
-    ] == [True]
+    assert [s.marked for s in sites_of(plain)] == [False]
+    assert [s.marked for s in sites_of(marked)] == [True]
     gain = Step(
         lambda m, x: setattr(m.h, 'value', bt.element_wise(m.g.value, weight_fn=jnp.tanh) * m.h.value + x @ m.w.value),
         g=weight(H), w=weight(I, H), h=hidden(B, H),
     )  # fmt: skip
-    sites = bt.find_hidden_param_op_relations_from_module(gain, X)
-    assert {s.path: s.marked for s in sites} == {('g',): True, ('w',): False}
+    assert {s.parameters[0].name: s.marked for s in sites_of(gain)} == {
+        'g': True,
+        'w': False,
+    }
     linear = bt.nn.Linear(I, H)
     both = Step(
         lambda m, x: setattr(m.h, 'value', 0.9 * m.h.value + m.l(x)),
         l=linear,
         h=hidden(B, H),
     )
-    sites = bt.find_hidden_param_op_relations_from_module(both, X)
-    assert [(s.parameters[0].name, s.marked) for s in sites] == [
+    assert [(s.parameters[0].name, s.marked) for s in sites_of(both)] == [
         ('l.weight.weight', True),
         ('l.weight.bias', True),
     ]
@@ -387,8 +391,8 @@ def test_the_factors_of_a_linear_solve_are_no_site():
         ).T
 
     model = Step(implicit_euler, a=weight(H, H), w=weight(I, H), h=hidden(B, H))
-    (site,) = bt.find_hidden_param_op_relations_from_module(model, X)
-    assert (site.path, site.operand) == (('a',), 0)
+    (site,) = sites_of(model)
+    assert (site.parameters[0].name, site.operand) == ('a', 0)
 
 
 # ---------------------------------------------------------------- HiddenPerturbation
@@ -776,7 +780,7 @@ def test_executor(compiled, name, capsys):
                 *site.y_var.aval.shape,
                 group.num_state,
             )
-        assert jacobian.weight.shape == site.weight_var.aval.shape
+        assert jacobian.weight.shape == site.sites[0].weight_var.aval.shape
     *again, pull = executor.solve_h2w_h2h_l2h_jacobian(X)
     jax.tree.map(close, again, [out, new, others, h2w, h2h])
     assert [s.shape for s in pull(jnp.ones_like(out))] == [

@@ -108,7 +108,7 @@ def test_as_drawn_by_hand(name):
     } == credit
     found = {}
     for site in graph.hidden_param_op_relations:
-        for path in site.trainable_paths:
+        for path in site.trainable_paths.values():
             found.setdefault(path, set()).update(g.index for g in site.hidden_groups)
     assert found == sites
 

@@ -675,7 +675,7 @@ def test_the_executor_gives_the_derivative_by_the_element_that_a_position_reads(
     executor.compile_graph(x)
     sites = executor.graph.hidden_param_op_relations
     _, _, _, h2w, _ = executor.solve_h2w_h2h_jacobian(x)
-    found = {site.path[0]: (site, j) for site, j in zip(sites, h2w, strict=True)}
+    found = {r.path[0]: (r.sites[0], j) for r, j in zip(sites, h2w, strict=True)}
     site, jacobian = found['w_g']
     assert site.y_var.aval.shape == (B, 1)
     np.testing.assert_array_equal(site.y_sources[0].reshape(B, 5), [[0] * 5, [1] * 5])

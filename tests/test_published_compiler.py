@@ -133,11 +133,11 @@ def test_relations_are_findings():
     included = graph.explain(kind='relation_included')
     sites = graph.hidden_param_op_relations
     assert [r.weight_path for r in included] == [s.path for s in sites]
-    assert [r.primitive for r in included] == [s.primitive.name for s in sites]
+    assert [r.primitive for r in included] == [s.primitive for s in sites]
     assert all(r.context['hidden_group_indices'] == (0,) for r in included)
     assert {r.weight_path[1] for r in included} == {'Wi', 'Wg', 'Wf', 'Wo'}
     for record, site in zip(included, sites, strict=True):
-        assert record.hidden_paths == site.connected_hidden_paths
+        assert list(record.hidden_paths) == site.connected_hidden_paths
         assert record.level is bt.DiagnosticLevel.INFO
     (readout,) = graph.explain(kind=Kind.RELATION_EXCLUDED_NON_TEMPORAL)
     assert readout.weight_path == ('out', 'weight')
@@ -276,7 +276,7 @@ def test_members_of_relations():
     first, pair = by_path['first',], by_path['pair',]
     assert first.x is first.x_var
     assert first.y is first.y_var
-    assert first.eqn_params == dict(first.equation.params)
+    assert first.eqn_params == dict(first.sites[0].equation.params)
     assert first.trainable_vars == {'weight': first.parameters[0].invar}
     assert first.trainable_leaf_indices == {'weight': 0}
     assert first.trainable_param_states['weight'] is model.first

@@ -176,9 +176,9 @@ def test_weights_are_marked(name):
     kind, options, _, _ = CELLS[name]
     cell = kind(INPUTS, UNITS, **options)
     cell.init_state()
-    sites = braintrace.find_hidden_param_op_relations_from_module(cell, jnp.ones(3))
-    assert sites
-    assert all(site.marked for site in sites)
+    found = braintrace.find_hidden_param_op_relations_from_module(cell, jnp.ones(3))
+    assert found
+    assert all(site.marked for relation in found for site in relation.sites)
 
 
 def test_at_the_start():

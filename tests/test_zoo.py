@@ -16,6 +16,7 @@ from braintrace.analysis.analysed import analyse
 from braintrace.analysis.graph import compile_etrace_graph
 from braintrace.compat import evaluate, is_var
 from braintrace.lowering.executor import ETraceGraphExecutor
+from braintrace.program import slice_back
 from oracle import local_step
 from zoo import CASES
 
@@ -179,9 +180,10 @@ def site_gradients(graph, g, h2w, gamma, flat, place):
         (v, x) for v, x in zip(info.jaxpr.outvars, results, strict=True) if is_var(v)
     )
     env.update(zip(info.jaxpr.constvars, info.closed_jaxpr.consts, strict=True))
-    for site, jacobian in zip(graph.hidden_param_op_relations, h2w, strict=True):
+    for relation, jacobian in zip(graph.hidden_param_op_relations, h2w, strict=True):
         if g not in jacobian.hidden_to_y:
             continue
+        site = relation.sites[-1]
         which = [group.index for group in site.hidden_groups].index(g)
         y, states = site.y_var.aval, gamma.shape[-1]
         slopes, sources = jacobian.hidden_to_y[g], site.y_sources[which]
@@ -197,11 +199,28 @@ def site_gradients(graph, g, h2w, gamma, flat, place):
             credit = jnp.sum(gamma * slopes, axis=-1).reshape(-1)[at].astype(y.dtype)
             y_bar = jnp.zeros(y.size, y.dtype).at[sources[at]].add(credit)
             y_bar = y_bar.reshape(y.shape)
-        for v, grad in zip(
-            site.weight_jaxpr.invars, pull_site(graph, site, env, y_bar), strict=True
-        ):
-            total[v] = total[v] + grad
+        for site in reversed(relation.sites):
+            if site.y_var is not relation.y_var:  # before the bias, perhaps transposed
+                y_bar = pull_result(
+                    program, site.y_var, relation.sites[-1].x_var, y_bar
+                )
+            for v, grad in zip(
+                site.weight_jaxpr.invars,
+                pull_site(graph, site, env, y_bar),
+                strict=True,
+            ):
+                total[v] = total[v] + grad
     return [total[p.invar] for p in program.parameters]
+
+
+def pull_result(program, y, moved, moved_bar):
+    """Gradient of an operation's result from that of the same, moved to where the bias
+    is added."""
+    producer = {v: i for i, e in enumerate(program.equations) for v in e.outvars}
+    path = slice_back(program.equations, producer, [y], moved)
+    zero = jnp.zeros(y.aval.shape, y.aval.dtype)
+    _, pull = jax.vjp(lambda value: evaluate(path, [], value)[0], zero)
+    return pull(moved_bar)[0]
 
 
 def pull_site(graph, site, env, y_bar):

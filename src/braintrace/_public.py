@@ -29,7 +29,8 @@ from .analysis.graph import (
 )
 from .analysis.groups import HiddenGroup, group_merging, jacrev_last_dim
 from .analysis.perturbation import HiddenPerturbation
-from .analysis.sites import HiddenParamOpRelation
+from .analysis.relations import HiddenParamOpRelation
+from .analysis.relations import name_operations as _name_operations
 from .batches import Batches
 from .checkpoint import load, load_for_inference
 from .errors import CompilationError, CreditWarning, NotSupportedError
@@ -122,6 +123,9 @@ else:
 
 
 _provide(lambda: _import_module('.published.spellings', __package__))
+_name_operations(
+    lambda: _import_module('.published.primitives', __package__).operation_of_mark
+)
 _extend(HiddenGroup, HiddenParamOpRelation, ModuleInfo)
 
 # Switches of the published package's compiler.

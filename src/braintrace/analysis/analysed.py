@@ -17,7 +17,8 @@ from .cuts import Positions
 from .dependence import of
 from .groups import HiddenGroup, group_hidden, make_group, positions_of_paths
 from .opaque import check_loops, opaque_equations
-from .sites import HiddenParamOpRelation, find_sites
+from .relations import HiddenParamOpRelation, by_operation
+from .sites import Site, find_sites
 from .sources import Sources
 
 GroupsByPath = dict[Path, HiddenGroup]
@@ -39,9 +40,14 @@ class Analysed:
     positions: list[Positions]
 
     @cached_property
-    def sites(self) -> tuple[HiddenParamOpRelation, ...]:
+    def sites(self) -> tuple[Site, ...]:
         """Every use of a parameter, in program order; for reports."""
         return find_sites(self.sources, self.groups, self.positions)
+
+    @cached_property
+    def relations(self) -> list[HiddenParamOpRelation]:
+        """The sites by operation."""
+        return by_operation(self.sources, self.sites)
 
     @property
     def by_path(self) -> GroupsByPath:

@@ -20,7 +20,7 @@ class DiagnosticKind(enum.StrEnum):
     UNUSED_STATE = 'unused_state'
     CONSTANT_STATE = 'constant_state'
 
-    # The same findings by the names of the published package: `analysis/relations.py`.
+    # The same findings by the names of the published package: `analysis/relation_records.py`.
     RELATION_INCLUDED = 'relation_included'
     RELATION_EXCLUDED_NON_TEMPORAL = 'relation_excluded_non_temporal'
     RELATION_EXCLUDED_WEIGHT_TO_WEIGHT = 'relation_excluded_weight_to_weight'
@@ -132,7 +132,7 @@ class CompilationRecord(NamedTuple):
     kind: DiagnosticKind
     level: DiagnosticLevel
     message: str
-    primitive: str | None = None
+    primitive: Any = None
     weight_path: Path | None = None
     hidden_paths: tuple[Path, ...] = ()
     context: Any = None

@@ -18,13 +18,13 @@ from .diagnostics import CompilationRecord, DiagnosticKind
 from .findings import findings
 from .groups import HiddenGroup
 from .perturbation import HiddenPerturbation, add_perturbation
-from .relations import relation_records
-from .sites import HiddenParamOpRelation
+from .relation_records import relation_records
+from .relations import HiddenParamOpRelation
 
 if TYPE_CHECKING:
     from ..report import CompilationReport
 
-Groups = tuple[tuple[HiddenGroup, ...], GroupsByPath]
+Groups = tuple[list[HiddenGroup], GroupsByPath]
 
 
 class ETraceGraph(NamedTuple):
@@ -32,9 +32,9 @@ class ETraceGraph(NamedTuple):
     that were cut."""
 
     module_info: Any
-    hidden_groups: tuple[HiddenGroup, ...]
+    hidden_groups: list[HiddenGroup]
     hid_path_to_group: GroupsByPath
-    hidden_param_op_relations: tuple[HiddenParamOpRelation, ...]
+    hidden_param_op_relations: list[HiddenParamOpRelation]
     hidden_perturb: HiddenPerturbation | None
     diagnostics: tuple[CompilationRecord, ...] = ()
 
@@ -82,7 +82,7 @@ class ETraceGraph(NamedTuple):
             diagnostics=self.diagnostics,
             model=self.module_info.name,
             program=self.module_info.program,
-            sites=self.hidden_param_op_relations,
+            sites=tuple(s for r in self.hidden_param_op_relations for s in r.sites),
         )
 
     def call_hidden_perturb(
@@ -119,7 +119,7 @@ class ETraceGraph(NamedTuple):
     def __repr__(self) -> str:
         lines = [f'ETraceGraph of {self.module_info!r}']
         lines += [f'  {g!r}' for g in self.hidden_groups] + [
-            f'  {s!r}' for s in self.hidden_param_op_relations
+            f'  {r!r}' for r in self.hidden_param_op_relations
         ]
         return '\n'.join(lines)
 
@@ -146,7 +146,7 @@ def compile_etrace_graph(
     >>> gru = brainstate.nn.GRUCell(3, 4)
     >>> _ = brainstate.nn.init_all_states(gru)
     >>> compile_etrace_graph(gru, jnp.ones(3)).hidden_groups
-    (HiddenGroup(0: h; positions (4,), 1 state(s) each),)
+    [HiddenGroup(0: h; positions (4,), 1 state(s) each)]
     """
     with compiling():
         return graph_of(
@@ -179,18 +179,19 @@ def graph_of(
     program: StepProgram = info.program
     check_hidden(program)
     analysed = analyse(program) if analysed is None else analysed
-    sites, found = analysed.sites, tuple(findings(CreditAnalysis(analysed)))
+    relations = analysed.relations
+    found = tuple(findings(CreditAnalysis(analysed)))
     return ETraceGraph(
         module_info=info.add_jaxpr_outs(
-            _extra_outputs(program, analysed.groups, sites)
+            _extra_outputs(program, analysed.groups, relations)
         ),
-        hidden_groups=analysed.groups,
+        hidden_groups=list(analysed.groups),
         hid_path_to_group=analysed.by_path,
-        hidden_param_op_relations=sites,
+        hidden_param_op_relations=relations,
         hidden_perturb=add_perturbation(program) if include_hidden_perturb else None,
         diagnostics=(
             *found,
-            *relation_records(program, analysed.groups, sites, found),
+            *relation_records(program, analysed.groups, relations, found),
         ),
     )
 
@@ -198,15 +199,15 @@ def graph_of(
 def _extra_outputs(
     program: StepProgram,
     groups: Sequence[HiddenGroup],
-    sites: Sequence[HiddenParamOpRelation],
+    relations: Sequence[HiddenParamOpRelation],
 ) -> list[Var]:
-    """Every site's x, the inputs of every y→hidden program and of every transition; no
-    duplicates."""
-    wanted = [s.x_var for s in sites if s.x_var is not None]
+    """Every relation's x, the inputs of every y→hidden program and of every transition;
+    no duplicates."""
+    wanted = [r.x_var for r in relations if r.x_var is not None]
     wanted += [
         v
-        for s in sites
-        for part in s.y_to_hidden_group_jaxprs
+        for r in relations
+        for part in r.y_to_hidden_group_jaxprs
         for v in (*part.invars, *part.constvars)
     ]
     wanted += [v for group in groups for v in group.transition_jaxpr_constvars]
@@ -217,7 +218,7 @@ def _extra_outputs(
 def find_hidden_groups_from_minfo(minfo: Any) -> Groups:
     """Hidden groups of a traced module, and the group of each path."""
     analysed = analyse(minfo.program)
-    return analysed.groups, analysed.by_path
+    return list(analysed.groups), analysed.by_path
 
 
 def find_hidden_groups_from_module(
@@ -251,28 +252,28 @@ def find_hidden_groups_from_jaxpr(
         path_to_state,
     )
     analysed = analyse(program)
-    return analysed.groups, analysed.by_path
+    return list(analysed.groups), analysed.by_path
 
 
 def find_hidden_param_op_relations_from_minfo(
     minfo: Any, hid_path_to_group: GroupsByPath | None = None
-) -> tuple[HiddenParamOpRelation, ...]:
-    """Sites of a traced module; with ``hid_path_to_group`` only those into these
+) -> list[HiddenParamOpRelation]:
+    """Relations of a traced module; with ``hid_path_to_group`` only those into these
     groups."""
-    sites = analyse(minfo.program).sites
+    relations = analyse(minfo.program).relations
     if hid_path_to_group is None:
-        return sites
-    return tuple(
-        s
-        for s in sites
-        if any(p in hid_path_to_group for p in s.connected_hidden_paths)
-    )
+        return relations
+    return [
+        r
+        for r in relations
+        if any(p in hid_path_to_group for p in r.connected_hidden_paths)
+    ]
 
 
 def find_hidden_param_op_relations_from_module(
     model: Any, *model_args: Any, **model_kwargs: Any
-) -> tuple[HiddenParamOpRelation, ...]:
-    """Sites of a module."""
+) -> list[HiddenParamOpRelation]:
+    """Relations of a module."""
     return find_hidden_param_op_relations_from_minfo(
         extract(model, *model_args, **model_kwargs)
     )

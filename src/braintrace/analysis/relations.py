@@ -1,129 +1,214 @@
-"""Findings by the names of the published package: which parameters are tied to which
-groups, and why others are not.
+"""Relations: operations with parameters, and the way from their results to hidden groups.
 
-Everything here is read from groups, sites and records of other kinds, so that code
-which filters diagnostics by these names finds them. Reports show the same in other
-places.
+A relation is one call of an operation: ``x @ w + b`` of a marked operation is one, with
+two sites. Operations without a mark have a relation for each site.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from ..program import Path, StepProgram
+import jax
+
+from ..compat import Jaxpr, Var, is_var, structure, sub_programs
+from ..program import Parameter, Path
 from ..program.step import path_name
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .dependence import of
 from .groups import HiddenGroup
-from .sites import HiddenParamOpRelation
+from .sites import Site, adds, mark_of
+from .sources import Sources
+
+Operation = tuple[Any, tuple[str, ...]]
+"""What stands for an operation in a relation, and the roles of its operands."""
+
+_load: Callable[[], Callable[[str, Site], Operation]] | None = None
 
 
-def relation_records(
-    program: StepProgram,
-    groups: Sequence[HiddenGroup],
-    sites: Sequence[HiddenParamOpRelation],
-    found: Sequence[CompilationRecord],
-) -> Iterator[CompilationRecord]:
-    """The records of a program; ``found``: those of the credit analysis."""
-    yield from _unread(program)
-    yield from _merged(groups)
-    partial = set()
+def name_operations(load: Callable[[], Callable[[str, Site], Operation]]) -> None:
+    """Use, once it is needed, the function that ``load`` gives: the marked operation of a
+    site, from the name of the mark."""
+    global _load
+    _load = load
+
+
+NONE: dict[Any, Any] = {}
+"""What a record that was made without them knows of its parameters."""
+
+
+class PathByRole(dict[str, Path]):
+    """The path of the parameter in each role; paths count as members too."""
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self.values()
+
+
+class HiddenParamOpRelation(NamedTuple):
+    """One operation: parameters → y → hidden groups.
+
+    ``y_to_hidden_group_jaxprs[g]`` leads from y to the new states of
+    ``hidden_groups[g]``. ``path_classification`` says of each connected hidden state
+    how the parameters reach it: 'all_direct', or 'mixed' if another way of theirs into
+    the same group is cut. What is known of the parameters is by role: 'weight', 'bias',
+    or their names where one operand is made of several. ``trainable_processing_chains``:
+    the primitives between a parameter and the operation. ``sites``: its uses of
+    parameters.
+    """
+
+    primitive: Any
+    x_var: Var | None
+    y_var: Var
+    hidden_groups: list[HiddenGroup]
+    y_to_hidden_group_jaxprs: list[Jaxpr]
+    connected_hidden_paths: list[Path]
+    eqn_params: dict[str, Any]
+    path_classification: dict[Path, str] = NONE
+    trainable_vars: dict[str, Var] = NONE
+    trainable_paths: dict[str, Path] = NONE
+    trainable_leaf_indices: dict[str, int] = NONE
+    trainable_param_states: dict[str, Any] = NONE
+    trainable_processing_chains: dict[str, tuple[Any, ...]] = NONE
+    control_flow_context: str | None = None
+    sites: tuple[Site, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The path of the first parameter."""
+        return next(iter(self.trainable_paths.values()))
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameter arrays of all sites."""
+        return tuple(p for site in self.sites for p in site.parameters)
+
+    def dict(self) -> dict[str, Any]:
+        """The record as a dictionary."""
+        return self._asdict()
+
+    def __repr__(self) -> str:
+        names = ', '.join(p.name for p in self.parameters)
+        hidden = ', '.join(map(path_name, self.connected_hidden_paths))
+        y = f'{self.primitive} → y{list(self.y_var.aval.shape)}'
+        return f'HiddenParamOpRelation({names} → {y} → {hidden})'
+
+
+def by_operation(
+    sources: Sources, sites: Sequence[Site]
+) -> list[HiddenParamOpRelation]:
+    """The relations of sites, in the order of the first site of each."""
+    found: list[list[Site]] = []
     for site in sites:
-        classes = site.path_classification
-        mixed = tuple(p for p, kind in classes.items() if kind == 'mixed')
-        for path in site.trainable_paths:
-            if mixed and (path, mixed) not in partial:
-                partial.add((path, mixed))
-                yield _partial(site, path, mixed)
-            yield _included(site, path)
-    yield from _untied(program, sites, found)
+        before = _result_that_it_shifts(sources, site)
+        for together in found:
+            if before is not None and together[-1].y_var is before:
+                together.append(site)
+                break
+        else:
+            found.append([site])
+    return [_relation(together) for together in found]
 
 
-def _unread(program: StepProgram) -> Iterator[CompilationRecord]:
-    def record(path: Path, **fields: Any) -> CompilationRecord:
-        return CompilationRecord(
-            DiagnosticKind.STATE_MISMATCH,
-            DiagnosticLevel.NOTICE,
-            f'{path_name(path)} is a state of the model that the step does not use',
-            context={'direction': 'retrieved_not_in_compiled', 'state_path': path},
-            **fields,
-        )
-
-    for path in program.untouched_parameters:
-        yield record(path, weight_path=path)
-    for path in program.untouched_hidden:
-        yield record(path, hidden_paths=(path,))
-
-
-def _merged(groups: Sequence[HiddenGroup]) -> Iterator[CompilationRecord]:
-    for group in groups:
-        if len(group.hidden_paths) > 1:
-            names = ', '.join(map(path_name, group.hidden_paths))
-            yield CompilationRecord(
-                DiagnosticKind.HIDDEN_GROUP_MERGED,
-                DiagnosticLevel.INFO,
-                f'{names} reach each other position by position: one group',
-                hidden_paths=tuple(group.hidden_paths),
-                context={'hidden_group_indices': (group.index,)},
-            )
+def _result_that_it_shifts(sources: Sources, site: Site) -> Var | None:
+    """The result to which a marked operation adds its bias, if the site is a bias: that
+    of the equation before in which the same mark has a parameter."""
+    mark, result = mark_of(site.equation), site.x_var
+    if mark is None or not adds(site.equation):
+        return None
+    equations = sources.program.equations
+    while result is not None and result in sources.producer:
+        eqn = equations[sources.producer[result]]
+        if mark_of(eqn) != mark:
+            return None
+        data = [
+            v for v in eqn.invars if is_var(v) and not _is_made_of_weights(sources, v)
+        ]
+        if len(data) < len(eqn.invars):
+            return result
+        # Results are moved before the sum: transposed, reshaped.
+        result = data[0] if len(data) == 1 else None
+    return None
 
 
-def _included(site: HiddenParamOpRelation, path: Path) -> CompilationRecord:
-    indices = tuple(group.index for group in site.hidden_groups)
-    into = ', '.join(map(str, indices))
-    return CompilationRecord(
-        DiagnosticKind.RELATION_INCLUDED,
-        DiagnosticLevel.INFO,
-        f'{path_name(path)} → {site.primitive.name} → group {into}',
-        site.primitive.name,
-        path,
-        site.connected_hidden_paths,
-        {
-            'hidden_group_indices': indices,
-            'path_classification': site.path_classification,
-        },
+def _is_made_of_weights(sources: Sources, v: Var) -> bool:
+    return not of(sources.total, v).reads & sources.data
+
+
+def _relation(sites: Sequence[Site]) -> HiddenParamOpRelation:
+    first, last = sites[0], sites[-1]
+    mark, primitive = first.mark, first.primitive
+    known: tuple[str, ...] = ()
+    if mark is not None and _load is not None:
+        primitive, known = _load()(mark, first)
+    roles = dict(_roles(sites, known))
+    of_each = lambda value: {role: value(*used) for role, used in roles.items()}
+    has_body = any(sub_programs(first.equation))
+    return HiddenParamOpRelation(
+        primitive=primitive,
+        x_var=first.x_var,
+        y_var=last.y_var,
+        hidden_groups=list(last.hidden_groups),
+        y_to_hidden_group_jaxprs=list(last.y_to_hidden_group_jaxprs),
+        connected_hidden_paths=list(last.connected_hidden_paths),
+        eqn_params=dict(first.equation.params),
+        path_classification={**last.path_classification, **first.path_classification},
+        trainable_vars=of_each(lambda site, parameter: parameter.invar),
+        trainable_paths=PathByRole(of_each(lambda site, parameter: parameter.path)),
+        trainable_leaf_indices=of_each(lambda site, parameter: _leaf_index(parameter)),
+        trainable_param_states=of_each(lambda site, parameter: parameter.state),
+        trainable_processing_chains=of_each(_processing),
+        control_flow_context=structure(first.equation) if has_body else None,
+        sites=tuple(sites),
     )
 
 
-def _partial(
-    site: HiddenParamOpRelation, path: Path, hidden: tuple[Path, ...]
-) -> CompilationRecord:
-    names = ', '.join(map(path_name, hidden))
-    return CompilationRecord(
-        DiagnosticKind.RELATION_PARTIAL_PATH,
-        DiagnosticLevel.NOTICE,
-        f'{path_name(path)} reaches {names} directly and by a way that is cut',
-        site.primitive.name,
-        path,
-        hidden,
-        {'classification': 'mixed'},
-    )
+def _roles(
+    sites: Sequence[Site], known: Sequence[str]
+) -> Iterator[tuple[str, tuple[Site, Parameter]]]:
+    """The role of each parameter array in an operation: the ``known`` ones of a marked
+    operation, the last of which is its bias; else its name."""
+    first, *biases = sites
+    parameters = _in_order_of_use(first)
+    roles: list[str] = [_role(p) for p in parameters]
+    if len(parameters) == len(known[:-1]):
+        roles = list(known[:-1])
+    for role, parameter in zip(roles, parameters, strict=True):
+        yield role, (first, parameter)
+    for site in biases:
+        for parameter in site.parameters:
+            alone = len(site.parameters) == 1 and known
+            yield known[-1] if alone else _role(parameter), (site, parameter)
 
 
-def _untied(
-    program: StepProgram,
-    sites: Sequence[HiddenParamOpRelation],
-    found: Sequence[CompilationRecord],
-) -> Iterator[CompilationRecord]:
-    tied = {path for site in sites for path in site.trainable_paths}
-    temporal = {r.weight_path for r in found if (r.context or {}).get('temporal')}
-    cut: dict[Path | None, tuple[Path, ...]] = {
-        r.weight_path: r.hidden_paths for r in found if r.kind is DiagnosticKind.CUT
-    }
-    for path in dict.fromkeys(p.path for p in program.parameters):
-        name = path_name(path)
-        if path not in tied and path not in temporal:
-            yield CompilationRecord(
-                DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
-                DiagnosticLevel.INFO,
-                f'{name} moves no state that a later step reads: it needs no trace',
-                weight_path=path,
-            )
-        elif path not in tied and path in cut:
-            yield CompilationRecord(
-                DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT,
-                DiagnosticLevel.NOTICE,
-                f'every way of {name} to a hidden group is cut: it has no trace',
-                weight_path=path,
-                hidden_paths=cut[path],
-            )
+def _role(parameter: Parameter) -> str:
+    """The name of an array in its state; a state that is one array has none inside."""
+    return str(parameter.leaf[-1]) if parameter.leaf else 'weight'
+
+
+def _in_order_of_use(site: Site) -> list[Parameter]:
+    """Parameters in the order in which their operand is made of them."""
+    used = [v for eqn in site.weight_jaxpr.eqns for v in eqn.invars if is_var(v)]
+    place = {v: n for n, v in reversed(list(enumerate(used)))}
+    return sorted(site.parameters, key=lambda p: place.get(p.invar, -1))
+
+
+def _leaf_index(parameter: Parameter) -> int:
+    """The number of a parameter's array among those of its state."""
+    if parameter.state is None:
+        return 0
+    keyed, _ = jax.tree_util.tree_flatten_with_path(parameter.state.value)
+    keys = [
+        tuple(getattr(k, 'key', getattr(k, 'idx', k)) for k in ks) for ks, _ in keyed
+    ]
+    return keys.index(parameter.leaf) if parameter.leaf in keys else 0
+
+
+def _processing(site: Site, parameter: Parameter) -> tuple[Any, ...]:
+    """Primitives between a parameter and the operation, whose own are left out."""
+    own = mark_of(site.equation)
+    chain, known = [], {parameter.invar}
+    for eqn in site.weight_jaxpr.eqns:
+        if any(is_var(v) and v in known for v in eqn.invars):
+            known.update(eqn.outvars)
+            if own is None or mark_of(eqn) != own:
+                chain.append(eqn.primitive)
+    return tuple(chain)

@@ -9,8 +9,9 @@ and so it is a site for each.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +29,8 @@ MARK = 'etrace:'
 """
 
 
-class HiddenParamOpRelation(NamedTuple):
-    """One site: parameter → operation → hidden groups.
+class Site(NamedTuple):
+    """One use of a parameter: parameter → operation → hidden groups.
 
     ``weight_jaxpr`` computes the operand ``weight_var`` from the arrays of
     ``parameters``. ``y_to_hidden_group_jaxprs[g]`` leads from y to the new states of
@@ -47,8 +48,6 @@ class HiddenParamOpRelation(NamedTuple):
     hidden_groups: tuple[HiddenGroup, ...]
     y_to_hidden_group_jaxprs: tuple[Jaxpr, ...]
     connected_hidden_paths: tuple[Path, ...]
-    path: Path
-    trainable_paths: tuple[Path, ...]
     parameters: tuple[Parameter, ...]
     equation: Equation
     operand: int
@@ -59,21 +58,29 @@ class HiddenParamOpRelation(NamedTuple):
     path_classification: dict[Path, str]
     y_sources: tuple[np.ndarray | None, ...] = ()
 
-    def dict(self) -> dict[str, Any]:
-        """The record as a dictionary."""
-        return self._asdict()
+    @property
+    def mark(self) -> str | None:
+        """The name of the marked operation that the parameters are used through."""
+        equations = (self.equation, *reversed(self.weight_jaxpr.eqns))
+        return next((name for name in map(mark_of, equations) if name), None)
 
     def __repr__(self) -> str:
         names = ', '.join(p.name for p in self.parameters)
         hidden = ', '.join(map(path_name, self.connected_hidden_paths))
         shape = self.y_var.aval.shape
         y = f'{self.primitive.name} → y{list(shape)}'
-        return f'HiddenParamOpRelation({names} → {y} → {hidden})'
+        return f'Site({names} → {y} → {hidden})'
+
+
+def mark_of(eqn: Equation) -> str | None:
+    """The name of the marked operation that an equation is a part of."""
+    found = re.findall(MARK + r'([^/()]+)', scope(eqn))
+    return found[-1] if found else None
 
 
 def find_sites(
     sources: Sources, groups: Sequence[HiddenGroup], positions: Sequence[Positions]
-) -> tuple[HiddenParamOpRelation, ...]:
+) -> tuple[Site, ...]:
     """All sites of a program, in program order."""
     result = []
     for i, eqn in enumerate(sources.program.equations):
@@ -103,6 +110,14 @@ def find_sites(
     return tuple(result)
 
 
+def adds(eqn: Equation) -> bool:
+    """Whether an equation is a sum or a difference."""
+    operation = operation_of(eqn)
+    if operation is None or operation.family != 'elementwise':
+        return False
+    return operation.linear is True and len(eqn.invars) == 2
+
+
 def weight_operands(sources: Sources, eqn: Equation) -> list[int]:
     """Operands computed from parameters only, of an equation that reads data too or
     makes a new hidden state."""
@@ -122,7 +137,7 @@ def _site(
     k: int,
     y: Var,
     into: Sequence[tuple[HiddenGroup, Positions]],
-) -> HiddenParamOpRelation:
+) -> Site:
     equations = sources.program.equations
     weight = eqn.invars[k]
     grads = of(sources.total, weight).grads
@@ -152,15 +167,13 @@ def _site(
     data = [
         v for v in eqn.invars if is_var(v) and of(sources.total, v).reads & sources.data
     ]
-    return HiddenParamOpRelation(
+    return Site(
         primitive=eqn.primitive,
         x_var=data[0] if data else None,
         y_var=y,
         hidden_groups=tuple(group for group, _ in into),
         y_to_hidden_group_jaxprs=programs,
         connected_hidden_paths=tuple(connected),
-        path=parameters[0].path,
-        trainable_paths=tuple(dict.fromkeys(p.path for p in parameters)),
         parameters=parameters,
         equation=eqn,
         operand=k,

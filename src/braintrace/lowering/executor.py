@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..analysis.analysed import Analysed, analyse, check_hidden, check_parameters
 from ..analysis.graph import ETraceGraph, compiling, graph_of
 from ..analysis.groups import HiddenGroup
-from ..analysis.sites import HiddenParamOpRelation
+from ..analysis.relations import HiddenParamOpRelation
 from ..compat import Jaxpr, Var, evaluate, is_var
 from ..errors import printable, three_parts
 from ..frontends import class_as_model
@@ -24,8 +24,8 @@ from .views import joint_outputs
 
 
 class SiteJacobian(NamedTuple):
-    """∂h/∂θ of one site in parts: its input x, its weight operand, and ∂h/∂y for each
-    group.
+    """∂h/∂θ of one relation in parts: its input x, its weight operand, and ∂h/∂y for
+    each group.
 
     ``hidden_to_y[g]`` has shape ``(*y.shape, num_state)``: element e of y reaches one
     position of the group, and the last axis holds the derivative of each state there.
@@ -183,10 +183,12 @@ class ETraceGraphExecutor:
         lines += [f'  {path_name(p)}' for p in report.dynamic_states]
         lines.append('Parameters tied to groups:')
         for path, credit in report.etrace_weights.items():
-            sites = [
-                s for s in graph.hidden_param_op_relations if path in s.trainable_paths
+            own = [
+                r
+                for r in graph.hidden_param_op_relations
+                if path in r.trainable_paths.values()
             ]
-            into = sorted({g.index for s in sites for g in s.hidden_groups})
+            into = sorted({g.index for r in own for g in r.hidden_groups})
             credit = credit if gives is None else gives.get(path, credit)
             lines.append(
                 f'  {path_name(path)} → group {", ".join(map(str, into))} ({credit})'
@@ -218,29 +220,28 @@ class ETraceGraphExecutor:
         return (out, hidden, others), env, flat
 
     def _site_jacobian(
-        self, site: HiddenParamOpRelation, env: dict[Var, Any]
+        self, relation: HiddenParamOpRelation, env: dict[Var, Any]
     ) -> SiteJacobian:
-        program = site.weight_jaxpr
+        program = relation.sites[0].weight_jaxpr
         constants = [env[v] for v in program.constvars]
         (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
         jacobians = {}
         for group, to_hidden, sources in zip(
-            site.hidden_groups,
-            site.y_to_hidden_group_jaxprs,
-            site.y_sources,
+            relation.hidden_groups,
+            relation.y_to_hidden_group_jaxprs,
+            relation.sites[-1].y_sources,
             strict=True,
         ):
             jacobian = state_jacobian if sources is None else shared_jacobian
             constants = [env[v] for v in to_hidden.constvars]
             jacobians[group.index] = jacobian(
-                group, to_hidden, env[site.y_var], constants
+                group, to_hidden, env[relation.y_var], constants
             )
-        return SiteJacobian(
-            None if site.x_var is None else env[site.x_var], weight, jacobians
-        )
+        x = None if relation.x_var is None else env[relation.x_var]
+        return SiteJacobian(x, weight, jacobians)
 
     def solve_h2w_h2h_jacobian(self, *args: Any, **kwargs: Any) -> tuple:
-        """One step: outputs, new hidden values, other states, ∂h/∂θ of every site, D_t
+        """One step: outputs, new hidden values, other states, ∂h/∂θ of every relation, D_t
         of every group.
 
         Starts from the current states and writes none of them.
@@ -253,7 +254,8 @@ class ETraceGraphExecutor:
     ) -> tuple[list[SiteJacobian], list[jax.Array]]:
         graph = self.graph
         h2w = [
-            self._site_jacobian(site, env) for site in graph.hidden_param_op_relations
+            self._site_jacobian(relation, env)
+            for relation in graph.hidden_param_op_relations
         ]
         h2h = [
             group.diagonal_jacobian(

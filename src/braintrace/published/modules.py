@@ -63,9 +63,12 @@ def _find(module: str, where: str, name: str) -> Any:
         return importlib.import_module(f'{module}.{name}')
     if name.startswith('__') and not name.startswith('__version'):
         raise AttributeError(f'module {module!r} has no attribute {name!r}')
-    registries = importlib.import_module('.primitives', __package__).REGISTRIES
-    if '._op' in module and name in registries:
-        return registries[name]
+    if '._op' in module:
+        primitives = importlib.import_module('.primitives', __package__)
+        if name in primitives.REGISTRIES:
+            return primitives.REGISTRIES[name]
+        if name.removesuffix('_p') in primitives.NAMED:
+            return primitives.NAMED[name.removesuffix('_p')]
     try:
         return getattr(importlib.import_module(where), name)
     except AttributeError:

@@ -17,9 +17,9 @@ from ..operations import register_primitive as register_operation
 from ..ops import mark
 
 REGISTERED: set[ETPPrimitive] = set()
-"""All operations made here."""
+"""All operations, those that were made by a user included."""
 BATCHED: set[ETPPrimitive] = set()
-"""Those made with ``batched=True``."""
+"""Those of a batch, and those made with ``batched=True``."""
 RULES: dict[str, dict[ETPPrimitive, Callable]] = {
     'dt_to_t': {},
     'xy_to_dw': {},
@@ -35,8 +35,20 @@ REGISTRIES: dict[str, Any] = {
     'ETP_RULES_INIT_DRTRL': RULES['init_drtrl'],
     'ETP_RULES_INIT_PP': RULES['init_pp'],
 }
-"""The same by the names that tutorials import from `braintrace._op`. The marked operations
-of this package are functions, not primitives, so none of them is here."""
+"""The same by the names that tutorials import from `braintrace._op`."""
+
+
+OF_MARKS = {
+    'matmul': ('etp_mv', 'etp_mm'),
+    'grouped_matmul': ('etp_gmv', 'etp_gmm'),
+    'einsum': ('etp_einsum', 'etp_einsum'),
+    'embedding': ('etp_emb_v', 'etp_emb'),
+    'element_wise': ('etp_elemwise', 'etp_elemwise'),
+    'conv': ('etp_conv', 'etp_conv'),
+    'sparse_matmul': ('etp_sp_mv', 'etp_sp_mm'),
+    'lora_matmul': ('etp_lora_mv', 'etp_lora_mm'),
+}
+"""Names of the marked operations, of one sample and of a batch."""
 
 
 class ETPPrimitive:
@@ -129,6 +141,25 @@ class ETPPrimitive:
 
     def __repr__(self) -> str:
         return self.name
+
+
+NAMED = {name: ETPPrimitive(name) for names in OF_MARKS.values() for name in names}
+"""What stands for the marked operations in relations."""
+REGISTERED.update(NAMED.values())
+BATCHED.update(NAMED[names[1]] for names in OF_MARKS.values() if names[0] != names[1])
+
+
+def operation_of_mark(mark: str, site: Any) -> tuple[Any, tuple[str, ...]]:
+    """The operation of a site and the roles of its operands, as the published package
+    calls them."""
+    if mark not in OF_MARKS:
+        own = (p for p in REGISTERED if p.name == mark)
+        return next(own, site.primitive), ()
+    one, batch = OF_MARKS[mark]
+    axes = 2 if mark == 'grouped_matmul' else 1
+    is_batch = site.x_var is not None and len(site.x_var.aval.shape) > axes
+    operands = ('lora_b', 'lora_a') if mark == 'lora_matmul' else ('weight',)
+    return NAMED[batch if is_batch else one], (*operands, 'bias')
 
 
 _OWN = {

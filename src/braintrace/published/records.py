@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from ..analysis.groups import HiddenGroup
-from ..analysis.sites import HiddenParamOpRelation
-from ..compat import Var, evaluate, structure, sub_programs
+from ..analysis.relations import HiddenParamOpRelation
+from ..compat import Var, evaluate
 from .policy import ControlFlowPolicy
 
 # ---------------------------------------------------------------- hidden groups
@@ -33,49 +33,19 @@ def full_jacobian(
 # ---------------------------------------------------------------- relations
 
 
-def _by_role(site: HiddenParamOpRelation, of: Callable[[Any], Any]) -> dict[str, Any]:
-    """What a function gives for each parameter array of a site, by the name of the array
-    in its state."""
-    # A state that is one plain array has no name inside.
-    name = lambda parameter: str(parameter.leaf[-1]) if parameter.leaf else 'weight'
-    return {name(parameter): of(parameter) for parameter in site.parameters}
-
-
-def _leaf_index(parameter: Any) -> int:
-    """The number of a parameter's array among those of its state."""
-    if parameter.state is None:
-        return 0
-    keyed, _ = jax.tree_util.tree_flatten_with_path(parameter.state.value)
-    keys = [
-        tuple(getattr(k, 'key', getattr(k, 'idx', k)) for k in ks) for ks, _ in keyed
-    ]
-    return keys.index(parameter.leaf) if parameter.leaf in keys else 0
-
-
-def _processing(site: HiddenParamOpRelation) -> dict[str, tuple[Any, ...]]:
-    """Primitives between each parameter array and the operation."""
-    chain = tuple(eqn.primitive for eqn in site.weight_jaxpr.eqns)
-    return _by_role(site, lambda parameter: chain)
-
-
-def _control_flow(site: HiddenParamOpRelation) -> str | None:
-    """'scan', 'while' or 'cond' if the operation is a whole loop or branch."""
-    return structure(site.equation) if any(sub_programs(site.equation)) else None
-
-
 def y_to_hidden_groups(
-    site: HiddenParamOpRelation,
+    relation: HiddenParamOpRelation,
     y_val: Any,
     const_vals: Mapping[Var, Any],
     concat_hidden_vals: bool = True,
 ) -> list[Any]:
-    """New hidden values of every group of a site from its y; ``const_vals`` by variable.
+    """New hidden values of every group of a relation from its y; ``const_vals`` by variable.
 
     One array for each group, or a list of one array for each of its states.
     """
     found = []
     for group, program in zip(
-        site.hidden_groups, site.y_to_hidden_group_jaxprs, strict=True
+        relation.hidden_groups, relation.y_to_hidden_group_jaxprs, strict=True
     ):
         values = evaluate(program, [const_vals[v] for v in program.constvars], y_val)
         found.append(group.concat_hidden(values) if concat_hidden_vals else values)
@@ -91,15 +61,9 @@ MEMBERS: dict[str, dict[str, Callable[[Any], Any]]] = {
         'trace_state_width': lambda group: group.num_state,
     },
     'HiddenParamOpRelation': {
-        'control_flow_context': _control_flow,
-        'eqn_params': lambda site: dict(site.equation.params),
-        'trainable_leaf_indices': lambda site: _by_role(site, _leaf_index),
-        'trainable_param_states': lambda site: _by_role(site, lambda p: p.state),
-        'trainable_processing_chains': _processing,
-        'trainable_vars': lambda site: _by_role(site, lambda p: p.invar),
-        'x': lambda site: site.x_var,
-        'y': lambda site: site.y_var,
-        'y_to_hidden_groups': lambda site: partial(y_to_hidden_groups, site),
+        'x': lambda relation: relation.x_var,
+        'y': lambda relation: relation.y_var,
+        'y_to_hidden_groups': lambda relation: partial(y_to_hidden_groups, relation),
     },
     'ModuleInfo': {'control_flow': lambda info: ControlFlowPolicy()},
 }

@@ -36,9 +36,9 @@ class GraphReport:
         """The path of every parameter array with a trace, and the indices of its
         groups."""
         return [
-            (parameter.path, [group.index for group in site.hidden_groups])
-            for site in self.graph.hidden_param_op_relations
-            for parameter in site.parameters
+            (parameter.path, [group.index for group in relation.hidden_groups])
+            for relation in self.graph.hidden_param_op_relations
+            for parameter in relation.parameters
         ]
 
     @property

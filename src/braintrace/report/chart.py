@@ -10,10 +10,9 @@ from functools import cached_property
 from ..analysis.dependence import Bits, flow, of, union
 from ..analysis.diagnostics import CompilationRecord, DiagnosticKind
 from ..analysis.groups import HiddenGroup
-from ..analysis.sites import HiddenParamOpRelation, weight_operands
+from ..analysis.sites import Site, adds, weight_operands
 from ..analysis.sources import Sources
 from ..compat import Atom, Equation, Var, is_differentiable, is_var
-from ..operations import operation_of
 from ..program import Parameter, Path, StepProgram
 from ..program.step import path_name
 from ..source_lines import library_line, source_line
@@ -21,14 +20,6 @@ from ..text import use_name
 
 MOST = 4
 """More inputs, outputs or other states than these share one box."""
-
-
-def _adds(eqn: Equation) -> bool:
-    """Whether an equation is a sum or a difference."""
-    operation = operation_of(eqn)
-    if operation is None or operation.family != 'elementwise':
-        return False
-    return operation.linear is True and len(eqn.invars) == 2
 
 
 @dataclass(frozen=True)
@@ -100,7 +91,7 @@ class ChartMaker:
 
     program: StepProgram
     groups: Sequence[HiddenGroup]
-    sites: Sequence[HiddenParamOpRelation]
+    sites: Sequence[Site]
     cuts: Sequence[CompilationRecord]
 
     @cached_property
@@ -131,7 +122,7 @@ class ChartMaker:
             use = _Use([i], self._parameters(eqn), *places, reached[i])
             reads = union(behind[v] for v in eqn.outvars).reads
             before = next((uses[j] for j in uses if bits[j] == reads), None)
-            if before and _adds(eqn):
+            if before and adds(eqn):
                 before.equations.append(i)
                 before.parameters += [
                     p for p in use.parameters if p not in before.parameters

@@ -6,7 +6,7 @@ import math
 import pathlib
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, TextIO
@@ -19,7 +19,7 @@ from ..analysis.diagnostics import (
     ParameterGradient,
 )
 from ..analysis.groups import HiddenGroup
-from ..analysis.sites import HiddenParamOpRelation
+from ..analysis.sites import Site
 from ..errors import printable
 from ..program import Path, StepProgram
 from ..program.step import path_name
@@ -62,14 +62,14 @@ class CompilationReport:
     their names, and what the rule ``gives`` each parameter array.
     """
 
-    hidden_groups: tuple[HiddenGroup, ...]
+    hidden_groups: Sequence[HiddenGroup]
     etrace_weights: dict[Path, str]
     excluded_weights: dict[Path, str]
     dynamic_states: tuple[Path, ...]
     diagnostics: tuple[CompilationRecord, ...]
     model: str
     program: StepProgram
-    sites: tuple[HiddenParamOpRelation, ...]
+    sites: tuple[Site, ...]
     rule: Any = None
     traces: dict[tuple, Any] | None = None
     gives: dict[str, ParameterGradient] | None = None
@@ -80,7 +80,7 @@ class CompilationReport:
             str(r.kind) for r in self.diagnostics if r.kind is not DiagnosticKind.CREDIT
         )
         found = Counter(given.kind for given in self.gradients.values())
-        levels = Counter(r.level for r in self.diagnostics)
+        levels = Counter(r.level for r in self.diagnostics if r.kind not in RELATIONS)
         sizes = {
             'hidden_groups': len(self.hidden_groups),
             'etrace_weights': len(self.etrace_weights),
