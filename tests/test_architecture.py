@@ -108,6 +108,7 @@ def test_the_solver_knows_only_arrays(file):
         'dataclasses',
         'functools',
         'jax',
+        'math',
         'numpy',
         'typing',
     }
