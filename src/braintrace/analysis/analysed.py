@@ -1,4 +1,4 @@
-"""A step program with all that is found in it: sources, groups, positions, sites.
+"""A step program with all that is found in it: dependence, groups, positions, sites.
 
 Everything above the analysis starts from the record that :func:`analyse` gives.
 """
@@ -18,7 +18,7 @@ from .dependence import of
 from .groups import HiddenGroup, group_hidden, make_group, positions_of_paths
 from .opaque import check_loops, opaque_equations
 from .sites import HiddenParamOpRelation, find_sites
-from .sources import Sources
+from .step_dependence import StepDependence
 
 GroupsByPath = dict[Path, HiddenGroup]
 
@@ -27,12 +27,12 @@ GroupsByPath = dict[Path, HiddenGroup]
 class Analysed:
     """What holds for a step program.
 
-    ``sources``: what each value depends on. ``members``: the hidden states of each
+    ``dependence``: what each value depends on. ``members``: the hidden states of each
     group. ``positions``: the labels and cuts of each group's paths. ``opaque``: what
     has no reverse derivative, and the bits whose credit ends there.
     """
 
-    sources: Sources
+    dependence: StepDependence
     opaque: list[tuple[Equation, int]]
     members: list[tuple[Hidden, ...]]
     groups: tuple[HiddenGroup, ...]
@@ -41,7 +41,7 @@ class Analysed:
     @cached_property
     def sites(self) -> tuple[HiddenParamOpRelation, ...]:
         """Every use of a parameter, in program order; for reports."""
-        return find_sites(self.sources, self.groups, self.positions)
+        return find_sites(self.dependence, self.groups, self.positions)
 
     @property
     def by_path(self) -> GroupsByPath:
@@ -52,15 +52,17 @@ class Analysed:
 
 
 def analyse(program: StepProgram) -> Analysed:
-    """Sources, groups and positions of a step program."""
-    sources = Sources(program)
-    opaque = opaque_equations(sources)
-    check_loops(sources, opaque)
-    members = group_hidden(sources)
-    positions = [positions_of_paths(sources, m, m, m) for m in members]
+    """Dependence, groups and positions of a step program."""
+    dependence = StepDependence(program)
+    opaque = opaque_equations(dependence)
+    check_loops(dependence, opaque)
+    members = group_hidden(dependence)
+    positions = [positions_of_paths(dependence, m, m, m) for m in members]
     pairs = enumerate(zip(members, positions, strict=True))
-    groups = tuple(make_group(i, group, sources, found) for i, (group, found) in pairs)
-    return Analysed(sources, opaque, members, groups, positions)
+    groups = tuple(
+        make_group(i, group, dependence, found) for i, (group, found) in pairs
+    )
+    return Analysed(dependence, opaque, members, groups, positions)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -69,13 +71,13 @@ def analyse(program: StepProgram) -> Analysed:
 def kept_in_other_states(program: StepProgram) -> list[Path]:
     """Paths of states whose new value depends on their own old value and on a
     parameter, and that are not hidden states."""
-    sources = Sources(program)
+    dependence = StepDependence(program)
     found = []
     for other in program.others:
         if other.outvar is None:
             continue
-        grads = of(sources.total, other.outvar).grads
-        if grads & sources.bit[other.invar] and grads & sources.parameters:
+        grads = of(dependence.total, other.outvar).grads
+        if grads & dependence.bit[other.invar] and grads & dependence.parameters:
             found.append(other.path)
     return list(dict.fromkeys(found))
 
