@@ -26,8 +26,8 @@ from braintrace.analysis.probe import is_elementwise
 from braintrace.analysis.step_dependence import StepDependence
 from braintrace.compat import Primitive, evaluate, is_differentiable, make_jaxpr
 from braintrace.operations import REGISTRY
+from braintrace.operations.label_rules import mixing_labels
 from braintrace.operations.labels import CONFLICT, NONE
-from braintrace.operations.rules import mixing_labels
 from braintrace.program import StepProgram, normal_form, with_cuts
 
 CASES = {}

@@ -1,4 +1,4 @@
-"""What holds for a whole step program, computed once and read by every later stage."""
+"""What each value of a step program depends on, computed once for all later stages."""
 
 from __future__ import annotations
 
