@@ -23,11 +23,11 @@ from braintrace.analysis.cuts import Relevance
 from braintrace.analysis.dependence import Bits, flow
 from braintrace.analysis.positions import find_positions
 from braintrace.analysis.probe import is_elementwise
-from braintrace.analysis.sources import Sources
+from braintrace.analysis.step_dependence import StepDependence
 from braintrace.compat import Primitive, evaluate, is_differentiable, make_jaxpr
 from braintrace.operations import REGISTRY
+from braintrace.operations.label_rules import mixing_labels
 from braintrace.operations.labels import CONFLICT, NONE
-from braintrace.operations.rules import mixing_labels
 from braintrace.program import StepProgram, normal_form, with_cuts
 
 CASES = {}
@@ -65,7 +65,7 @@ class Case:
 
     @functools.cached_property
     def constant(self):
-        return Sources(
+        return StepDependence(
             StepProgram(self.program, tuple(self.program.jaxpr.invars), (), (), (), ())
         ).constant
 
@@ -675,7 +675,7 @@ def positions_of(fn, h, *others):
     program = StepProgram(closed, tuple(jaxpr.invars), (), (), (), ())
     found = find_positions(
         jaxpr, flow(jaxpr, bits), Relevance(1, (1 << len(bits)) - 1), [(jaxpr.outvars[0], numbers)],
-        {jaxpr.invars[0]: numbers}, (), h.size, Sources(program).constant,
+        {jaxpr.invars[0]: numbers}, (), h.size, StepDependence(program).constant,
     )  # fmt: skip
     cut = make_jaxpr(
         jaxpr.constvars, jaxpr.invars, jaxpr.outvars, with_cuts(jaxpr.eqns, found.cuts)

@@ -154,7 +154,7 @@ class Case:
     @functools.cached_property
     def credit(self):
         analysis = CreditAnalysis(self.problem.analysed)
-        parameters = analysis.sources.program.parameters
+        parameters = analysis.dependence.program.parameters
         return {p.path[0]: analysis.judge(p) for p in parameters}
 
 

@@ -163,7 +163,7 @@ def measure(model, inputs):
         result['deltas'] = deltas
         return result
 
-    return graph, analysed.sources, analysed, jax.jit(everything)(flat)
+    return graph, analysed.dependence, analysed, jax.jit(everything)(flat)
 
 
 def site_gradients(graph, g, h2w, gamma, flat, place):
@@ -262,7 +262,7 @@ def pull_site(graph, site, env, y_bar):
 def test_numbers(case):
     model, inputs = case.build()
     before = [s.value for s in model.states().values()]
-    graph, sources, analysed, got = measure(model, inputs)
+    graph, dependence, analysed, got = measure(model, inputs)
 
     for values in [got['perturbed'], *(g['values'] for g in got['groups'])]:
         for a, b in zip(values, got['plain'], strict=True):
@@ -285,12 +285,12 @@ def test_numbers(case):
         for a, b in zip(numbers['theta'], numbers['sites'], strict=True):
             close_to(a, b, case)
 
-    for i, parameter in enumerate(sources.program.parameters):
-        bit = sources.bit[parameter.invar]
+    for i, parameter in enumerate(dependence.program.parameters):
+        bit = dependence.bit[parameter.invar]
         direct = any(
-            sources.direct[v].grads & bit
-            for v in sources.program.outputs
-            if is_var(v) and v in sources.direct
+            dependence.direct[v].grads & bit
+            for v in dependence.program.outputs
+            if is_var(v) and v in dependence.direct
         )
         is_cut = any(
             c.bits.grads & bit for found in analysed.positions for c in found.found

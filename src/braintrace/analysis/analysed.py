@@ -1,4 +1,4 @@
-"""A step program with all that is found in it: sources, groups, positions, sites.
+"""A step program with all that is found in it: dependence, groups, positions, sites.
 
 Everything above the analysis starts from the record that :func:`analyse` gives.
 """
@@ -19,7 +19,7 @@ from .groups import HiddenGroup, group_hidden, make_group, positions_of_paths
 from .opaque import check_loops, opaque_equations
 from .relations import HiddenParamOpRelation, by_operation
 from .sites import Site, find_sites
-from .sources import Sources
+from .step_dependence import StepDependence
 
 GroupsByPath = dict[Path, HiddenGroup]
 
@@ -28,12 +28,12 @@ GroupsByPath = dict[Path, HiddenGroup]
 class Analysed:
     """What holds for a step program.
 
-    ``sources``: what each value depends on. ``members``: the hidden states of each
+    ``dependence``: what each value depends on. ``members``: the hidden states of each
     group. ``positions``: the labels and cuts of each group's paths. ``opaque``: what
     has no reverse derivative, and the bits whose credit ends there.
     """
 
-    sources: Sources
+    dependence: StepDependence
     opaque: list[tuple[Equation, int]]
     members: list[tuple[Hidden, ...]]
     groups: tuple[HiddenGroup, ...]
@@ -42,12 +42,12 @@ class Analysed:
     @cached_property
     def sites(self) -> tuple[Site, ...]:
         """Every use of a parameter, in program order; for reports."""
-        return find_sites(self.sources, self.groups, self.positions)
+        return find_sites(self.dependence, self.groups, self.positions)
 
     @cached_property
     def relations(self) -> list[HiddenParamOpRelation]:
         """The sites by operation."""
-        return by_operation(self.sources, self.sites)
+        return by_operation(self.dependence, self.sites)
 
     @property
     def by_path(self) -> GroupsByPath:
@@ -58,15 +58,17 @@ class Analysed:
 
 
 def analyse(program: StepProgram) -> Analysed:
-    """Sources, groups and positions of a step program."""
-    sources = Sources(program)
-    opaque = opaque_equations(sources)
-    check_loops(sources, opaque)
-    members = group_hidden(sources)
-    positions = [positions_of_paths(sources, m, m, m) for m in members]
+    """Dependence, groups and positions of a step program."""
+    dependence = StepDependence(program)
+    opaque = opaque_equations(dependence)
+    check_loops(dependence, opaque)
+    members = group_hidden(dependence)
+    positions = [positions_of_paths(dependence, m, m, m) for m in members]
     pairs = enumerate(zip(members, positions, strict=True))
-    groups = tuple(make_group(i, group, sources, found) for i, (group, found) in pairs)
-    return Analysed(sources, opaque, members, groups, positions)
+    groups = tuple(
+        make_group(i, group, dependence, found) for i, (group, found) in pairs
+    )
+    return Analysed(dependence, opaque, members, groups, positions)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -75,13 +77,13 @@ def analyse(program: StepProgram) -> Analysed:
 def kept_in_other_states(program: StepProgram) -> list[Path]:
     """Paths of states whose new value depends on their own old value and on a
     parameter, and that are not hidden states."""
-    sources = Sources(program)
+    dependence = StepDependence(program)
     found = []
     for other in program.others:
         if other.outvar is None:
             continue
-        grads = of(sources.total, other.outvar).grads
-        if grads & sources.bit[other.invar] and grads & sources.parameters:
+        grads = of(dependence.total, other.outvar).grads
+        if grads & dependence.bit[other.invar] and grads & dependence.parameters:
             found.append(other.path)
     return list(dict.fromkeys(found))
 

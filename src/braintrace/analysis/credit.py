@@ -47,23 +47,24 @@ class CreditAnalysis:
     """
 
     def __init__(self, analysed: Analysed):
-        self.sources, self.sites = analysed.sources, analysed.sites
+        self.dependence, self.sites = analysed.dependence, analysed.sites
         self.members, self.groups = analysed.members, analysed.groups
         self.positions, self.opaque = analysed.positions, analysed.opaque
-        p = self.sources.program
+        p = self.dependence.program
         new = [*(h.outvar for h in p.hidden), *(o.outvar for o in p.others)]
         # Bits of everything that some result of the step depends on, and of everything
         # that the new states of each group do.
         self._all_results = self.grads([*p.outputs, *new])
         self._new = [self.grads([h.outvar for h in m]) for m in self.members]
-        old = map(self.sources.old, self.members)
+        old = map(self.dependence.old, self.members)
         self.live_groups = [bool(self._all_results & bits) for bits in old]
         self.live_others = self._find_live_others()
         # Groups whose trace lives on: the old value reaches the new one, or an output
         # directly.
-        read = union(of(self.sources.direct, v) for v in p.outputs).grads
+        read = union(of(self.dependence.direct, v) for v in p.outputs).grads
         self._remembers = [
-            any(h.invar in found.labels for h in m) or bool(read & self.sources.old(m))
+            any(h.invar in found.labels for h in m)
+            or bool(read & self.dependence.old(m))
             for m, found in zip(self.members, self.positions, strict=True)
         ]
 
@@ -71,7 +72,7 @@ class CreditAnalysis:
         """Bits of everything that some values depend on."""
         bits = 0
         for atom in atoms:
-            bits |= of(self.sources.total, atom).grads if atom is not None else 0
+            bits |= of(self.dependence.total, atom).grads if atom is not None else 0
         return bits
 
     @cached_property
@@ -80,34 +81,36 @@ class CreditAnalysis:
         on, in the same step, to outputs or to other states."""
         return [
             union(
-                self.sources.behind[h.outvar] for h in m if self._is_read(h.outvar)
+                self.dependence.behind[h.outvar] for h in m if self._is_read(h.outvar)
             ).grads
             for m in self.members
         ]
 
     def _is_read(self, new: Atom) -> bool:
         """Whether another result of the same step depends on a new state."""
-        p = self.sources.program
+        p = self.dependence.program
         states = [*(h.outvar for h in p.hidden), *(o.outvar for o in p.others)]
         results = [*p.outputs, *(v for v in states if v is not new)]
-        return bool(self.grads(results) & self.sources.new_bit[new])
+        return bool(self.grads(results) & self.dependence.new_bit[new])
 
     def _find_live_others(self) -> list[OtherState]:
-        sources, program = self.sources, self.sources.program
+        dependence, program = self.dependence, self.dependence.program
         read = [
             o
             for o in program.others
-            if o.outvar is not None and self._all_results & sources.bit[o.invar]
+            if o.outvar is not None and self._all_results & dependence.bit[o.invar]
         ]
         hidden = program.hidden
-        carrying = sources.parameters | sources.old(hidden) | sources.new(hidden)
+        carrying = (
+            dependence.parameters | dependence.old(hidden) | dependence.new(hidden)
+        )
         live: list[OtherState] = []
         while found := [
             o for o in read if o not in live and self.grads([o.outvar]) & carrying
         ]:
             live += found
             for o in found:
-                carrying |= sources.bit[o.invar]
+                carrying |= dependence.bit[o.invar]
         return [o for o in read if o in live]
 
     def _stopped(self, bits: int) -> list[str]:
@@ -127,7 +130,7 @@ class CreditAnalysis:
         for members in self.members:
             live: set[Atom] = {h.outvar for h in members}
             made = []
-            for eqn in reversed(self.sources.program.equations):
+            for eqn in reversed(self.dependence.program.equations):
                 if any(v in live for v in eqn.outvars):
                     made.append(eqn)
                     live |= {v for v in eqn.invars if is_var(v) and v not in new}
@@ -139,9 +142,11 @@ class CreditAnalysis:
         ones) enter another's new ones."""
         members = self.members[g]
         read = {h.outvar if within else h.invar for h in members}
-        bits = self.sources.new(members) if within else self.sources.old(members)
+        bits = self.dependence.new(members) if within else self.dependence.old(members)
         if (
-            not union(self.sources.behind[h.outvar] for h in self.members[other]).grads
+            not union(
+                self.dependence.behind[h.outvar] for h in self.members[other]
+            ).grads
             & bits
         ):
             return None
@@ -158,7 +163,10 @@ class CreditAnalysis:
         return [self._crossings_of(g) for g in range(len(self.groups))]
 
     def _crossings_of(self, g: int) -> dict[int, str]:
-        old, new = self.sources.old(self.members[g]), self.sources.new(self.members[g])
+        old, new = (
+            self.dependence.old(self.members[g]),
+            self.dependence.new(self.members[g]),
+        )
         name = names(self.groups[g].hidden_paths)
         found: dict[int, str] = {}
         for other, live in enumerate(self.live_groups):
@@ -174,7 +182,10 @@ class CreditAnalysis:
 
     def _leaks_of(self, g: int, linked: Links) -> list[str]:
         """Why credit that reached a group is not all carried on."""
-        old, new = self.sources.old(self.members[g]), self.sources.new(self.members[g])
+        old, new = (
+            self.dependence.old(self.members[g]),
+            self.dependence.new(self.members[g]),
+        )
         name = names(self.groups[g].hidden_paths)
         found = [
             f'{name} feeds itself across positions, cut at {described(c.eqn)}'
@@ -190,13 +201,13 @@ class CreditAnalysis:
     def _is_felt(self, bit: int, carried: Sequence[HiddenGroup]) -> bool:
         """Whether an output of a step feels these bits in that step, or what traces
         carry of them."""
-        outputs = self.sources.program.outputs
+        outputs = self.dependence.program.outputs
         seen = self.grads(outputs)
-        read = union(of(self.sources.direct, atom) for atom in outputs).grads
+        read = union(of(self.dependence.direct, atom) for atom in outputs).grads
         new_and_old = [
             (
-                self.sources.new(self.members[g.index]),
-                self.sources.old(self.members[g.index]),
+                self.dependence.new(self.members[g.index]),
+                self.dependence.old(self.members[g.index]),
             )
             for g in carried
         ]
@@ -212,7 +223,7 @@ class CreditAnalysis:
         ``linked``: pairs of groups (g, read-out) where traces carry all that g does to
         the read-out.
         """
-        bit = self.sources.bit[parameter.invar]
+        bit = self.dependence.bit[parameter.invar]
         stopped = self._stopped(bit)
         if not self._all_results & bit:
             return 'none', stopped[
@@ -224,7 +235,7 @@ class CreditAnalysis:
         stopped += [
             leak
             for g in met
-            for leak in self._stopped(self.sources.old(self.members[g]))
+            for leak in self._stopped(self.dependence.old(self.members[g]))
         ]
         if not reached and not others and not stopped:
             return 'exact', 'acts on outputs of its own step only'
@@ -271,7 +282,7 @@ class CreditAnalysis:
 
     def readouts_of(self, parameter: Parameter, linked: Links) -> list[str]:
         """Names of the read-outs to which a parameter's groups are linked."""
-        bit = self.sources.bit[parameter.invar]
+        bit = self.dependence.bit[parameter.invar]
         pairs = sorted(pair for pair in linked if self._new[pair[0]] & bit)
         found = (names(self.groups[readout].hidden_paths) for _, readout in pairs)
         return list(dict.fromkeys(found))
@@ -285,14 +296,14 @@ class CreditAnalysis:
     def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
         """Pairs (g, other) of groups where a parameter moves g and g feeds the
         other."""
-        bit = self.sources.bit[parameter.invar]
+        bit = self.dependence.bit[parameter.invar]
         met = [g for g in range(len(self.groups)) if self._new[g] & bit]
         return [(g, other) for g in met for other in self._crossings[g]]
 
     def is_temporal(self, parameter: Parameter) -> bool:
         """Whether the parameter moves a state whose old value matters at a later
         step."""
-        bit = self.sources.bit[parameter.invar]
+        bit = self.dependence.bit[parameter.invar]
         through_groups = any(
             new & bit and live
             for new, live in zip(self._new, self.live_groups, strict=True)

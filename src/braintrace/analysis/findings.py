@@ -19,13 +19,13 @@ def findings(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
     yield from _cut_records(credit)
     yield from _gap_records(credit)
     yield from _other_records(credit)
-    for path in credit.sources.program.untouched_hidden:
+    for path in credit.dependence.program.untouched_hidden:
         yield CompilationRecord(
             DiagnosticKind.UNUSED_STATE,
             DiagnosticLevel.NOTICE,
             f'{path_name(path)} is neither read nor written by the step',
         )
-    for path in credit.sources.program.constant_hidden:
+    for path in credit.dependence.program.constant_hidden:
         yield CompilationRecord(
             DiagnosticKind.CONSTANT_STATE,
             DiagnosticLevel.NOTICE,
@@ -47,7 +47,7 @@ def _places(credit: CreditAnalysis) -> dict[int, int]:
             for inner in open_jaxpr(sub.jaxpr).eqns:
                 enter(i, inner)
 
-    for i, eqn in enumerate(credit.sources.program.equations):
+    for i, eqn in enumerate(credit.dependence.program.equations):
         enter(i, eqn)
     return found
 
@@ -57,13 +57,13 @@ def _cut_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
     places = _places(credit)
     for g, positions in enumerate(credit.positions):
         hidden = tuple(credit.groups[g].hidden_paths)
-        old = credit.sources.old(credit.members[g])
+        old = credit.dependence.old(credit.members[g])
         for cut in reversed(positions.found):
             paths: list[Path | None] = [None] if cut.bits.grads & old else []
             paths += dict.fromkeys(
                 p.path
-                for p in credit.sources.program.parameters
-                if cut.bits.grads & credit.sources.bit[p.invar]
+                for p in credit.dependence.program.parameters
+                if cut.bits.grads & credit.dependence.bit[p.invar]
             )
             equation = places.get(id(cut.eqn))
             for path in paths:
@@ -156,8 +156,8 @@ def _other_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
         bits = credit.grads([state.outvar])
         hidden = tuple(
             h.path
-            for h in credit.sources.program.hidden
-            if bits & credit.sources.new_bit[h.outvar]
+            for h in credit.dependence.program.hidden
+            if bits & credit.dependence.new_bit[h.outvar]
         )
         yield CompilationRecord(
             DiagnosticKind.OTHER_STATE,
@@ -172,9 +172,9 @@ def _other_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
 
 
 def _credit_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
-    for parameter in credit.sources.program.parameters:
+    for parameter in credit.dependence.program.parameters:
         yield credit.credit_record(parameter)
-    for path in credit.sources.program.untouched_parameters:
+    for path in credit.dependence.program.untouched_parameters:
         yield credit_class_record(
             path, path_name(path), 'none', 'the step never reads it', (), False
         )

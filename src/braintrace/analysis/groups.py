@@ -16,7 +16,7 @@ from ..program import Hidden, Path, slice_between
 from ..program.step import path_name
 from .cuts import Positions, Relevance
 from .positions import find_positions
-from .sources import Sources
+from .step_dependence import StepDependence
 
 T = TypeVar('T')
 
@@ -258,7 +258,7 @@ def different_layers(a: Path, b: Path) -> bool:
 
 
 def positions_of_paths(
-    sources: Sources,
+    dependence: StepDependence,
     old: tuple[Hidden, ...],
     new: tuple[Hidden, ...],
     through: tuple[Hidden, ...],
@@ -267,26 +267,26 @@ def positions_of_paths(
 
     All have one shape; paths lead through no new states but those in ``through``.
     """
-    before = sources.old(old)
+    before = dependence.old(old)
     return find_positions(
-        sources.program.closed.jaxpr,
-        sources.through(through),
-        Relevance(sources.parameters | before, sources.data, before),
+        dependence.program.closed.jaxpr,
+        dependence.through(through),
+        Relevance(dependence.parameters | before, dependence.data, before),
         starts=[(h.outvar, h.positions) for h in new],
         keep={h.invar: h.positions for h in old},
-        stop=sources.new_bit.keys() - {h.outvar for h in through},
+        stop=dependence.new_bit.keys() - {h.outvar for h in through},
         size=int(np.prod(new[0].varshape)),
-        const=sources.constant,
+        const=dependence.constant,
     )
 
 
-def group_hidden(sources: Sources) -> list[tuple[Hidden, ...]]:
+def group_hidden(dependence: StepDependence) -> list[tuple[Hidden, ...]]:
     """Sort the hidden states of a program into groups, in the program's order.
 
     State a joins state b when its value, old or new, reaches the new b position by
     position.
     """
-    hidden = sources.program.hidden
+    hidden = dependence.program.hidden
     links: list[tuple[int, int]] = []
     for b, target in enumerate(hidden):
         mates = [
@@ -298,7 +298,7 @@ def group_hidden(sources: Sources) -> list[tuple[Hidden, ...]]:
             continue
         through = tuple(h for h in hidden if _may_join(h, target))
         old = tuple(hidden[a] for a in mates)
-        found = positions_of_paths(sources, old, (target,), through)
+        found = positions_of_paths(dependence, old, (target,), through)
         links += [(a, b) for a in mates if a != b and _stays(hidden[a], found)]
     groups = [frozenset({i}) for i in range(len(hidden))]
     for link in links:
@@ -323,12 +323,15 @@ def _may_join(a: Hidden, b: Hidden) -> bool:
 
 
 def make_group(
-    index: int, group: tuple[Hidden, ...], sources: Sources, positions: Positions
+    index: int,
+    group: tuple[Hidden, ...],
+    dependence: StepDependence,
+    positions: Positions,
 ) -> HiddenGroup:
     """The record of a group, with its transition program."""
     old, new = [h.invar for h in group], [h.outvar for h in group]
     jaxpr = slice_between(
-        sources.program.equations, old, new, positions.cuts, positions.edges
+        dependence.program.equations, old, new, positions.cuts, positions.edges
     )
     record = HiddenGroup(
         index,

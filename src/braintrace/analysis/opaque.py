@@ -16,28 +16,28 @@ from ..compat import (
 from ..errors import CompilationError, three_parts
 from ..source_lines import source_text
 from .dependence import of, union
-from .sources import Sources
+from .step_dependence import StepDependence
 
 
-def opaque_equations(sources: Sources) -> list[tuple[Equation, int]]:
+def opaque_equations(dependence: StepDependence) -> list[tuple[Equation, int]]:
     """What has no reverse derivative, and the bits whose credit ends there."""
-    equations = sources.program.equations
+    equations = dependence.program.equations
     source = {e.outvars[0]: e.invars[0] for e in equations if is_whole_cut(e)}
     found = []
     for eqn in equations:
         read = [source.get(v, v) for v in eqn.invars if is_var(v)]
-        bits = union(of(sources.total, v) for v in read).grads
+        bits = union(of(dependence.total, v) for v in read).grads
         found += [(e, bits) for e in _opaque_in(eqn) if bits]
     return found
 
 
-def check_loops(sources: Sources, opaque: list[tuple[Equation, int]]) -> None:
+def check_loops(dependence: StepDependence, opaque: list[tuple[Equation, int]]) -> None:
     """Raise if credit is lost in a loop of unknown length.
 
     Such loops are followed, except where they print or call Python code.
     """
-    hidden = sources.program.hidden
-    wanted = sources.parameters | sources.old(hidden) | sources.new(hidden)
+    hidden = dependence.program.hidden
+    wanted = dependence.parameters | dependence.old(hidden) | dependence.new(hidden)
     for eqn, bits in opaque:
         if structure(eqn) == 'while' and bits & wanted:
             raise CompilationError(

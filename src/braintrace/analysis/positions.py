@@ -41,9 +41,7 @@ from ..operations.labels import (
     CONFLICT,
     NONE,
     Labels,
-    join,
     labels_of,
-    sources_through,
 )
 from .bodies import enter_branches, enter_call, enter_loop
 from .constants import Constants
@@ -57,6 +55,7 @@ from .cuts import (
     Relevance,
 )
 from .dependence import Bits, flow, of
+from .origins import pair_count, sources_of
 from .pairs import Alone, ReachedPairs, Use, together
 from .probe import is_elementwise
 
@@ -148,9 +147,9 @@ class BackwardPass:
             return
         sources: Labels = None
         if (edge == CONFLICT).any():
-            sources = self.sources_of(i, k, eqn, outs)
+            sources = sources_of(self, i, k, eqn, outs)
             if sources is None and not self.opaque:
-                pairs = self.pair_count(i, k, eqn, outs)
+                pairs = pair_count(self, i, k, eqn, outs)
                 edge = self.without_conflicts(i, k, edge, pairs)
         if (edge != NONE).any():
             self.uses[eqn.invars[k]].append(Use(i, k, ReachedPairs(edge, sources)))
@@ -171,39 +170,6 @@ class BackwardPass:
         self.cut(i, k, conflict, reason)
         return np.where(conflict, NONE, edge).astype(np.int32)
 
-    def pair_count(self, i: int, k: int, eqn: Equation, outs: list[Labels]) -> int:
-        """Pairs of an element of an operand and a position it reaches.
-
-        An element that reaches two places along an axis of a result is taken to reach
-        the whole axis.
-        """
-        if i in self.entered:
-            inside = self.entered[i][k]
-            known = 0 if inside is None else len(inside.pairs(self.size))
-            return self.met[i, k].pairs if (i, k) in self.met else known
-        count = 0
-        for v, labels in zip(eqn.outvars, outs, strict=True):
-            if labels is not None:
-                pairs = len(self.reach(v, labels).pairs(self.size))
-                reached = max(int((labels != NONE).sum()), 1)
-                count += pairs * self.boxes(i, k, eqn, v, labels) // reached
-        return count
-
-    def boxes(self, i: int, k: int, eqn: Equation, v: Var, labels: np.ndarray) -> int:
-        """Pairs of an element of an operand and an element of a result that it reaches,
-        taken as all that lie between."""
-        axes = [np.indices(labels.shape)[axis] for axis in range(labels.ndim)]
-        numbers: np.ndarray | int = 1
-        for along in (np.zeros(labels.shape, int), *axes):
-            numbered = np.where(labels == NONE, NONE, along).astype(np.int32)
-            outs = [numbered if w is v else None for w in eqn.outvars]
-            found = self.operands(i, eqn, outs)[k]
-            if found is None:
-                return 0
-            length = len(np.unique(along[labels != NONE]))
-            numbers = numbers * np.where(found == CONFLICT, length, found >= 0)
-        return int(np.sum(numbers))
-
     def reach(self, v: Var, labels: np.ndarray) -> ReachedPairs:
         """What a value reaches that was resolved before."""
         return ReachedPairs(labels, self.out.sources.get(v))
@@ -214,50 +180,6 @@ class BackwardPass:
         if v in self.keep:
             return self.keep[v].sources is None
         return v in self.alone
-
-    def sources_of(
-        self, i: int, k: int, eqn: Equation, outs: list[Labels]
-    ) -> np.ndarray | None:
-        """The element of an operand that reaches each position, if no two do."""
-        if self.is_alone(eqn.invars[k]):
-            return None
-        if i in self.entered:
-            inside = self.entered[i][k]
-            return None if inside is None else inside.sources
-        origins = self.origins_of(i, k, eqn)
-        if origins is None:
-            return None
-        found: Labels = None
-        for v, labels, origin in zip(eqn.outvars, outs, origins, strict=True):
-            if labels is not None:
-                reach = self.reach(v, labels)
-                if not reach.is_known:
-                    return None
-                more = sources_through(labels, reach.sources, origin, self.size)
-                found = join(found, more)
-        return None if found is None or (found == CONFLICT).any() else found
-
-    def origins_of(self, i: int, k: int, eqn: Equation) -> list[np.ndarray] | None:
-        """The element of an operand that each element of the results comes from."""
-        operation = operation_of(eqn)
-        if operation is not None and operation.origins is not None:
-            return operation.origins(eqn, k, self.const)
-        kind = structure(eqn)
-        if kind not in ('none', 'custom', 'call'):
-            return None
-        ends = np.cumsum([v.aval.size for v in eqn.outvars])
-        numbers = element_numbers(eqn, ends)
-        if kind == 'none':
-            labels = self.operands(i, eqn, numbers)[k]
-            reach = None if labels is None else ReachedPairs(labels)
-        else:
-            reach = enter_call(self, eqn, numbers, int(ends[-1]))[k]
-        origins = None if reach is None else reach.by_position(int(ends[-1]))
-        if origins is None:
-            return None
-        parts = np.split(origins, ends[:-1])
-        pairs = zip(eqn.outvars, parts, strict=True)
-        return [part.reshape(v.aval.shape) for v, part in pairs]
 
     def resolve(self, v: Var) -> Labels:
         """The label of a variable from all its uses; uses that disagree with it are

@@ -17,7 +17,7 @@ from ..program.step import path_name
 from .dependence import of
 from .groups import HiddenGroup
 from .sites import Site, adds, mark_of
-from .sources import Sources
+from .step_dependence import StepDependence
 
 Operation = tuple[Any, tuple[str, ...]]
 """What stands for an operation in a relation, and the roles of its operands."""
@@ -93,12 +93,12 @@ class HiddenParamOpRelation(NamedTuple):
 
 
 def by_operation(
-    sources: Sources, sites: Sequence[Site]
+    dependence: StepDependence, sites: Sequence[Site]
 ) -> list[HiddenParamOpRelation]:
     """The relations of sites, in the order of the first site of each."""
     found: list[list[Site]] = []
     for site in sites:
-        before = _result_that_it_shifts(sources, site)
+        before = _result_that_it_shifts(dependence, site)
         for together in found:
             if before is not None and together[-1].y_var is before:
                 together.append(site)
@@ -108,19 +108,21 @@ def by_operation(
     return [_relation(together) for together in found]
 
 
-def _result_that_it_shifts(sources: Sources, site: Site) -> Var | None:
+def _result_that_it_shifts(dependence: StepDependence, site: Site) -> Var | None:
     """The result to which a marked operation adds its bias, if the site is a bias: that
     of the equation before in which the same mark has a parameter."""
     mark, result = mark_of(site.equation), site.x_var
     if mark is None or not adds(site.equation):
         return None
-    equations = sources.program.equations
-    while result is not None and result in sources.producer:
-        eqn = equations[sources.producer[result]]
+    equations = dependence.program.equations
+    while result is not None and result in dependence.producer:
+        eqn = equations[dependence.producer[result]]
         if mark_of(eqn) != mark:
             return None
         data = [
-            v for v in eqn.invars if is_var(v) and not _is_made_of_weights(sources, v)
+            v
+            for v in eqn.invars
+            if is_var(v) and not _is_made_of_weights(dependence, v)
         ]
         if len(data) < len(eqn.invars):
             return result
@@ -129,8 +131,8 @@ def _result_that_it_shifts(sources: Sources, site: Site) -> Var | None:
     return None
 
 
-def _is_made_of_weights(sources: Sources, v: Var) -> bool:
-    return not of(sources.total, v).reads & sources.data
+def _is_made_of_weights(dependence: StepDependence, v: Var) -> bool:
+    return not of(dependence.total, v).reads & dependence.data
 
 
 def _relation(sites: Sequence[Site]) -> HiddenParamOpRelation:

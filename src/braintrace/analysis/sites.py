@@ -22,7 +22,7 @@ from ..program.step import path_name
 from .cuts import Positions
 from .dependence import of
 from .groups import HiddenGroup
-from .sources import Sources
+from .step_dependence import StepDependence
 
 MARK = 'etrace:'
 """Scope names that start so mark an operation as one whose parameters are to be traced.
@@ -79,11 +79,13 @@ def mark_of(eqn: Equation) -> str | None:
 
 
 def find_sites(
-    sources: Sources, groups: Sequence[HiddenGroup], positions: Sequence[Positions]
+    dependence: StepDependence,
+    groups: Sequence[HiddenGroup],
+    positions: Sequence[Positions],
 ) -> tuple[Site, ...]:
     """All sites of a program, in program order."""
     result = []
-    for i, eqn in enumerate(sources.program.equations):
+    for i, eqn in enumerate(dependence.program.equations):
         reached = {
             v: [g for g, found in enumerate(positions) if v in found.labels]
             for v in eqn.outvars
@@ -91,22 +93,22 @@ def find_sites(
         }
         if not any(reached.values()):
             continue
-        for k in weight_operands(sources, eqn):
+        for k in weight_operands(dependence, eqn):
             for y, into in reached.items():
                 if (
-                    not of(sources.total, y).grads
-                    & of(sources.total, eqn.invars[k]).grads
-                    & sources.parameters
+                    not of(dependence.total, y).grads
+                    & of(dependence.total, eqn.invars[k]).grads
+                    & dependence.parameters
                 ):
                     continue
                 pairs = [(groups[g], positions[g]) for g in into]
                 if any(sub_programs(eqn)):
                     result += [
-                        _site(sources, cut_inside(i, eqn, p[1].cuts), k, y, [p])
+                        _site(dependence, cut_inside(i, eqn, p[1].cuts), k, y, [p])
                         for p in pairs
                     ]
                 elif pairs:
-                    result.append(_site(sources, eqn, k, y, pairs))
+                    result.append(_site(dependence, eqn, k, y, pairs))
     return tuple(result)
 
 
@@ -118,34 +120,34 @@ def adds(eqn: Equation) -> bool:
     return operation.linear is True and len(eqn.invars) == 2
 
 
-def weight_operands(sources: Sources, eqn: Equation) -> list[int]:
+def weight_operands(dependence: StepDependence, eqn: Equation) -> list[int]:
     """Operands computed from parameters only, of an equation that reads data too or
     makes a new hidden state."""
     operation = operation_of(eqn)
-    bits = [of(sources.total, v) for v in eqn.invars]
-    if all(sources.is_weight(b) or not b.reads for b in bits) and not any(
-        v in sources.new_bit for v in eqn.outvars
+    bits = [of(dependence.total, v) for v in eqn.invars]
+    if all(dependence.is_weight(b) or not b.reads for b in bits) and not any(
+        v in dependence.new_bit for v in eqn.outvars
     ):
         return []
     passes = lambda k: operation is None or operation.differentiates(eqn, k)
-    return [k for k, b in enumerate(bits) if sources.is_weight(b) and passes(k)]
+    return [k for k, b in enumerate(bits) if dependence.is_weight(b) and passes(k)]
 
 
 def _site(
-    sources: Sources,
+    dependence: StepDependence,
     eqn: Equation,
     k: int,
     y: Var,
     into: Sequence[tuple[HiddenGroup, Positions]],
 ) -> Site:
-    equations = sources.program.equations
+    equations = dependence.program.equations
     weight = eqn.invars[k]
-    grads = of(sources.total, weight).grads
+    grads = of(dependence.total, weight).grads
     parameters = tuple(
-        p for p in sources.program.parameters if grads & sources.bit[p.invar]
+        p for p in dependence.program.parameters if grads & dependence.bit[p.invar]
     )
     weight_jaxpr = slice_back(
-        equations, sources.producer, [p.invar for p in parameters], weight
+        equations, dependence.producer, [p.invar for p in parameters], weight
     )
     programs = tuple(
         slice_between(equations, [y], group.hidden_outvars, found.cuts, found.edges)
@@ -157,7 +159,7 @@ def _site(
         for path, out in zip(group.hidden_paths, group.hidden_outvars, strict=True)
         if out is y or any(out in e.outvars for e in program.eqns)
     ]
-    own = sum(sources.bit[p.invar] for p in parameters)
+    own = sum(dependence.bit[p.invar] for p in parameters)
     cut = {
         path
         for group, found in into
@@ -165,7 +167,9 @@ def _site(
         for path in group.hidden_paths
     }
     data = [
-        v for v in eqn.invars if is_var(v) and of(sources.total, v).reads & sources.data
+        v
+        for v in eqn.invars
+        if is_var(v) and of(dependence.total, v).reads & dependence.data
     ]
     return Site(
         primitive=eqn.primitive,

@@ -125,10 +125,10 @@ class StepBinding:
     @cached_property
     def without_effect_on_loss(self) -> frozenset[Var]:
         """Parameters on which the loss never depends, in its own step or later."""
-        program, sources = self.info.program, self.analysed.sources
-        behind = sources.ever_behind(program.outputs[:1])
+        program, dependence = self.info.program, self.analysed.dependence
+        behind = dependence.ever_behind(program.outputs[:1])
         parameters = (p.invar for p in program.parameters)
-        return frozenset(v for v in parameters if not behind & sources.bit[v])
+        return frozenset(v for v in parameters if not behind & dependence.bit[v])
 
     def stages_of(self, step: CompiledStep) -> Stages:
         """The sorted equations behind one of its compiled steps."""

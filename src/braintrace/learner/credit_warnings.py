@@ -164,12 +164,14 @@ def _idle(
 ) -> dict[str, str]:
     """Parameters whose gradient is none, and those that no value in ``read_by`` ever
     depends on."""
-    program, sources = binding.info.program, binding.analysed.sources
+    program, dependence = binding.info.program, binding.analysed.dependence
     without = {name: g.reason for name, g in gives.items() if g.kind == 'none'}
     # A rule with a modulator does not follow the loss.
     if program.outputs and not rule.is_modulated:
-        behind = sources.ever_behind(read_by)
-        idle = [p.name for p in program.parameters if not behind & sources.bit[p.invar]]
+        behind = dependence.ever_behind(read_by)
+        idle = [
+            p.name for p in program.parameters if not behind & dependence.bit[p.invar]
+        ]
         nothing = f'no {what} depends on it, in its own step or later'
         without |= {n: nothing for n in idle if n not in without and n in gives}
     return without

@@ -30,7 +30,7 @@ def effects_beyond(stages: Stages, local: LocalProgram) -> dict[Var, Labels]:
         operation = operation_of(eqn)
         pulled = None
         if operation and reaches:
-            pulled = operation.labels(eqn, outs, stages.sources.constant)
+            pulled = operation.labels(eqn, outs, stages.dependence.constant)
         # Cuts inside a sub-program, and operations without a record, may hide any
         # effect.
         unknown = any(e == i for e, _ in cuts.bodies) or (operation is None and reaches)

@@ -32,11 +32,11 @@ class StepInvariants:
         return CreditAnalysis(self.stages.analysed)
 
     def _bit(self, parameter: Parameter) -> int:
-        return self.stages.sources.bit[parameter.invar]
+        return self.stages.dependence.bit[parameter.invar]
 
     def moves_states(self, parameter: Parameter) -> bool:
         """Whether any state depends on the parameter."""
-        total, carried = self.stages.sources.total, self.stages.carried
+        total, carried = self.stages.dependence.total, self.stages.carried
         return bool(
             union(of(total, new) for _, new in carried).grads & self._bit(parameter)
         )
@@ -49,18 +49,18 @@ class StepInvariants:
     def _seen(self) -> int:
         """What the outputs depend on."""
         outputs = self.stages.program.outputs
-        return union(of(self.stages.sources.total, out) for out in outputs).grads
+        return union(of(self.stages.dependence.total, out) for out in outputs).grads
 
     def is_read(self, group: int, y: Var) -> bool:
         """Whether an output reads a state that y reaches within the step, at that step
         or the next."""
-        sources, outputs = self.stages.sources, self.stages.program.outputs
-        direct = union(of(sources.direct, out) for out in outputs).grads
+        dependence, outputs = self.stages.dependence, self.stages.program.outputs
+        direct = union(of(dependence.direct, out) for out in outputs).grads
         record = self.stages.analysed.groups[group]
         for i in self.stages.locals[group].reached[y]:
             k = record.owners[i]
-            new = sources.new_bit[record.hidden_outvars[k]]
-            old = sources.bit[record.hidden_invars[k]]
+            new = dependence.new_bit[record.hidden_outvars[k]]
+            old = dependence.bit[record.hidden_invars[k]]
             if self._seen & new or direct & old:
                 return True
         return False
@@ -106,7 +106,7 @@ class StepInvariants:
             }
 
         variables, sources, _ = self.derivative(local, rows)
-        total, data = self.stages.sources.total, self.stages.sources.data
+        total, data = self.stages.dependence.total, self.stages.dependence.data
         moving = {v for v in variables if of(total, v).reads & data}
         return all(not moving & found for found in sources.values())
 
@@ -115,7 +115,7 @@ class StepInvariants:
     ) -> tuple[list[Var], dict, Callable]:
         """The variables that a derivative depends on, those behind each result, and the
         function."""
-        constant = self.stages.sources.constant
+        constant = self.stages.dependence.constant
         read = dict.fromkeys(
             [*local.group.hidden_invars, *local.taps, *local.constants]
         )
@@ -150,17 +150,17 @@ class StepInvariants:
         ``readouts``: (equation, operand) of these. Always, if the read-out is not in
         this step.
         """
-        stages, sources = self.stages, self.stages.sources
+        stages, dependence = self.stages, self.stages.dependence
         if not readouts:
             return True
         members = stages.analysed.members[group]
-        bits = sources.old(members) | sources.new(members)
+        bits = dependence.old(members) | dependence.new(members)
         data = [
             stages.equations[i].invars[k]
             for i, _ in readouts
             for k in stages.taps[i].data
         ]
-        return any(of(sources.total, v).grads & bits for v in data if is_var(v))
+        return any(of(dependence.total, v).grads & bits for v in data if is_var(v))
 
 
 def _sources(jaxpr: Jaxpr, variables: list[Var]) -> list[frozenset[Var]]:

@@ -76,14 +76,14 @@ class ReadoutLinks:
         Products between states and targets, and those by which other groups drive a
         read-out that is a state.
         """
-        stages, sources, found = self.stages, self.stages.sources, {}
+        stages, dependence, found = self.stages, self.stages.dependence, {}
         indices = set(stages.needed(stages.targets, stages.new_states))
         for readout in self._readouts:
             others = self._bits_except(readout)
             for i in self.paths.making(readout):
                 data = stages.taps[i].data if i in stages.taps else ()
                 inputs = [stages.equations[i].invars[k] for k in data]
-                if any(of(sources.direct, v).grads & others for v in inputs):
+                if any(of(dependence.direct, v).grads & others for v in inputs):
                     indices.add(i)
         for i in sorted(indices):
             tap = stages.taps.get(i)
@@ -123,8 +123,8 @@ class ReadoutLinks:
 
     def _bits(self, g: int) -> int:
         """Bits of the states of a group, new and old."""
-        sources, members = self.stages.sources, self.stages.analysed.members[g]
-        return sources.new(members) | sources.old(members)
+        dependence, members = self.stages.dependence, self.stages.analysed.members[g]
+        return dependence.new(members) | dependence.old(members)
 
     def _bits_except(self, g: int) -> int:
         every = range(len(self.stages.analysed.groups))
@@ -144,22 +144,24 @@ class ReadoutLinks:
 
     def _is_fed(self, g: int) -> bool:
         """Whether states of other groups reach the group."""
-        sources, others = self.stages.sources, self._bits_except(g)
+        dependence, others = self.stages.dependence, self._bits_except(g)
         new = self.paths.group(g).hidden_outvars
-        return any(sources.behind[v].grads & others for v in new if v in sources.behind)
+        return any(
+            dependence.behind[v].grads & others for v in new if v in dependence.behind
+        )
 
     def _feeds(self, g: int) -> bool:
         """Whether the group reaches new states of others, or mixes across time.
 
         What others remember of it would have to be carried as well.
         """
-        sources, members = self.stages.sources, self.stages.analysed.members
-        old = sources.old(members[g])
+        dependence, members = self.stages.dependence, self.stages.analysed.members
+        old = dependence.old(members[g])
         across = any(
-            sources.behind[h.outvar].grads & self._bits(g)
+            dependence.behind[h.outvar].grads & self._bits(g)
             for other, mine in enumerate(members)
             for h in mine
-            if other != g and h.outvar in sources.behind
+            if other != g and h.outvar in dependence.behind
         )
         cuts = self.stages.analysed.positions[g].found
         return across or any(cut.bits.grads & old for cut in cuts)
@@ -181,8 +183,8 @@ class ReadoutLinks:
             return True, np.asarray(run(zeros)[0, 0])
 
     def _reads_data(self, variables: Iterable[Var]) -> bool:
-        sources = self.stages.sources
-        return any(of(sources.total, v).reads & sources.data for v in variables)
+        dependence = self.stages.dependence
+        return any(of(dependence.total, v).reads & dependence.data for v in variables)
 
     def _classes(self, g: int) -> tuple[tuple[float, np.ndarray | None], ...]:
         """Distinct κ of a read-out, with the positions that have each."""
@@ -220,7 +222,7 @@ class ReadoutLinks:
 
     def _products_in(self, indices: Iterable[int]) -> list[Edge]:
         """(equation, data operand) of products with weights or constants."""
-        sources, found = self.stages.sources, []
+        dependence, found = self.stages.dependence, []
         for i in indices:
             if not self._is_product(i):
                 continue
@@ -228,7 +230,9 @@ class ReadoutLinks:
                 rest = [
                     x for j, x in enumerate(self.stages.equations[i].invars) if j != k
                 ]
-                fixed = not any(of(sources.total, x).reads & sources.data for x in rest)
+                fixed = not any(
+                    of(dependence.total, x).reads & dependence.data for x in rest
+                )
                 if fixed and is_var(v) and is_differentiable(v):
                     found.append((i, k))
         return found
@@ -252,9 +256,9 @@ class ReadoutLinks:
 
     def _elements(self, edge: Edge, g: int) -> np.ndarray | None:
         """The element of the operand that each position of a group acts on."""
-        sources, u = self.stages.sources, self.paths.source(edge)
+        dependence, u = self.stages.dependence, self.paths.source(edge)
         members = self.stages.analysed.members[g]
-        if not of(sources.direct, u).grads & self._bits(g):
+        if not of(dependence.direct, u).grads & self._bits(g):
             return None
         labels = self._labels(u, g)
         if labels is None:
@@ -279,7 +283,7 @@ class ReadoutLinks:
 
         None where one reaches several.
         """
-        stages, sources = self.stages, self.stages.sources
+        stages, dependence = self.stages, self.stages.dependence
         numbers = np.arange(u.aval.size, dtype=np.int32).reshape(u.aval.shape)
         if u in stages.new_states:
             return {u: numbers}
@@ -289,13 +293,13 @@ class ReadoutLinks:
         inputs = list(dict.fromkeys(v for v in read if v not in made))
         found = find_positions(
             make_jaxpr([], inputs, [u], equations),
-            sources.direct,
-            Relevance(self._bits(g), sources.data),
+            dependence.direct,
+            Relevance(self._bits(g), dependence.data),
             [(u, numbers)],
             {},
             (),
             u.aval.size,
-            sources.constant,
+            dependence.constant,
         )
         return None if found.cuts else found.labels
 
@@ -303,7 +307,7 @@ class ReadoutLinks:
         """Whether ∂Y/∂u depends on parameters and constants only."""
         stages = self.stages
         u, read = self.paths.source(edge), self.paths.read_between(edge, readout)
-        constant = stages.sources.constant
+        constant = stages.dependence.constant
         known = Values((v, constant(v)) for v in read if constant.knows(v))
         variables = [v for v in read if v not in known]
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
@@ -318,9 +322,9 @@ class ReadoutLinks:
 
     def _reaches_otherwise(self, lower: int, readout: int, edges: set[Edge]) -> bool:
         """Whether a group reaches a read-out by any path but its links."""
-        stages, sources = self.stages, self.stages.sources
+        stages, dependence = self.stages, self.stages.dependence
         members = stages.analysed.members[lower]
-        bits = sources.new(members) | sources.old(members)
+        bits = dependence.new(members) | dependence.old(members)
         mine = {v for h in members for v in (h.invar, h.outvar)}
         done: set[Atom] = set()
         todo: list[Atom] = list(self.paths.group(readout).hidden_outvars)
@@ -330,24 +334,24 @@ class ReadoutLinks:
             if v in mine:
                 return True
             stops = v in stages.new_states and v not in start
-            if v in done or stops or v not in sources.producer:
+            if v in done or stops or v not in dependence.producer:
                 continue
             done.add(v)
-            i = sources.producer[v]
+            i = dependence.producer[v]
             eqn, operation = stages.equations[i], operation_of(stages.equations[i])
             for k, x in enumerate(eqn.invars):
                 passes = operation is None or operation.differentiates(eqn, k)
-                carries = is_var(x) and bool(of(sources.direct, x).grads & bits)
+                carries = is_var(x) and bool(of(dependence.direct, x).grads & bits)
                 if (i, k) not in edges and passes and carries:
                     todo.append(x)
         return False
 
     def _link(self, c: Candidate, is_complete: bool) -> Link:
-        sources, group = self.stages.sources, self.paths.group(c.lower)
-        read = of(sources.direct, self.paths.source(c.edge)).grads
+        dependence, group = self.stages.dependence, self.paths.group(c.lower)
+        read = of(dependence.direct, self.paths.source(c.edge)).grads
         owners = list(enumerate(group.owners))
-        new = [sources.new_bit[v] for v in group.hidden_outvars]
-        old = [sources.bit[v] for v in group.hidden_invars]
+        new = [dependence.new_bit[v] for v in group.hidden_outvars]
+        old = [dependence.bit[v] for v in group.hidden_invars]
         states = tuple(s for s, k in owners if read & new[k])
         old_states = tuple(s for s, k in owners if read & old[k])
         decays = () if c.readout is None else self._classes(c.readout)

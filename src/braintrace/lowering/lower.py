@@ -120,12 +120,14 @@ def _group(stages: Stages, local: LocalProgram) -> Group:
 
 
 def _tap(stages: Stages, i: int, tap: TapEquation) -> Tap:
-    sources = stages.sources
+    dependence = stages.dependence
     weights = [tap.equation.invars[k] for k in tap.weights]
     by_weight = {}
     for v in weights:
-        grads = sources.total[v].grads
-        mine = (p for p in sources.program.parameters if grads & sources.bit[p.invar])
+        grads = dependence.total[v].grads
+        mine = (
+            p for p in dependence.program.parameters if grads & dependence.bit[p.invar]
+        )
         by_weight[v] = tuple(mine)
     made = [stages.equations[j] for j in stages.needed(weights, ())]
     operation = operation_of(tap.equation)
@@ -159,7 +161,7 @@ def _sites(stages: Stages, i: int, tap: TapEquation) -> list[Site]:
             equation = cut_inside(i, tap.equation, local.positions.cuts)
             result = equation.outvars.index(v)
             for k in tap.weights:
-                use = use_of(equation, k, result, stages.sources.constant)
+                use = use_of(equation, k, result, stages.dependence.constant)
                 positions = local.positions.labels[v]
                 if v in local.shared:
                     use = SharedUse(use, local.shared[v])
@@ -184,9 +186,9 @@ def _pieces(stages: Stages) -> dict[Var, tuple[Var, Box]]:
     parameters = {p.invar for p in stages.program.parameters}
     found: dict[Var, tuple[Var, Box]] = {}
     for weight in stages.weights:
-        if weight not in stages.sources.producer:
+        if weight not in stages.dependence.producer:
             continue
-        maker = stages.equations[stages.sources.producer[weight]]
+        maker = stages.equations[stages.dependence.producer[weight]]
         operation = operation_of(maker)
         if operation is None or operation.part is None:
             continue
@@ -228,7 +230,7 @@ def _gradients(
     if len(weights) == 1 and len(y_bars) == 1:
         (k,), (y,) = weights, y_bars
         result = equation.outvars.index(y)
-        use = use_of(equation, k, result, stages.sources.constant)
+        use = use_of(equation, k, result, stages.dependence.constant)
         box = boxes.get(y)
         y_bar = y_bars[y] if box is None else y_bars[y][:, *box]
         return Values({equation.invars[k]: use.gradient(fixed, steps, y_bar, box)})

@@ -18,7 +18,7 @@ import numpy as np
 from ..analysis.analysed import Analysed
 from ..analysis.cuts import Positions
 from ..analysis.dependence import of
-from ..analysis.sources import Sources
+from ..analysis.step_dependence import StepDependence
 from ..compat import (
     Atom,
     Equation,
@@ -50,13 +50,13 @@ class _Split:
 
 def split_products(analysed: Analysed) -> Analysed:
     """The same step with products of concatenated inputs written as sums."""
-    sources, program = analysed.sources, analysed.sources.program
+    dependence, program = analysed.dependence, analysed.dependence.program
     equations: list[Equation] = []
     places: list[int] = []
     splits: dict[int, _Split] = {}
     for i, eqn in enumerate(program.equations):
         places.append(len(equations))
-        if split := _split(sources, eqn):
+        if split := _split(dependence, eqn):
             splits[i] = split
         equations += split.equations if split else [eqn]
     if not splits:
@@ -65,29 +65,29 @@ def split_products(analysed: Analysed) -> Analysed:
     rewritten = make_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, equations)
     program = replace(program, closed=close(rewritten, program.closed.consts))
     positions = [_moved(found, splits, places) for found in analysed.positions]
-    return replace(analysed, sources=Sources(program), positions=positions)
+    return replace(analysed, dependence=StepDependence(program), positions=positions)
 
 
-def _split(sources: Sources, eqn: Equation) -> _Split | None:
+def _split(dependence: StepDependence, eqn: Equation) -> _Split | None:
     operation = operation_of(eqn)
     if operation is None or operation.split is None:
         return None
-    total = sources.total
+    total = dependence.total
     weights = [
         k
         for k, v in enumerate(eqn.invars)
-        if is_var(v) and sources.is_weight(of(total, v))
+        if is_var(v) and dependence.is_weight(of(total, v))
     ]
     if len(weights) != 1:
         return None
     (k,) = weights
     joined = eqn.invars[1 - k]
-    if joined not in sources.producer:
+    if joined not in dependence.producer:
         return None
-    maker = sources.program.equations[sources.producer[joined]]
+    maker = dependence.program.equations[dependence.producer[joined]]
     parts = operation.split(eqn, k, maker)
-    hidden = sum(sources.bit[h.invar] for h in sources.program.hidden)
-    states = hidden | sum(sources.new_bit.values())
+    hidden = sum(dependence.bit[h.invar] for h in dependence.program.hidden)
+    states = hidden | sum(dependence.new_bit.values())
     reads_state = {bool(of(total, v).reads & states) for v in maker.invars}
     if parts is None or len(reads_state) != 2:
         return None

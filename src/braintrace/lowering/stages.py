@@ -22,7 +22,7 @@ import jax
 from ..analysis.analysed import Analysed
 from ..analysis.dependence import Bits, of, union
 from ..analysis.sites import weight_operands
-from ..analysis.sources import Sources
+from ..analysis.step_dependence import StepDependence
 from ..compat import Atom, Equation, Var, is_differentiable, is_var, new_var
 from ..compiled_step import Values
 from ..operations import operation_of, run_equation
@@ -49,11 +49,11 @@ class TapEquation:
     results: tuple[Var, ...]
 
 
-def find_taps(sources: Sources) -> dict[int, TapEquation]:
+def find_taps(dependence: StepDependence) -> dict[int, TapEquation]:
     """All taps of a program by the index of their equation."""
     found = {}
-    for i, eqn in enumerate(sources.program.equations):
-        weights = tuple(weight_operands(sources, eqn))
+    for i, eqn in enumerate(dependence.program.equations):
+        weights = tuple(weight_operands(dependence, eqn))
         results = tuple(v for v in eqn.outvars if is_differentiable(v))
         if weights and results:
             operands = enumerate(eqn.invars)
@@ -80,7 +80,7 @@ class Stages:
     is found when it is made.
     """
 
-    sources: Sources
+    dependence: StepDependence
     """What each value depends on."""
     program: StepProgram
     equations: Sequence[Equation]
@@ -141,8 +141,8 @@ class Stages:
         self.targets, self.aux, self.modulator = tuple(targets), tuple(aux), modulator
         # Values that are wanted for the solver itself.
         self._extra = () if modulator is None else (modulator,)
-        self.sources = self.analysed.sources
-        self.program = self.sources.program
+        self.dependence = self.analysed.dependence
+        self.program = self.dependence.program
         self.equations = self.program.equations
         self._find_structure()
         self._sort()
@@ -171,7 +171,7 @@ class Stages:
 
     def needed(self, targets: Iterable[Atom], known: Iterable[Var]) -> list[int]:
         """Equations that lead to the targets from known values, in program order."""
-        known, producer = set(known), self.sources.producer
+        known, producer = set(known), self.dependence.producer
         kept: set[int] = set()
         todo = [v for v in targets if is_var(v)]
         while todo:
@@ -186,7 +186,7 @@ class Stages:
     def _find_structure(self) -> None:
         """Taps, local steps and states."""
         groups, program = self.analysed.groups, self.program
-        self.taps = find_taps(self.sources)
+        self.taps = find_taps(self.dependence)
         self.tap_results = tuple(v for tap in self.taps.values() for v in tap.results)
         self.locals = tuple(
             LocalProgram(self.equations, self.tap_results, group, positions)
@@ -206,15 +206,15 @@ class Stages:
 
     def _sort(self) -> None:
         """What runs once a call, and what once a block."""
-        sources, program = self.sources, self.program
+        dependence, program = self.dependence, self.program
         made = [v for eqn in self.equations for v in eqn.outvars]
-        new = sum(sources.new_bit.values())
+        new = sum(dependence.new_bit.values())
         # Bits of everything that credit can reach, and of all states, old and new.
-        self._credit = sources.parameters | sources.old(program.hidden) | new
+        self._credit = dependence.parameters | dependence.old(program.hidden) | new
         old = [*(h.invar for h in program.hidden), *(o.invar for o in program.others)]
-        self._states = sum(sources.bit[v] for v in old) | new
+        self._states = sum(dependence.bit[v] for v in old) | new
 
-        free = self._where(lambda reads: not reads & sources.data)
+        free = self._where(lambda reads: not reads & dependence.data)
         self.constants = tuple(v for v in free if v not in self.new_states)
         jaxpr = program.closed.jaxpr
         moving = {*program.inputs, *(old for old, _ in self.carried)}
@@ -239,12 +239,12 @@ class Stages:
             wanted += local.constants
         self._read_by_derivatives = tuple(dict.fromkeys(filter(is_var, wanted)))
         self.derivative_variables = tuple(
-            v for v in self._read_by_derivatives if v in sources.producer
+            v for v in self._read_by_derivatives if v in dependence.producer
         )
         self.projected = self._projected(made)
 
     def _bits(self, atom: Atom) -> Bits:
-        return of(self.sources.total, atom)
+        return of(self.dependence.total, atom)
 
     def _where(self, test: Callable[[int], object]) -> tuple[Var, ...]:
         """Results of equations whose operands, taken together, pass a test of what they
@@ -256,7 +256,7 @@ class Stages:
         return tuple(found)
 
     def _projected(self, made: Sequence[Var]) -> tuple[Var, ...]:
-        data, states = self.sources.data, self._states
+        data, states = self.dependence.data, self._states
         free = set(self._where(lambda reads: reads & data and not reads & states))
         rest = (eqn for eqn in self.equations if not free.issuperset(eqn.outvars))
         read = {v for eqn in rest for v in eqn.invars if is_var(v)}
@@ -315,7 +315,7 @@ class Stages:
     def _border(self) -> list[Var]:
         """Values that depend on other states without carrying credit, where derivative
         programs read them."""
-        others = sum(self.sources.bit[o.invar] for o in self.program.others)
+        others = sum(self.dependence.bit[o.invar] for o in self.program.others)
 
         def without_credit(v: Atom) -> bool:
             bits = self._bits(v)

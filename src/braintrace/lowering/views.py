@@ -76,7 +76,7 @@ def evaluate_views(
     loss reads instead, ``known`` values that are not computed again. ``delta``: the
     perturbation of every new state.
     """
-    equations = analysed.sources.program.equations
+    equations = analysed.dependence.program.equations
     owner = {v: g for g, m in enumerate(analysed.groups) for v in m.hidden_outvars}
     cutting = _cuts_between_new_states(analysed)
     views = _needed_views(equations, outputs, owner, env, cutting)
@@ -172,12 +172,12 @@ def _with_cut_paths(
 
 def _cuts_between_new_states(analysed: Analysed) -> Cutting:
     """Cuts between new states of one group, for every group."""
-    sources, found = analysed.sources, {}
-    equations = sources.program.equations
-    reads = lambda i, k, new: of(sources.total, equations[i].invars[k]).grads & new
+    dependence, found = analysed.dependence, {}
+    equations = dependence.program.equations
+    reads = lambda i, k, new: of(dependence.total, equations[i].invars[k]).grads & new
     parts = zip(analysed.members, analysed.positions, strict=True)
     for g, (members, positions) in enumerate(parts):
-        new, cuts = sources.new(members), positions.cuts
+        new, cuts = dependence.new(members), positions.cuts
         edges = {
             (i, k): mask for (i, k), mask in cuts.edges.items() if reads(i, k, new)
         }
@@ -212,7 +212,7 @@ def joint_outputs(
     The derivative of a loss of the outputs by ``deltas[g]`` at zero is the signal of
     group g.
     """
-    program, groups = analysed.sources.program, analysed.groups
+    program, groups = analysed.dependence.program, analysed.groups
     closed = program.closed
     names = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     env = dict(zip(names, [*closed.consts, *inputs], strict=True))

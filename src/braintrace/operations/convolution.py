@@ -18,9 +18,9 @@ import numpy as np
 from ..arrays import cast, factors_for, padded, sum_type
 from ..compat import Equation
 from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from .label_rules import only, shape_of, windows
 from .labels import Labels, project
 from .record import Const, Operation, register
-from .rules import only, shape_of, windows
 from .weight_use import BaseUse, WholeTrace, bind, has_kernel
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from ..arrays import cast
 from ..compat import Equation, is_var, is_whole_cut
 from ..compiled_step import Operands, TraceLayout
+from .label_rules import elementwise_labels, elementwise_origins, nothing
 from .labels import Labels
 from .record import FAMILIES, Const, Operation, register
-from .rules import elementwise_labels, elementwise_origins, nothing
 from .weight_use import BaseUse, SharedUse, WholeTrace, bind
 
 

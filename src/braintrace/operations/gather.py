@@ -13,9 +13,9 @@ import numpy as np
 from ..arrays import cast
 from ..compat import Equation
 from ..compiled_step import Operands, TraceLayout
+from .label_rules import only, shape_of
 from .labels import NONE, Labels, gather_back, project
 from .record import Const, Operation, register
-from .rules import only, shape_of
 from .weight_use import BaseUse, WholeTrace, bind
 
 

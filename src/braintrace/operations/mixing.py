@@ -4,8 +4,8 @@ derivative."""
 from __future__ import annotations
 
 from ..compat import solver_constants
+from .label_rules import mixing_labels
 from .record import FAMILIES, Operation, register
-from .rules import mixing_labels
 
 MIXING = Operation('mixing', mixing_labels)
 FAMILIES['mixing'] = MIXING

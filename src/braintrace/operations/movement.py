@@ -8,9 +8,7 @@ import numpy as np
 
 from ..compat import Equation
 from ..compiled_step import Box
-from .labels import NONE, Labels, project
-from .record import Const, Operation, register
-from .rules import (
+from .label_rules import (
     AxisMap,
     all_or_nothing,
     axes,
@@ -19,6 +17,8 @@ from .rules import (
     origins_along,
     shape_of,
 )
+from .labels import NONE, Labels, project
+from .record import Const, Operation, register
 
 
 def _reshape(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..compat import Equation
+from .label_rules import AxisMap, axes, merge, shape_of, windows
 from .labels import Labels, join, project
 from .record import Const, Operation, register
-from .rules import AxisMap, axes, merge, shape_of, windows
 
 
 def _reduced(eqn: Equation, k: int) -> AxisMap:

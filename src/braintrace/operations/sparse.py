@@ -16,8 +16,8 @@ import numpy as np
 
 from ..compat import Equation, is_differentiable
 from ..compiled_step import TraceLayout
+from .label_rules import mixing_labels
 from .record import Const, Operation, UseRule, register
-from .rules import mixing_labels
 from .sparse_product import SparseProduct, multiply
 from .sparse_weights import OneWeightUse, SynapseUse
 from .synapses import has_kernels

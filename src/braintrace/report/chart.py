@@ -11,7 +11,7 @@ from ..analysis.dependence import Bits, flow, of, union
 from ..analysis.diagnostics import CompilationRecord, DiagnosticKind
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import Site, adds, weight_operands
-from ..analysis.sources import Sources
+from ..analysis.step_dependence import StepDependence
 from ..compat import Atom, Equation, Var, is_differentiable, is_var
 from ..program import Parameter, Path, StepProgram
 from ..program.step import path_name
@@ -95,25 +95,25 @@ class ChartMaker:
     cuts: Sequence[CompilationRecord]
 
     @cached_property
-    def _sources(self) -> Sources:
-        return Sources(self.program)
+    def _dependence(self) -> StepDependence:
+        return StepDependence(self.program)
 
     # ------------------------------------------------------------ boxes
 
     @cached_property
     def _uses(self) -> list[_Use]:
         """Operations, each with the biases that follow it directly."""
-        sources = self._sources
+        dependence = self._dependence
         equations = {
             i: e
             for i, e in enumerate(self.program.equations)
-            if weight_operands(sources, e)
+            if weight_operands(dependence, e)
         }
         bits = {i: 1 << n for n, i in enumerate(equations)}
         behind = self._behind(bits, 1 << len(bits))[1]
         reached: dict[int, dict[int, None]] = {i: {} for i in equations}
         for site in self.sites:
-            reached[sources.producer[site.y_var]].update(
+            reached[dependence.producer[site.y_var]].update(
                 dict.fromkeys(g.index for g in site.hidden_groups)
             )
         uses: dict[int, _Use] = {}
@@ -133,11 +133,12 @@ class ChartMaker:
         return list({id(use): use for use in uses.values()}.values())
 
     def _parameters(self, eqn: Equation) -> list[Parameter]:
-        sources = self._sources
+        dependence = self._dependence
         grads = union(
-            of(sources.total, eqn.invars[k]) for k in weight_operands(sources, eqn)
+            of(dependence.total, eqn.invars[k])
+            for k in weight_operands(dependence, eqn)
         ).grads
-        return [p for p in self.program.parameters if grads & sources.bit[p.invar]]
+        return [p for p in self.program.parameters if grads & dependence.bit[p.invar]]
 
     @cached_property
     def _others(self) -> dict[Path, list]:
@@ -272,7 +273,7 @@ class ChartMaker:
         if node.kind == 'group':
             bits = Bits()
             for v in parts[0].hidden_outvars:
-                made = self._operation_of.get(self._sources.producer[v])
+                made = self._operation_of.get(self._dependence.producer[v])
                 bits |= (
                     behind[v] if made is None else Bits(1 << 2 * made, 1 << 2 * made)
                 )
@@ -298,20 +299,20 @@ class ChartMaker:
     # ------------------------------------------------------------ cuts
 
     def _carried(self, edge: Edge) -> int:
-        """Bits of the sources that an arrow carries: the old states of a group, or all
+        """Bits of what an arrow carries: the old states of a group, or all
         that its box was made from."""
         node, parts = self._nodes[edge.source]
-        sources = self._sources
+        dependence = self._dependence
         if edge.delayed and node.kind == 'group':
-            return sum(sources.bit[v] for v in parts[0].hidden_invars)
+            return sum(dependence.bit[v] for v in parts[0].hidden_invars)
         if node.kind == 'operation':
             return union(
-                sources.total[v]
+                dependence.total[v]
                 for i in parts
                 for v in self.program.equations[i].outvars
             ).grads
         return (
-            union(sources.total[v] for v in parts[0].hidden_outvars).grads
+            union(dependence.total[v] for v in parts[0].hidden_outvars).grads
             if node.kind == 'group'
             else 0
         )
@@ -343,7 +344,7 @@ class ChartMaker:
     def _cut_edges(self, record: CompilationRecord) -> Iterator[Edge]:
         """The arrows on which a record's cuts lie: from its own source where there are
         any, else from what it made."""
-        bit, path = self._sources.bit, record.weight_path
+        bit, path = self._dependence.bit, record.weight_path
         arrays = [p for p in self.program.parameters if p.path == path]
         names, wanted = {p.name for p in arrays}, sum(bit[p.invar] for p in arrays)
         if path is None:
@@ -378,7 +379,8 @@ class ChartMaker:
             made = [
                 s
                 for s in self.sites
-                if node.kind == 'operation' and self._sources.producer[s.y_var] in parts
+                if node.kind == 'operation'
+                and self._dependence.producer[s.y_var] in parts
             ]
             pairs = [
                 pair

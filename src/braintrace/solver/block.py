@@ -37,6 +37,7 @@ def forward(
 ) -> tuple[Values, Values]:
     """The states after a block, and what its steps leave: projections, kept values, old
     states."""
+    # What is prepared for the loop over steps is not worth its making for one step.
     if length_of(inputs) == 1:
         constants = constants.pick(k for k in constants if k not in step.prepared)
     projected = jax.vmap(lambda xs: step.project(constants, xs))(inputs)

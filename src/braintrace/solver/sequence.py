@@ -162,10 +162,12 @@ class BlockSolver(WindowSolver):
             credit, products, total, dead = carry
             steps, weights = at
             end = jax.tree.map(lambda x: x[number], ends)
+            # Steps after this block may carry credit back into silent steps of it.
             mask = Mask.of([weights], dead) if masked else None
             now = Block.of(completed(step, constants, steps, end), mask)
             found = derivatives(step, constants, now, [weights])
             view = self._view(constants, now, found, [weights], rule_state)
+            # γ continues from the block after this one, which was solved before it.
             every, first = backward_credit(*view[:3], credit, len(weights), mask)
             local = self._local_gradients(constants, now, found, view, every)
             gradients = weight_gradients(step, constants, now, found.results, local)
@@ -173,6 +175,7 @@ class BlockSolver(WindowSolver):
             dead = dead if mask is None else mask.dead[0]
             driven: list[Driven] = []
             if drives:
+                # P continues in the same way: the traces wait for the end of the span.
                 driven, products = drive(traces_of, constants, now, view, products)
             return (first, products, total, dead), (found.targets[0], found.aux, driven)
 

@@ -92,6 +92,7 @@ def drive(
     ):
         to_end, whole = products_to_end(matrix, later, length)
         products.append(whole)
+        # Row s of P_t is the cotangent of h_t whose pull-back is what y_t adds to ε_s.
         named = {}
         for s in recursion.alive:
             products_of = {k: p for (i, k), p in to_end.items() if i == s}
@@ -164,6 +165,7 @@ def _advance_factors(
     if not layouts:
         return new, total
     length, groups = length_of(block.values), traces_of.step.groups
+    # Cotangents of one: their pull-backs are the slopes ∂h_s/∂y of every step.
     units = []
     for group, signals in zip(groups, view.signals, strict=True):
         one = lambda x, group=group: jnp.ones((length, *group.shape), x.dtype)

@@ -1,4 +1,4 @@
-"""What holds for a whole step program, computed once and read by every later stage."""
+"""What each value of a step program depends on, computed once for all later stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .constants import Constants
 from .dependence import Bits, flow, of, union
 
 
-class Sources:
+class StepDependence:
     """A step program, the bit that stands for each of its sources, and what each of its
     values depends on.
 
@@ -75,24 +75,24 @@ class Sources:
                 return found
             found = more
 
-    def through(self, group: tuple[Hidden, ...]) -> SourcesThrough:
+    def through(self, group: tuple[Hidden, ...]) -> DependenceThrough:
         """Sources of every value by paths through no new state but those of the
         group."""
-        return SourcesThrough(self, group)
+        return DependenceThrough(self, group)
 
     def is_weight(self, bits: Bits) -> bool:
         """Depends on parameters, and on nothing but parameters and constants."""
         return bool(bits.grads & self.parameters) and not bits.reads & self.data
 
 
-class SourcesThrough(Mapping[Var, Bits]):
+class DependenceThrough(Mapping[Var, Bits]):
     """A view of the direct sources in which some new hidden states are not barriers."""
 
-    def __init__(self, sources: Sources, through: tuple[Hidden, ...]):
-        self.direct = sources.direct
-        self.every = sum(sources.new_bit.values())
+    def __init__(self, dependence: StepDependence, through: tuple[Hidden, ...]):
+        self.direct = dependence.direct
+        self.every = sum(dependence.new_bit.values())
         self.inner = {
-            sources.new_bit[h.outvar]: sources.behind[h.outvar] for h in through
+            dependence.new_bit[h.outvar]: dependence.behind[h.outvar] for h in through
         }
         self.through = sum(self.inner)
 
