@@ -10,7 +10,6 @@ steps, y elements of the site's result, s components.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..arrays import box_of, padded, picked, sum_type
 from ..compiled_step import Box, Components, Jacobian, Operands, Site, WeightUse
@@ -71,7 +71,7 @@ class FactorLayout:
         would be read in the order of the positions, number by number if axes are
         transposed.
         """
-        return math.prod(self._shape) * jnp.dtype(self._dtype).itemsize > LARGE
+        return int(np.prod(self._shape)) * jnp.dtype(self._dtype).itemsize > LARGE
 
     @property
     def shares_state_part(self) -> bool:
