@@ -3,7 +3,7 @@
 Letters: n samples, c inputs of the weight, f its outputs, s and r components of ε. For
 each element of the trace, which is read and written once:
 
-    gradient[c, f] += Σ_s credit_s[n, f] ε_s[n, c, f]
+    gradient[c, f] += Σ_s credit_s[n, f] ε_s[n, c, f] + x[n, c] ȳ[n, f]
     ε_s[n, c, f] = Σ_r factor_sr[n, f] ε_r[n, c, f] + x[n, c] row_s[n, f]
 
 XLA would read and write the traces several times: once for each component and once for
@@ -30,13 +30,15 @@ FLAGS = ('reassoc', 'contract', 'nsz')
 
 class Structure(NamedTuple):
     """What there is of a trace: components, the rows, factors and credits that are not
-    zero by structure, and whether the inputs come before the outputs in memory."""
+    zero by structure, whether the inputs come before the outputs in memory, and whether
+    the one-step gradient x ȳ is summed."""
 
     components: tuple[int, ...]
     rows: tuple[int, ...]
     factors: tuple[tuple[int, int], ...]
     credits: tuple[int, ...]
     inputs_first: bool
+    has_y_bar: bool = False
 
     @property
     def name(self) -> str:
@@ -44,13 +46,14 @@ class Structure(NamedTuple):
         join = lambda numbers: '_'.join(map(str, numbers))
         factors = join(f'{s}{r}' for s, r in self.factors)
         parts = (join(self.components), join(self.rows), factors, join(self.credits))
-        return f'braintrace_visit_{"_of_".join(parts)}_{int(self.inputs_first)}'
+        facts = f'{int(self.inputs_first)}{int(self.has_y_bar)}'
+        return f'braintrace_visit_{"_of_".join(parts)}_{facts}'
 
 
 class _Visit:
     """The instructions of a visit.
 
-    Operands: x, rows, factors, credits, old traces; results: new traces, which lie where
+    Operands: x, rows, factors, credits, ȳ, old traces; results: new traces, which lie where
     the old ones do, and the gradient.
     """
 
@@ -67,6 +70,7 @@ class _Visit:
         self.drives = dict(zip(made.rows, rest, strict=False))
         names = [('factor', *pair) for pair in made.factors]
         names += [('credit', s) for s in made.credits]
+        names += [('y_bar',)] if made.has_y_bar else []
         self.vectors = dict(zip(names, rest[len(made.rows) :], strict=False))
         *traces, self.gradient = results
         self.traces = dict(zip(made.components, traces, strict=True))
@@ -110,7 +114,8 @@ class _Visit:
             for trace in self.traces.values():
                 trace.prefetch(build, ahead, size)
             old = {s: e.load(build, at, size) for s, e in self.traces.items()}
-            self._add_gradient(shared, old, row, j, size, first)
+            x = self._along_inputs(self.x, n, row, j, size)
+            self._add_gradient(shared, old, x, row, j, size, first)
             for s in made.components:
                 pairs = [
                     (shared['factor', q, r], old[r]) for q, r in made.factors if q == s
@@ -139,10 +144,12 @@ class _Visit:
         return found
 
     def _add_gradient(
-        self, shared: dict, old: dict, row: Any, j: Any, size: int, first: bool
+        self, shared: dict, old: dict, x: Any, row: Any, j: Any, size: int, first: bool
     ) -> None:
         build = self.build
         pairs = [(shared['credit', s], old[s]) for s in self.made.credits]
+        if self.made.has_y_bar:
+            pairs.append((shared['y_bar',], x))
         if not pairs and not first:
             return
         at = build.add(build.mul(row, self.width), j)
@@ -204,8 +211,10 @@ def visit(
     factors: Jacobian,
     credit: Components,
     inputs_first: bool,
+    y_bar: jax.Array | None = None,
 ) -> tuple[Components, jax.Array]:
-    """The traces after a step and γ · ε before it, summed over samples.
+    """The traces after a step and γ · ε before it, summed over samples; with x ȳ added
+    if ``y_bar`` is given.
 
     Traces (n, c, f), or (n, f, c) if not ``inputs_first``; x (n, c), all else (n, f).
     """
@@ -217,9 +226,11 @@ def visit(
         tuple(factors),
         tuple(credit),
         inputs_first,
+        y_bar is not None,
     )
     old = list(trace.values())
-    given = [x, *rows.values(), *factors.values(), *credit.values(), *old]
+    given = [x, *rows.values(), *factors.values(), *credit.values()]
+    given += [*([] if y_bar is None else [y_bar]), *old]
     dtype = jnp.dtype(x.dtype)
     outs = [jax.ShapeDtypeStruct(e.shape, dtype) for e in old]
     outs.append(jax.ShapeDtypeStruct(old[0].shape[1:], dtype))
