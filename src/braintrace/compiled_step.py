@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -76,6 +76,29 @@ class TraceLayout(Protocol):
         are the operands that stay the same, the weight among them; ``steps`` are
         stacked over t.
         """
+        ...
+
+
+@runtime_checkable
+class SummingLayout(TraceLayout, Protocol):
+    """A layout whose visit after a single step can sum the one-step gradient as well."""
+
+    def sums_one_step(self, dtype: Any) -> bool:
+        """Whether it is worth while for traces stored in a type."""
+        ...
+
+    def solve(
+        self,
+        trace: Components,
+        fixed: Operands,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+        y_bars: jax.Array | None = None,
+    ) -> tuple[Components, jax.Array]:
+        """As :meth:`TraceLayout.solve`; with Σ_t x_t ȳ_t added if ``y_bars`` (t, y) are
+        given."""
         ...
 
 

@@ -3,7 +3,7 @@
 Letters: n samples, c inputs of the weight, f its outputs, s and r components of ε. For
 each element of the trace, which is read and written once:
 
-    gradient[c, f] += Σ_s credit_s[n, f] ε_s[n, c, f]
+    gradient[c, f] += Σ_s credit_s[n, f] ε_s[n, c, f] + x[n, c] ȳ[n, f]
     ε_s[n, c, f] = Σ_r factor_sr[n, f] ε_r[n, c, f] + x[n, c] row_s[n, f]
 
 XLA would read and write the traces several times: once for each component and once for
@@ -30,13 +30,15 @@ FLAGS = ('reassoc', 'contract', 'nsz')
 
 class Structure(NamedTuple):
     """What there is of a trace: components, the rows, factors and credits that are not
-    zero by structure, and whether the inputs come before the outputs in memory."""
+    zero by structure, whether the inputs come before the outputs in memory, and whether
+    the one-step gradient x ȳ is summed."""
 
     components: tuple[int, ...]
     rows: tuple[int, ...]
     factors: tuple[tuple[int, int], ...]
     credits: tuple[int, ...]
     inputs_first: bool
+    has_y_bar: bool = False
 
     @property
     def name(self) -> str:
@@ -44,24 +46,26 @@ class Structure(NamedTuple):
         join = lambda numbers: '_'.join(map(str, numbers))
         factors = join(f'{s}{r}' for s, r in self.factors)
         parts = (join(self.components), join(self.rows), factors, join(self.credits))
-        return f'braintrace_visit_{"_of_".join(parts)}_{int(self.inputs_first)}'
+        facts = f'{int(self.inputs_first)}{int(self.has_y_bar)}'
+        return f'braintrace_visit_{"_of_".join(parts)}_{facts}'
 
     def named(
         self, operands: list[Buffer]
     ) -> tuple[Buffer, dict[int, Buffer], dict[tuple, Buffer]]:
-        """The operands of a kernel: x, rows by component, and factors and credits by
-        their names; the old traces are read where the new ones are written."""
+        """The operands of a kernel: x, rows by component, and factors, credits and ȳ
+        by their names; the old traces are read where the new ones are written."""
         x, *rest = operands
         rows = dict(zip(self.rows, rest, strict=False))
         names = [('factor', *pair) for pair in self.factors]
         names += [('credit', s) for s in self.credits]
+        names += [('y_bar',)] if self.has_y_bar else []
         return x, rows, dict(zip(names, rest[len(rows) :], strict=False))
 
 
 class _Visit:
     """The instructions of a visit.
 
-    Operands: x, rows, factors, credits, old traces; results: new traces, which lie where
+    Operands: x, rows, factors, credits, ȳ, old traces; results: new traces, which lie where
     the old ones do, and the gradient.
     """
 
@@ -117,7 +121,8 @@ class _Visit:
             for trace in self.traces.values():
                 trace.prefetch(build, ahead, size)
             old = {s: e.load(build, at, size) for s, e in self.traces.items()}
-            self._add_gradient(shared, old, row, j, size, first)
+            x = self._along_inputs(self.x, n, row, j, size)
+            self._add_gradient(shared, old, x, row, j, size, first)
             for s in made.components:
                 pairs = [
                     (shared['factor', q, r], old[r]) for q, r in made.factors if q == s
@@ -146,10 +151,12 @@ class _Visit:
         return found
 
     def _add_gradient(
-        self, shared: dict, old: dict, row: Any, j: Any, size: int, first: bool
+        self, shared: dict, old: dict, x: Any, row: Any, j: Any, size: int, first: bool
     ) -> None:
         build = self.build
         pairs = [(shared['credit', s], old[s]) for s in self.made.credits]
+        if self.made.has_y_bar:
+            pairs.append((shared['y_bar',], x))
         if not pairs and not first:
             return
         at = build.add(build.mul(row, self.width), j)
@@ -211,12 +218,14 @@ def visit(
     factors: Jacobian,
     credit: Components,
     inputs_first: bool,
+    y_bar: jax.Array | None = None,
 ) -> tuple[Components, jax.Array]:
-    """The traces after a step and γ · ε before it, summed over samples.
+    """The traces after a step and γ · ε before it, summed over samples; with x ȳ added
+    if ``y_bar`` is given.
 
     Traces (n, c, f), or (n, f, c) if not ``inputs_first``; x (n, c), all else (n, f).
     """
-    made, given = arranged(trace, x, rows, factors, credit, inputs_first)
+    made, given = arranged(trace, x, rows, factors, credit, inputs_first, y_bar)
     old = list(trace.values())
     shapes = [*(e.shape for e in old), old[0].shape[1:]]
     *new, total = call_in_place(_Visit, made, made.name, given, shapes)
@@ -230,6 +239,7 @@ def arranged(
     factors: Jacobian,
     credit: Components,
     inputs_first: bool,
+    y_bar: jax.Array | None = None,
 ) -> tuple[Structure, list[jax.Array]]:
     """What there is of a trace, and the operands of its kernel in order, the old traces
     last."""
@@ -237,7 +247,9 @@ def arranged(
     factors = {(s, r): factors[s, r] for s in trace for r in trace if (s, r) in factors}
     names = (tuple(trace), tuple(rows), tuple(factors), tuple(credit))
     vectors = [*rows.values(), *factors.values(), *credit.values()]
-    return Structure(*names, inputs_first), [x, *vectors, *trace.values()]
+    vectors += [] if y_bar is None else [y_bar]
+    made = Structure(*names, inputs_first, y_bar is not None)
+    return made, [x, *vectors, *trace.values()]
 
 
 def call_in_place(

@@ -80,8 +80,9 @@ class DenseTrace:
         rows: Components,
         product: Jacobian,
         credit: Components,
+        y_bars: jax.Array | None = None,
     ) -> tuple[Components, jax.Array]:
-        """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`TraceLayout`."""
+        """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`SummingLayout`."""
         x, _, y, _, _ = self.use.axes
         boxes = dict(zip(y, self.box, strict=True))
         xs = steps[1 - self.use.operand][:, *(boxes.get(c, slice(None)) for c in x)]
@@ -91,10 +92,26 @@ class DenseTrace:
         product = {at: self._here(p) for at, p in product.items()}
         credit = {s: self._here(g) for s, g in credit.items()}
         given = (trace, xs, rows, product, credit)
-        if self._fits_kernel(len(xs)) and has_kernel(self.shape, given):
+        if self._fits_kernel(len(xs)) and has_kernel(self.shape, (given, y_bars)):
             return jax.lax.platform_dependent(
-                *given, cpu=self._by_kernel, default=self._at_once
+                *given, y_bars, cpu=self._by_kernel, default=self._at_once
             )
+        new, total = self._without_kernel(*given)
+        if y_bars is not None:
+            total = total + self.use.gradient(fixed, steps, y_bars)
+        return new, total
+
+    def sums_one_step(self, dtype: Any) -> bool:
+        """Whether a kernel visits the trace, and the trace has all of y."""
+        whole = all(
+            part == slice(0, size)
+            for part, size in zip(self.box, self.use.result.shape, strict=True)
+        )
+        stored = jax.ShapeDtypeStruct(self.shape, dtype)
+        return whole and self._fits_kernel(1) and has_kernel(self.shape, stored)
+
+    def _without_kernel(self, *given: Any) -> tuple[Components, jax.Array]:
+        """The trace after a block and γ · ε before it in the shape of w."""
         split, sample = current_split(), self.use.sample_letter
         if not sample or (runs_on_mesh() and split is None):
             return self._at_once(*given)
@@ -104,10 +121,20 @@ class DenseTrace:
         new, total = run(*given)
         return new, self._as_weight(total, self._axes[1:])
 
-    def _at_once(self, *given: Any) -> tuple[Components, jax.Array]:
+    def _at_once(
+        self,
+        trace: Components,
+        xs: jax.Array,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+        y_bars: jax.Array | None = None,
+    ) -> tuple[Components, jax.Array]:
         """All samples together."""
-        axes = self.use.axes
-        new, total = self._solve(self._axes, axes.x, axes.y, *given)
+        letters = (self._axes, self.use.axes.x, self.use.axes.y)
+        new, total = self._solve(*letters, trace, xs, rows, product, credit)
+        if y_bars is not None:
+            total = total + self._drive(*letters, xs, y_bars, total.dtype)
         return new, self._as_weight(total, self._axes)
 
     @cached_property
@@ -137,6 +164,7 @@ class DenseTrace:
         rows: Components,
         product: Jacobian,
         credit: Components,
+        y_bars: jax.Array | None,
     ) -> tuple[Components, jax.Array]:
         """One visit by a kernel: samples, inputs and outputs have one axis each."""
         # llvmlite is optional.
@@ -154,15 +182,16 @@ class DenseTrace:
         shape = (size(samples), *map(size, last))
         old = {s: e.reshape(shape) for s, e in trace.items()}
         xs = flat(jnp.einsum(f't{own.x}->t{samples}{inputs}', xs), inputs)
-        rows = {
-            s: flat(jnp.einsum(f't{own.y}->t{samples}{free}', row), free)
-            for s, row in rows.items()
-        }
+        of_result = lambda row: flat(
+            jnp.einsum(f't{own.y}->t{samples}{free}', row), free
+        )
+        rows = {s: of_result(row) for s, row in rows.items()}
         factors = {at: flat(p, free)[0] for at, p in product.items()}
         credits = {s: flat(c, free)[0] for s, c in credit.items() if s in trace}
         if len(xs) == 1:
             rows = {s: row[0] for s, row in rows.items()}
-            new, total = visit(old, xs[0], rows, factors, credits, first)
+            y_bar = None if y_bars is None else of_result(y_bars)[0]
+            new, total = visit(old, xs[0], rows, factors, credits, first, y_bar)
         else:
             new, total = visit_after_span(old, xs, rows, factors, credits)
         total = total.reshape([sizes[c] for c in own.weight])

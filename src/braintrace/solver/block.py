@@ -11,7 +11,7 @@ written out and entries that are zero by structure never appear.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -193,15 +193,18 @@ def weight_gradients(
     results: Values,
     local: Sequence[Values],
     boxes: Mapping[Key, Box | None] = {},
+    left_out: Container[Key] = (),
 ) -> Values:
     """Gradient of every weight: one pull-back of each tap over all steps of the block.
 
     ``results`` holds the one-step gradients of tap results that count, ``local[g]``
     what the credit of group g adds; their sum is zero outside of its box in ``boxes``.
+    ``left_out``: results whose gradients are summed elsewhere.
     """
     total = Values()
     for tap in step.taps:
-        y_bars = Values((y, results[y]) for y in tap.results if y in results)
+        mine = (y for y in tap.results if y in results and y not in left_out)
+        y_bars = Values((y, results[y]) for y in mine)
         if not y_bars:
             continue
         fixed, data = block.operands(tap, constants)

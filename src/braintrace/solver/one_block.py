@@ -24,6 +24,7 @@ from .block import (
     pull,
     weight_gradients,
 )
+from .block_loop import length_of
 from .masking import Block, Mask
 from .signals import SignalInputs, Symmetric
 from .traces import RecursionView, Trace, Traces
@@ -135,12 +136,28 @@ class OneBlock:
         results = found.results
         if traces_of.factorised:
             results = self._less_factorised(constants, block, found, local)
+        y_bars = self._summed_in_visits(block, results, local)
         gradients = weight_gradients(
-            step, constants, block, results, local, traces_of.rest
+            step, constants, block, results, local, traces_of.rest, y_bars
         )
         total = add(total, gradients)
-        traces, total = advance(traces_of, constants, block, view, traces, total, first)
+        traces, total = advance(
+            traces_of, constants, block, view, traces, total, first, y_bars
+        )
         return (last, traces, total), found
+
+    def _summed_in_visits(
+        self, block: Block, results: Values, local: list[Values]
+    ) -> Values:
+        """The gradients of the results that the visits of traces sum: those of a single
+        step that is not masked."""
+        found = Values()
+        if block.mask is None and length_of(block.values) == 1:
+            for y in results:
+                if y in self.traces.summed_in_visits:
+                    terms = [bars[y] for bars in local if y in bars]
+                    found[y] = sum(terms, results[y])
+        return found
 
     def _less_factorised(
         self, constants: Values, block: Block, found: Derivatives, local: list[Values]

@@ -25,6 +25,7 @@ from ..compiled_step import (
     Key,
     Signals,
     Site,
+    SummingLayout,
     Tap,
     TraceLayout,
     Values,
@@ -185,6 +186,21 @@ class Traces:
         """(group, result) of the factorised traces."""
         sites = (self.sites[n].site for n in self.factorised)
         return frozenset((site.group, site.result) for site in sites)
+
+    @cached_property
+    def summed_in_visits(self) -> frozenset[Key]:
+        """Results of sites whose traces, visited after a single step, sum its one-step
+        gradient as well: the only weight and the only result of their tap."""
+        found = set()
+        for site, tap, layout in self.sites:
+            alone = all(
+                len(part) == 1 for part in (tap.weights, tap.results, tap.sites)
+            )
+            if not alone or tap.cut_gradients or not isinstance(layout, SummingLayout):
+                continue
+            if layout.sums_one_step(self._stored_type(site)):
+                found.add(site.result)
+        return frozenset(found)
 
     @cached_property
     def rows_from(self) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from ..compiled_step import (
     Operands,
     Signals,
     Site,
+    SummingLayout,
     Values,
 )
 from .block import Derivatives, products_to_end, pull, transitions
@@ -59,9 +60,10 @@ def advance(
     traces: Trace,
     total: Values,
     credit: Sequence[Components],
+    y_bars: Mapping[Key, jax.Array] = {},
 ) -> tuple[Trace, Values]:
-    """Traces after a block, and ``total`` with their gradients added; ``credit``:
-    γ_0."""
+    """Traces after a block, and ``total`` with their gradients added; ``credit``: γ_0,
+    ``y_bars``: the one-step gradients of the results that the visits sum."""
     operands = [_operands(traced, constants, block) for traced in traces_of.sites]
     new, total = _advance_factors(
         traces_of, constants, operands, block, view, traces, total
@@ -72,7 +74,7 @@ def advance(
         traces_of, constants, block, view, traces_of.unit_products()
     )
     dead = None if block.mask is None else block.mask.dead[0]
-    given = (constants, new, driven, products, total, credit, dead)
+    given = (constants, new, driven, products, total, credit, dead, y_bars)
     return take_in(traces_of, *given)
 
 
@@ -123,9 +125,13 @@ def take_in(
     total: Values,
     credit: Sequence[Components],
     dead: jax.Array | None,
+    y_bars: Mapping[Key, jax.Array] = {},
 ) -> tuple[Trace, Values]:
     """Traces after the steps that :func:`drive` saw, in one visit, and ``total`` with
-    γ_0 · ε_0 added; ``dead``: no credit came back to the first of them."""
+    γ_0 · ε_0 added; ``dead``: no credit came back to the first of them.
+
+    ``y_bars``: one-step gradients of results, summed over in the same visit.
+    """
     new = list(traces)
     for n, (site, tap, layout) in enumerate(traces_of.sites):
         if isinstance(layout, FactorLayout):
@@ -136,7 +142,11 @@ def take_in(
         data, parts = driven[n].data, driven[source].rows
         rows = {s: padded(row, box, shape) for s, row in parts.items()}
         whole, mine = products[site.group], credit[site.group]
-        new[n], gradient = layout.solve(traces[n], fixed, data, rows, whole, mine)
+        given = (traces[n], fixed, data, rows, whole, mine)
+        if site.result in y_bars and isinstance(layout, SummingLayout):
+            new[n], gradient = layout.solve(*given, y_bars[site.result])
+        else:
+            new[n], gradient = layout.solve(*given)
         if dead is not None:
             # A trace may be infinite, and no credit may meet it.
             gradient = zero_at(gradient, dead)
