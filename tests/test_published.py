@@ -931,12 +931,12 @@ def test_factors_of_traces():
     (inputs, *_) = learner.etrace_xs.values()
     assert isinstance(inputs, braintrace.EligibilityTrace)
     name = ('rnn', 'Wh', 'weight')
-    (trace, *_) = learner.get_etrace_of(name).values()
-    assert any(
-        (x.value == trace.x).all()
-        for x in learner.etrace_xs.values()
-        if x.value.shape == trace.x.shape
-    )
+    inputs, factors = learner.get_etrace_of(name)
+    assert inputs.keys() == factors.keys()
+    assert sum(x.shape[-1] for x in inputs.values() if x.ndim) == INPUTS + H
+    for key, x in inputs.items():
+        np.testing.assert_array_equal(learner.etrace_xs[key].value, x)
+        assert learner.etrace_dfs[key].value.keys() == factors[key].keys()
     assert not hasattr(compiled(), 'etrace_xs')
     for members in ('etrace_bwg', 'etrace_xs', 'etrace_dfs'):
         assert not hasattr(braintrace.D_RTRL(Net()), members)

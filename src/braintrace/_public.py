@@ -126,7 +126,7 @@ _provide(lambda: _import_module('.published.spellings', __package__))
 _name_operations(
     lambda: _import_module('.published.primitives', __package__).operation_of_mark
 )
-_extend(HiddenGroup, HiddenParamOpRelation, ModuleInfo)
+_extend(HiddenGroup, HiddenParamOpRelation, ModuleInfo, ETraceGraphExecutor)
 
 # Switches of the published package's compiler.
 _mixing = ('include_recurrent_mixing', 'sparse_n', 'snap_max_jacobian_elements')

@@ -296,10 +296,14 @@ def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
 def trace_maps(learner: Learner, path: Any) -> list[tuple[str, np.ndarray]]:
     """The traces of a parameter as they are, for the first sample: units × inputs for
     each state, by the names of parameter and state."""
+    found = learner.get_etrace_of(path)
+    inputs, traces = found if isinstance(found, tuple) else ({}, found)
     return [
         pair
-        for key, trace in learner.get_etrace_of(path).items()
-        for pair in _maps(key, trace, _units_of(learner, key), _names(learner, key))
+        for key, trace in traces.items()
+        for pair in _maps(
+            key, trace, inputs.get(key), _units_of(learner, key), _names(learner, key)
+        )
     ]
 
 
@@ -323,21 +327,20 @@ def _names(learner: Learner, key: tuple) -> Callable[[int], str]:
 
 
 def _maps(
-    key: tuple, trace: Any, units: int, on: Callable[[int], str]
+    key: tuple, trace: Any, inputs: Any, units: int, on: Callable[[int], str]
 ) -> list[tuple[str, np.ndarray]]:
-    """Units × inputs of the first sample, for each state that a trace is carried on;
-    factors multiplied out."""
-    parts = trace.f if hasattr(trace, 'f') else trace
-    if not isinstance(parts, dict):
+    """Units × inputs of the first sample, for each state that a trace is carried on; a
+    factor is multiplied by that of its inputs."""
+    if not isinstance(trace, dict):
         return []
-    if hasattr(trace, 'f') and jnp.ndim(trace.x) == 0:
+    if inputs is not None and jnp.ndim(inputs) == 0:
         return []  # a bias, which has no inputs
     found = []
-    for i, part in parts.items():
+    for i, part in trace.items():
         values = np.asarray(part, np.float32)[0]
-        if hasattr(trace, 'f'):
-            inputs = np.asarray(trace.x, np.float32)[0]
-            values = np.multiply.outer(values.ravel(), inputs.ravel())
+        if inputs is not None:
+            first = np.asarray(inputs, np.float32)[0]
+            values = np.multiply.outer(values.ravel(), first.ravel())
         elif values.ndim == 2 and (
             values.shape[0] != units or len({*values.shape}) == 1
         ):

@@ -27,6 +27,10 @@ class DiagnosticKind(enum.StrEnum):
     RELATION_PARTIAL_PATH = 'relation_partial_path'
     HIDDEN_GROUP_MERGED = 'hidden_group_merged'
     STATE_MISMATCH = 'state_mismatch'
+    COND_IF_CONVERTED = 'cond_if_converted'
+    SCAN_UNROLLED = 'scan_unrolled'
+    SCAN_UNROLL_SKIPPED = 'scan_unroll_skipped'
+    SCAN_DESCENT_APPLIED = 'scan_descent_applied'
 
     # Known there, and never found here: what they are about is not done here, or is not
     # a special case.
@@ -34,11 +38,7 @@ class DiagnosticKind(enum.StrEnum):
     RELATION_EXCLUDED_SHAPE_MISMATCH = 'relation_excluded_shape_mismatch'
     RELATION_EXCLUDED_SLICED_WEIGHT = 'relation_excluded_sliced_weight'
     TRAINABLE_INVAR_NOT_PARAMSTATE = 'trainable_invar_not_paramstate'
-    COND_IF_CONVERTED = 'cond_if_converted'
     COND_CONVERSION_SKIPPED = 'cond_conversion_skipped'
-    SCAN_UNROLLED = 'scan_unrolled'
-    SCAN_UNROLL_SKIPPED = 'scan_unroll_skipped'
-    SCAN_DESCENT_APPLIED = 'scan_descent_applied'
     SCAN_DESCENT_SKIPPED = 'scan_descent_skipped'
     SCAN_DESCENT_NO_RELATIONS = 'scan_descent_no_relations'
     WEIGHT_IN_WHILE = 'weight_in_while'
@@ -69,6 +69,10 @@ RELATIONS = (
     DiagnosticKind.RELATION_PARTIAL_PATH,
     DiagnosticKind.HIDDEN_GROUP_MERGED,
     DiagnosticKind.STATE_MISMATCH,
+    DiagnosticKind.COND_IF_CONVERTED,
+    DiagnosticKind.SCAN_UNROLLED,
+    DiagnosticKind.SCAN_UNROLL_SKIPPED,
+    DiagnosticKind.SCAN_DESCENT_APPLIED,
 )
 """Records that repeat groups, sites and other records: reports do not list them."""
 

@@ -32,9 +32,9 @@ class HiddenPerturbation(NamedTuple):
     ``perturb_vars``.
     """
 
-    perturb_vars: tuple[Var, ...]
-    perturb_hidden_paths: tuple[Path, ...]
-    perturb_hidden_states: tuple[Any, ...]
+    perturb_vars: list[Var]
+    perturb_hidden_paths: list[Path]
+    perturb_hidden_states: list[Any]
     perturb_jaxpr: ClosedJaxpr
 
     def eval_jaxpr(
@@ -98,8 +98,8 @@ def add_perturbation(program: StepProgram) -> HiddenPerturbation:
     invars = [*jaxpr.invars, *deltas.values()]
     perturbed = make_jaxpr(jaxpr.constvars, invars, jaxpr.outvars, equations)
     return HiddenPerturbation(
-        tuple(deltas.values()),
-        tuple(h.path for h in program.hidden),
-        tuple(h.state for h in program.hidden),
+        list(deltas.values()),
+        [h.path for h in program.hidden],
+        [h.state for h in program.hidden],
         close(perturbed, program.closed.consts),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..compat import is_var, structure
 from ..program import Path, StepProgram
 from ..program.step import path_name
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
@@ -37,13 +38,47 @@ def relation_records(
                 yield _partial(relation, path, mixed)
             yield _included(relation, path)
     yield from _untied(program, relations, found)
+    yield from _followed(program)
+
+
+UNROLLED = 16
+"""The length up to which the published package unrolls a loop."""
+
+
+def _followed(program: StepProgram) -> Iterator[CompilationRecord]:
+    """Branches and loops that read hidden states or parameters. All are followed inside
+    and run as they are; the kinds are those of what the published package does."""
+    known = {h.invar for h in program.hidden} | {p.invar for p in program.parameters}
+    weights = {p.invar: p.path for p in program.parameters}
+    for eqn in program.equations:
+        if not any(is_var(v) and v in known for v in eqn.invars):
+            continue
+        read = [weights[v] for v in eqn.invars if is_var(v) and v in weights]
+        record = lambda kind, message, **context: CompilationRecord(
+            kind, DiagnosticLevel.INFO, message, context=context
+        )
+        kind = structure(eqn)
+        if kind == 'cond':
+            count = len(eqn.params['branches'])
+            text = f'a branch of {count} ways is followed in each of them'
+            yield record(DiagnosticKind.COND_IF_CONVERTED, text, n_branches=count)
+        elif kind == 'scan':
+            length = eqn.params['length']
+            text = f'a loop of {length} steps is followed through all of them'
+            if length <= UNROLLED:
+                yield record(DiagnosticKind.SCAN_UNROLLED, text, length=length)
+                continue
+            yield record(DiagnosticKind.SCAN_UNROLL_SKIPPED, text, length=length)
+            if read:
+                applied = DiagnosticKind.SCAN_DESCENT_APPLIED
+                yield record(applied, text, length=length, weight_paths=tuple(read))
 
 
 def _unread(program: StepProgram) -> Iterator[CompilationRecord]:
     def record(path: Path, **fields: Any) -> CompilationRecord:
         return CompilationRecord(
             DiagnosticKind.STATE_MISMATCH,
-            DiagnosticLevel.NOTICE,
+            DiagnosticLevel.WARNING,
             f'{path_name(path)} is a state of the model that the step does not use',
             context={'direction': 'retrieved_not_in_compiled', 'state_path': path},
             **fields,

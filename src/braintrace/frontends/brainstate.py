@@ -29,6 +29,15 @@ from .failures import check_arguments, explain_failure
 from .module_states import look_again, module_states
 
 
+class StateChanged(CompilationError):
+    """A step that gives a state another shape or type; ``shapes``: what it gives."""
+
+    def __init__(self, text: str, path: Path, shapes: list[tuple[tuple, str]]):
+        super().__init__(text)
+        self.path = path
+        self.shapes = shapes
+
+
 class ModuleInfo(NamedTuple):
     """One traced step of a module: its program, its states and which variable is
     which."""
@@ -36,16 +45,16 @@ class ModuleInfo(NamedTuple):
     stateful_model: brainstate.transform.StatefulFunction
     closed_jaxpr: ClosedJaxpr
     retrieved_model_states: dict[Path, brainstate.State]
-    compiled_model_states: tuple[brainstate.State, ...]
+    compiled_model_states: list[brainstate.State]
     state_id_to_path: dict[int, Path]
-    state_tree_invars: tuple[Any, ...]
-    state_tree_outvars: tuple[Any, ...]
+    state_tree_invars: list[Any]
+    state_tree_outvars: list[Any]
     hidden_path_to_invar: dict[Path, Var]
     hidden_path_to_outvar: dict[Path, Var]
     invar_to_hidden_path: dict[Var, Path]
     outvar_to_hidden_path: dict[Var, Path]
     hidden_outvar_to_invar: dict[Var, Var]
-    weight_invars: tuple[Var, ...]
+    weight_invars: list[Var]
     weight_path_to_invars: dict[Path, Any]
     invar_to_weight_path: dict[Var, Path]
     num_var_out: int
@@ -339,17 +348,17 @@ def _sort(
     return ModuleInfo(
         stateful_model=function,
         closed_jaxpr=closed,
-        retrieved_model_states=found,
-        compiled_model_states=tuple(states),
+        retrieved_model_states=brainstate.util.FlattedDict(found),
+        compiled_model_states=list(states),
         state_id_to_path=paths,
-        state_tree_invars=tuple(in_trees),
-        state_tree_outvars=tuple(out_trees),
+        state_tree_invars=in_trees,
+        state_tree_outvars=out_trees,
         hidden_path_to_invar={h.path: h.invar for h in hidden},
         hidden_path_to_outvar={h.path: h.outvar for h in hidden},
         invar_to_hidden_path={h.invar: h.path for h in hidden},
         outvar_to_hidden_path={h.outvar: h.path for h in hidden},
         hidden_outvar_to_invar={h.outvar: h.invar for h in hidden},
-        weight_invars=tuple(p.invar for p in parameters),
+        weight_invars=[p.invar for p in parameters],
         weight_path_to_invars=weight_trees,
         invar_to_weight_path={p.invar: p.path for p in parameters},
         num_var_out=num_out,
@@ -403,13 +412,15 @@ def _check_new_value(path: Path, old: Any, new: Any) -> None:
                 'inputs of the type of the state, or '
                 f'brainstate.environ.set(precision=64) first; or {fix}'
             )
-        raise CompilationError(
+        raise StateChanged(
             three_parts(
                 f'a step that turns state {path_name(path)} from {old_shapes} into '
                 f'{new_shapes}',
                 'a step is repeated, so every state must keep its shape and type',
                 fix,
-            )
+            ),
+            path,
+            new_shapes,
         )
 
 

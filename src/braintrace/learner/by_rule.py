@@ -17,6 +17,7 @@ from ..errors import ArgumentError, one_of, three_parts
 from ..program.data import first_step
 from ..rules import (
     PRESETS,
+    CoupledWithin,
     ETraceConfig,
     NoTrace,
     Preset,
@@ -32,6 +33,7 @@ from .credit_warnings import warn_of_credit
 from .learner import Learner
 from .model_states import make_states
 from .models import AdaptedModel
+from .spellings import positions
 
 AUTOMATIC = (
     'fast_solve',
@@ -95,8 +97,10 @@ def _new_class(preset: Preset, base: type[Learner]) -> type[Learner]:
 def _take_rule(preset: Preset, options: dict[str, Any]) -> Rule:
     """The rule that options ask for; what is left of them is for the learner."""
     for switch in [name for name in AUTOMATIC if name in options]:
-        text = f'{switch}={options.pop(switch)!r} is ignored: this is automatic'
-        warnings.warn(f'{text} here', stacklevel=3)
+        value = options.pop(switch)
+        if value is not None:
+            text = f'{switch}={value!r} is ignored: this is automatic here'
+            warnings.warn(text, stacklevel=3)
     own = [p.name for p in preset.options]
     feedback_key = None
     if 'random_feedback_key' not in own:
@@ -108,6 +112,12 @@ def _take_rule(preset: Preset, options: dict[str, Any]) -> Rule:
     if config is not None:
         _check_config(preset, config, given)
     rule = preset.make(**given) if config is None else config.rule
+    if (
+        isinstance(rule.trace, CoupledWithin)
+        and options.pop('trace_dtype', None) is not None
+    ):
+        text = f'trace_dtype is ignored: {rule.name} holds one influence in the type of'
+        warnings.warn(f'{text} the states', stacklevel=3)
     if feedback_key is not None and isinstance(rule.signal, RandomFeedback):
         rule = replace(rule, signal=feedback_signal('random', feedback_key))
     return rule
@@ -123,6 +133,8 @@ def _by_name(
     preset: Preset, names: Sequence[str], args: tuple, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Arguments by position, by their names."""
+    if args:
+        names = positions(preset.title) or names
     if len(args) > len(names):
         raise TypeError(
             three_parts(

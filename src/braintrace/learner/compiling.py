@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def new_executor(learner: Learner) -> ETraceGraphExecutor:
     """What compiles the graph of a learner's model."""
     call = learner._run_model if learner.vmap else None
-    return ETraceGraphExecutor(learner.model, call, trained=True)
+    return ETraceGraphExecutor(
+        learner.model, call=call, trained=True, vjp_method=learner.vjp_method
+    )
 
 
 def compile_learner(learner: Learner, args: tuple) -> None:
@@ -32,7 +34,7 @@ def compile_learner(learner: Learner, args: tuple) -> None:
     sequence starts."""
     for state in module_states(learner.model).values():
         state.value = jax.tree.map(_strongly_typed, state.value)
-    learner.executor.compile_graph(*args)
+    model_states.compile_for(learner, args)
     learner._kept.programs.clear()
     learner._carried.forget()
     learner._example = args

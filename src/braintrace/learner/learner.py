@@ -30,6 +30,8 @@ from ..program import Path
 from ..program.data import MultiStepData, SingleStepData, first_step
 from ..program.step import path_name
 from ..rules import Rule
+from ..solver import Factorised
+from ..solver.factors import FactorTrace
 from . import (
     access,
     calls,
@@ -734,15 +736,26 @@ class Learner(brainstate.nn.Module):
         with self._followed():
             interface_of(self.model).state = value
 
-    def get_etrace_of(self, path: Path | str | brainstate.State) -> dict[tuple, Any]:
+    def get_etrace_of(self, weight: Path | str | brainstate.State) -> Any:
         """The traces of one parameter, by their names.
 
         A name holds parameters, operation and hidden states; a trace is one array for
-        each of these states that it is carried on, by number. pp_prop's traces are
-        :class:`FactorTrace` of an input and such arrays.
+        each of these states that it is carried on, by number. A rule with factorised
+        traces, such as pp_prop, gives two such dictionaries: ε_x, one array each, and
+        ε_f.
         """
         self.check_compiled()
-        return self._carried.of_parameter(path_of_parameter(path, self.param_states))
+        path = path_of_parameter(weight, self.param_states)
+        found = self._carried.of_parameter(path)
+        if not isinstance(self.rule.trace, Factorised):
+            return found
+        # Sites that cannot be factorised have a whole trace.
+        factors = {k: t for k, t in found.items() if isinstance(t, FactorTrace)}
+        whole = {k: t for k, t in found.items() if k not in factors}
+        return (
+            {k: t.x for k, t in factors.items()},
+            {k: t.f for k, t in factors.items()} | whole,
+        )
 
     def _held(self) -> tuple[brainstate.State, ...]:
         """The states that a compiled loop of brainstate refers to."""

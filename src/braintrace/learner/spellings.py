@@ -8,8 +8,9 @@ as `braintrace` does with those of its `published` folder.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -22,6 +23,8 @@ class Spellings(Protocol):
     """Members of a learner by name: functions of the learner."""
     RECORD_MEMBERS: dict[str, dict[str, Callable[[Any], Any]]]
     """Members of a record by the name of its class and their own: functions of it."""
+    POSITIONS: dict[str, tuple[str, ...]]
+    """Names of the arguments of a learner class that it takes by position."""
 
     @staticmethod
     def check_subclass(kind: type) -> None:
@@ -62,28 +65,41 @@ def check_subclass(kind: type) -> None:
 def extend(*records: type) -> None:
     """Give records the members of :attr:`Spellings.RECORD_MEMBERS`."""
 
-    def member(record: Any, name: str) -> Any:
-        kind = type(record).__name__
+    def member(kind: str, record: Any, name: str) -> Any:
         found = None if _load is None or name.startswith('_') else _load()
         members = {} if found is None else found.RECORD_MEMBERS[kind]
         if name not in members:
-            raise AttributeError(f'{kind!r} object has no attribute {name!r}')
+            shown = type(record).__name__
+            raise AttributeError(f'{shown!r} object has no attribute {name!r}')
         return members[name](record)
 
     for record in records:
-        setattr(record, '__getattr__', member)  # noqa: B010 - not a method of a type
+        of = functools.partialmethod(functools.partial(member, record.__name__))
+        setattr(record, '__getattr__', of)  # noqa: B010 - not a method of a type
+
+
+def positions(title: str) -> tuple[str, ...]:
+    """Names of all arguments that a learner class takes by position elsewhere."""
+    return () if _load is None else _load().POSITIONS.get(title, ())
 
 
 def taking(function: Callable[P, R], *switches: str) -> Callable[P, R]:
-    """A function that takes switches by name as well; they are checked, not passed
-    on."""
+    """A function that takes switches by name as well, or by position after its own
+    arguments; they are checked, not passed on."""
+    parameters = inspect.signature(function).parameters.values()
+    by_position = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    own = None if takes_more else len(by_position)
 
     @functools.wraps(function)
-    def with_switches(*args: P.args, **options: P.kwargs) -> R:
+    def with_switches(*args: Any, **options: Any) -> R:
         given = {name: options.pop(name) for name in switches if name in options}
+        if own is not None and len(args) > own:
+            given.update(zip(switches, args[own:], strict=False))
+            args = args[:own] + args[own + len(switches) :]
         if given and _load is not None:
             name = function.__qualname__.removesuffix('.__init__')
             _load().check_switches(name, given)
         return function(*args, **options)
 
-    return with_switches
+    return cast(Callable[P, R], with_switches)

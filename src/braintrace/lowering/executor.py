@@ -76,7 +76,7 @@ class ETraceGraphExecutor:
 
     ``call`` advances the module in place of ``model(...)``, e.g. mapped over a batch.
     ``trained``: the module is to be trained, so a step that reads no parameter is
-    refused.
+    refused. ``vjp_method``: that of its learner.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> gru = brainstate.nn.GRUCell(3, 4)
@@ -91,9 +91,10 @@ class ETraceGraphExecutor:
     def __init__(
         self,
         model: Any,
-        call: Callable[..., Any] | None = None,
         *,
+        call: Callable[..., Any] | None = None,
         trained: bool = False,
+        vjp_method: str = 'single-step',
     ):
         if isinstance(model, type):
             raise class_as_model(model)
@@ -109,6 +110,7 @@ class ETraceGraphExecutor:
         self.model: Any = model
         self.call = model if call is None else call
         self.trained = trained
+        self.vjp_method = vjp_method
         self._graph: ETraceGraph | None = None
         self.analysed: Analysed | None = None
 

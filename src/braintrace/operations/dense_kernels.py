@@ -56,7 +56,7 @@ class Structure(NamedTuple):
         by their names; the old traces are read where the new ones are written."""
         x, *rest = operands
         rows = dict(zip(self.rows, rest, strict=False))
-        names = [('factor', *pair) for pair in self.factors]
+        names: list[tuple] = [('factor', *pair) for pair in self.factors]
         names += [('credit', s) for s in self.credits]
         names += [('y_bar',)] if self.has_y_bar else []
         return x, rows, dict(zip(names, rest[len(rows) :], strict=False))

@@ -59,7 +59,16 @@ def check_switches(name: str, switches: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------- executors
 
 
-class ETraceVjpGraphExecutor(ETraceGraphExecutor):
+class _OfLearners(type):
+    """The executors of learners count as instances."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or (
+            isinstance(instance, ETraceGraphExecutor) and instance.trained
+        )
+
+
+class ETraceVjpGraphExecutor(ETraceGraphExecutor, metaclass=_OfLearners):
     """An :class:`ETraceGraphExecutor` that knows how its learner differentiates, and gives
     Jacobians as the published one does.
 

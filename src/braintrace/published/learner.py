@@ -21,7 +21,6 @@ from ..rules import (
     Window,
 )
 from ..solver import Factorised, Modulated, RandomFeedback, ScalarLeak
-from ..solver.factors import FactorTrace
 
 
 def init_etrace_state(learner: Any, *args: Any, **kwargs: Any) -> None:
@@ -153,9 +152,10 @@ def _factors(side: str) -> Callable[[Any], dict[tuple, EligibilityTrace]]:
             raise AttributeError(f'{kind!r} object has no factors: traces are whole')
         found = {}
         for path in learner.param_states:
-            for name, trace in learner.get_etrace_of(path).items():
-                if isinstance(trace, FactorTrace):
-                    found[name] = EligibilityTrace(getattr(trace, side))
+            inputs, states = learner.get_etrace_of(path)
+            for name, factor in (inputs if side == 'x' else states).items():
+                if name in inputs:
+                    found[name] = EligibilityTrace(factor)
         return found
 
     return of
@@ -228,6 +228,34 @@ MEMBERS: dict[str, Callable[[Any], Any]] = {
     'state_id_to_path': _state_id_to_path,
     'synthesizer': lambda learner: learner.rule.predictor,
 }
+
+
+_SOLVE = ('fast_solve', 'trace_dtype', 'chunked_trace', 'control_flow')
+_LAST = ('config', 'random_feedback_key', 'snap_max_jacobian_elements')
+_WHOLE = ('name', 'vjp_method', *_SOLVE, *_LAST)
+_FACTORS = ('decay_or_rank', 'name', 'vjp_method', 'fast_solve', 'control_flow')
+_DRAWN = ('projection_key', 'projection_eps', *_LAST[1:])
+
+POSITIONS: dict[str, tuple[str, ...]] = {
+    'D_RTRL': _WHOLE,
+    'OSTLRecurrent': _WHOLE,
+    'ParamDimVjpAlgorithm': _WHOLE,
+    'pp_prop': (*_FACTORS, *_LAST[:2]),
+    'IODimVjpAlgorithm': (*_FACTORS, *_LAST[:2]),
+    'EProp': (
+        *('feedback', 'kappa_filter_decay', 'random_feedback_key'),
+        *('name', 'vjp_method', 'fast_solve'),
+    ),
+    'SnAp': ('n', 'name', 'vjp_method', 'fast_solve', _LAST[-1]),
+    'UORO': ('name', 'vjp_method', 'fast_solve', 'control_flow', *_DRAWN),
+    'RandomProjectionVjpAlgorithm': (
+        *('name', 'vjp_method', 'fast_solve', 'control_flow', 'config'),
+        *_DRAWN,
+    ),
+    'ThreeFactor': ('name', 'vjp_method', 'modulator', *_SOLVE, _LAST[-1]),
+    'DNI': ('synthesizer', 'name', 'vjp_method', *_SOLVE, _LAST[-1]),
+}
+"""Arguments of its learner classes after the model, in their order."""
 
 
 # ---------------------------------------------------------------- overridden hooks

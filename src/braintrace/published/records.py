@@ -52,6 +52,17 @@ def y_to_hidden_groups(
     return found
 
 
+EXECUTOR: dict[str, Callable[[Any], Any]] = {
+    'control_flow': lambda executor: None,
+    'full_jacobian': lambda executor: False,
+    'include_recurrent_mixing': lambda executor: False,
+    'is_multi_step_vjp': lambda executor: executor.vjp_method == 'multi-step',
+    'is_single_step_vjp': lambda executor: executor.vjp_method == 'single-step',
+    'snap_max_jacobian_elements': lambda executor: 16777216,
+    'sparse_n': lambda executor: None,
+}
+"""Switches of an executor, each with its only value here."""
+
 MEMBERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     'HiddenGroup': {
         'descent': lambda group: None,
@@ -65,6 +76,7 @@ MEMBERS: dict[str, dict[str, Callable[[Any], Any]]] = {
         'y': lambda relation: relation.y_var,
         'y_to_hidden_groups': lambda relation: partial(y_to_hidden_groups, relation),
     },
+    'ETraceGraphExecutor': EXECUTOR,
     'ModuleInfo': {'control_flow': lambda info: ControlFlowPolicy()},
 }
 """Members of records by class and name. Transitions here follow ways that keep positions,
