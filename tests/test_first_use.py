@@ -465,6 +465,16 @@ def test_columns_of_a_check_stand_below_their_names():
     assert len(head) == len(line)
 
 
+def test_gradients_that_are_both_zero_are_not_called_equal():
+    row = compare('w', 'exact', 'local', jnp.zeros(2), jnp.zeros(2))
+    check = bt.GradientCheck('D_RTRL', (row,))
+    assert '1.000' not in str(check)
+    assert str(check).endswith('both gradients are zero')
+    assert 'both zero' in str(bt.RuleComparison((check,)))
+    lost = compare('w', 'exact', 'local', jnp.zeros(2), jnp.ones(2))
+    assert not lost.is_zero
+
+
 def test_a_model_for_inference_by_either_name():
     assert bt.load_for_inference is bt.load
 

@@ -120,7 +120,7 @@ def test_weights_are_loaded_for_inference(saved):
     brainstate.nn.init_all_states(net, batch_size=5)
     braintrace.load(folder, net)
     assert net.h.value.shape == (5, 3)
-    with pytest.raises(ValueError, match='h \\(0\\) is \\(2, 3\\), not \\(5, 3\\)'):
+    with pytest.raises(ValueError, match=r'h is \(2, 3\), not \(5, 3\)'):
         braintrace.load(folder, net, states=True)
     brainstate.nn.init_all_states(net, batch_size=B)
     braintrace.load(folder, net, states=True)
@@ -131,7 +131,7 @@ def test_a_checkpoint_with_parameters_that_the_model_lacks_is_refused(saved):
     _, _, folder = saved
     net = Net(0)
     del net.out
-    with pytest.raises(ValueError, match=r'model.out \(0\) is unknown here'):
+    with pytest.raises(ValueError, match=r'out is unknown here'):
         braintrace.load(folder, net)
     with pytest.raises(TypeError, match=r'brainstate module(.|\n)*Fix: '):
         braintrace.load(folder, lambda x: x)

@@ -23,6 +23,7 @@ from .learner.learner import Learner
 from .learner.stream import Stream
 from .learner.weights import read_safetensors
 from .program.step import path_name
+from .text import use_name
 
 _RENAMED = {'learner.standing': 'learner.rule_state'}
 """States whose names were others in checkpoints of version 0.1.0."""
@@ -424,11 +425,15 @@ def _like(x: Any, found: Any) -> jax.Array:
 def _differences(wanted: dict, found: Any) -> str:
     """What sets the arrays of a checkpoint apart from those of a model, in words; empty
     if nothing."""
-    shapes = lambda tree: {
-        f'{name} ({i})': jnp.shape(x)
-        for name, part in tree.items()
-        for i, x in (part or {}).items()
-    }
+
+    def shapes(tree: dict) -> dict[str, Any]:
+        found = {}
+        for name, part in tree.items():
+            for i, x in (part or {}).items():
+                own = f' ({i})' if len(part) > 1 else ''
+                found[_described(name) + own] = jnp.shape(x)
+        return found
+
     if not isinstance(found, dict):
         return 'it holds no states by name'
     mine, theirs = shapes(wanted), shapes(found)
@@ -439,4 +444,28 @@ def _differences(wanted: dict, found: Any) -> str:
         for n in mine.keys() & theirs.keys()
         if mine[n] != theirs[n]
     ]
-    return '; '.join(sorted(notes)[:5])
+    # States and weights first: what traces and starts have follows from them.
+    follows = lambda note: _TRACE in note or _START in note
+    return '; '.join(sorted(notes, key=lambda note: (follows(note), note))[:5])
+
+
+_TRACE, _START = 'the trace of ', 'the start of '
+
+
+def _described(name: str) -> str:
+    """An entry of a checkpoint, in words."""
+    kind, _, place = name.removeprefix('learner.').partition('.')
+    if kind == 'model':
+        return place
+    try:
+        key = ast.literal_eval(place)
+    except (SyntaxError, ValueError):
+        return name
+    if kind == '_start':
+        return _START + path_name(key)
+    if kind == 'traces':
+        names, operation, groups, number = key
+        states = ', '.join(map(path_name, groups))
+        more = f' ({number})' if number else ''
+        return f'{_TRACE}{", ".join(names)} in {use_name(operation)} on {states}{more}'
+    return name

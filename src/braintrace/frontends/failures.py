@@ -121,7 +121,7 @@ def _fix_of_units(error: Exception) -> str | None:
     return (
         'units that fit at this line: in a model with units, inputs, constants and '
         'the time step have units too, as in '
-        'brainstate.environ.set(dt=1.0 * brainunit.ms)'
+        'brainstate.environ.set(dt=1.0 * brainunit.ms), on the command line --dt 1ms'
     )
 
 

@@ -27,6 +27,11 @@ class CheckRow:
     norm: float
     gradient: str
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether both gradients are zero, so that there is nothing to compare."""
+        return self.norm == 0 and self.relative_error == 0
+
 
 @dataclass(frozen=True)
 class GradientCheck:
@@ -54,10 +59,10 @@ class GradientCheck:
             f'{"parameter":{width}}  {"gradient":13}  cosine  rel. error  norm ratio',
         ]
         for name, r in zip(names, self.rows, strict=True):
-            lines.append(
-                f'{name:{width}}  {r.gradient:13}  {r.cosine:6.3f}  '
-                f'{r.relative_error:10.2e}  {r.norm_ratio:10.3f}'
-            )
+            numbers = f'{r.cosine:6.3f}  {r.relative_error:10.2e}  {r.norm_ratio:10.3f}'
+            if r.is_zero:
+                numbers = f'{"both gradients are zero":>{len(numbers)}}'
+            lines.append(f'{name:{width}}  {r.gradient:13}  {numbers}')
         return '\n'.join(lines)
 
     def plot(self, file: Any = None) -> Any:
@@ -66,6 +71,8 @@ class GradientCheck:
 
 
 def _compared(row: CheckRow) -> str:
+    if row.is_zero:
+        return 'both zero'
     return 'zero' if row.norm_ratio == 0 else f'{row.cosine:.3f} ×{row.norm_ratio:.2f}'
 
 
