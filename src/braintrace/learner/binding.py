@@ -39,7 +39,7 @@ from ..rules import Rule
 from ..solver import Solved
 from ..source_lines import short_source
 from .batch import BatchError
-from .carried import array_shapes
+from .carried import array_shapes, shape_of
 from .losses import never_called
 from .model_states import check_shapes
 from .recording import recording
@@ -372,8 +372,7 @@ def bind_step_fn(
     """A step function traced with the model on slices of sequences."""
     _ = learner.graph  # refuses a learner that was not compiled
     check_shapes(learner)
-    slice_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
-    example = jax.tree.map(slice_of, sequences)
+    example = jax.tree.map(_slice_of, sequences)
     parts = (shapes_of(example), learner.rule_state, state_shapes_of(learner))
 
     def make() -> StepBinding:
@@ -392,6 +391,11 @@ def bind_step_fn(
     if binding.modulator_given and not takes_modulators:
         learner.check_modulated(1.0)
     return binding
+
+
+def _slice_of(sequence: Any) -> jax.ShapeDtypeStruct:
+    shape, dtype = shape_of(sequence)
+    return jax.ShapeDtypeStruct(shape[1:], dtype)
 
 
 def _warn_of_copies(learner: Learner, step_fn: Callable, parts: tuple) -> None:

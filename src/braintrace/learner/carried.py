@@ -31,7 +31,7 @@ def array_shapes(tree: Any) -> tuple:
 
 def shape_of(x: Any) -> tuple:
     """Shape and type of an array; for one of JAX without its slower functions."""
-    if isinstance(x, jax.Array):
+    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
         return x.shape, x.dtype
     return jnp.shape(x), jnp.result_type(x)
 

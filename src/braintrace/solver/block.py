@@ -213,8 +213,8 @@ def weight_gradients(
     """
     total = Values()
     for tap in step.taps:
-        mine = (y for y in tap.results if y in results and y not in left_out)
-        y_bars = Values((y, results[y]) for y in mine)
+        counted = (y for y in tap.results if y in results and y not in left_out)
+        y_bars = Values((y, results[y]) for y in counted)
         if not y_bars:
             continue
         fixed, data = block.operands(tap, constants)
