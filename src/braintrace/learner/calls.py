@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from ..errors import CompilationError, is_explained, three_parts
 from ..frontends.brainstate import inputs_kept
 from ..frontends.failures import explain_failure
+from ..frontends.module_states import known_states
 from ..program import Path
 from ..rules import Rule
 from ..solver import Solved
@@ -332,7 +333,8 @@ def train_online(
     mask, _ = loss_weights(mask, length, 'steps')
     binding = learner._binding(step_fn, sequences)
     step = online_step_of(learner, binding, masked)
-    update = update_by(optimizer, learner.param_states, learner._kept.optimizers)
+    parameters = known_states(learner.model, brainstate.ParamState)
+    update = update_by(optimizer, parameters, learner._kept.optimizers)
 
     def one(window: tuple, weights: jax.Array) -> tuple[jax.Array, dict]:
         solved = step(window, weights)
@@ -345,11 +347,15 @@ def train_online(
         return solved.losses, finite
 
     parts = (binding, optimizer, update_every, length, masked, *learner._held())
-    run = partial(_in_windows, one, length // update_every, update_every)
+
+    def run(*given: Any) -> tuple[jax.Array, dict]:
+        found = _in_windows(one, length // update_every, update_every, *given)
+        learner._count(length)
+        return found
+
     loop = learner._loop('online', parts, run)
     with learner._undone_on_error(optimizer):
         losses, finite = loop(jax.tree.map(jnp.asarray, sequences), mask)
-        learner._count(length)
         if learner.check_finite:
             marks = {name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()}
             check_finite_values(losses, mask, marks, 'step')

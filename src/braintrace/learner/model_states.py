@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..errors import ArgumentError, CompilationError, three_parts
 from ..frontends.brainstate import StateChanged
-from ..frontends.module_states import module_states
+from ..frontends.module_states import known_states, module_states
 from ..program import Path
 from ..program.step import path_name
 
@@ -149,7 +149,7 @@ def compiled_shapes(learner: Learner) -> Shapes:
 def check_shapes(learner: Learner) -> None:
     """Raise if the hidden states have other shapes than the learner was compiled
     for."""
-    found = state_shapes(learner.hidden_states)
+    found = state_shapes(known_states(learner.model, brainstate.HiddenState))
     for path, shape in learner._kept.shapes.items():
         if found.get(path, shape) != shape:
             last = _last_shaped.get(learner.model, lambda: None)()

@@ -49,7 +49,7 @@ def array_shapes(tree: Any) -> tuple:
 
 def shape_of(x: Any) -> tuple:
     """Shape and type of an array; for one of JAX without its slower functions."""
-    if isinstance(x, jax.Array):
+    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
         return x.shape, x.dtype
     return jnp.shape(x), jnp.result_type(x)
 
@@ -155,8 +155,7 @@ def bind_step_fn(
     """A step function traced with the model on slices of sequences."""
     learner.check_compiled()
     check_shapes(learner)
-    slice_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
-    example = jax.tree.map(slice_of, sequences)
+    example = jax.tree.map(_slice_of, sequences)
     parts = (shapes_of(example), learner.rule_state, state_shapes_of(learner))
 
     def make() -> StepBinding:
@@ -175,6 +174,11 @@ def bind_step_fn(
     if binding.modulator_given and not takes_modulators:
         learner.check_modulated(1.0)
     return binding
+
+
+def _slice_of(sequence: Any) -> jax.ShapeDtypeStruct:
+    shape, dtype = shape_of(sequence)
+    return jax.ShapeDtypeStruct(shape[1:], dtype)
 
 
 def _warn_of_copies(learner: Learner, step_fn: Callable, parts: tuple) -> None:

@@ -7,8 +7,8 @@ each element of the trace, which is read and written once:
     ε_s[n, c, f] = Σ_r factor_sr[n, f] ε_r[n, c, f] + x[n, c] row_s[n, f]
 
 XLA would read and write the traces several times: once for each component and once for
-the gradient. Rows of the trace are taken three at a time, and of each 32 numbers, so that
-what all rows have in common is loaded once for the three.
+the gradient. Rows of the trace are taken two at a time, and of each 32 numbers, so that
+what both rows have in common is loaded once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llvmlite import ir
 from ..compiled_step import Components, Jacobian
 from .native import Buffer, loop, number_type, register, rest_of, several, word
 
-ROWS, WIDTHS = 3, (32, 8, 1)
+ROWS, WIDTHS = 2, (32, 8, 1)
 """Rows of a trace that are taken together, and numbers of each: the most that fit."""
 FLAGS = ('reassoc', 'contract', 'nsz')
 """Sums may be reordered; infinities and NaN keep their meaning."""

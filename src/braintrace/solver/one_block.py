@@ -154,8 +154,8 @@ class OneBlock:
         found = Values()
         if block.mask is None and length_of(block.values) == 1:
             for y in results:
-                if y in self.traces.summed_in_visits:
-                    terms = [bars[y] for bars in local if y in bars]
+                terms = [bars[y] for bars in local if y in bars]
+                if terms and y in self.traces.summed_in_visits:
                     found[y] = sum(terms, results[y])
         return found
 
