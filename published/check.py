@@ -20,13 +20,13 @@ sys.path.insert(0, str(FOLDER))
 
 def load():
     """Every check by name."""
-    from common import CHECKS
+    from checking import CHECKS
 
-    for file in sorted(FOLDER.glob('*.py')):
-        before = set(CHECKS)
+    for file in sorted(FOLDER.glob('check_*.py')):
+        before, topic = set(CHECKS), file.stem.removeprefix('check_')
         importlib.import_module(file.stem)
         for name in set(CHECKS) - before:
-            CHECKS[f'{file.stem}: {name}'] = CHECKS.pop(name)
+            CHECKS[f'{topic}: {name}'] = CHECKS.pop(name)
     return CHECKS
 
 

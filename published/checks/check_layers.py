@@ -9,7 +9,7 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import (
+from checking import (
     CELLS,
     B,
     H,
