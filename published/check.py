@@ -18,23 +18,28 @@ FOLDER = pathlib.Path(__file__).parent / 'checks'
 sys.path.insert(0, str(FOLDER))
 
 
-def run(only=''):
-    """The error of every check by name, None where it passes."""
-    from common import CHECKS
+def load():
+    """Every check by name."""
+    from checking import CHECKS
 
-    for file in sorted(FOLDER.glob('*.py')):
-        before = set(CHECKS)
+    for file in sorted(FOLDER.glob('check_*.py')):
+        before, topic = set(CHECKS), file.stem.removeprefix('check_')
         importlib.import_module(file.stem)
         for name in set(CHECKS) - before:
-            CHECKS[f'{file.stem}: {name}'] = CHECKS.pop(name)
+            CHECKS[f'{topic}: {name}'] = CHECKS.pop(name)
+    return CHECKS
+
+
+def run(only=''):
+    """The error of every check by name, None where it passes."""
     found = {}
-    for name in sorted(CHECKS):
+    for name, check in sorted(load().items()):
         if not re.search(only, name):
             continue
         try:
             with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter('ignore')
-                CHECKS[name]()
+                check()
             found[name] = None
         except Exception as error:
             text = str(error).strip().split('\n')

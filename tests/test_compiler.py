@@ -414,9 +414,9 @@ def test_perturbation_of_zero_changes_nothing(compiled, name):
     for a, b in zip(perturb.eval_jaxpr(flat, zeros), plain, strict=False):
         np.testing.assert_array_equal(a, b)
     close(outputs_of(graph, zeros), graph.module_info.jaxpr_call(X)[0])
-    assert perturb.perturb_hidden_states == tuple(
+    assert perturb.perturb_hidden_states == [
         model.states()[p] for p in perturb.perturb_hidden_paths
-    )
+    ]
     assert [v.aval.shape for v in perturb.perturb_vars] == [
         s.value.shape for s in perturb.perturb_hidden_states
     ]

@@ -200,8 +200,46 @@ def test_constructors_take_name_and_vjp_method_by_position():
     assert learner.modulator == 0.5
     with pytest.raises(TypeError, match='multiple values'):
         braintrace.D_RTRL(Net(), 'trainer', name='other')
+    with pytest.warns(UserWarning, match='fast_solve=True is ignored'):
+        learner = braintrace.D_RTRL(Net(), 'trainer', 'single-step', True, 'bfloat16')
+    assert learner.trace_dtype == 'bfloat16'
     with pytest.raises(TypeError, match='by position it takes name, vjp_method'):
-        braintrace.D_RTRL(Net(), 'trainer', 'multi-step', True)
+        braintrace.D_RTRL(Net(), 'trainer', 'multi-step', *[None] * 8)
+
+
+def test_the_influence_of_snap_has_the_type_of_the_states():
+    with pytest.warns(UserWarning, match='trace_dtype is ignored: SnAp'):
+        learner = compiled('snap', trace_dtype=jnp.bfloat16)
+    assert learner.trace_dtype is None
+
+
+def test_states_without_the_batch_axis_of_the_example_are_given_it():
+    class Leaky(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = brainstate.ParamState(jnp.ones((INPUTS, H)) / 3)
+
+        def init_state(self, batch_size=None):
+            batch = () if batch_size is None else (batch_size,)
+            self.h = brainstate.HiddenState(jnp.zeros((*batch, H)))
+
+        def update(self, x):
+            self.h.value = jnp.tanh(0.9 * self.h.value + x @ self.w.value)
+            return self.h.value
+
+    gradients = []
+    for options in ({'batch_size': B}, {}):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            learner = braintrace.compile(Leaky(), 'd_rtrl', XS[0], **options)
+        found = [w for w in said if 'had no batch axis' in str(w.message)]
+        assert len(found) == (not options)
+        step = lambda x, learner=learner: jnp.mean(learner(x) ** 2)
+        gradients.append(learner.etrace_grad(XS, step_fn=step)['w',])
+    np.testing.assert_array_equal(*gradients)
+    model = Leaky()
+    with pytest.raises(braintrace.CompilationError, match='turns state h'):
+        braintrace.compile(model, 'd_rtrl', jnp.ones((B, 1, INPUTS)), batch_size=B)
 
 
 @pytest.mark.parametrize(

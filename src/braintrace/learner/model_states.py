@@ -119,7 +119,9 @@ def _add_batch_axis(state: Any, error: StateChanged, args: tuple) -> bool:
     ((shape, dtype),) = error.shapes
     old = jax.tree.leaves(state.value)[0]
     batch = shape[:1]
-    repeats = batch and shape[1:] == old.shape and dtype == str(old.dtype)
+    # A state that begins with as many elements may have its batch axis already.
+    has_none = batch and old.shape[:1] != batch
+    repeats = has_none and shape[1:] == old.shape and dtype == str(old.dtype)
     if not repeats or any(jnp.shape(x)[:1] != batch for x in jax.tree.leaves(args)):
         return False
     warnings.warn(

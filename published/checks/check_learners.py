@@ -5,7 +5,7 @@ import braintools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import (
+from checking import (
     CELLS,
     FACTORISED,
     PER_PARAMETER,

@@ -5,7 +5,7 @@ import io
 import brainstate
 import jax
 import jax.numpy as jnp
-from common import (
+from checking import (
     CELLS,
     H,
     I,
