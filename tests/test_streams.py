@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import braintrace
+from braintrace.learner import stream_program
 
 B, INPUTS, UNITS, T = 2, 3, 5, 7
 
@@ -459,3 +460,22 @@ def test_a_stream_continues_from_what_was_saved(tmp_path):
     stream.apply(scale=0.3)
     found = [stream(xs[t], ys[t]).loss for t in range(4, T)]
     assert_equal(found, wanted, tolerance=0)
+
+
+@pytest.mark.parametrize('is_small', [True, False])
+@pytest.mark.parametrize('first', [True, False])
+def test_a_stream_inside_of_jit_is_refused_and_goes_on(is_small, first, monkeypatch):
+    """The programs of small states are compiled with options, which JAX refuses there."""
+    least = stream_program.SEQUENTIAL_BYTES if is_small else 0
+    monkeypatch.setattr(stream_program, 'SEQUENTIAL_BYTES', least)
+    learner, step = learner_of()
+    stream, (xs, ys) = learner.stream(step, optax.sgd(0.1)), data()
+    if not first:
+        stream(xs[0], ys[0])
+    before = values(learner)
+    for call in (lambda x: stream(x, ys[0]).loss, lambda x: stream(xs[0], ys[0]).loss):
+        with pytest.raises(braintrace.CompilationError, match='inside of jit'):
+            brainstate.transform.jit(call)(xs[0])
+    assert_equal(values(learner), before, 0.0)
+    stream(xs[1], ys[1])
+    assert_moved(values(learner), before)

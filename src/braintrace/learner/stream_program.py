@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..compat import sequential_options
+from ..errors import CompilationError, three_parts
 from ..frontends.module_states import StatePlaces
 from .placement import Placement
-from .programs import array_shapes, shapes_of
+from .programs import array_shapes, in_trace, shapes_of
 from .state import EligibilityTrace
 
 SEQUENTIAL_BYTES = 4 * 2**20
@@ -151,7 +152,16 @@ class StreamProgram:
 
     def __call__(self, arrays: list[Any], *args: Any) -> Any:
         """Run it, from :meth:`arrays`; what the function returns."""
-        self._leaves, found = self._compiled(arrays, *args)
+        try:
+            leaves, found = self._compiled(arrays, *args)
+        except ValueError as error:
+            # Only a call at the top may have options of the compiler.
+            if in_trace():
+                raise _inside_a_program() from error
+            raise
+        if leaves and isinstance(leaves[0], jax.core.Tracer):
+            raise _inside_a_program()
+        self._leaves = leaves
         self._own = jax.tree.unflatten(self._structure, self._leaves)
         for holder, value in zip(self._holders, self._own, strict=True):
             holder['_value'] = value
@@ -164,6 +174,18 @@ class StreamProgram:
     def written(self) -> dict[int, Any]:
         """What it wrote last, by the identity of the state."""
         return dict(zip(map(id, self._states), self._own, strict=True))
+
+
+def _inside_a_program() -> CompilationError:
+    return CompilationError(
+        three_parts(
+            'a stream called inside of jit, grad, vmap or a compiled loop',
+            'its call is a compiled program of its own, which keeps states and traces '
+            'from call to call',
+            'call the stream from Python; inside of a loop of your own use learner(x) '
+            'under brainstate.transform.grad, or etrace_online for whole sequences',
+        )
+    )
 
 
 def _is_small(shapes: list[tuple]) -> bool:
