@@ -414,3 +414,26 @@ def test_transposed_copies(shape, dtype):
     with jax.enable_x64(dtype == 'float64'):
         x = jnp.asarray(rng().normal(size=shape), dtype)
         np.testing.assert_array_equal(jax.jit(transposed)(x), np.asarray(x).T)
+
+
+@pytest.mark.parametrize('time_first', [False, True])
+@pytest.mark.parametrize('samples', [1, 8, 43])
+def test_visits_for_any_number_of_samples(samples, time_first):
+    from braintrace.operations.sparse_kernels import Structure, visit
+
+    starts = np.array([0, 3, 3, 8], np.int32)
+    post = rng(4).integers(0, 6, 8).astype(np.int32)
+    pre = np.repeat(np.arange(3), np.diff(starts))
+    normal = lambda seed, *shape: rng(seed).normal(size=shape).astype(np.float32)
+    x, row = normal(1, 3, T, samples), normal(2, 6, T, samples)
+    factors = {(0, 0): normal(3, 6, samples), (1, 0): normal(5, 6, samples)}
+    credit, old = normal(6, 6, samples), [normal(s, 8, samples) for s in (7, 8)]
+    made = Structure(2, True, time_first, (0,), tuple(factors), (1,))
+    steps = [np.swapaxes(v, 0, 1) if time_first else v for v in (x, row)]
+    given = [*steps, *factors.values(), credit]
+    *new, gradient = visit(made, post, starts, given, [jnp.asarray(e) for e in old])
+    drive = np.einsum('etk,etk->ek', row[post], x[pre])
+    near = {'rtol': 1e-4, 'atol': 1e-5}
+    np.testing.assert_allclose(new[0], factors[0, 0][post] * old[0] + drive, **near)
+    np.testing.assert_allclose(new[1], factors[1, 0][post] * old[0], **near)
+    np.testing.assert_allclose(gradient, np.sum(credit[post] * old[1], 1), **near)
