@@ -376,3 +376,64 @@ def test_the_program_has_kernels_on_cpu_and_exports_for_others():
     assert any('braintrace_to_columns' in name for name in here)
     text = jax.export.export(run, platforms=('cuda', 'tpu'))(*flat).mlir_module()
     assert not [name for name in calls_in(text) if not HARMLESS.search(name)]
+
+
+# ---------------------------------------------------------------- vectors of samples
+
+
+@pytest.mark.parametrize('columns', [7, 9000])
+@pytest.mark.parametrize('samples', [1, 5, 8, 33, 43])
+def test_products_for_any_number_of_samples(samples, columns):
+    # 9,000 columns of 33 samples are above what stays in a core's own cache.
+    lengths = np.array([3, 0, 9, 1, 14])
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    indices = rng(4).integers(0, columns, starts[-1]).astype(np.int32)
+    weights = rng(5).normal(size=len(indices)).astype(np.float32)
+    dense = np.zeros((len(lengths), columns))
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    np.add.at(dense, (row, indices), weights)
+    x = rng(6).normal(size=(len(lengths), samples)).astype(np.float32)
+    x[2] = 0
+    z = rng(7).normal(size=(columns, samples)).astype(np.float32)
+    y = synapses.to_columns(weights, indices, starts, x, columns)
+    np.testing.assert_allclose(y, dense.T @ x, **close)
+    y = synapses.to_rows(weights, indices, starts, z)
+    np.testing.assert_allclose(y, dense @ z, rtol=1e-5, atol=1e-5)
+    found = synapses.at_synapses(indices, starts, x, z)
+    wanted = np.sum(x[row] * z[indices], axis=1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float64'])
+@pytest.mark.parametrize(
+    'shape', [(8, 8), (9, 21), (21, 9), (16, 40), (7, 30), (43, 8)]
+)
+def test_transposed_copies(shape, dtype):
+    from braintrace.operations.transpose_kernel import transposed
+
+    with jax.enable_x64(dtype == 'float64'):
+        x = jnp.asarray(rng().normal(size=shape), dtype)
+        np.testing.assert_array_equal(jax.jit(transposed)(x), np.asarray(x).T)
+
+
+@pytest.mark.parametrize('time_first', [False, True])
+@pytest.mark.parametrize('samples', [1, 8, 43])
+def test_visits_for_any_number_of_samples(samples, time_first):
+    from braintrace.operations.sparse_kernels import Structure, visit
+
+    starts = np.array([0, 3, 3, 8], np.int32)
+    post = rng(4).integers(0, 6, 8).astype(np.int32)
+    pre = np.repeat(np.arange(3), np.diff(starts))
+    normal = lambda seed, *shape: rng(seed).normal(size=shape).astype(np.float32)
+    x, row = normal(1, 3, T, samples), normal(2, 6, T, samples)
+    factors = {(0, 0): normal(3, 6, samples), (1, 0): normal(5, 6, samples)}
+    credit, old = normal(6, 6, samples), [normal(s, 8, samples) for s in (7, 8)]
+    made = Structure(2, True, time_first, (0,), tuple(factors), (1,))
+    steps = [np.swapaxes(v, 0, 1) if time_first else v for v in (x, row)]
+    given = [*steps, *factors.values(), credit]
+    *new, gradient = visit(made, post, starts, given, [jnp.asarray(e) for e in old])
+    drive = np.einsum('etk,etk->ek', row[post], x[pre])
+    near = {'rtol': 1e-4, 'atol': 1e-5}
+    np.testing.assert_allclose(new[0], factors[0, 0][post] * old[0] + drive, **near)
+    np.testing.assert_allclose(new[1], factors[1, 0][post] * old[0], **near)
+    np.testing.assert_allclose(gradient, np.sum(credit[post] * old[1], 1), **near)
