@@ -108,3 +108,13 @@ def test_own_product_is_treated_like_dot_general(registered, rule):
     for a, b in zip(own, plain, strict=True):
         for path in b:
             np.testing.assert_allclose(a[path], b[path], rtol=1e-6, atol=1e-7)
+
+
+def test_an_elementwise_primitive_has_all_that_those_of_jax_have():
+    """Also how it repeats elements, and what it lets through when every gate is open."""
+    name = 'own_elementwise'
+    try:
+        braintrace.register_primitive(name, 'elementwise')
+        assert REGISTRY[name] == REGISTRY['tanh']
+    finally:
+        REGISTRY.pop(name, None)

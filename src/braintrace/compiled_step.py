@@ -343,8 +343,8 @@ class CompiledStep:
     reaches it."""
     run: Callable[..., tuple[Values, list[Any], Values]]
     """(parameters, states, inputs, silent=None): new states, targets and ``aux`` of the
-    whole step, uncut; where ``silent`` no gradient enters from what only targets need.
-    """
+    whole step, uncut; where ``silent``, equations that only targets need send no
+    gradient back."""
     run_deep: Callable[..., tuple[Values, list[Any], Values]]
     """The same with every path from one position to another across time cut."""
     run_open: Callable[[Values, Values, Values], Values]

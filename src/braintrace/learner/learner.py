@@ -88,7 +88,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Kept:
-    """What is no part of the module's tree.
+    """Caches of a learner, which brainstate must not take for states.
 
     ``optimizers``: the states of optax transformations. ``shapes``: those of the hidden
     states that were compiled for. ``said``: warnings that were given. ``codes``: how

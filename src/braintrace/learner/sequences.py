@@ -63,8 +63,8 @@ def gradient_program(
     options: SequenceOptions,
 ) -> Callable[..., Solved]:
     """Gradients of a sequence: a function of parameters, states, traces, inputs,
-    weights of the losses, the weight of a loss that counts 1, the rule's state, and
-    whether any weight may be 0."""
+    weights of the losses, the weight of a loss that is not masked, the rule's state,
+    and whether any weight may be 0."""
 
     def run(
         parameters: Values,

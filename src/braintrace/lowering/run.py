@@ -120,8 +120,8 @@ def run_whole(
     inputs: Values,
     silent: jax.Array | None = None,
 ) -> Result:
-    """The step as it is; where ``silent``, no gradient enters from what only targets
-    need."""
+    """The step as it is; where ``silent``, equations that only targets need send no
+    gradient back."""
     env = parameters | states | inputs
     results = _evaluate(stages, env, _wanted(stages), _silenced(stages, silent))
     return _result(stages, states, results)

@@ -118,8 +118,8 @@ class Stages:
     """Values that depend on inputs and on no state, and that others read."""
 
     anchors: tuple[Var, ...]
-    """Values kept in place of the tap results they are sums of: arguments of nonlinear
-    functions."""
+    """Linear combinations of tap results that a nonlinear function, a tap or the caller
+    reads: the sum is kept in place of its terms."""
     kept: tuple[Var, ...]
     """What the time loop keeps of every step for derivatives.
 

@@ -8,7 +8,7 @@ used. No other file asks for the name of a primitive to decide what to do with i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -212,14 +212,10 @@ def register_primitive(
                     f'register_primitive(..., {operation!r})',
                     'no family has that name',
                     f'one of {", ".join(map(repr, FAMILIES))}, an Operation, or a '
-                    'function '
-                    'labels(eqn, outs, const)',
+                    'function labels(eqn, outs, const)',
                 )
             )
-        known = FAMILIES[operation]
-        operation = Operation(
-            known.family, known.labels, constant_operands, use=known.use
-        )
+        operation = replace(FAMILIES[operation], constant_operands=constant_operands)
     elif not isinstance(operation, Operation):
         operation = Operation('registered', operation, constant_operands)
     REGISTRY[name] = operation

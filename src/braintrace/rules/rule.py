@@ -134,7 +134,6 @@ class Rule:
 
     def _contradictions(self) -> list[tuple[bool, str, str]]:
         """(whether parts contradict each other, why, the fix)."""
-        factors = isinstance(self.trace, Factorised)
         windows = isinstance(self.trace, NoTrace)
         own_recursion = self.recursion != JacobianRecursion()
         own_signal = not isinstance(self.signal, Symmetric)
@@ -189,11 +188,6 @@ class Rule:
                 windows and own_signal,
                 'that signal multiplies a trace',
                 "trace_factorization='per_param'",
-            ),
-            (
-                factors and self.filter is not None,
-                'factors have decays of their own',
-                per_parameter,
             ),
         ]
 

@@ -206,8 +206,8 @@ class SparseInfluence(_Columns):
         in one step.
 
         Found at random parameters, states and inputs with every gate open: whatever
-        moves at any of them is reached. An element that never acts, as the row of a
-        symbol not drawn, counts as the others of its column do.
+        moves at any of them is reached. An element that never acts, such as the row of
+        an embedding whose index was not drawn, counts as the others of its column.
         """
         rng = np.random.default_rng(0)
         parts = (self.step.parameters, self.step.states, self.step.inputs)

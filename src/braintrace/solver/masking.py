@@ -7,8 +7,8 @@ multiplied:
     silent   no loss of the step counts. Its states may still pass credit from later
              steps to earlier ones, so only NaN is replaced, which no later loss can
              have read
-    dead     neither does that of any later step: no credit arrives, and every product
-             with it is zero
+    dead     silent, and so are all later steps: no credit arrives, and every product
+             with it is set to zero
 
 An input of a product with weights that is not finite counts as 0 at silent steps.
 Letters: t steps of a block.

@@ -127,9 +127,9 @@ class OneBlock:
         view = self._view(constants, block, found, cotangents, rule_state)
         # γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t back to the start, and (∂h_t/∂y_t)ᵀ γ_t.
         local: list[Values] = [Values() for _ in step.groups]
-        first = traces_of.no_signal
+        first = traces_of.empty_credit
         if traces_of.has_block_traces or not self.is_plain:
-            length, last_credit = len(cotangents[0]), traces_of.no_credit()
+            length, last_credit = len(cotangents[0]), traces_of.zero_credit()
             every, first = backward_credit(*view[:3], last_credit, length, mask)
             local = self._local_gradients(constants, block, found, view, every)
         # One product for each weight, then the traces: γ_0 · ε_0, and ε_K.
@@ -165,8 +165,9 @@ class OneBlock:
         """One-step gradients without those that factors replace; ``local`` is changed
         in place.
 
-        Factors replace the local one-step gradient of their sites. Where the result
-        acts on more than their group, the rest of it stays.
+        ``found.results[y]`` is the whole one-step gradient of y. Factors give the part
+        that passes their group, so it is subtracted here; where y acts on nothing else,
+        all of it is left out.
         """
         alone = {y for y, box in self.traces.rest.items() if box is None}
         results = found.results.pick(y for y in found.results if y not in alone)

@@ -172,7 +172,7 @@ class Recursion:
 
     # ------------------------------------------------------------ values
 
-    def no_credit(self) -> Components:
+    def zero_credit(self) -> Components:
         """Zero for every living component."""
         shape, dtypes = self.group.shape, self.group.dtypes
         driver = {n: m.first for n, m in self.numbered}

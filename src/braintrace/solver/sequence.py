@@ -180,7 +180,7 @@ class BlockSolver(WindowSolver):
             return (first, products, total, dead), (found.targets[0], found.aux, driven)
 
         units = traces_of.unit_products() if drives else []
-        start = (traces_of.no_credit(), units, total, jnp.asarray(True))
+        start = (traces_of.zero_credit(), units, total, jnp.asarray(True))
         given = (inputs | kept, weights)
         (credit, products, total, dead), (losses, aux, driven) = over_blocks(
             back, start, given, block, reverse=True
@@ -272,7 +272,7 @@ class BlockSolver(WindowSolver):
                     done,
                     traces,
                     self._no_gradient(),
-                    self.traces.no_signal,
+                    self.traces.empty_credit,
                 )
             aux = jax.vmap(
                 lambda values: step.outputs(constants, values).pick(step.aux)

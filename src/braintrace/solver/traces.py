@@ -272,13 +272,13 @@ class Traces:
     # ------------------------------------------------------------ credit
 
     @property
-    def no_signal(self) -> list[Components]:
-        """No credit for any group."""
+    def empty_credit(self) -> list[Components]:
+        """Credit without any component, for every group."""
         return [{} for _ in self.step.groups]
 
-    def no_credit(self) -> list[Components]:
-        """Zero credit for every component that a later step can read."""
-        return [recursion.no_credit() for recursion in self.recursions]
+    def zero_credit(self) -> list[Components]:
+        """Zeros for every component that a later step can read."""
+        return [recursion.zero_credit() for recursion in self.recursions]
 
     def slopes(self, constants: Values, steps: Values) -> list[Slopes]:
         """∂u/∂h of the memories of every group and step."""

@@ -38,8 +38,8 @@ from .traces import RecursionView, Trace, TracedSite, Traces
 
 class Driven(NamedTuple):
     """What steps add to one trace: operands of its site and P_t ∂h_t/∂y_t by component,
-    both with t first; of y only the part that reaches the group. Rows that are those of
-    an earlier trace are kept there."""
+    both with t first; of y only the part that reaches the group. Where an earlier trace
+    has the same ∂h/∂y, it alone has the rows, and there are none here."""
 
     data: Operands
     rows: Components
@@ -252,9 +252,11 @@ def advance_silently(
         for group in traces_of.step.groups
     ]
     matrices = transitions(traces_of.step, constants, block.safe)
-    found = Derivatives([], Values(), Values(), silent, traces_of.no_signal, matrices)
+    found = Derivatives(
+        [], Values(), Values(), silent, traces_of.empty_credit, matrices
+    )
     slopes = traces_of.slopes(constants, block.safe)
-    learning = Signals(Values(), silent, traces_of.no_signal)
+    learning = Signals(Values(), silent, traces_of.empty_credit)
     view = traces_of.view(found, learning, slopes, [[] for _ in traces_of.step.groups])
     return advance(traces_of, constants, block, view, traces, total, credit)
 
@@ -337,7 +339,8 @@ def _operands(
 
 
 def add(total: Values, more: Mapping[Key, Any]) -> Values:
-    """Two sets of gradients in one; the first says which."""
+    """The sum of gradients; those that only ``more`` has are of no parameter that is
+    asked for, and are left out."""
     return Values(
         (key, x + more[key] if key in more else x) for key, x in total.items()
     )

@@ -39,8 +39,8 @@ def run_window(
     all.
 
     ``deep``: paths from one position to another across time are cut. At silent steps of
-    the mask no gradient enters from what only targets need, and derivatives are taken
-    at values without NaN; all values are those of the step itself.
+    the mask, equations that only targets need send no gradient back, and derivatives
+    are taken at values without NaN; all values are those of the step itself.
     """
     run = step.run_deep if deep else step.run
     fixed = states.pick(v for v in states if v not in step.written)

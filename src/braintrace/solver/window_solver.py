@@ -65,7 +65,8 @@ class WindowSolver(OneBlock):
         """Reverse mode inside windows of a length; traces or a predictor across them.
 
         ``fresh``: nothing came before the sequence and nothing follows it. ``unit``:
-        the weight here of a loss that counts 1 for the predictor, whose weights are
+        the weight of a loss that is not masked (1/T for a mean). The predictor is
+        trained for losses of weight 1, so its credit is scaled by it; its weights are
         ``rule_state``. ``masked``: some of the weights may be zero.
         """
         step = self.step
@@ -139,7 +140,7 @@ class WindowSolver(OneBlock):
                 inputs,
                 traces,
                 self._no_gradient(),
-                self.traces.no_signal,
+                self.traces.empty_credit,
             )
         return values, new, traces
 
