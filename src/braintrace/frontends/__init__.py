@@ -1,5 +1,5 @@
-"""Front ends: each turns a model of one framework into a step program. Each is a
-leaf."""
+"""Front ends: each turns a model of one framework into a step program, and none knows
+another."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 from .._brainstate import brainstate as brainstate
 from ..errors import three_parts
 from .pure import PureModel
+
+_FRAMEWORKS = {'flax': ('flax.nnx', 'Module'), 'equinox': ('equinox', 'Module')}
+"""The class of models of each framework: its module and its name."""
 
 
 def pure_model(
@@ -25,11 +28,12 @@ def pure_model(
     ``state``: where a model that takes its state as an argument starts. ``batch``: the
     model, its state and the examples are of one sample.
     """
-    if _is_a(model, 'flax.nnx', 'Module'):
+    framework = _framework_of(model)
+    if framework == 'flax':
         from .flax import FlaxModel
 
         return FlaxModel(model, args, state, batch, seed or 0)
-    if _is_a(model, 'equinox', 'Module'):
+    if framework == 'equinox':
         from .equinox import EquinoxModel
 
         return EquinoxModel(model, args, state, batch)
@@ -52,10 +56,15 @@ def extract(model: Any, *args: Any, **kwargs: Any) -> Any:
         return extract_module_info(model, *args, **kwargs)
     from .functions import extract_function_info, extract_pure_info
 
-    if _is_a(model, 'flax.nnx', 'Module') or _is_a(model, 'equinox', 'Module'):
+    if _framework_of(model) is not None:
         return extract_pure_info(pure_model(model, args, **kwargs))
     _check_function(model, args, kwargs.get('state'))
     return extract_function_info(model, *args, **kwargs)
+
+
+def _framework_of(model: Any) -> str | None:
+    found = (name for name, kind in _FRAMEWORKS.items() if _is_a(model, *kind))
+    return next(found, None)
 
 
 def _is_a(model: Any, package: str, name: str) -> bool:
