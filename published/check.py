@@ -6,6 +6,7 @@ this environment.
 """
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -19,14 +20,15 @@ sys.path.insert(0, str(FOLDER))
 
 
 def load():
-    """Every check by name."""
-    from checking import CHECKS
+    """Every check by name; each has a time step of its own."""
+    from checking import CHECKS, in_time_steps
 
     for file in sorted(FOLDER.glob('check_*.py')):
         before, topic = set(CHECKS), file.stem.removeprefix('check_')
-        importlib.import_module(file.stem)
+        in_time_steps(importlib.import_module, file.stem)
         for name in set(CHECKS) - before:
-            CHECKS[f'{topic}: {name}'] = CHECKS.pop(name)
+            check = functools.partial(in_time_steps, CHECKS.pop(name))
+            CHECKS[f'{topic}: {name}'] = check
     return CHECKS
 
 

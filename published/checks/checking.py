@@ -9,13 +9,19 @@ import numpy as np
 import braintrace
 from braintrace import nn
 
-brainstate.environ.set(dt=0.1 * u.ms)
 CHECKS = {}
 ones = jnp.ones
 B, I, H = 2, 3, 4  # noqa: E741 - samples, inputs, units
 X = jnp.asarray(np.random.default_rng(0).normal(size=(B, I)), 'float32')
 XS = jnp.asarray(np.random.default_rng(1).normal(size=(5, B, I)), 'float32')
 YS = jnp.asarray(np.random.default_rng(2).normal(size=(5, B, 2)), 'float32')
+
+
+def in_time_steps(function, *args):
+    """Call a function with a time step that ends with the call."""
+    with brainstate.environ.context(dt=0.1 * u.ms):
+        return function(*args)
+
 
 CELLS = [
     'ValinaRNNCell',

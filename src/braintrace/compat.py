@@ -268,7 +268,7 @@ class Scan(NamedTuple):
     """A scan, or a loop: operands are consts, carry, xs; results are carry, ys.
 
     Before them a loop has operands that only its condition reads: ``num_ignored``.
-    ``key``: the name of the body among the sub-programs.
+    ``key``: the name of the body among the sub-programs. ``length``: of a scan.
     """
 
     body: ClosedJaxpr
@@ -276,6 +276,7 @@ class Scan(NamedTuple):
     num_carry: int
     num_ignored: int = 0
     key: tuple[str, int | None] = ('jaxpr', None)
+    length: int | None = None
 
 
 def read_scan(eqn: Equation) -> Scan:
@@ -289,7 +290,7 @@ def read_scan(eqn: Equation) -> Scan:
         num_consts, num_carry, _ = map(len, p['ft_in'].unpack())
     else:
         num_consts, num_carry = p['num_consts'], p['num_carry']
-    return Scan(p['jaxpr'], num_consts, num_carry)
+    return Scan(p['jaxpr'], num_consts, num_carry, length=p['length'])
 
 
 def trip_count(eqn: Equation) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..compat import is_var, structure
+from ..compat import is_var, read_scan, structure
 from ..program import Path, StepProgram
 from ..program.step import path_name
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
@@ -63,7 +63,9 @@ def _followed(program: StepProgram) -> Iterator[CompilationRecord]:
             text = f'a branch of {count} ways is followed in each of them'
             yield record(DiagnosticKind.COND_IF_CONVERTED, text, n_branches=count)
         elif kind == 'scan':
-            length = eqn.params['length']
+            length = read_scan(eqn).length
+            if length is None:
+                continue
             text = f'a loop of {length} steps is followed through all of them'
             if length <= UNROLLED:
                 yield record(DiagnosticKind.SCAN_UNROLLED, text, length=length)

@@ -306,6 +306,7 @@ def compile(
     else:
         check_batch(first_step(example_inputs), batch_size)
         learner = _made(kind, model, vmap, options)
+        learner._kept.has_batch_size = batch_size is not None
         learner.compile_graph(*example_inputs)
     warn_of_credit(learner)
     if verbose:

@@ -91,13 +91,15 @@ class Kept:
     """Caches of a learner, which brainstate must not take for states.
 
     ``optimizers``: the states of optax transformations. ``shapes``: those of the hidden
-    states that were compiled for. ``said``: warnings that were given. ``codes``: how
-    many step functions of one code were bound.
+    states that were compiled for. ``has_batch_size``: whether `compile` was given one.
+    ``said``: warnings that were given. ``codes``: how many step functions of one code
+    were bound.
     """
 
     programs: ProgramCache = field(default_factory=ProgramCache)
     optimizers: dict[Any, brainstate.State] = field(default_factory=dict)
     shapes: Shapes = field(default_factory=dict)
+    has_batch_size: bool = False
     said: set[str] = field(default_factory=set)
     codes: Counter[tuple] = field(default_factory=Counter)
 

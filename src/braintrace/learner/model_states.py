@@ -97,17 +97,27 @@ def _with_states(value: Any, replaced: Mapping[int, brainstate.State]) -> Any:
 
 
 def compile_for(learner: Learner, args: tuple) -> None:
-    """Compile the graph for example inputs. Hidden states to which the step itself adds
-    the batch axis of the inputs are given it before."""
+    """Compile the graph for example inputs. If no batch size was given, hidden states
+    to which the step itself adds the batch axis of the inputs are given it before."""
     states = module_states(learner.model)
     before = {path: state.value for path, state in states.items()}
+    try:
+        _compile_with_batch_axes(learner, args, states)
+    except BaseException:
+        for path, state in states.items():
+            state.value = before[path]
+        raise
+
+
+def _compile_with_batch_axes(
+    learner: Learner, args: tuple, states: Mapping[Path, brainstate.State]
+) -> None:
     while True:
         try:
             return learner.executor.compile_graph(*args)
         except StateChanged as error:
-            if not _add_batch_axis(states.get(error.path), error, args):
-                for path, state in states.items():
-                    state.value = before[path]
+            has_batch = learner._kept.has_batch_size
+            if has_batch or not _add_batch_axis(states.get(error.path), error, args):
                 raise
 
 
