@@ -81,7 +81,8 @@ class TraceLayout(Protocol):
 
 @runtime_checkable
 class SummingLayout(TraceLayout, Protocol):
-    """A layout whose visit after a single step can sum the one-step gradient as well."""
+    """A layout whose visit after a single step can sum the one-step gradient as
+    well."""
 
     def sums_one_step(self, dtype: Any) -> bool:
         """Whether it is worth while for traces stored in a type."""

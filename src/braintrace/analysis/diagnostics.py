@@ -20,7 +20,8 @@ class DiagnosticKind(enum.StrEnum):
     UNUSED_STATE = 'unused_state'
     CONSTANT_STATE = 'constant_state'
 
-    # The same findings by the names of the published package: `analysis/relation_records.py`.
+    # The same findings by the names of the published package:
+    # `analysis/relation_records.py`.
     RELATION_INCLUDED = 'relation_included'
     RELATION_EXCLUDED_NON_TEMPORAL = 'relation_excluded_non_temporal'
     RELATION_EXCLUDED_WEIGHT_TO_WEIGHT = 'relation_excluded_weight_to_weight'

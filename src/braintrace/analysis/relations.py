@@ -1,4 +1,5 @@
-"""Relations: operations with parameters, and the way from their results to hidden groups.
+"""Relations: operations with parameters, and the way from their results to hidden
+groups.
 
 A relation is one call of an operation: ``x @ w + b`` of a marked operation is one, with
 two sites. Operations without a mark have a relation for each site.
@@ -26,8 +27,8 @@ _load: Callable[[], Callable[[str, Site], Operation]] | None = None
 
 
 def name_operations(load: Callable[[], Callable[[str, Site], Operation]]) -> None:
-    """Use, once it is needed, the function that ``load`` gives: the marked operation of a
-    site, from the name of the mark."""
+    """Use, once it is needed, the function that ``load`` gives: the marked operation of
+    a site, from the name of the mark."""
     global _load
     _load = load
 
@@ -50,9 +51,9 @@ class HiddenParamOpRelation(NamedTuple):
     ``hidden_groups[g]``. ``path_classification`` says of each connected hidden state
     how the parameters reach it: 'all_direct', or 'mixed' if another way of theirs into
     the same group is cut. What is known of the parameters is by role: 'weight', 'bias',
-    or their names where one operand is made of several. ``trainable_processing_chains``:
-    the primitives between a parameter and the operation. ``sites``: its uses of
-    parameters.
+    or their names where one operand is made of several.
+    ``trainable_processing_chains``: the primitives between a parameter and the
+    operation. ``sites``: its uses of parameters.
     """
 
     primitive: Any

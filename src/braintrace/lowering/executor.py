@@ -243,8 +243,8 @@ class ETraceGraphExecutor:
         return SiteJacobian(x, weight, jacobians)
 
     def solve_h2w_h2h_jacobian(self, *args: Any, **kwargs: Any) -> tuple:
-        """One step: outputs, new hidden values, other states, ∂h/∂θ of every relation, D_t
-        of every group.
+        """One step: outputs, new hidden values, other states, ∂h/∂θ of every relation,
+        D_t of every group.
 
         Starts from the current states and writes none of them.
         """

@@ -65,8 +65,8 @@ class Structure(NamedTuple):
 class _Visit:
     """The instructions of a visit.
 
-    Operands: x, rows, factors, credits, ȳ, old traces; results: new traces, which lie where
-    the old ones do, and the gradient.
+    Operands: x, rows, factors, credits, ȳ, old traces; results: new traces, which lie
+    where the old ones do, and the gradient.
     """
 
     def __init__(

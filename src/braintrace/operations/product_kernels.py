@@ -1,8 +1,8 @@
 """Loops over the synapses of a compressed sparse matrix, for CPUs.
 
 Letters: e synapses in the order of the matrix, r rows, c columns, k the samples (or
-steps and samples) of a neuron, which lie next to each other in memory. Synapses of row r
-are ``starts[r]`` to ``starts[r + 1]``, and ``indices[e]`` is the column of each. One
+steps and samples) of a neuron, which lie next to each other in memory. Synapses of row
+r are ``starts[r]`` to ``starts[r + 1]``, and ``indices[e]`` is the column of each. One
 weight for all synapses is an array of length one.
 
     to_columns      y[c] = Σ_r w[r, c] x[r]
@@ -11,9 +11,9 @@ weight for all synapses is an array of length one.
 
 The samples of a neuron are taken in whole vectors. A compiler that knows neither their
 number nor whether x and y share memory would test both at every synapse, which takes
-longer than the product. Neurons whose entries are all zero are skipped, so that the cost
-of spikes is that of the neurons that fire. Neurons of later synapses are asked for in
-advance, since they lie anywhere in memory.
+longer than the product. Neurons whose entries are all zero are skipped, so that the
+cost of spikes is that of the neurons that fire. Neurons of later synapses are asked for
+in advance, since they lie anywhere in memory.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class Synapses:
         return self.build.add(self.build.mul(neuron, length), k)
 
     def parts(self, length: Any) -> Iterator[tuple[Any, int]]:
-        """Instructions inside run for every part of a neuron's entries: where it starts,
-        and how many there are."""
+        """Instructions inside run for every part of a neuron's entries: where it
+        starts, and how many there are."""
         done = word(0)
         for size in WIDTHS:
             with loop(self.build, done, length, size) as k:

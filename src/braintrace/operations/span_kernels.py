@@ -7,8 +7,8 @@ once:
     gradient[c, f] += Σ_s credit_s[n, f] ε_s[n, c, f]
     ε_s[n, c, f] = Σ_r factor_sr[n, f] ε_r[n, c, f] + Σ_t x[t, n, c] row_s[t, n, f]
 
-The last sum is a product of matrices for each sample. Only inputs that are not zero take
-part in it, so that spikes cost as much as there are of them. For one sample:
+The last sum is a product of matrices for each sample. Only inputs that are not zero
+take part in it, so that spikes cost as much as there are of them. For one sample:
 
     1. for each input, list the steps at which it is not zero
     2. for some outputs at a time, copy the rows of all steps, so that they stay in the
@@ -47,8 +47,8 @@ LEAST_WIDTH = 16
 class _Span:
     """The instructions of a visit.
 
-    Operands: x, rows, factors, credits, old traces; results: new traces, which lie where
-    the old ones do, the gradient, and memory for lists and copied rows.
+    Operands: x, rows, factors, credits, old traces; results: new traces, which lie
+    where the old ones do, the gradient, and memory for lists and copied rows.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class _Span:
         self.counts.store(build, self._whole(count), c, 1)
 
     def _place_of(self, c: Any) -> Any:
-        """Where the values of an input begin: inputs of one line of the cache lie beside
-        each other, then come their steps."""
+        """Where the values of an input begin: inputs of one line of the cache lie
+        beside each other, then come their steps."""
         build = self.build
         line = build.mul(build.udiv(c, word(LINE)), self.steps)
         return build.add(build.mul(line, word(LINE)), build.urem(c, word(LINE)))

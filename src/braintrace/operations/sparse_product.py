@@ -1,4 +1,5 @@
-"""Products with a compressed sparse matrix, as the equations of brainevent hold them."""
+"""Products with a compressed sparse matrix, as the equations of brainevent hold
+them."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class SparseProduct:
         return weights[operands[self.order]]
 
     def data(self, x: Any, dtype: Any) -> Any:
-        """x, or ones where there are events, which count as x itself for derivatives."""
+        """x, or ones where there are events, which count as x itself for
+        derivatives."""
         if not self.events:
             return x
         if not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -4,9 +4,9 @@
     to_rows         y[r] = Σ_c w[r, c] x[c]
     at_synapses     g[e] = Σ_k rows[r, k] columns[c, k] at synapse e = (r, c)
 
-Each is linear in both factors and the transposes are again among the three, so that they
-have derivatives of any order. Arrays of neurons have shape (neurons, samples). On CPUs
-they run by the loops of ``product_kernels``; programs that are exported for other
+Each is linear in both factors and the transposes are again among the three, so that
+they have derivatives of any order. Arrays of neurons have shape (neurons, samples). On
+CPUs they run by the loops of ``product_kernels``; programs that are exported for other
 platforms hold gathers and sums by index. A model that runs elsewhere keeps the
 operations it is written with.
 

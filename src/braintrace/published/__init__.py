@@ -1,13 +1,13 @@
 """Names and spellings of the published package of the same import name (0.2.6).
 
 Code written for it runs here unchanged. What has a counterpart of its own here is only
-another spelling of it, and nothing outside of this folder knows any of them: `braintrace`
-looks here for names that it does not have, and learners for members that they do not
-have. `docs/from-published.md` lists what differs.
+another spelling of it, and nothing outside of this folder knows any of them:
+`braintrace` looks here for names that it does not have, and learners for members that
+they do not have. `docs/from-published.md` lists what differs.
 
     learner      members of a learner; overridden hooks, which are refused
     vmapped      learners mapped over a batch by hand, with drivers of sequences
-    parts        filters, feedback, running means and predictors with states of their own
+    parts        filters, feedback, running means, predictors with states of their own
     compiler     executors and switches of its compiler
     policy       its policy for branches and loops
     records      members of groups, relations and traced modules

@@ -69,8 +69,8 @@ class _OfLearners(type):
 
 
 class ETraceVjpGraphExecutor(ETraceGraphExecutor, metaclass=_OfLearners):
-    """An :class:`ETraceGraphExecutor` that knows how its learner differentiates, and gives
-    Jacobians as the published one does.
+    """An :class:`ETraceGraphExecutor` that knows how its learner differentiates, and
+    gives Jacobians as the published one does.
 
     ``full_jacobian``: hidden-to-hidden Jacobians with all their zeros.
     """
@@ -135,8 +135,8 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor, metaclass=_OfLearners):
         init_etrace: Any = None,
         **kwargs: Any,
     ) -> tuple:
-        """The same, with the loss-to-hidden residuals before the last: a function of the
-        outputs' cotangents."""
+        """The same, with the loss-to-hidden residuals before the last: a function of
+        the outputs' cotangents."""
         self._check_stepper(etrace_stepper, init_etrace)
         _, env, _ = self._run(args, kwargs)
         found = super().solve_h2w_h2h_l2h_jacobian(*args, **kwargs)

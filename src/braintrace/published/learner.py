@@ -275,7 +275,8 @@ HOOKS = (
     '_update_fn_fwd',
     'init_etrace_state',
 )
-"""Methods that the published package calls on a subclass; none of them is called here."""
+"""Methods that the published package calls on a subclass; none of them is called
+here."""
 
 
 def check_subclass(kind: type) -> None:

@@ -1,8 +1,8 @@
 """The modules in which the published package has its public names.
 
 Code that imports a public name from one of them finds it: ``from
-braintrace._algorithm.d_rtrl import D_RTRL``. Everything else in them is private there, and
-not here.
+braintrace._algorithm.d_rtrl import D_RTRL``. Everything else in them is private there,
+and not here.
 """
 
 from __future__ import annotations

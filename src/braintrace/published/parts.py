@@ -60,7 +60,8 @@ class KappaState(brainstate.ShortTermState):
 
 
 class KappaFilter(metaclass=EitherKind):
-    """``KappaFilter(kappa)``: part of a rule. ``KappaFilter(init_value, kappa)``: a state."""
+    """``KappaFilter(kappa)``: part of a rule. ``KappaFilter(init_value, kappa)``: a
+    state."""
 
     ours, with_states = parts.KappaFilter, KappaState
 
@@ -129,7 +130,8 @@ class GradientMean(brainstate.nn.Module):
 
 
 class GradExpon(metaclass=EitherKind):
-    """``GradExpon(decay)``: a pure function. ``GradExpon(gradients, decay)``: a module."""
+    """``GradExpon(decay)``: a pure function. ``GradExpon(gradients, decay)``: a
+    module."""
 
     ours, with_states = parts.GradExpon, GradientMean
 

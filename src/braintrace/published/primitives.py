@@ -2,8 +2,8 @@
 
 Here the function is enough. It is run as it is, under a mark of its name, and the
 compiler finds what each weight reaches, its trace and its gradient from the equations
-inside. :func:`braintrace.operations.register_primitive` takes primitives that JAX cannot
-look into.
+inside. :func:`braintrace.operations.register_primitive` takes primitives that JAX
+cannot look into.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def register_primitive(
 
 
 def _gives_labels(function: Any) -> bool:
-    """Whether a function is one of labels: of an equation, its outputs and constants."""
+    """Whether a function is one of labels: of an equation, its outputs and
+    constants."""
     code = getattr(function, '__code__', None)
     names = () if code is None else code.co_varnames[: code.co_argcount]
     return names == ('eqn', 'outs', 'const')

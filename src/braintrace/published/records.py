@@ -39,7 +39,8 @@ def y_to_hidden_groups(
     const_vals: Mapping[Var, Any],
     concat_hidden_vals: bool = True,
 ) -> list[Any]:
-    """New hidden values of every group of a relation from its y; ``const_vals`` by variable.
+    """New hidden values of every group of a relation from its y; ``const_vals`` by
+    variable.
 
     One array for each group, or a list of one array for each of its states.
     """
@@ -79,5 +80,6 @@ MEMBERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     'ETraceGraphExecutor': EXECUTOR,
     'ModuleInfo': {'control_flow': lambda info: ControlFlowPolicy()},
 }
-"""Members of records by class and name. Transitions here follow ways that keep positions,
-so every group is diagonal, and none has a pattern of SnAp or a loop of its own."""
+"""Members of records by class and name. Transitions here follow ways that keep
+positions, so every group is diagonal, and none has a pattern of SnAp or a loop of its
+own."""

@@ -43,7 +43,8 @@ class GraphReport:
 
     @property
     def excluded_weights(self) -> list[tuple[Path, str | None]]:
-        """The path of every other parameter, and the kind of the record that says why."""
+        """The path of every other parameter, and the kind of the record that says
+        why."""
         reasons: dict[Path | None, str] = {
             record.weight_path: record.kind.value
             for record in self.diagnostics
@@ -99,8 +100,8 @@ def _level_of(number: int) -> DiagnosticLevel:
 
 
 class CompilationReport(metaclass=EitherKind):
-    """``CompilationReport(graph)``: the findings as lists of pairs. With fields by name:
-    the report that graphs and learners have."""
+    """``CompilationReport(graph)``: the findings as lists of pairs. With fields by
+    name: the report that graphs and learners have."""
 
     ours, with_states = report.CompilationReport, GraphReport
 
