@@ -39,6 +39,12 @@ part except the command.
 """
 
 TAIL = """
+`make fuzz` is a check of its own: random step programs with complex and mixed types. The
+gradient of one step must be that of `jax.grad`, D-RTRL the dense recursion in blocks of any
+length, and each credit class what it says: `exact` is BPTT, `instantaneous` the sum of
+one-step gradients, `none` zero. The last run, seeds 0 to 99, had 10,000 programs and no
+failure.
+
 ## What must hold
 
 Each case above checks one of these:
