@@ -42,7 +42,7 @@ LONG = {
 
 
 def pytest_collection_modifyitems(config, items):
-    """Daily, tests with three cases and more run an eighth of them, at least one, the
+    """Daily, tests with three cases and more run a twelfth of them, at least one, the
     same ones every time, and some long tests do not run.
 
     A case that is chosen on the command line always runs; `ZOO=all` runs all.
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config, items):
             cases[item.nodeid.split('[')[0]].append(item.nodeid)
     left_out = {i.nodeid for i in items if {i.name, i.name.split('[')[0]} & LONG}
     for names in cases.values():
-        count = len(names) if len(names) < 3 else math.ceil(len(names) / 8)
+        count = len(names) if len(names) < 3 else math.ceil(len(names) / 12)
         in_order = sorted(names, key=lambda name: zlib.crc32(name.encode()))
         left_out.update(in_order[count:])
     config.hook.pytest_deselected(items=[i for i in items if i.nodeid in left_out])
