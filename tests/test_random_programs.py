@@ -28,7 +28,7 @@ from programs import Program, draw_position_program, draw_program
 STEPS = 4
 SEEDS = [int(n) for n in os.environ.get('SEEDS', '0:1').split(':')]
 """Seeds first:last, each good for its own programs."""
-PROGRAMS = int(os.environ.get('PROGRAMS', 25))
+PROGRAMS = int(os.environ.get('PROGRAMS', 15))
 """How many a seed."""
 
 
