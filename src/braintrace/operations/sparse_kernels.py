@@ -30,12 +30,7 @@ from .native import (
     several,
     word,
 )
-from .product_kernels import Synapses, add_up, index_type
-
-WIDTHS = (32, 8, 1)
-"""Samples that are taken together: the most that fit."""
-WIDTH = 8
-"""Numbers in which a gradient is added up."""
+from .product_kernels import WIDTH, WIDTHS, Synapses, add_up, index_type
 
 
 class Structure(NamedTuple):
