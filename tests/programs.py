@@ -1178,6 +1178,25 @@ def head_gates(w, name, old):
 
 
 @writes(2)
+def summed_and_shared(w, name, old):
+    """One value: two elements summed into one position, a third read by the others."""
+    if not old.shape:
+        return shared_drive(w, name, old)
+    shape = (*old.shape[:-1], 3)
+    made = w.name((w.drive(w.value(), shape), shape))
+    if made is None:
+        return leaky(w, name, old)
+    return f'0.8 * {old.text} + {summed_and_shared_over(made.text, old.shape)}'
+
+
+def summed_and_shared_over(text, shape):
+    *front, n = shape
+    total = f'{text}[..., :2].sum(-1, keepdims=True)'
+    others = f'jnp.broadcast_to({text}[..., 2:], {(*front, n - 1)})'
+    return f'jnp.concatenate([{total}, {others}], -1)'
+
+
+@writes(2)
 def switched(w, name, old):
     """A learned initial state, switched on by the input or by a counter."""
     shape = w.pick([old.shape, old.shape[-1:], ()])
@@ -1224,7 +1243,7 @@ class PositionWriter(Writer):
     def entering(self, shape: Shape) -> str:
         """A drive by the input: one element for each position, or for several."""
         product = lambda shape: f"jnp.tensordot(x['x'], {self.parameter(2, *shape)}, 1)"
-        way = self.pick(['whole', 'shared', 'shared', 'outer', 'repeated'])
+        way = self.pick(['whole', 'shared', 'shared', 'outer', 'repeated', 'both'])
         if way == 'shared':
             text = self.pick(['{}', 'jnp.sin({})', '{0} * {1}', '{0} + {1}'])
             small = self.small(shape)
@@ -1237,6 +1256,9 @@ class PositionWriter(Writer):
         if way == 'repeated' and shape:
             at = [i // 2 for i in range(shape[-1])]
             return f'{product((*shape[:-1], max(at) + 1))}[..., np.array({at})]'
+        if way == 'both' and shape:
+            made = self.name((product((*shape[:-1], 3)), (*shape[:-1], 3)))
+            return summed_and_shared_over(made.text, shape)
         return product(shape)
 
     def spread(self, text: str, shape: Shape) -> str:

@@ -95,6 +95,15 @@ def complex_drive(p, s, x):
     return {'h': h}, jnp.real(h) @ p['out']
 
 
+def dendrites_and_drive(p, s, x):
+    """One product: branches of two units, and a drive that two others share."""
+    y, lead = jnp.tanh(x @ p['w'] + p['b']), x.shape[:-1]
+    soma = y[..., :4].reshape(*lead, 2, 2).sum(-1)
+    drive = jnp.broadcast_to(y[..., 4:], (*lead, 2))
+    h = p['a'] * s['h'] + jnp.concatenate([soma, drive, x @ p['rest']], axis=-1)
+    return {'h': h}, h @ p['out']
+
+
 # ------------------------------------------- shared inside branches, loops and calls
 
 
@@ -305,6 +314,18 @@ MODELS = {
         head_gates,
         {'w_g': normal(0, D, 3), 'w': normal(1, D, 6), 'out': normal(2, 6, 2)},
         {'h': np.zeros((B, 6), 'float32')},
+        D,
+    ),
+    'dendrites_and_drive': (
+        dendrites_and_drive,
+        {
+            'w': normal(0, D, 5),
+            'b': normal(1, 5),
+            'a': normal(2, 8),
+            'rest': normal(3, D, 4),
+            'out': normal(4, 8, 2),
+        },
+        {'h': np.zeros((B, 8), 'float32')},
         D,
     ),
     'complex_drive': (
@@ -584,43 +605,40 @@ def summed_and_shared(summed, shared):
     return summed.reshape(B, 2, 2).sum(-1), jnp.broadcast_to(shared, (B, 2))
 
 
-TOGETHER = {
-    'one product': (
-        lambda y: summed_and_shared(y[:, :4], y[:, 4:5]),
-        '12 pairs; some elements share a position',
-    ),
-    'a product each': (lambda y: summed_and_shared(*y), None),
-}
-
-
-@pytest.mark.parametrize('name', TOGETHER)
-def test_a_value_that_is_summed_and_shared_is_cut_with_what_to_write(name):
-    """Its pairs would fit, but have neither one position an element nor one element a
-    position; those of two products have."""
-    spread, reason = TOGETHER[name]
+@pytest.mark.parametrize('shapes', [{'w': 5}, {'a': 4, 'b': 1}])
+def test_a_value_may_be_summed_and_shared(shapes):
+    """Four elements share two positions, one reaches two more: of one product, and of a
+    product each, joined and parted again."""
 
     def step(p, s, x):
-        y = x @ p['w'] if reason else (x @ p['a'], x @ p['b'])
-        h = 0.9 * s['h'] + jnp.concatenate(spread(y), axis=1)
+        y = jnp.concatenate([x @ w for w in p.values()], axis=1)
+        more = summed_and_shared(y[:, :4], y[:, 4:5])
+        h = 0.9 * s['h'] + jnp.concatenate(more, axis=1)
         return {'h': h}, h
 
-    shapes = {'w': 6} if reason else {'a': 4, 'b': 1}
     params = {k: normal(n, D, size) for n, (k, size) in enumerate(shapes.items())}
     state, xs = {'h': np.zeros((B, 4), 'float32')}, normal(2, 8, B, D)
     ys = normal(3, 8, B, 4)
     params, state, xs, ys = jax.tree.map(jnp.asarray, (params, state, xs, ys))
     learner = braintrace.compile(step, 'd_rtrl', params, state, xs[0])
-    classes = {c.context['credit'] for c in learner.report.credits}
     loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
     found = learner.etrace_grad(xs, ys, step_fn=loss, reduction='sum', fresh=False)
     error = distance(found, bptt(step, params, state, xs, ys))
-    if reason:
-        (credit,) = learner.report.credits
-        assert reason in credit.context['reason']
-        assert error > 1e-2
-    else:
-        assert classes == {'exact'}
-        assert error < 1e-6
+    assert {c.context['credit'] for c in learner.report.credits} == {'exact'}
+    assert error < 1e-6
+
+
+def test_a_value_that_is_summed_and_shared_in_a_branch_is_cut_with_what_to_write():
+    def step(p, s, x):
+        y = x @ p['w']
+        more = lambda: jnp.concatenate(summed_and_shared(y[:, :4], y[:, 4:5]), axis=1)
+        h = 0.9 * s['h'] + jax.lax.cond(x.sum() > 0, more, lambda: -s['h'])
+        return {'h': h}, h
+
+    params, state = {'w': normal(0, D, 6)}, {'h': np.zeros((B, 4), 'float32')}
+    args = jax.tree.map(jnp.asarray, (params, state, normal(1, B, D)))
+    (credit,) = braintrace.compile(step, 'd_rtrl', *args).report.credits
+    assert 'give them a product each' in credit.context['reason']
 
 
 def test_old_states_reach_no_other_position_through_a_shared_value():
@@ -691,3 +709,33 @@ def test_the_executor_gives_the_derivative_by_the_element_that_a_position_reads(
     np.testing.assert_array_equal(
         site.y_positions[0].ravel(), np.arange(site.y_positions[0].size)
     )
+
+
+class DendritesAndDrive(brainstate.nn.Module):
+    """`dendrites_and_drive` without its other units, as a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.asarray(normal(0, D, 5)))
+        self.h = brainstate.HiddenState(jnp.asarray(normal(2, B, 4)))
+
+    def update(self, x):
+        y = jnp.tanh(x @ self.w.value)
+        more = summed_and_shared(y[:, :4], y[:, 4:])
+        self.h.value = 0.9 * self.h.value + jnp.concatenate(more, axis=1)
+        return self.h.value
+
+
+def test_the_executor_gives_both_derivatives_of_a_value_that_is_summed_and_shared():
+    model, x = DendritesAndDrive(), jnp.asarray(normal(3, B, D))
+    executor = braintrace.ETraceGraphExecutor(model)
+    executor.compile_graph(x)
+    (site,) = executor.graph.hidden_param_op_relations[0].sites
+    np.testing.assert_array_equal(site.y_positions[0][0], [0, 0, 1, 1, -2])
+    np.testing.assert_array_equal(site.y_sources[0][:4], [-2, -2, 4, 4])
+    _, _, _, (jacobian,), _ = executor.solve_h2w_h2h_jacobian(x)
+    single, shared = (j[..., 0] for j in jacobian.hidden_to_y[0])
+    slope = 1 - jnp.tanh(x @ model.w.value) ** 2
+    np.testing.assert_allclose(single, slope.at[:, 4].set(0), rtol=1e-5)
+    np.testing.assert_allclose(shared[:, 2:], slope[:, 4:].repeat(2, 1), rtol=1e-5)
+    assert not shared[:, :2].any()

@@ -99,7 +99,7 @@ def enter_branches(
     ):
         if found is None or not is_var(v) or not (found.labels == CONFLICT).any():
             continue
-        if found.sources is None or not at.may_share(v, reaches):
+        if found.sources is None or not at.may_share(v, reaches, found):
             pairs = np.concatenate([reach.pairs(at.size) for reach in reaches])
             more[k] = Alone(len(np.unique(pairs)), found.labels.size)
     chooser: Labels = None

@@ -34,7 +34,8 @@ class Positions:
     """What a pass found: labels, the edges that carry credit, cuts and gaps.
 
     ``sources`` has the values of which an element reaches several positions: the
-    element that reaches each position, flat. Their labels say CONFLICT there.
+    element that reaches each position, flat, or CONFLICT where several do that reach no
+    other. Their labels say CONFLICT for elements with several positions.
     """
 
     labels: dict[Var, np.ndarray] = field(default_factory=dict)

@@ -9,18 +9,24 @@ import numpy as np
 
 from ..compat import Equation, Var, structure
 from ..operations import element_numbers, operation_of
-from ..operations.labels import CONFLICT, NONE, Labels, join, sources_through
+from ..operations.labels import CONFLICT, NONE, Labels
 from .bodies import enter_call
-from .pairs import ReachedPairs
+from .pairs import ReachedPairs, sources_among
 
 if TYPE_CHECKING:
     from .positions import BackwardPass
 
 
 def sources_of(
-    at: BackwardPass, i: int, k: int, eqn: Equation, outs: list[Labels]
-) -> np.ndarray | None:
-    """The element of an operand that reaches each position, if no two do."""
+    at: BackwardPass,
+    i: int,
+    k: int,
+    eqn: Equation,
+    outs: list[Labels],
+    edge: np.ndarray,
+) -> Labels:
+    """The element of an operand that reaches each position, as :class:`ReachedPairs`
+    has it; ``edge``: the labels of the operand."""
     if at.is_alone(eqn.invars[k]):
         return None
     if i in at.entered:
@@ -29,15 +35,18 @@ def sources_of(
     origins = _origins_of(at, i, k, eqn)
     if origins is None:
         return None
-    found: Labels = None
+    pairs = []
     for v, labels, origin in zip(eqn.outvars, outs, origins, strict=True):
         if labels is not None:
             reach = at.reach(v, labels)
             if not reach.is_known:
                 return None
-            more = sources_through(labels, reach.sources, origin, at.size)
-            found = join(found, more)
-    return None if found is None or (found == CONFLICT).any() else found
+            elements, positions = np.divmod(reach.pairs(at.size), at.size)
+            came = origin.reshape(-1)[elements].astype(np.int64)
+            if (came == CONFLICT).any():
+                return None
+            pairs.append((came * at.size + positions)[came >= 0])
+    return sources_among(np.concatenate(pairs), edge, at.size, at.mixes)
 
 
 def _origins_of(

@@ -7,21 +7,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..operations.labels import CONFLICT, Labels, join, sources_of
+from ..operations.labels import CONFLICT, Labels, gather_back, join, sources_of
 
 
 class ReachedPairs(NamedTuple):
     """What the elements of a value reach: labels, and sources if some reach several
-    positions and no position is reached by two."""
+    positions.
+
+    Pairs are known if no element that reaches several positions shares one. Sources say
+    CONFLICT where elements that reach one position each share it: such pairs are mixed,
+    of both kinds.
+    """
 
     labels: np.ndarray
     sources: Labels = None
 
     @property
     def is_known(self) -> bool:
-        """Whether all pairs are known: they are in neither form where an element
-        reaches several positions and a position is reached by several elements."""
+        """Whether all pairs are known."""
         return self.sources is not None or not (self.labels == CONFLICT).any()
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some elements share a position and others reach several."""
+        return self.sources is not None and bool((self.sources == CONFLICT).any())
 
     def by_position(self, size: int) -> Labels:
         """The element that reaches each position, CONFLICT where several do; None if
@@ -33,13 +42,14 @@ class ReachedPairs(NamedTuple):
     def pairs(self, size: int) -> np.ndarray:
         """Every pair of an element and a position it reaches, as one number:
         element · size + position."""
-        if self.sources is None:
-            flat = self.labels.reshape(-1)
-            elements = np.flatnonzero(flat >= 0)
-            positions = flat[elements]
-        else:
-            positions = np.flatnonzero(self.sources >= 0)
-            elements = self.sources[positions]
+        flat = self.labels.reshape(-1)
+        elements = np.flatnonzero(flat >= 0)
+        positions = flat[elements]
+        if self.sources is not None:
+            more = np.flatnonzero(self.sources >= 0)
+            more = more[flat[self.sources[more]] == CONFLICT]
+            elements = np.concatenate([elements, self.sources[more]])
+            positions = np.concatenate([positions, more])
         return elements.astype(np.int64) * size + positions
 
 
@@ -59,17 +69,29 @@ class Alone(NamedTuple):
     elements: int = 0
 
 
-def together(every: Sequence[ReachedPairs | None], size: int) -> ReachedPairs:
+def together(
+    every: Sequence[ReachedPairs | None], size: int, may_mix: bool = False
+) -> ReachedPairs:
     """What several uses of a value reach; without sources where they meet."""
     labels: Labels = None
-    sources: Labels = None
     known = [reach for reach in every if reach is not None]
     for reach in known:
         labels = join(labels, reach.labels)
     assert labels is not None
-    if (labels == CONFLICT).any() and all(reach.is_known for reach in known):
-        for reach in known:
-            sources = join(sources, reach.by_position(size))
-        if sources is not None and (sources == CONFLICT).any():
-            sources = None
-    return ReachedPairs(labels, sources)
+    if not (labels == CONFLICT).any() or not all(reach.is_known for reach in known):
+        return ReachedPairs(labels)
+    pairs = np.concatenate([reach.pairs(size) for reach in known])
+    return ReachedPairs(labels, sources_among(pairs, labels, size, may_mix))
+
+
+def sources_among(
+    pairs: np.ndarray, labels: np.ndarray, size: int, may_mix: bool
+) -> Labels:
+    """The element that reaches each position, from all pairs; None where two elements
+    meet: any two, or if pairs may be mixed, any two of which one reaches more."""
+    elements, positions = np.divmod(pairs, size)
+    sources = gather_back(elements.astype(np.int32), positions, (size,))
+    meet = sources[positions] == CONFLICT
+    if may_mix:
+        meet &= labels.reshape(-1)[elements] == CONFLICT
+    return None if meet.any() else sources

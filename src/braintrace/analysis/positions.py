@@ -6,7 +6,7 @@ lead to their own position, and so D_t is block-diagonal by construction: along 
 that remain, the label never changes.
 
 A trace has one row for each pair of an element and a position it reaches. So an element
-may reach several positions as long as each position is reached by one element: a value
+may reach several positions as long as each of these is reached by no other: a value
 that is broadcast has as many pairs as there are positions, no more than a dense layer.
 Beyond that the edge is cut, masked element by element.
 """
@@ -81,6 +81,8 @@ class BackwardPass:
             const,
         )
         self.out, self.opaque = out, opaque
+        # Pairs of both kinds are not followed into bodies.
+        self.mixes = False
         self.uses: dict[Var, list[Use]] = defaultdict(list)
         self.reading: dict[Var, list[tuple[int, int]]] = defaultdict(list)
         self.starts: dict[Var, ReachedPairs] = {}
@@ -147,7 +149,7 @@ class BackwardPass:
             return
         sources: Labels = None
         if (edge == CONFLICT).any():
-            sources = sources_of(self, i, k, eqn, outs)
+            sources = sources_of(self, i, k, eqn, outs, edge)
             if sources is None and not self.opaque:
                 pairs = pair_count(self, i, k, eqn, outs)
                 edge = self.without_conflicts(i, k, edge, pairs)
@@ -191,7 +193,9 @@ class BackwardPass:
             every.append(start)
         if not every:
             return None
-        labels, sources = together(every, self.size)
+        may_mix = self.mixes and v not in self.made_by_bodies
+        reach = together(every, self.size, may_mix)
+        labels, sources = reach
         if self.opaque:
             if sources is not None:
                 self.out.sources[v] = sources
@@ -200,7 +204,7 @@ class BackwardPass:
         if held is not None:
             return self.resolve_held(v, held, uses)
         if (labels == CONFLICT).any():
-            if sources is not None and self.may_share(v, every):
+            if sources is not None and self.may_share(v, every, reach):
                 self.out.sources[v] = sources
                 for use in uses:
                     self.keep_edge(v, use)
@@ -222,16 +226,26 @@ class BackwardPass:
                 self.keep_edge(v, use)
         return self.settle(labels, wanted, start, uses)
 
-    def may_share(self, v: Var, every: Sequence[ReachedPairs]) -> bool:
-        """Whether elements of a value may reach several positions.
+    def may_share(
+        self, v: Var, every: Sequence[ReachedPairs], found: ReachedPairs
+    ) -> bool:
+        """Whether elements of a value may reach several positions; ``found``: what its
+        uses reach together.
 
-        A value that old states reach keeps its uses by one position alone: to share it
+        An element that old states reach keeps a use by one position alone: to share it
         would cut those states' own positions as well.
         """
         if self.is_alone(v):
             return False
-        is_single = any(reach.sources is None for reach in every)
+        shared = found.labels == CONFLICT
+        is_single = any(((reach.labels >= 0) & shared).any() for reach in every)
         return not (is_single and self.relevance.reaches(of(self.env, v)))
+
+    @cached_property
+    def made_by_bodies(self) -> frozenset[Var]:
+        """Results of branches and loops."""
+        made = (e for e in self.jaxpr.eqns if structure(e) in ('cond', 'scan'))
+        return frozenset(v for eqn in made for v in eqn.outvars)
 
     def held(self, v: Var) -> Labels:
         """The element that reaches each position, of a value where that is given: a
@@ -452,5 +466,7 @@ def find_positions(
     new = [(atom, ReachedPairs(labels)) for atom, labels in starts]
     old = {v: ReachedPairs(labels) for v, labels in keep.items()}
     alone = {atom: Alone() for atom, _ in starts if is_var(atom)}
-    BackwardPass(jaxpr, env, relevance, size, const, out).run(new, old, stop, alone)
+    backward = BackwardPass(jaxpr, env, relevance, size, const, out)
+    backward.mixes = True
+    backward.run(new, old, stop, alone)
     return out

@@ -37,7 +37,7 @@ class Site(NamedTuple):
     ``hidden_groups[g]``, and ``y_positions[g]`` gives the position that each element of
     y reaches there, -1 for none and -2 for several. Where there are several,
     ``y_sources[g]`` gives the element of y that reaches each position, flat, -1 for
-    none; else it is None.
+    none and -2 for several that reach no other; else it is None.
     ``path_classification`` says of each connected hidden state how the parameters reach
     it: 'all_direct', or 'mixed' if another way of theirs into the same group is cut.
     """

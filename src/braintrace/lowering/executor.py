@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..analysis.analysed import Analysed, analyse, check_hidden, check_parameters
 from ..analysis.graph import ETraceGraph, compiling, graph_of
@@ -17,6 +18,7 @@ from ..compat import Jaxpr, Var, evaluate, is_var
 from ..errors import printable, three_parts
 from ..frontends import class_as_model
 from ..frontends.brainstate import extract_module_info, is_module, trace_step
+from ..operations.labels import CONFLICT
 from ..program import Path
 from ..program.data import first_step
 from ..program.step import path_name
@@ -31,11 +33,13 @@ class SiteJacobian(NamedTuple):
     position of the group, and the last axis holds the derivative of each state there.
     Where elements of y reach several positions it has shape ``(*varshape, num_state)``:
     the derivative at every position by the element that reaches it, ``y_sources``.
+    Where y has elements of both kinds it is a pair: by elements, with zeros for those
+    that reach several positions, and by positions, with zeros where no such element is.
     """
 
     x: jax.Array | None
     weight: jax.Array
-    hidden_to_y: dict[int, jax.Array]
+    hidden_to_y: dict[int, jax.Array | tuple[jax.Array, jax.Array]]
 
 
 def state_jacobian(
@@ -53,22 +57,43 @@ def state_jacobian(
 
 
 def shared_jacobian(
-    group: HiddenGroup, program: Jaxpr, y: jax.Array, constants: Sequence[Any]
+    group: HiddenGroup,
+    program: Jaxpr,
+    y: jax.Array,
+    constants: Sequence[Any],
+    elements: np.ndarray | None = None,
 ) -> jax.Array:
     """∂h/∂y, ``(*varshape, num_state)``, where one element of y reaches each position.
 
-    A tangent of ones at all elements gives the derivative by that one. Forward mode is
-    the transpose of reverse mode, which every operation has.
+    A tangent of ones at all elements, or those given by a mask, has the derivative by
+    that one. Forward mode is the transpose of reverse mode, which every operation has.
     """
     new, pull = jax.vjp(
         lambda y: group.concat_hidden(evaluate(program, constants, y)), y
     )
     along = jax.linear_transpose(lambda bar: pull(bar)[0], new)
-    slopes = along(jnp.ones_like(y))[0]
+    ones = jnp.ones_like(y) if elements is None else jnp.asarray(elements, y.dtype)
+    slopes = along(ones)[0]
     if jnp.iscomplexobj(y):
         # As a pull-back has it: ∂h/∂Re y - i ∂h/∂Im y.
-        return slopes - 1j * along(1j * jnp.ones_like(y))[0]
+        return slopes - 1j * along(1j * ones)[0]
     return slopes
+
+
+def mixed_jacobian(
+    group: HiddenGroup,
+    program: Jaxpr,
+    y: jax.Array,
+    constants: Sequence[Any],
+    elements: np.ndarray,
+) -> tuple[jax.Array, jax.Array]:
+    """∂h/∂y by elements that reach one position, and by positions for the others.
+
+    ``elements``: a mask of those that reach several positions.
+    """
+    single = state_jacobian(group, program, y, constants)
+    single = jnp.where(elements[..., None], 0, single)
+    return single, shared_jacobian(group, program, y, constants, elements)
 
 
 class ETraceGraphExecutor:
@@ -227,18 +252,24 @@ class ETraceGraphExecutor:
         program = relation.sites[0].weight_jaxpr
         constants = [env[v] for v in program.constvars]
         (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
-        jacobians = {}
-        for group, to_hidden, sources in zip(
+        jacobians: dict[int, Any] = {}
+        site, y = relation.sites[-1], env[relation.y_var]
+        for group, to_hidden, positions, sources in zip(
             relation.hidden_groups,
             relation.y_to_hidden_group_jaxprs,
-            relation.sites[-1].y_sources,
+            site.y_positions,
+            site.y_sources,
             strict=True,
         ):
-            jacobian = state_jacobian if sources is None else shared_jacobian
             constants = [env[v] for v in to_hidden.constvars]
-            jacobians[group.index] = jacobian(
-                group, to_hidden, env[relation.y_var], constants
-            )
+            path = (group, to_hidden, y, constants)
+            if sources is None:
+                jacobians[group.index] = state_jacobian(*path)
+            elif (sources == CONFLICT).any():
+                several = positions == CONFLICT
+                jacobians[group.index] = mixed_jacobian(*path, several)
+            else:
+                jacobians[group.index] = shared_jacobian(*path)
         x = None if relation.x_var is None else env[relation.x_var]
         return SiteJacobian(x, weight, jacobians)
 

@@ -33,7 +33,8 @@ from . import local_step, run
 from .effects import effect_box, effects_beyond
 from .links import ReadoutLinks
 from .local_step import LocalProgram
-from .stages import Stages, TapEquation
+from .stages import Stages
+from .taps import TapEquation
 from .views import signals
 
 

@@ -21,45 +21,19 @@ import jax
 
 from ..analysis.analysed import Analysed
 from ..analysis.dependence import Bits, of, union
-from ..analysis.sites import weight_operands
 from ..analysis.step_dependence import StepDependence
-from ..compat import Atom, Equation, Var, is_differentiable, is_var, new_var
+from ..compat import Atom, Equation, Var, is_var, new_var
 from ..compiled_step import Values
 from ..operations import operation_of, run_equation
 from ..operations.record import Kernel
 from ..program import StepProgram
 from .local_step import LocalProgram
+from .mixed_pairs import part_mixed_results
 from .rewrite import split_products
+from .taps import TapEquation, find_taps
 
 Run = Callable[[int, list[Any]], list[Any]]
 """(i, operands): the results of equation i."""
-
-
-@dataclass(frozen=True)
-class TapEquation:
-    """An equation where parameters meet data.
-
-    ``weights``: the numbers of its weight operands. ``data``: the operands through
-    which gradient passes on to the data. ``results``: those that can carry a gradient.
-    """
-
-    equation: Equation
-    weights: tuple[int, ...]
-    data: tuple[int, ...]
-    results: tuple[Var, ...]
-
-
-def find_taps(dependence: StepDependence) -> dict[int, TapEquation]:
-    """All taps of a program by the index of their equation."""
-    found = {}
-    for i, eqn in enumerate(dependence.program.equations):
-        weights = tuple(weight_operands(dependence, eqn))
-        results = tuple(v for v in eqn.outvars if is_differentiable(v))
-        if weights and results:
-            operands = enumerate(eqn.invars)
-            data = (k for k, v in operands if k not in weights and is_differentiable(v))
-            found[i] = TapEquation(eqn, weights, tuple(data), results)
-    return found
 
 
 @dataclass(frozen=True)
@@ -137,7 +111,7 @@ class Stages:
         aux: Sequence[Var] = (),
         modulator: Var | None = None,
     ):
-        self.analysed = split_products(analysed)
+        self.analysed = part_mixed_results(split_products(analysed))
         self.targets, self.aux, self.modulator = tuple(targets), tuple(aux), modulator
         # Values that are wanted for the solver itself.
         self._extra = () if modulator is None else (modulator,)

@@ -87,19 +87,6 @@ def sources_of(labels: np.ndarray, size: int) -> np.ndarray:
     return gather_back(elements, labels, (size,))
 
 
-def sources_through(
-    labels: np.ndarray, sources: Labels, origins: np.ndarray, size: int
-) -> np.ndarray:
-    """Sources of an operand, from the labels or the sources of a result.
-
-    ``origins``: the element of the operand that each element of the result comes from.
-    """
-    if sources is None:
-        return gather_back(origins.astype(np.int32), labels, (size,))
-    came = origins.reshape(-1)[np.maximum(sources, 0)]
-    return np.where(sources >= 0, came, sources).astype(np.int32)
-
-
 def labels_of(sources: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """The position that each element reaches, from the element that reaches each
     position."""
