@@ -17,8 +17,7 @@ test: $(READY)
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
-	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
-	$(DOCS)  # uses what the tests have run
+	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal  # builds the docs too
 
 zoo: $(READY)  # every case of every test, of which the daily run takes a part
 	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal --ignore tests/test_conformance.py

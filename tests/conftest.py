@@ -41,12 +41,17 @@ LONG = {
 """Tests of many seconds, beside which daily others do much of the same."""
 
 
+FIRST = ('test_on_eight_devices', 'test_the_pages_are_built')
+"""Tests of a minute, begun first so that none is left for the end."""
+
+
 def pytest_collection_modifyitems(config, items):
     """Daily, tests with three cases and more run a twelfth of them, at least one, the
     same ones every time, and some long tests do not run.
 
     A case that is chosen on the command line always runs; `ZOO=all` runs all.
     """
+    items.sort(key=lambda item: item.name not in FIRST)
     named = config.option.keyword or any('::' in a for a in config.args)
     if os.environ.get('ZOO') == 'all' or named:
         return

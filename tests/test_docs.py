@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,6 +49,21 @@ def test_code_runs_and_prints_what_is_shown(page):
         str(page), module_relative=False, optionflags=doctest.ELLIPSIS
     )
     assert failed == 0
+
+
+def test_the_pages_are_built(tmp_path):
+    """Without a warning, by what `make docs` runs."""
+    options = ['--strict', '--quiet', '--site-dir', str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, '-m', 'mkdocs', 'build', *options],
+        env=os.environ | {'NO_MKDOCS_2_WARNING': '1'},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(list(tmp_path.rglob('*.html'))) >= len(NAV)
 
 
 def shown_commands():
