@@ -17,7 +17,7 @@ from ..text import size_text
 from .arguments import bytes_of
 from .optimizers import made_beside
 from .placement import Placement
-from .programs import array_shapes
+from .programs import array_shapes, bind_model, solver_of
 from .sequences import Solver
 from .state import EligibilityTrace
 
@@ -223,8 +223,8 @@ def make_traces(learner: Learner) -> None:
     """Zero traces for the model's step as it is now, before any program needs them."""
     # Traces that are too large are refused again, with the reason, when one is needed.
     with contextlib.suppress(NotSupportedError):
-        binding = learner._model_binding(learner._example)
-        _prepare(learner, learner._solver(binding, learner.rule, loss=False))
+        binding = bind_model(learner, learner._example)
+        _prepare(learner, solver_of(learner, binding, learner.rule, loss=False))
 
 
 def _prepare(learner: Learner, solver: Solver) -> None:
