@@ -195,7 +195,9 @@ ONE_STEP = {
 """Classes of these folders that derive from another of the package, and from which."""
 
 
-@pytest.mark.parametrize('folder', ['analysis', 'frontends', 'learner', 'lowering'])
+@pytest.mark.parametrize(
+    'folder', ['analysis', 'frontends', 'learner', 'lowering', 'rules', 'solver']
+)
 def test_there_is_no_ladder_of_bases(folder):
     """What classes share is passed to them, or is a module of functions."""
     classes = [

@@ -363,14 +363,14 @@ def test_factors_follow_their_recursion():
 def test_windows_are_bptt_inside():
     written, parameters, states, inputs, weights = problem('adaptive')
     engine = solver(written.step())
-    whole = engine.windows(parameters, states, [], inputs, weights, T)
+    whole = engine.windows.solve(parameters, states, [], inputs, weights, T)
     wanted = written.bptt(parameters, inputs, weights)
     np.testing.assert_allclose(whole.gradients['w'], wanted['w'], rtol=1e-5, atol=1e-6)
-    with_traces = engine.windows(
+    with_traces = engine.windows.solve(
         parameters, states, engine.init_traces(), inputs, weights, 3
     )
     np.testing.assert_allclose(
         with_traces.gradients['w'], wanted['w'], rtol=1e-5, atol=1e-6
     )
-    alone = engine.windows(parameters, states, [], inputs, weights, 3)
+    alone = engine.windows.solve(parameters, states, [], inputs, weights, 3)
     assert not np.allclose(alone.gradients['w'], wanted['w'], rtol=0.01)

@@ -36,7 +36,7 @@ def online_step(
     step = solver.step
     gradient: Callable = solver.block_gradient
     if exact and isinstance(solver, BlockSolver):
-        gradient = partial(solver.exact_window_gradient, predictor=rule.predictor)
+        gradient = partial(solver.windows.gradient, predictor=rule.predictor)
     elif exact and window and isinstance(solver, InfluenceSolver):
         # One step alone is read through the whole of it as it is.
         gradient = partial(influence_window_gradient, solver)
@@ -50,8 +50,11 @@ def online_step(
         inputs: Values,
         rule_state: Any,
     ) -> tuple[Values, Values, list]:
-        given = (parameters, states, traces, stack(inputs), rule_state)
-        values, new, traces = solver.run(*given)
+        given = (parameters, states, traces, stack(inputs))
+        if isinstance(solver, InfluenceSolver):
+            values, new, traces = solver.run(*given, rule_state)
+        else:
+            values, new, traces = solver.run(*given)
         return single(values), pinned(placement, new), pinned(placement, traces)
 
     def ahead(*given: Any) -> tuple:

@@ -11,6 +11,7 @@ order in which to read:
     readout_memory   what leaky read-outs remember, as further components of traces
     visits           how a block advances the traces, and the gradient they give
     masking          steps that contribute nothing, whatever values they hold
+    solved           sums of gradients by weight, those of parameters, the result
     one_block        one block: all of the above in order
     window           reverse mode through consecutive steps
     window_solver    sequences of windows, traces or a predictor across them
@@ -23,10 +24,10 @@ order in which to read:
 
 from .influence import RankOneInfluence, SparseInfluence, WholeInfluence
 from .influence_solver import InfluenceSolver
-from .one_block import Solved
 from .recursion import JacobianRecursion, ScalarLeak
 from .sequence import BlockSolver
 from .signals import Modulated, RandomFeedback, Symmetric
+from .solved import Solved
 from .traces import Factorised, PerParameter, Traces
 from .window_solver import Predictor
 

@@ -17,7 +17,7 @@ from ..arrays import sum_type
 from ..compiled_step import CompiledStep, Values
 from .influence import Influence, InfluenceTrace
 from .masking import without_nan, zero_at
-from .one_block import Solved
+from .solved import Solved
 
 _SILENT = np.ones((), bool)
 
@@ -52,10 +52,6 @@ class InfluenceSolver:
         paths = [path for group in self.step.groups for path in group.name]
         return [(tuple(self.step.names.values()), 'influence', tuple(paths))]
 
-    def block_length(self, steps: int, carried: bool, devices: int = 1) -> int:
-        """Steps are solved one by one."""
-        return 1
-
     def init_traces(self) -> list[InfluenceTrace]:
         """The influence at the start: none."""
         return [InfluenceTrace(self.influence.init(), jnp.zeros((), jnp.int32))]
@@ -72,7 +68,6 @@ class InfluenceSolver:
         traces: list,
         inputs: Values,
         weights: jax.Array,
-        block: int = 1,
         rule_state: Any = 0,
         masked: bool = True,
     ) -> Solved:
@@ -106,13 +101,9 @@ class InfluenceSolver:
         states: Values,
         traces: list,
         inputs: Values,
-        block: int = 1,
-        rule_state: Any = 0,
     ) -> Solved:
         """Advance states and influence without a loss; auxiliary values come along."""
-        values, states, traces = self.run(
-            parameters, states, traces, inputs, rule_state
-        )
+        values, states, traces = self.run(parameters, states, traces, inputs)
         return Solved(
             Values(), jnp.zeros(0), values.pick(self.step.aux), states, traces
         )

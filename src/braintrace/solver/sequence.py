@@ -8,13 +8,14 @@ Letters: T steps of the sequence, t of a block, h positions, s components of a p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import Components, Jacobian, Values
+from ..compiled_step import CompiledStep, Components, Jacobian, Values
 from .block import (
     backward_credit,
     completed,
@@ -25,9 +26,11 @@ from .block import (
 )
 from .block_loop import length_of, over_blocks
 from .masking import Block, Mask
-from .one_block import Solved
-from .traces import Trace
+from .one_block import OneBlock
+from .solved import Solved
+from .traces import Trace, Traces
 from .visits import Driven, add, advance_silently, drive, take_in
+from .window import run_window
 from .window_solver import WindowSolver
 
 
@@ -45,9 +48,19 @@ class _Span(NamedTuple):
     dead: jax.Array
 
 
-class BlockSolver(WindowSolver):
+class BlockSolver:
     """Solves sequences of one step by blocks. Pure: states and traces go in and come
-    out."""
+    out.
+
+    ``one_block`` solves a single block of it, ``windows`` its windows by reverse mode.
+    """
+
+    def __init__(self, step: CompiledStep, traces: Traces, signal: Any = None):
+        self.step = step
+        self.traces = traces
+        self.one_block = OneBlock(step, traces, signal)
+        self.windows = WindowSolver(step, traces)
+        self.sums = self.one_block.sums
 
     def init_traces(self) -> Trace:
         """Traces at the start of a sequence."""
@@ -87,7 +100,7 @@ class BlockSolver(WindowSolver):
         """
         least, room = 8, 2**20
         if carried and not self._has_spans:
-            traces, gradients = self._trace_bytes, _bytes(self._weight_shapes)
+            traces, gradients = self._trace_bytes, _bytes(self.sums.shapes)
             least, room = 4, min(max(gradients // 4 + traces // 2, 2**17), 2**23)
         longest = min(max(devices * room // self.kept_bytes, least), 50, steps)
         lengths = range(longest, longest // 2, -1)
@@ -126,9 +139,9 @@ class BlockSolver(WindowSolver):
         """
         constants = self.step.constants(parameters, states)
         old = states.pick(self.step.written)
-        given = (constants, old, self._no_gradient(), inputs, weights, block)
+        given = (constants, old, self.sums.zero(), inputs, weights, block)
         span = self._there_and_back(*given, rule_state, masked)
-        gradients = self._of_parameters(parameters, states, span.total)
+        gradients = self.sums.of_parameters(parameters, states, span.total)
         return Solved(gradients, span.losses, span.aux, states | span.states, [])
 
     def _there_and_back(
@@ -166,12 +179,12 @@ class BlockSolver(WindowSolver):
             mask = Mask.of([weights], dead) if masked else None
             now = Block.of(completed(step, constants, steps, end), mask)
             found = derivatives(step, constants, now, [weights])
-            view = self._view(constants, now, found, [weights], rule_state)
+            view = self.one_block.view(constants, now, found, [weights], rule_state)
             # γ continues from the block after this one, which was solved before it.
             every, first = backward_credit(*view[:3], credit, len(weights), mask)
-            local = self._local_gradients(constants, now, found, view, every)
+            local = self.one_block.local_gradients(constants, now, found, view, every)
             gradients = weight_gradients(step, constants, now, found.results, local)
-            total = add(add(total, gradients), self._constant_gradients([weights]))
+            total = add(add(total, gradients), self.sums.of_constants([weights]))
             dead = dead if mask is None else mask.dead[0]
             driven: list[Driven] = []
             if drives:
@@ -205,15 +218,15 @@ class BlockSolver(WindowSolver):
         """
         constants = self.step.constants(parameters, states)
 
-        def one_block(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
+        def by_block(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
             states, traces, total = carry
             inputs, weights = at
-            carry, found = self._solve(
+            carry, found = self.one_block.solve(
                 constants, states, traces, total, inputs, [weights], rule_state, masked
             )
             return carry, (found.targets[0], found.aux)
 
-        def one_span(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
+        def by_span(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
             states, traces, total = carry
             given = (constants, states, total, *at, block, rule_state, masked)
             span = self._there_and_back(*given, drives=True)
@@ -229,12 +242,12 @@ class BlockSolver(WindowSolver):
             )
             return (span.states, traces, total), (span.losses, span.aux)
 
-        start = (states.pick(self.step.written), traces, self._no_gradient())
+        start = (states.pick(self.step.written), traces, self.sums.zero())
         length = self.span_length(length_of(inputs), block)
-        body = one_block if length == block else one_span
+        body = by_block if length == block else by_span
         carry, (losses, aux) = over_blocks(body, start, (inputs, weights), length)
         last, traces, total = carry
-        gradients = self._of_parameters(parameters, states, total)
+        gradients = self.sums.of_parameters(parameters, states, total)
         return Solved(gradients, losses, aux, states | last, traces)
 
     def span_length(self, steps: int, block: int) -> int:
@@ -271,7 +284,7 @@ class BlockSolver(WindowSolver):
                     constants,
                     done,
                     traces,
-                    self._no_gradient(),
+                    self.sums.zero(),
                     self.traces.empty_credit,
                 )
             aux = jax.vmap(
@@ -282,6 +295,49 @@ class BlockSolver(WindowSolver):
         start = (states.pick(step.written), traces)
         (last, traces), aux = over_blocks(one, start, inputs, block)
         return Solved(Values(), jnp.zeros(0), aux, states | last, traces)
+
+    # ------------------------------------------------------------ a few steps
+
+    def run(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+    ) -> tuple[Values, Values, Trace]:
+        """A few steps: targets and auxiliary values of each, next states, next
+        traces."""
+        new, targets, aux = run_window(self.step, parameters, states, inputs)
+        values = Values(zip(self.step.targets, targets, strict=True)) | aux
+        if traces:
+            constants = self.step.constants(parameters, states)
+            traces, _ = self.windows.across(
+                constants,
+                states,
+                inputs,
+                traces,
+                self.sums.zero(),
+                self.traces.empty_credit,
+            )
+        return values, new, traces
+
+    def block_gradient(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any = None,
+    ) -> Values:
+        """Online gradient of a few steps for cotangents (t, ...) of their targets."""
+        constants = self.step.constants(parameters, states)
+        start = (states.pick(self.step.written), traces, self.sums.zero())
+        carry, _ = self.one_block.solve(
+            constants, *start, inputs, cotangents, rule_state
+        )
+        _, _, total = carry
+        return self.sums.of_parameters(parameters, states, total)
 
 
 def _bytes(tree: Any) -> int:

@@ -11,17 +11,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import Components, Values
-from .block import (
-    completed,
-    forward,
-)
+from ..compiled_step import CompiledStep, Components, Values
+from .block import completed, forward
 from .block_loop import length_of, over_blocks
 from .masking import Mask, all_finite, finite, zero_at
-from .one_block import OneBlock, Solved
-from .traces import Trace
+from .solved import Solved, WeightSums
+from .traces import Trace, Traces
 from .visits import add, add_factor_gradients, advance_silently
-from .window import run_window, window_gradient
+from .window import window_gradient
 
 
 class Predictor(Protocol):
@@ -44,10 +41,16 @@ class Predictor(Protocol):
         ...
 
 
-class WindowSolver(OneBlock):
-    """Solves windows of a step, and sequences of them."""
+class WindowSolver:
+    """Solves windows of a step, and sequences of them. Pure: states and traces go in
+    and come out."""
 
-    def windows(
+    def __init__(self, step: CompiledStep, traces: Traces):
+        self.step = step
+        self.traces = traces
+        self.sums = WeightSums(step)
+
+    def solve(
         self,
         parameters: Values,
         states: Values,
@@ -104,63 +107,23 @@ class WindowSolver(OneBlock):
                 error = error + counts * distance
             if traces:
                 dead = jnp.all(weights == 0) & (predictor is None)
-                traces, through = self._across(
+                traces, through = self.across(
                     constants, states, inputs, traces, through, found.credit, dead
                 )
             total = add(total, found.gradients)
             carry = (found.states, traces, total, through, learned, error)
             return carry, (found.targets[0], found.aux)
 
-        start = (states, traces, zero, self._no_gradient(), learned, jnp.zeros(()))
+        start = (states, traces, zero, self.sums.zero(), learned, jnp.zeros(()))
         carry, (losses, aux) = over_blocks(one, start, (inputs, weights), length)
         last, traces, total, through, learned, error = carry
         if traces:
-            total = add(total, self._of_parameters(parameters, states, through))
+            total = add(total, self.sums.of_parameters(parameters, states, through))
         windows = max(count - fresh, 1)
         update = [x / windows for x in learned]
         return Solved(total, losses, aux, last, traces, update, error / windows)
 
-    def run(
-        self,
-        parameters: Values,
-        states: Values,
-        traces: Trace,
-        inputs: Values,
-        rule_state: Any = None,
-    ) -> tuple[Values, Values, Trace]:
-        """A few steps: targets and auxiliary values of each, next states, next
-        traces."""
-        new, targets, aux = run_window(self.step, parameters, states, inputs)
-        values = Values(zip(self.step.targets, targets, strict=True)) | aux
-        if traces:
-            constants = self.step.constants(parameters, states)
-            traces, _ = self._across(
-                constants,
-                states,
-                inputs,
-                traces,
-                self._no_gradient(),
-                self.traces.empty_credit,
-            )
-        return values, new, traces
-
-    def block_gradient(
-        self,
-        parameters: Values,
-        states: Values,
-        traces: Trace,
-        inputs: Values,
-        cotangents: Sequence[jax.Array],
-        rule_state: Any = None,
-    ) -> Values:
-        """Online gradient of a few steps for cotangents (t, ...) of their targets."""
-        constants = self.step.constants(parameters, states)
-        start = (states.pick(self.step.written), traces, self._no_gradient())
-        carry, _ = self._solve(constants, *start, inputs, cotangents, rule_state)
-        _, _, total = carry
-        return self._of_parameters(parameters, states, total)
-
-    def exact_window_gradient(
+    def gradient(
         self,
         parameters: Values,
         states: Values,
@@ -186,12 +149,14 @@ class WindowSolver(OneBlock):
             return found.gradients
         constants = self.step.constants(parameters, states)
         dead = Mask.of(cotangents, predictor is None).dead[0]
-        _, through = self._across(
-            constants, states, inputs, traces, self._no_gradient(), found.credit, dead
+        _, through = self.across(
+            constants, states, inputs, traces, self.sums.zero(), found.credit, dead
         )
-        return add(found.gradients, self._of_parameters(parameters, states, through))
+        return add(
+            found.gradients, self.sums.of_parameters(parameters, states, through)
+        )
 
-    def _across(
+    def across(
         self,
         constants: Values,
         states: Values,
