@@ -10,7 +10,7 @@ import braintrace
 
 ROOT = pathlib.Path(braintrace.__file__).parent
 LAYERS = [
-    {'errors', 'compat', 'source_lines', 'text', '_brainstate'},
+    {'errors', 'compat', 'own_primitives', 'source_lines', 'text', '_brainstate'},
     {'compiled_step', 'arrays', 'split'},
     {'program'},
     {'operations'},
@@ -191,6 +191,9 @@ ONE_STEP = {
     'EquinoxModel': 'PureModel',
     'FlaxModel': 'PureModel',
     'FunctionModel': 'PureModel',
+    'RankOneInfluence': 'Influence',
+    'SparseInfluence': 'Influence',
+    'WholeInfluence': 'Influence',
 }
 """Classes of these folders that derive from another of the package, and from which."""
 

@@ -29,6 +29,8 @@ Jacobian = dict[tuple[int, int], jax.Array]
 missing."""
 Operands = dict[int, Any]
 """Some operands of an operation, by number."""
+Feedback = Mapping[tuple[int, int], Any]
+"""Arrays that replace weights in derivatives, by (equation, operand)."""
 Box = tuple[slice, ...]
 """A rectangular part of an array."""
 

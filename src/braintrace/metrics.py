@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._brainstate import brainstate
+from .arrays import bytes_of
 from .compat import (
     Equation,
     consts_of,
@@ -36,7 +37,7 @@ from .frontends.brainstate import trace_step
 from .frontends.module_states import module_states
 from .learner import Learner
 from .learner.access import synchronised
-from .learner.arguments import bytes_of, length_of
+from .learner.arguments import length_of
 from .learner.binding import StepBinding
 from .learner.carried import read_traces
 from .learner.model_states import start_values

@@ -11,10 +11,10 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+from ..arrays import bytes_of
 from ..errors import CompilationError, NotSupportedError, three_parts
 from ..program import Path
 from ..text import size_text
-from .arguments import bytes_of
 from .optimizers import made_beside
 from .placement import Placement
 from .programs import array_shapes, bind_model, solver_of

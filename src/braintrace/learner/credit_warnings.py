@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..analysis.credit import NOT_HIDDEN
 from ..analysis.diagnostics import ParameterGradient
 from ..analysis.graph import ETraceGraph
+from ..arrays import bytes_of
 from ..errors import CreditWarning, printable, three_parts
 from ..lowering.invariants import StepInvariants
 from ..program.step import path_name
 from ..rules import Rule
 from ..rules.exactness import ONE_STEP
 from ..text import size_text
-from .arguments import bytes_of
 from .binding import StepBinding
 from .parameter_gradients import gradients_by_class, gradients_of
 from .sequences import Solver

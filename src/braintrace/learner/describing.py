@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from ..analysis.diagnostics import CUTS
+from ..arrays import bytes_of
 from ..errors import printable
 from ..program import Path
 from ..program.step import path_name
 from ..solver import Factorised
 from ..solver.factors import FactorTrace
 from ..text import size_text
-from .arguments import bytes_of
 from .batch import batch_of
 from .carried import trace_table
 from .parameter_gradients import gradients_of

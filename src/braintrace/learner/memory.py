@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..arrays import bytes_of
 from ..compiled_step import Values
 from ..errors import printable
 from ..rules import PRESETS, Rule
 from ..solver import BlockSolver
 from ..text import size_text, use_name
-from .arguments import bytes_of
 from .binding import StepBinding
 from .carried import trace_table
 from .sequences import SequenceOptions, Solver

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import all_zero
 from ..compiled_step import Values
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver
@@ -105,8 +106,7 @@ def influence_window_gradient(
     across = influence.gradient(traces[0], credit)
     add = lambda a, b: (a + b).astype(a.dtype)
     found = Values((key, add(x, across[key])) for key, x in inside.items())
-    silent = jnp.all(jnp.stack([jnp.all(bar == 0) for bar in cotangents]))
-    return zero_at(found, silent)
+    return zero_at(found, all_zero(cotangents))
 
 
 def _no_tangent(tree: Any) -> Any:

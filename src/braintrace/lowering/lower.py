@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..analysis.sites import MARK
 from ..arrays import overlap
-from ..compat import Equation, Var, has_reverse_only, is_var, scope
+from ..compat import MARK, Equation, Var, has_reverse_only, is_var, scope
 from ..compiled_step import (
     Box,
     CompiledStep,

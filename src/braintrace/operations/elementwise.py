@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays import cast
-from ..compat import Equation, is_var, is_whole_cut
+from ..compat import Equation, is_var
 from ..compiled_step import Operands, TraceLayout
+from ..own_primitives import is_whole_cut
 from .label_rules import elementwise_labels, elementwise_origins, nothing
 from .labels import Labels
 from .record import FAMILIES, Const, Operation, register

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import sum_type
+from ..arrays import all_zero, sum_type
 from ..compiled_step import CompiledStep, Values
 from .influence import Influence, InfluenceTrace
 from .masking import without_nan, zero_at
@@ -172,7 +172,7 @@ class InfluenceSolver:
         found = jax.tree.map(jnp.add, mine, self.influence.gradient(trace, past))
         if not masked:
             return found
-        return zero_at(found, jnp.all(jnp.stack([jnp.all(bar == 0) for bar in bars])))
+        return zero_at(found, all_zero(bars))
 
     def _moved(
         self,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..arrays import bytes_of
 from ..compiled_step import CompiledStep, Components, Jacobian, Values
 from .block import (
     backward_credit,
@@ -100,7 +101,7 @@ class BlockSolver:
         """
         least, room = 8, 2**20
         if carried and not self._has_spans:
-            traces, gradients = self._trace_bytes, _bytes(self.sums.shapes)
+            traces, gradients = self._trace_bytes, bytes_of(self.sums.shapes)
             least, room = 4, min(max(gradients // 4 + traces // 2, 2**17), 2**23)
         longest = min(max(devices * room // self.kept_bytes, least), 50, steps)
         lengths = range(longest, longest // 2, -1)
@@ -118,7 +119,7 @@ class BlockSolver:
 
     @property
     def _trace_bytes(self) -> int:
-        return _bytes(self.trace_shapes)
+        return bytes_of(self.trace_shapes)
 
     # ------------------------------------------------------------ whole sequences
 
@@ -338,7 +339,3 @@ class BlockSolver:
         )
         _, _, total = carry
         return self.sums.of_parameters(parameters, states, total)
-
-
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
