@@ -12,9 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braintrace.compiled_step import CompiledStep, Group, Signals, Site, Tap, Values
+from braintrace.compiled_step import (
+    CompiledGroup,
+    CompiledSite,
+    CompiledStep,
+    Signals,
+    Tap,
+    Values,
+)
 from braintrace.operations.dense import Axes, DenseUse
-from braintrace.operations.elementwise import ElementwiseUse
+from braintrace.operations.weight_use import ElementwiseUse
 from braintrace.solver import (
     BlockSolver,
     Factorised,
@@ -45,7 +52,7 @@ def scaling_use():
 def tap(weight, result, use, x):
     """A tap with one weight, one result and one site into the only group."""
     positions = np.arange(B * H).reshape(B, H)
-    site = Site(weight, result, 0, use, positions, result, True)
+    site = CompiledSite(weight, result, 0, use, positions, result, True)
 
     def gradients(fixed, steps, y_bars, boxes):
         return Values({weight: use.gradient(fixed, steps, y_bars[result])})
@@ -125,7 +132,7 @@ class HandWritten:
             loss = self.loss(parameters, new, inputs['target'])
             return Values(zip(names, new, strict=True)), [loss], Values()
 
-        group = Group(
+        group = CompiledGroup(
             name=names,
             shape=(B, H),
             dtypes=(jnp.float32,) * len(names),

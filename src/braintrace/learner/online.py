@@ -3,7 +3,7 @@ learning rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import all_zero
 from ..compiled_step import Values
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver
-from ..solver.masking import zero_at
-from ..solver.window import run_window
 from .placement import Placement, pinned
 
 
@@ -40,7 +37,7 @@ def online_step(
         gradient = partial(solver.windows.gradient, predictor=rule.predictor)
     elif exact and window and isinstance(solver, InfluenceSolver):
         # One step alone is read through the whole of it as it is.
-        gradient = partial(influence_window_gradient, solver)
+        gradient = solver.window_gradient
     stack = lambda tree: tree if window else jax.tree.map(lambda x: x[None], tree)
     single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
 
@@ -82,31 +79,6 @@ def online_step(
     found = jax.custom_vjp(run)
     found.defvjp(ahead, back)
     return found
-
-
-def influence_window_gradient(
-    solver: InfluenceSolver,
-    parameters: Values,
-    states: Values,
-    traces: list,
-    inputs: Values,
-    cotangents: Sequence[jax.Array],
-    rule_state: Any = None,
-) -> Values:
-    """Gradient of a window for cotangents (t, ...) of its targets: reverse mode inside,
-    and the credit of the states at its start times their influence."""
-    influence = solver.influence
-
-    def targets(parameters: Values, moving: Values) -> list[jax.Array]:
-        return run_window(solver.step, parameters, states | moving, inputs)[1]
-
-    values, pull = jax.vjp(targets, parameters, states.pick(influence.moving))
-    pairs = zip(cotangents, values, strict=True)
-    inside, credit = pull([jnp.asarray(bar).astype(x.dtype) for bar, x in pairs])
-    across = influence.gradient(traces[0], credit)
-    add = lambda a, b: (a + b).astype(a.dtype)
-    found = Values((key, add(x, across[key])) for key, x in inside.items())
-    return zero_at(found, all_zero(cotangents))
 
 
 def _no_tangent(tree: Any) -> Any:

@@ -82,8 +82,9 @@ class ProgramCache:
     ) -> Any:
         """The program of a key, made if there is none.
 
-        A program that may close over values of a trace around it ends with that trace,
-        so it is not kept; ``is_reusable`` says if that is known not to be so.
+        A program that is made inside a trace, as inside jit, may close over tracers,
+        which are of no use afterwards; it is not stored. ``is_reusable``: whether it
+        can be stored, where that is known.
         """
         if key in self._programs:
             return self._programs[key]
@@ -112,12 +113,13 @@ class ProgramCache:
 
 @dataclass
 class Kept:
-    """Caches of a learner, which brainstate must not take for states.
+    """What a learner stores between calls beside its states. It is one object, so that
+    brainstate does not find states in it.
 
-    ``optimizers``: the states of optax transformations. ``shapes``: those of the hidden
-    states that were compiled for. ``has_batch_size``: whether `compile` was given one.
-    ``said``: warnings that were given. ``codes``: how many step functions of one code
-    were bound.
+    ``optimizers``: states of optax transformations. ``shapes``: shapes of the hidden
+    states when the learner was compiled. ``has_batch_size``: whether `compile` was
+    given a batch size. ``said``: texts of warnings so far. ``codes``: how many step
+    functions with the same code were traced.
     """
 
     programs: ProgramCache = field(default_factory=ProgramCache)

@@ -11,7 +11,7 @@ import jax
 from ..compiled_step import Values
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver, Solved
-from ..solver.block_loop import length_of
+from ..solver.block import length_of
 from .placement import Placement
 
 Solver = BlockSolver | InfluenceSolver

@@ -3,7 +3,8 @@
 It reads a :class:`CompiledStep` and knows nothing of where that comes from. In the
 order in which to read:
 
-    block            the formulas of K steps: forward, derivatives, credit, products P
+    block            the formulas of K steps: forward, derivatives, credit, products P;
+                     the loop over blocks
     recursion        how the trace of a position continues from step to step
     signals          what traces are multiplied by
     traces           which traces a step has, how they are stored, the credit they get
@@ -15,7 +16,6 @@ order in which to read:
     one_block        one block: all of the above in order
     window           reverse mode through consecutive steps
     window_solver    sequences of windows, traces or a predictor across them
-    block_loop       the one loop over blocks
     sequence         whole sequences: one pass with traces, two passes without
     influence        RTRL, SnAp and UORO: parameters on states, nothing cut
     influence_solver sequences solved by an influence

@@ -19,15 +19,15 @@ from .block import (
     completed,
     derivatives,
     forward,
+    length_of,
     pull,
     weight_gradients,
 )
-from .block_loop import length_of
 from .masking import Block, Mask
 from .signals import SignalInputs, Symmetric
-from .solved import WeightSums
+from .solved import WeightSums, add
 from .traces import RecursionView, Trace, Traces
-from .visits import add, advance
+from .visits import advance
 
 
 class OneBlock:
@@ -63,7 +63,7 @@ class OneBlock:
             self.step, constants, steps, found, cotangents, groups, rule_state
         )
         learning, feedback = self.signal(given), self.signal.feedback(given)
-        slopes = self.traces.slopes(constants, block.safe)
+        slopes = self.traces.link_slopes(constants, block.safe)
         reads = self.traces.memory_reads(constants, block.safe, learning, feedback)
         return self.traces.view(found, learning, slopes, reads)
 
@@ -75,8 +75,7 @@ class OneBlock:
         view: RecursionView,
         credit: list[Components],
     ) -> list[Values]:
-        """What the credit of each group adds to the one-step gradients of tap
-        results."""
+        """By group, what its credit adds to the one-step gradients of tap results."""
         if self.is_plain:
             credit = self.traces.folded(view, credit)
         else:
@@ -132,8 +131,8 @@ class OneBlock:
     def _summed_in_visits(
         self, block: Block, results: Values, local: list[Values]
     ) -> Values:
-        """The gradients of the results that the visits of traces sum: those of a single
-        step that is not masked."""
+        """The gradients of results that the visits of traces also sum over steps. There
+        are some only in a block of one step without a mask."""
         found = Values()
         if block.mask is None and length_of(block.values) == 1:
             for y in results:
@@ -145,12 +144,12 @@ class OneBlock:
     def _less_factorised(
         self, constants: Values, block: Block, found: Derivatives, local: list[Values]
     ) -> Values:
-        """One-step gradients without those that factors replace; ``local`` is changed
-        in place.
+        """One-step gradients without the part that factorised traces give.
 
-        ``found.results[y]`` is the whole one-step gradient of y. Factors give the part
-        that passes their group, so it is subtracted here; where y acts on nothing else,
-        all of it is left out.
+        ``found.results[y]`` is the whole one-step gradient of y. The traces give the
+        part of it that passes through their group. Where y acts on nothing else, y is
+        left out of the result; otherwise that part is subtracted in ``local``, which is
+        changed in place.
         """
         alone = {y for y, box in self.traces.rest.items() if box is None}
         results = found.results.pick(y for y in found.results if y not in alone)

@@ -22,15 +22,16 @@ from .block import (
     completed,
     derivatives,
     forward,
+    length_of,
+    over_blocks,
     weight_gradients,
     with_new_states,
 )
-from .block_loop import length_of, over_blocks
 from .masking import Block, Mask
 from .one_block import OneBlock
-from .solved import Solved
+from .solved import Solved, add
 from .traces import Trace, Traces
-from .visits import Driven, add, advance_silently, drive, take_in
+from .visits import Driven, advance_silently, drive, take_in, unit_products
 from .window import run_window
 from .window_solver import WindowSolver
 
@@ -53,15 +54,19 @@ class BlockSolver:
     """Solves sequences of one step by blocks. Pure: states and traces go in and come
     out.
 
-    ``one_block`` solves a single block of it, ``windows`` its windows by reverse mode.
+    ``one_block`` solves a single block of it.
     """
 
     def __init__(self, step: CompiledStep, traces: Traces, signal: Any = None):
         self.step = step
         self.traces = traces
         self.one_block = OneBlock(step, traces, signal)
-        self.windows = WindowSolver(step, traces)
         self.sums = self.one_block.sums
+
+    @cached_property
+    def windows(self) -> WindowSolver:
+        """Solves windows of the step by reverse mode."""
+        return WindowSolver(self.step, self.traces)
 
     def init_traces(self) -> Trace:
         """Traces at the start of a sequence."""
@@ -73,7 +78,7 @@ class BlockSolver:
         return self.traces.owner
 
     @property
-    def labels(self) -> list[tuple]:
+    def trace_names(self) -> list[tuple]:
         """What each trace is of: parameters, operation, hidden states."""
         return [
             (
@@ -193,7 +198,7 @@ class BlockSolver:
                 driven, products = drive(traces_of, constants, now, view, products)
             return (first, products, total, dead), (found.targets[0], found.aux, driven)
 
-        units = traces_of.unit_products() if drives else []
+        units = unit_products(traces_of) if drives else []
         start = (traces_of.zero_credit(), units, total, jnp.asarray(True))
         given = (inputs | kept, weights)
         (credit, products, total, dead), (losses, aux, driven) = over_blocks(

@@ -6,7 +6,7 @@ Letters: t steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays import sum_type
-from ..compiled_step import CompiledStep, Values
+from ..compiled_step import CompiledStep, Key, Values
 from .traces import Trace
 
 
@@ -81,3 +81,11 @@ class WeightSums:
             piece = gradient[box] + total[key].astype(gradient.dtype)
             found[parameter] = gradient.at[box].set(piece)
         return found
+
+
+def add(total: Values, more: Mapping[Key, Any]) -> Values:
+    """The sum of gradients; those that only ``more`` has are of no parameter that is
+    asked for, and are left out."""
+    return Values(
+        (key, x + more[key] if key in more else x) for key, x in total.items()
+    )

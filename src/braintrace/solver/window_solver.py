@@ -12,12 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from ..compiled_step import CompiledStep, Components, Values
-from .block import completed, forward
-from .block_loop import length_of, over_blocks
+from .block import (
+    completed,
+    forward,
+    length_of,
+    over_blocks,
+)
 from .masking import Mask, all_finite, finite, zero_at
-from .solved import Solved, WeightSums
+from .solved import Solved, WeightSums, add
 from .traces import Trace, Traces
-from .visits import add, add_factor_gradients, advance_silently
+from .visits import add_factor_gradients, advance_silently
 from .window import window_gradient
 
 
@@ -67,9 +71,10 @@ class WindowSolver:
     ) -> Solved:
         """Reverse mode inside windows of a length; traces or a predictor across them.
 
-        ``fresh``: nothing came before the sequence and nothing follows it. ``unit``:
-        the weight of a loss that is not masked (1/T for a mean). The predictor is
-        trained for losses of weight 1, so its credit is scaled by it; its weights are
+        ``deep``: paths from one position to another across time are cut. ``fresh``:
+        nothing came before the sequence and nothing follows it. ``unit``: the weight of
+        a loss that is not masked (1/T for a mean). The predictor is trained for losses
+        of weight 1, so its credit is multiplied by ``unit``; its weights are
         ``rule_state``. ``masked``: some of the weights may be zero.
         """
         step = self.step
@@ -83,6 +88,7 @@ class WindowSolver:
             inputs, weights = at
             credit_after = None
             if predictor:
+                # Nothing follows the last window of a fresh sequence.
                 follows = jnp.where(fresh & (number == count - 1), 0.0, unit)
 
                 def credit_after(end: list[Components]) -> list[Components]:
@@ -93,6 +99,8 @@ class WindowSolver:
                 step, parameters, states, inputs, [weights], deep, credit_after, masked
             )
             if predictor:
+                # The credit at the start of this window is what should have been
+                # predicted at the end of the window before; the first has none before.
                 start = [
                     dict(enumerate(group.components(states))) for group in step.groups
                 ]
@@ -166,10 +174,10 @@ class WindowSolver:
         credit: Sequence[Components],
         dead: jax.Array | bool = True,
     ) -> tuple[Trace, Values]:
-        """Traces after a window without signals of its own; γ_0 · ε_0 is added to the
-        gradient.
+        """The traces after a window, and the gradient with γ_0 · ε_0 added.
 
-        ``dead``: neither the window nor what follows it has a signal.
+        The losses of the window give their credit by reverse mode, so the traces only
+        advance. ``dead``: there is no loss in the window or after it.
         """
         step, dead = self.step, jnp.asarray(dead)
         last, kept = forward(step, constants, states.pick(step.written), inputs)
