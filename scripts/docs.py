@@ -1,10 +1,11 @@
 """What mkdocs needs: pages marked ``execute: true`` show what their code prints, and
-docstrings are read as Markdown."""
+docstrings are read as Markdown, with methods that are functions of another file."""
 
 from __future__ import annotations
 
 import ast
 import base64
+import copy
 import re
 import sys
 from pathlib import Path
@@ -87,3 +88,18 @@ class Docstrings(griffe.Extension):
                 text,
                 flags=re.DOTALL,
             )
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        """Called once all is read: a method that is a function of another file, as
+        ``save = saving.save``, is shown as a method."""
+        learner = pkg['learner.learner.Learner']
+        for name, member in list(learner.members.items()):
+            value = getattr(member, 'value', None)
+            if isinstance(value, griffe.ExprAttribute):
+                file, function = str(value).split('.')
+                method = copy.copy(pkg['learner'][file][function])
+                method.parent = learner
+                for one in (method, *(method.overloads or ())):
+                    # The class takes the place of the first argument.
+                    one.parameters = griffe.Parameters(*list(one.parameters)[1:])
+                learner.members[name] = method

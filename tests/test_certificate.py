@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import braintrace
+from braintrace.learner import measuring
 
 T, B, N, H = 12, 3, 2, 5
 
@@ -308,10 +309,10 @@ def _is_certificate(program):
 def needed(learner, steps, monkeypatch):
     """Bytes that the compiled certificate of so many steps allocates, its inputs aside."""
     programs = []
-    make = learner._program
+    make = measuring.program_of
 
-    def program(kind, parts, made, *rest):
-        found = make(kind, parts, made, *rest)
+    def program(learner, kind, parts, made, *rest):
+        found = make(learner, kind, parts, made, *rest)
         if kind != 'certificate':
             return found
         return lambda *given, **how: (
@@ -319,7 +320,7 @@ def needed(learner, steps, monkeypatch):
             or found(*given, **how)
         )
 
-    monkeypatch.setattr(learner, '_program', program)
+    monkeypatch.setattr(measuring, 'program_of', program)
     xs, ys = jnp.ones((steps, B, N)), jnp.ones((steps, B, 2))
     step = lambda x, y: jnp.mean((learner(x) - y) ** 2)
     found = learner.certificate(xs, ys, step_fn=step, directions=4)

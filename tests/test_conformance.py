@@ -17,6 +17,7 @@ import braintrace
 from braintrace.learner.binding import StepBinding
 from braintrace.learner.by_rule import RULES
 from braintrace.learner.carried import trace_table
+from braintrace.learner.programs import solver_of
 from braintrace.rules import PRESETS
 from oracle import sequence, total_of
 from test_zoo import close_to, precision
@@ -181,7 +182,7 @@ def _planned(learner, loss):
     if not learner.rule.has_trace:
         return {}
     binding = StepBinding.of_step_fn(learner, loss, learner._example)
-    return trace_table(learner._solver(binding, learner.rule, loss=True)).shapes
+    return trace_table(solver_of(learner, binding, learner.rule, loss=True)).shapes
 
 
 def at(gradients, leaf):

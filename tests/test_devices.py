@@ -18,7 +18,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import braintrace
+from braintrace.learner.access import place_inputs, synchronised
+from braintrace.learner.carried import read_traces
 from braintrace.learner.placement import Placement
+from braintrace.learner.programs import bind_step_fn, gradient_program_of
+from braintrace.learner.rule_state import rule_value
 
 DEVICES = 8
 has_devices = pytest.mark.skipif(
@@ -176,13 +180,13 @@ def assert_same(found, wanted, limit=1e-6):
 def programs(learner):
     """The text of the compiled carried gradient."""
     step = lambda x: jnp.mean((learner(x) - 0.5) ** 2)
-    with learner._synchronised():
-        xs = learner._placed((inputs(),), 1)
-        binding = learner._binding(step, xs)
-        solver, program = learner._gradient_program(binding, learner.rule, False)
-        traces = learner._read_traces(solver)
+    with synchronised(learner):
+        xs = place_inputs(learner, (inputs(),), 1)
+        binding = bind_step_fn(learner, step, xs)
+        solver, program = gradient_program_of(learner, binding, learner.rule, False)
+        traces = read_traces(learner, solver)
         given = (*binding.read(), traces, binding.inputs(xs), jnp.ones(T), 1.0)
-        state = learner._rule_value()
+        state = rule_value(learner)
         return program.lower(*given, state, masked=False).compile().as_text()
 
 

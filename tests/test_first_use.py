@@ -20,6 +20,8 @@ from braintrace import cli, overview, plots
 from braintrace.cli import look, settings
 from braintrace.errors import RecompilationWarning
 from braintrace.learner.check import compare
+from braintrace.learner.programs import bind_step_fn, gradient_program_of
+from braintrace.learner.rule_state import rule_value
 
 X = jnp.ones((4, 3))
 XS = jnp.ones((5, 4, 3))
@@ -778,16 +780,16 @@ def test_a_fresh_sequence_has_no_traces_of_what_its_loss_never_reads(rule, optio
     for name, step in losses.items():
         learner.reset_state()
         carried = learner.etrace_grad(xs, step_fn=step)
-        binding = learner._binding(step, (xs,))
-        program = lambda fresh, b=binding: learner._gradient_program(
-            b, learner.rule, fresh
+        binding = bind_step_fn(learner, step, (xs,))
+        program = lambda fresh, b=binding: gradient_program_of(
+            learner, b, learner.rule, fresh
         )
         traces = program(False)[0].trace_shapes
         solver, run = program(True)
         # One loss reads the first layer alone, the other the second.
         assert len(solver.trace_shapes) == len(traces) - 1 == 1
         given = (*binding.read(), [], binding.inputs((xs,)), jnp.ones(7), 1.0)
-        lowered = run.lower(*given, learner._rule_value(), masked=False)
+        lowered = run.lower(*given, rule_value(learner), masked=False)
         if rule == 'd_rtrl':
             shapes = {'output': '4x3x6xf32', 'state': '4x3x11xf32'}
             own = shapes.pop(name)

@@ -12,7 +12,8 @@ import pytest
 
 import braintrace as bt
 import pages
-from braintrace.report.drawing import Drawing, shortened, width_of
+from braintrace.report.boxes import shortened, width_of
+from braintrace.report.drawing import Drawing
 
 VOID = {'meta', 'br'}
 

@@ -12,9 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braintrace.compiled_step import CompiledStep, Group, Signals, Site, Tap, Values
+from braintrace.compiled_step import (
+    CompiledGroup,
+    CompiledSite,
+    CompiledStep,
+    Signals,
+    Tap,
+    Values,
+)
 from braintrace.operations.dense import Axes, DenseUse
-from braintrace.operations.elementwise import ElementwiseUse
+from braintrace.operations.weight_use import ElementwiseUse
 from braintrace.solver import (
     BlockSolver,
     Factorised,
@@ -45,7 +52,7 @@ def scaling_use():
 def tap(weight, result, use, x):
     """A tap with one weight, one result and one site into the only group."""
     positions = np.arange(B * H).reshape(B, H)
-    site = Site(weight, result, 0, use, positions, result, True)
+    site = CompiledSite(weight, result, 0, use, positions, result, True)
 
     def gradients(fixed, steps, y_bars, boxes):
         return Values({weight: use.gradient(fixed, steps, y_bars[result])})
@@ -125,7 +132,7 @@ class HandWritten:
             loss = self.loss(parameters, new, inputs['target'])
             return Values(zip(names, new, strict=True)), [loss], Values()
 
-        group = Group(
+        group = CompiledGroup(
             name=names,
             shape=(B, H),
             dtypes=(jnp.float32,) * len(names),
@@ -363,14 +370,14 @@ def test_factors_follow_their_recursion():
 def test_windows_are_bptt_inside():
     written, parameters, states, inputs, weights = problem('adaptive')
     engine = solver(written.step())
-    whole = engine.windows(parameters, states, [], inputs, weights, T)
+    whole = engine.windows.solve(parameters, states, [], inputs, weights, T)
     wanted = written.bptt(parameters, inputs, weights)
     np.testing.assert_allclose(whole.gradients['w'], wanted['w'], rtol=1e-5, atol=1e-6)
-    with_traces = engine.windows(
+    with_traces = engine.windows.solve(
         parameters, states, engine.init_traces(), inputs, weights, 3
     )
     np.testing.assert_allclose(
         with_traces.gradients['w'], wanted['w'], rtol=1e-5, atol=1e-6
     )
-    alone = engine.windows(parameters, states, [], inputs, weights, 3)
+    alone = engine.windows.solve(parameters, states, [], inputs, weights, 3)
     assert not np.allclose(alone.gradients['w'], wanted['w'], rtol=0.01)

@@ -18,6 +18,9 @@ import optax
 
 import braintrace
 from braintrace.learner.by_rule import RULES as EVERY
+from braintrace.learner.carried import read_traces
+from braintrace.learner.programs import bind_step_fn, gradient_program_of
+from braintrace.learner.rule_state import rule_value
 
 from .progress import ROOT
 from .training import check_explained
@@ -54,12 +57,12 @@ HARMLESS = re.compile(r'Sharding|annotate|shape_assertion|SPMD|cu_threefry|tpu_'
 def program_of(learner: Any, xs: tuple, fresh: bool) -> tuple[Any, tuple]:
     """The compiled gradient of a sequence, and its arguments."""
     step_fn = lambda *x: total_of(learner(*x))
-    binding = learner._binding(step_fn, xs)
-    solver, program = learner._gradient_program(binding, learner.rule, fresh)
+    binding = bind_step_fn(learner, step_fn, xs)
+    solver, program = gradient_program_of(learner, binding, learner.rule, fresh)
     parameters, states = binding.read()
-    traces = [] if fresh else learner._read_traces(solver)
+    traces = [] if fresh else read_traces(learner, solver)
     weights = jnp.ones(STEPS)
-    state = learner._rule_value()
+    state = rule_value(learner)
     given = (parameters, states, traces, binding.inputs(xs), weights, 1.0, state)
     return program, given
 

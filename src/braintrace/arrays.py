@@ -1,4 +1,4 @@
-"""Array helpers of operations and solver: types of sums, and parts of a result.
+"""Array helpers of operations and solver: types of sums, sizes, and parts of a result.
 
 Half precision, real and complex numbers may meet in one product.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -64,6 +65,16 @@ def known_value(known: Any, computed: Any) -> Any:
 @known_value.defjvp
 def _known_value_jvp(primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[1]
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of all arrays in a tree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def all_zero(arrays: Iterable[jax.Array]) -> jax.Array:
+    """Whether every element of all arrays is zero."""
+    return jnp.all(jnp.stack([jnp.all(x == 0) for x in arrays]))
 
 
 # ---------------------------------------------------------------- positions of a result

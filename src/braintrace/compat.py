@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
-from jax.interpreters import ad, batching, mlir
 
 if TYPE_CHECKING:  # JAX gives these no useful types
     from typing import Any as Atom
@@ -164,6 +162,28 @@ def evaluate_equation(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
         [], invars, outvars, [eqn.replace(invars=invars, outvars=outvars)]
     )
     return evaluate(jaxpr, (), *operands)
+
+
+def new_primitive(name: str) -> Any:
+    """A primitive without any rules yet."""
+    return jex.Primitive(name)
+
+
+def new_equation(
+    operands: Sequence[Atom], out: Var, primitive: Primitive, **params: Any
+) -> Equation:
+    """An equation of one result."""
+    return _new_equation(list(operands), [out], primitive, params, frozenset())
+
+
+def add_equation(a: Atom, b: Atom, out: Var) -> Equation:
+    """An equation ``out = a + b``."""
+    return new_equation([a, b], out, jax.lax.add_p)
+
+
+def copy_equation(a: Atom, out: Var) -> Equation:
+    """An equation ``out = a``."""
+    return new_equation([a], out, jex.primitives.copy_p)
 
 
 # ---------------------------------------------------------------- sub-programs
@@ -326,162 +346,6 @@ def solver_constants(eqn: Equation) -> range:
     return range(matvec, matvec + sum(solvers))
 
 
-# ---------------------------------------------------------------- the cut
-
-
-class CutMask:
-    """A hashable boolean array: which elements of an operand are cut."""
-
-    def __init__(self, array: np.ndarray):
-        self.array = np.asarray(array, bool)
-        self._key = (self.array.shape, self.array.tobytes())
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CutMask) and self._key == other._key
-
-    def __repr__(self) -> str:
-        return f'{int(self.array.sum())}/{self.array.size}'
-
-
-cut_p = jex.Primitive('cut')
-"""The identity whose derivative is zero where its mask is true (everywhere without a
-mask)."""
-
-
-@cut_p.def_impl
-def _cut_impl(x: Any, *, mask: CutMask | None) -> Any:
-    return x
-
-
-@cut_p.def_abstract_eval
-def _cut_abstract(x: Any, *, mask: CutMask | None) -> Any:
-    return x
-
-
-def _cut_jvp(primals: Any, tangents: Any, *, mask: CutMask | None) -> Any:
-    (x,), (dx,) = primals, tangents
-    if mask is None or isinstance(dx, ad.Zero):
-        return cut_p.bind(x, mask=mask), ad.Zero(jax.typeof(x).to_tangent_aval())
-    return cut_p.bind(x, mask=mask), jnp.where(mask.array, jnp.zeros_like(dx), dx)
-
-
-def _cut_batch(args: Any, dims: Any, *, mask: CutMask | None) -> Any:
-    return cut_p.bind(jnp.moveaxis(args[0], dims[0], 0), mask=mask), 0
-
-
-ad.primitive_jvps[cut_p] = _cut_jvp
-batching.primitive_batchers[cut_p] = _cut_batch
-mlir.register_lowering(
-    cut_p, mlir.lower_fun(lambda x, *, mask: x, multiple_results=False)
-)
-
-
-def cut_equation(operand: Var, mask: np.ndarray | None) -> Equation:
-    """An equation that gives the operand with its derivative cut."""
-    params = {'mask': None if mask is None or mask.all() else CutMask(mask)}
-    return _new_equation([operand], [new_var(operand.aval)], cut_p, params, frozenset())
-
-
-def is_whole_cut(eqn: Equation) -> bool:
-    """True for a cut through which nothing passes."""
-    return eqn.primitive is cut_p and eqn.params['mask'] is None
-
-
-def add_equation(a: Atom, b: Atom, out: Var) -> Equation:
-    """An equation ``out = a + b``."""
-    return _new_equation([a, b], [out], jax.lax.add_p, {}, frozenset())
-
-
-def copy_equation(a: Atom, out: Var) -> Equation:
-    """An equation ``out = a``."""
-    return _new_equation([a], [out], jex.primitives.copy_p, {}, frozenset())
-
-
-# ---------------------------------------------------------------- kernels
-
-
-def kernel_primitive(
-    name: str,
-    *,
-    shape: Callable[..., tuple[tuple[int, ...], Any]],
-    portable: Callable[..., Any],
-    kernel: Callable[..., Any],
-    transposes: dict[int, Callable[..., Any]],
-    batched: Callable[..., tuple[Any, int] | None] | None = None,
-) -> Primitive:
-    """A primitive with a kernel of its own on CPUs, and JAX code for other platforms.
-
-    ``shape(*operands, **params)`` gives shape and type of the result, ``portable`` and
-    ``kernel`` the result itself. It is linear in each of the operands that have a
-    transpose: ``transposes[k](cotangent, *operands, **params)``, where operand k is not
-    known. ``batched(operands, has_axis, **params)`` runs many cases at once, given
-    which operands have a leading axis of cases: the result and the axis of cases in it.
-    Where it gives None, the cases run one after the other."""
-    primitive = jex.Primitive(name)
-
-    @functools.cache
-    def compiled(params: tuple) -> Callable[..., Any]:
-        return jax.jit(functools.partial(primitive.bind, **dict(params)))
-
-    @primitive.def_impl
-    def impl(*operands: Any, **params: Any) -> Any:
-        return compiled(tuple(sorted(params.items())))(*operands)
-
-    @primitive.def_abstract_eval
-    def abstract(*operands: Any, **params: Any) -> Any:
-        return jax.core.ShapedArray(*shape(*operands, **params))
-
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        out = primitive.bind(*primals, **params)
-        terms = []
-        for k in transposes:
-            if not isinstance(tangents[k], ad.Zero):
-                moved = [*primals[:k], tangents[k], *primals[k + 1 :]]
-                terms.append(primitive.bind(*moved, **params))
-        zero = ad.Zero(jax.typeof(out).to_tangent_aval())
-        return out, sum(terms[1:], terms[0]) if terms else zero
-
-    def transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
-        found: list[Any] = [None] * len(operands)
-        for k, pull in transposes.items():
-            if ad.is_undefined_primal(operands[k]):
-                is_zero = isinstance(cotangent, ad.Zero)
-                zero = ad.Zero(operands[k].aval)
-                found[k] = zero if is_zero else pull(cotangent, *operands, **params)
-        return found
-
-    def batch(operands: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-        has_axis = [d is not None for d in dims]
-        moved = [
-            jnp.moveaxis(x, d, 0) if has else x
-            for x, d, has in zip(operands, dims, has_axis, strict=True)
-        ]
-        found = batched(moved, has_axis, **params) if batched else None
-        if found is not None:
-            return found
-        cases = [x for x, has in zip(moved, has_axis, strict=True) if has]
-
-        def one(case: list[Any]) -> Any:
-            rest = iter(case)
-            filled = [
-                next(rest) if has else x for x, has in zip(moved, has_axis, strict=True)
-            ]
-            return primitive.bind(*filled, **params)
-
-        return jax.lax.map(one, cases), 0
-
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
-    batching.primitive_batchers[primitive] = batch
-    lowered = functools.partial(mlir.lower_fun, multiple_results=False)
-    mlir.register_lowering(primitive, lowered(portable))
-    mlir.register_lowering(primitive, lowered(kernel), platform='cpu')
-    return primitive
-
-
 # -------------------------------------------------------- where an equation was written
 
 
@@ -508,6 +372,10 @@ def inlined(
         info = info.replace(traceback=caller.source_info.traceback)
     info = info.replace(name_stack=caller.source_info.name_stack + info.name_stack)
     return eqn.replace(source_info=info, **changes)
+
+
+MARK = 'etrace:'
+"""Names of scopes that begin so mark an operation whose parameters are to be traced."""
 
 
 def scope(eqn: Equation) -> str:

@@ -29,6 +29,8 @@ Jacobian = dict[tuple[int, int], jax.Array]
 missing."""
 Operands = dict[int, Any]
 """Some operands of an operation, by number."""
+Feedback = Mapping[tuple[int, int], Any]
+"""Arrays that replace weights in derivatives, by (equation, operand)."""
 Box = tuple[slice, ...]
 """A rectangular part of an array."""
 
@@ -173,7 +175,7 @@ class WeightUse(Protocol):
 
 
 @dataclass(frozen=True)
-class Site:
+class CompiledSite:
     """One use of a weight whose result reaches the positions of one group: one trace.
 
     ``enters``: the last sum that y enters unchanged; sites with the same one share
@@ -204,7 +206,7 @@ class Tap:
 
     weights: tuple[Key, ...]
     results: tuple[Key, ...]
-    sites: tuple[Site, ...]
+    sites: tuple[CompiledSite, ...]
     operands: Callable[[Values, Values], tuple[Operands, Operands]]
     gradients: Callable[
         [Operands, Operands, Mapping[Key, Any], Mapping[Key, Box | None]], Values
@@ -219,7 +221,7 @@ class Tap:
 
 
 @dataclass(frozen=True)
-class Group:
+class CompiledGroup:
     """Hidden states of one shape that depend on each other position by position.
 
     ``pattern``: (i, j) where the new component i can depend on the old component j.
@@ -313,7 +315,7 @@ class CompiledStep:
     step."""
     aux: tuple[Key, ...]
     """Further values that are returned for every step."""
-    groups: tuple[Group, ...]
+    groups: tuple[CompiledGroup, ...]
     taps: tuple[Tap, ...]
     weights: tuple[Key, ...]
     """All values that gradients are summed for: weights of taps, and constant targets.
@@ -367,7 +369,7 @@ class CompiledStep:
     """Finds :attr:`links`."""
     modulator: Callable[[Values, Values], jax.Array] | None = None
     """(constants, values): the modulator that the step itself computes, if it does."""
-    slopes: Callable[[Values, Values], list[Values]] | None = None
+    shared_slopes: Callable[[Values, Values], list[Values]] | None = None
     """(constants, values): ∂h/∂y at every position, components by group and shared
     result y."""
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._brainstate import brainstate
+from .arrays import bytes_of
 from .compat import (
     Equation,
     consts_of,
@@ -35,9 +36,13 @@ from .errors import three_parts
 from .frontends.brainstate import trace_step
 from .frontends.module_states import module_states
 from .learner import Learner
-from .learner.arguments import bytes_of, length_of
+from .learner.access import synchronised
+from .learner.arguments import length_of
 from .learner.binding import StepBinding
+from .learner.carried import read_traces
 from .learner.model_states import start_values
+from .learner.programs import bind_model, bind_step_fn, gradient_program_of
+from .learner.rule_state import rule_value
 from .operations.record import operation_of
 from .program.normal import normal_form
 from .text import size_text
@@ -178,14 +183,14 @@ def update(
     ``batch_size``. Nothing is computed or changed.
     """
     length = length_of(sequences)
-    with learner._synchronised(), learner.unmoved():
-        binding = learner._binding(step_fn, sequences)
-        solver, program = learner._gradient_program(binding, learner.rule, fresh)
-        traces = [] if fresh else learner._read_traces(solver)
+    with synchronised(learner), learner.unmoved():
+        binding = bind_step_fn(learner, step_fn, sequences)
+        solver, program = gradient_program_of(learner, binding, learner.rule, fresh)
+        traces = [] if fresh else read_traces(learner, solver)
         parameters, states = binding.read()
         inputs, weights = binding.inputs(sequences), jnp.ones(length)
         given = (parameters, states, traces, inputs, weights, 1.0)
-        run = lambda *args: program(*args, learner._rule_value(), masked=False)
+        run = lambda *args: program(*args, rule_value(learner), masked=False)
         whole = _dense_operations(normal_form(jax.make_jaxpr(run)(*given)))
         forward = length * _dense_operations(binding.info.program.closed)
         memory = {
@@ -216,8 +221,8 @@ def _bound(model: Any, sequences: tuple) -> tuple[StepBinding, Any, Any]:
     slice_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
     example = jax.tree.map(slice_of, sequences)
     if isinstance(model, Learner):
-        with model._synchronised():
-            binding = model._model_binding(example)
+        with synchronised(model):
+            binding = bind_model(model, example)
             parameters, states = binding.read()
             start = start_values(model)
             return binding, parameters, binding.with_values(states, start)

@@ -18,10 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from braintrace.compat import MARK
 from braintrace.errors import ArgumentError, three_parts
-
-MARK = 'etrace:'
-"""What the name of every mark begins with."""
 
 
 class UnitError(u.UnitMismatchError, ValueError):

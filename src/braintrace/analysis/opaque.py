@@ -8,12 +8,12 @@ from ..compat import (
     Equation,
     is_opaque,
     is_var,
-    is_whole_cut,
     open_jaxpr,
     structure,
     sub_programs,
 )
 from ..errors import CompilationError, three_parts
+from ..own_primitives import is_whole_cut
 from ..source_lines import source_text
 from .dependence import of, union
 from .step_dependence import StepDependence

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..compat import Equation, Jaxpr, Primitive, Var, is_var, scope, sub_programs
+from ..compat import MARK, Equation, Jaxpr, Primitive, Var, is_var, scope, sub_programs
 from ..operations import operation_of
 from ..program import Parameter, Path, cut_inside, slice_back, slice_between
 from ..program.step import path_name
@@ -23,10 +23,6 @@ from .cuts import Positions
 from .dependence import of
 from .groups import HiddenGroup
 from .step_dependence import StepDependence
-
-MARK = 'etrace:'
-"""Scope names that start so mark an operation as one whose parameters are to be traced.
-"""
 
 
 class Site(NamedTuple):

@@ -1,12 +1,15 @@
 """Learners: compiled models with a learning rule.
 
 by_rule           compile(), and a learner class for every rule
-learner           Learner: the calls of a user and all that they share
+learner           Learner: what its calls share; the calls themselves are in
+training          ... those that train, and move states and traces on
+measuring         ... evaluation, comparison with BPTT, certificate, memory plan
+saving            ... weights and whole learners in files, copies
+describing        ... the report, the graph and the traces shown
 compiling         a learner is compiled for example inputs
 calls             how a call runs: steps, sequences, updates along a sequence
 chunks            sequences in windows that a step function takes whole
 stream            data that arrive one step at a time; stream_program its compiled call
-measuring         evaluation, comparison with BPTT, certificate, memory plan
 binding           a traced step bound to its model
 programs          what a learner makes of its steps, once: solvers, compiled calls
 sequences         in which way a rule is run along a sequence
@@ -20,7 +23,6 @@ access            around a call: one at a time, values in place, arrays on devic
 placement         how arrays are split over devices
 recording         what a call of the learner means inside a step function
 parameter_gradients   what a rule gives each; credit_warnings warns of little
-describing        the report of a learner, and its text
 check, certificate, memory    what measuring gives
 arguments, batch, losses      checks of arguments, of inputs, and weights of losses
 weights, optimizers           parameters by path and in files; optimisers

@@ -1,7 +1,5 @@
 """Around every call of a learner: one call at a time for the learners of a model,
 values read from where the user keeps them, and arrays on their devices.
-
-Every function here is a method of :class:`Learner` under another name.
 """
 
 from __future__ import annotations

@@ -18,10 +18,6 @@ LOSS_OUTPUTS = ('per_step', 'masked', 'scalar', 'reduced')
 """What ``etrace_grad`` may return of the losses; the last two are the same."""
 
 
-def bytes_of(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ArgumentError(

@@ -26,15 +26,27 @@ from ..frontends.module_states import known_states
 from ..program import Path
 from ..rules import Rule
 from ..solver import Solved
+from .access import alone, undone_on_error
 from .arguments import check_call, length_of
 from .batch import BatchError
 from .binding import StepBinding, check_aux
+from .carried import read_traces, write_traces
 from .losses import check_finite_values, loss_weights
 from .model_states import start_values
 from .models import interface_of
 from .online import online_step
 from .optimizers import update_by
+from .programs import (
+    bind_model,
+    bind_step_fn,
+    gradient_program_of,
+    loop_of,
+    options_of,
+    program_of,
+    solver_of,
+)
 from .recording import Recording, recording_of
+from .rule_state import check_modulated, next_rule_state, rule_value, write_rule_state
 from .sequences import Solver, evolution_program
 
 if TYPE_CHECKING:
@@ -90,7 +102,7 @@ def gradients_in_steps(learner: Learner, call: GradientCall) -> SequenceGradient
         found = solve(learner, call)
         _check_finite(learner, found)
         binding, solver, solved, weights = found
-        after = (solved.states, solved.traces, learner._next_rule_state(solved))
+        after = (solved.states, solved.traces, next_rule_state(learner, solved))
         write_back(
             learner, binding, solver, *after, calls=len(weights), fresh=call.fresh
         )
@@ -101,7 +113,7 @@ def gradients_at(
     learner: Learner, call: GradientCall, params: Any, chunk_size: int | None
 ) -> SequenceGradients:
     """The same at parameters of the caller's, with nothing of the learner written."""
-    with learner._alone():
+    with alone(learner):
         wrong = ['fresh=False'] * (not call.fresh) + ['chunk_size'] * bool(chunk_size)
         if wrong:
             raise ValueError(
@@ -136,19 +148,19 @@ def solve(
     check_call('step_fn', call.step_fn, sequences, 'one slice of each sequence')
     length = length_of(sequences)
     weights, unit = loss_weights(call.mask, length, 'steps', call.reduction)
-    binding = learner._binding(call.step_fn, sequences, rule is not None)
+    binding = bind_step_fn(learner, call.step_fn, sequences, rule is not None)
     if call.has_aux is not None:
         check_aux(binding.out_tree, call.has_aux)
     if rule is None:
-        rule, rule_state = learner.rule, learner._rule_value()
-    solver, program = learner._gradient_program(binding, rule, fresh)
+        rule, rule_state = learner.rule, rule_value(learner)
+    solver, program = gradient_program_of(learner, binding, rule, fresh)
     parameters, states = binding.read()
     if fresh:
         states = binding.with_values(states, start_values(learner))
     if at:
         parameters = binding.with_values(parameters, at)
         states = binding.with_values(states, at)
-    traces = [] if fresh else learner._read_traces(solver, donate=True)
+    traces = [] if fresh else read_traces(learner, solver, donate=True)
     if learner.check_finite:
         # What the call gives may be refused, and then the traces must still be there.
         traces = jax.tree.map(jnp.copy, traces)
@@ -181,10 +193,10 @@ def write_back(
     def write() -> None:
         binding.write(states)
         if fresh:
-            learner._clear_traces()
+            learner._carried.clear()
         else:
-            learner._write_traces(solver, traces)
-        learner._write_rule_state(rule_state)
+            write_traces(learner, solver, traces)
+        write_rule_state(learner, rule_state)
         learner.running_index.value = index
 
     try:
@@ -213,16 +225,16 @@ def run_step(learner: Learner, args: tuple, window: bool, modulator: Any) -> Any
             record.outputs = run(*args)
             return record.outputs
     learner.check_compiled()
-    rule_state = learner._rule_value()
+    rule_state = rule_value(learner)
     if modulator is not None:
-        learner.check_modulated(modulator)
+        check_modulated(learner, modulator)
         rule_state = jnp.asarray(modulator, jnp.result_type(float))
     binding, solver, step = _step_program(learner, args, window, record is not None)
     parameters, states = binding.read()
-    traces = learner._read_traces(solver)
+    traces = read_traces(learner, solver)
     given = (parameters, states, traces, binding.inputs(args), rule_state)
     values, states, traces = step(*given)
-    rule_state = learner._next_rule_state(None)
+    rule_state = next_rule_state(learner, None)
     write_back(learner, binding, solver, states, traces, rule_state, calls=1)
     return binding.outputs(values)
 
@@ -231,7 +243,7 @@ def _record_modulator(learner: Learner, record: Recording, modulator: Any) -> No
     if modulator is None or record.ignores_modulators:
         return
     if not record.takes_modulators:
-        learner.check_modulated(modulator)
+        check_modulated(learner, modulator)
     if record.modulator is not None:
         raise CompilationError(
             three_parts(
@@ -252,12 +264,16 @@ def _step_program(
     exact = rule.has_exact_windows or in_window
     first = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
     example = jax.tree.map(first, args) if window else args
-    binding = learner._model_binding(example)
-    solver = learner._solver(binding, rule, False, in_chunk)
+    binding = bind_model(learner, example)
+    solver = solver_of(learner, binding, rule, False, in_chunk)
     run = online_step(solver, rule, window, exact, learner.placement)
     make = lambda: jax.jit(run)
     parts = (solver, window, exact)
-    return binding, solver, learner._program('step', parts, make, binding.is_reusable)
+    return (
+        binding,
+        solver,
+        program_of(learner, 'step', parts, make, binding.is_reusable),
+    )
 
 
 # ---------------------------------------------------------------- without a loss
@@ -267,16 +283,16 @@ def evolve(learner: Learner, sequences: tuple, step_fn: Callable | None) -> Any:
     """Advance states and traces along a sequence; what the steps give, stacked over
     time."""
     length = length_of(sequences, step_fn)
-    binding = learner._binding(step_fn or learner, sequences)
-    solver = learner._solver(binding, learner.rule, loss=False)
-    run = evolution_program(solver, learner._options())
+    binding = bind_step_fn(learner, step_fn or learner, sequences)
+    solver = solver_of(learner, binding, learner.rule, loss=False)
+    run = evolution_program(solver, options_of(learner))
     make = lambda: jax.jit(run, donate_argnums=2)
-    program = learner._program('evolve', (solver,), make, binding.is_reusable)
+    program = program_of(learner, 'evolve', (solver,), make, binding.is_reusable)
     parameters, states = binding.read()
-    traces = learner._read_traces(solver, donate=True)
+    traces = read_traces(learner, solver, donate=True)
     with learner._carried.cleared_on_error():
         solved = program(parameters, states, traces, binding.inputs(sequences))
-        after = (solved.states, solved.traces, learner._rule_value())
+        after = (solved.states, solved.traces, rule_value(learner))
         write_back(learner, binding, solver, *after, calls=length)
     return binding.stacked(solved.aux, length)
 
@@ -305,16 +321,16 @@ def online_step_of(
 ) -> Callable[[tuple, jax.Array], Solved]:
     """A function of a window and the weights of its losses that gives gradients; states
     and traces are read and written."""
-    solver, program = learner._gradient_program(binding, learner.rule, fresh=False)
-    learner._read_traces(solver)
+    solver, program = gradient_program_of(learner, binding, learner.rule, fresh=False)
+    read_traces(learner, solver)
 
     def step(window: tuple, weights: jax.Array) -> Solved:
-        traces, inputs = learner._read_traces(solver), binding.inputs(window)
-        given = (*binding.read(), traces, inputs, weights, 1.0, learner._rule_value())
+        traces, inputs = read_traces(learner, solver), binding.inputs(window)
+        given = (*binding.read(), traces, inputs, weights, 1.0, rule_value(learner))
         solved = program(*given, masked=masked)
         binding.write(solved.states)
-        learner._write_traces(solver, solved.traces)
-        learner._write_rule_state(learner._next_rule_state(solved))
+        write_traces(learner, solver, solved.traces)
+        write_rule_state(learner, next_rule_state(learner, solved))
         return solved
 
     return step
@@ -331,7 +347,7 @@ def train_online(
     """Losses of a sequence along which the weights change every few steps."""
     length, masked = length_of(sequences), mask is not None
     mask, _ = loss_weights(mask, length, 'steps')
-    binding = learner._binding(step_fn, sequences)
+    binding = bind_step_fn(learner, step_fn, sequences)
     step = online_step_of(learner, binding, masked)
     parameters = known_states(learner.model, brainstate.ParamState)
     update = update_by(optimizer, parameters, learner._kept.optimizers)
@@ -353,8 +369,8 @@ def train_online(
         learner._count(length)
         return found
 
-    loop = learner._loop('online', parts, run)
-    with learner._undone_on_error(optimizer):
+    loop = loop_of(learner, 'online', parts, run)
+    with undone_on_error(learner, optimizer):
         losses, finite = loop(jax.tree.map(jnp.asarray, sequences), mask)
         if learner.check_finite:
             marks = {name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()}

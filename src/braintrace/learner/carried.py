@@ -11,13 +11,13 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+from ..arrays import bytes_of
 from ..errors import CompilationError, NotSupportedError, three_parts
 from ..program import Path
 from ..text import size_text
-from .arguments import bytes_of
 from .optimizers import made_beside
 from .placement import Placement
-from .programs import array_shapes
+from .programs import array_shapes, bind_model, solver_of
 from .sequences import Solver
 from .state import EligibilityTrace
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 
 class TraceTable(NamedTuple):
-    """The traces of a step: their names, in order, the shapes and types of each, for
-    each the one that holds its state part, and the bytes of all.
+    """What the traces of a step are, by name.
 
-    A name holds parameters, operation, hidden states, and how many like it came before.
+    A name has parameters, operation and hidden states, and the number of traces before
+    it for which these are the same. ``shapes``: shapes and types of the arrays of each
+    trace. ``owners``: the trace that holds its state part. ``size``: bytes of all.
     """
 
     keys: list[tuple]
@@ -45,7 +46,7 @@ def trace_table(solver: Solver) -> TraceTable:
     """The traces of a solver, found once."""
     if solver not in _tables:
         keys: list[tuple] = []
-        for key in solver.labels:
+        for key in solver.trace_names:
             keys.append((*key, sum(k[:3] == key for k in keys)))
         traces = solver.trace_shapes
         shapes = dict(zip(keys, map(array_shapes, traces), strict=True))
@@ -142,7 +143,7 @@ class CarriedTraces:
         self._mark_cleared()
 
     def forget(self) -> None:
-        """Drop all traces; functions that were jitted before do not see new ones."""
+        """Drop all traces. Functions that were jitted before keep the dropped ones."""
         self.current.clear()
         self._made.clear()
 
@@ -193,8 +194,8 @@ class CarriedTraces:
 
     @contextlib.contextmanager
     def unmoved(self) -> Iterator[None]:
-        """Afterwards there are the traces that there are now; whoever is inside puts
-        back their values."""
+        """Afterwards ``current`` holds the same traces as before. Their values are
+        restored by the caller."""
         before, owners, zeros = dict(self.current), self._owners, self._zeros
         _mark_read(before)
         try:
@@ -223,8 +224,8 @@ def make_traces(learner: Learner) -> None:
     """Zero traces for the model's step as it is now, before any program needs them."""
     # Traces that are too large are refused again, with the reason, when one is needed.
     with contextlib.suppress(NotSupportedError):
-        binding = learner._model_binding(learner._example)
-        _prepare(learner, learner._solver(binding, learner.rule, loss=False))
+        binding = bind_model(learner, learner._example)
+        _prepare(learner, solver_of(learner, binding, learner.rule, loss=False))
 
 
 def _prepare(learner: Learner, solver: Solver) -> None:
@@ -265,7 +266,7 @@ def _is_deleted(x: Any) -> bool:
 
 
 def _mark_read(traces: dict[tuple, EligibilityTrace]) -> None:
-    """Something else refers to these arrays too, so the next call must not write into
-    them."""
+    """Read the traces, so that the next call does not take their arrays for donation:
+    the caller still refers to them."""
     for trace in traces.values():
         _ = trace.value

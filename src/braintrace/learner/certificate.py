@@ -24,7 +24,7 @@ from ..errors import ArgumentError, UnknownName, one_of, printable, three_parts
 from ..program import Parameter
 from ..program.step import path_name
 from ..solver import Solved
-from ..solver.forward import slopes
+from ..solver.forward import derivatives_along
 
 _COVERED = 0.9
 """How often the interval of a cosine holds it."""
@@ -167,7 +167,7 @@ def certificate_program(
             along = jax.tree.map(
                 lambda a, b: jnp.concatenate([a[None], b]), unit, others
             )
-            found = slopes(step, parameters, states, inputs, weights, along)
+            found = derivatives_along(step, parameters, states, inputs, weights, along)
             return norm, found[0], found[1:]
 
         if len(groups) == 1:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..frontends.module_states import module_states
 from ..program.data import MultiStepData
 from ..program.step import path_name
+from .access import undone_on_error
 from .arguments import length_of
 from .calls import GradientCall, SequenceGradients, failure_explained
 from .losses import (
@@ -23,6 +24,7 @@ from .losses import (
     weights_like,
     window_weights,
 )
+from .programs import loop_of
 from .recording import recording
 
 if TYPE_CHECKING:
@@ -66,11 +68,11 @@ def gradients_in_chunks(
         zero = {path: jax.tree.map(jnp.zeros_like, s.value) for path, s in states}
         return brainstate.transform.scan(one, zero, (chunks, *weights))
 
-    with learner._undone_on_error():
+    with undone_on_error(learner):
         if call.fresh:
             learner.reset_state()
         parts = (step_fn, size, has_aux, mask is None, *learner._held())
-        program = learner._loop('chunks', parts, run)
+        program = loop_of(learner, 'chunks', parts, run)
         with failure_explained(learner, chunks):
             found = program(chunks, per_step, per_window)
         gradients, (losses, weights, aux) = found
@@ -79,7 +81,7 @@ def gradients_in_chunks(
             named = {path_name(path): gradient for path, gradient in gradients.items()}
             check_finite_values(losses, weights, named, 'window')
         if call.fresh:
-            learner._clear_traces()
+            learner._carried.clear()
     return SequenceGradients(gradients, losses, weights, aux)
 
 
@@ -91,6 +93,6 @@ def evolve_in_chunks(
     windowed = lambda *xs: learner(*map(MultiStepData, xs))
     one = windowed if step_fn is None else step_fn
     run = lambda *chunks: brainstate.transform.for_loop(one, *chunks)
-    program = learner._loop('evolve chunks', (step_fn, *learner._held()), run)
-    with learner._undone_on_error(), failure_explained(learner, chunks):
+    program = loop_of(learner, 'evolve chunks', (step_fn, *learner._held()), run)
+    with undone_on_error(learner), failure_explained(learner, chunks):
         return program(*chunks)

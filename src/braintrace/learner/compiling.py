@@ -12,9 +12,11 @@ from ..errors import NotCompiledError, three_parts
 from ..frontends.module_states import module_states
 from ..lowering.executor import ETraceGraphExecutor
 from . import model_states
+from .carried import make_traces
 from .models import interface_of
 from .placement import on_mesh
-from .programs import shapes_of, state_shapes_of
+from .programs import bind_model, shapes_of, state_shapes_of
+from .rule_state import new_rule_state
 from .state import StartValue
 
 if TYPE_CHECKING:
@@ -47,12 +49,12 @@ def compile_learner(learner: Learner, args: tuple) -> None:
         if not interface_of(learner.model).carries_on(path, state)
     }
     if learner.rule.predictor is not None:
-        learner.rule_state = learner._new_rule_state()
+        learner.rule_state = new_rule_state(learner)
     with on_mesh(learner.placement):
-        model = learner._model_binding(args)
+        model = bind_model(learner, args)
         if not model.leaves_parameters_unread:
             learner.rule.check_readouts(model.step(False))
-        learner._make_traces()
+        make_traces(learner)
 
 
 def _strongly_typed(x: Any) -> Any:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..analysis.credit import NOT_HIDDEN
 from ..analysis.diagnostics import ParameterGradient
 from ..analysis.graph import ETraceGraph
+from ..arrays import bytes_of
 from ..errors import CreditWarning, printable, three_parts
 from ..lowering.invariants import StepInvariants
-from ..program import Path
 from ..program.step import path_name
 from ..rules import Rule
 from ..rules.exactness import ONE_STEP
 from ..text import size_text
-from .arguments import bytes_of
 from .binding import StepBinding
 from .parameter_gradients import gradients_by_class, gradients_of
 from .sequences import Solver
@@ -140,19 +139,6 @@ def without_gradient(
     read = {p.name for p in program.parameters}
     gives = {name: given for name, given in gives.items() if name in read}
     return _idle(rule, binding, gives, program.outputs, 'output')
-
-
-def is_credited(learner: Learner, path: Path) -> bool:
-    """Whether the rule gives a parameter a gradient by the model's own outputs."""
-
-    def make() -> frozenset[Path]:
-        binding = learner._model_binding(learner._example)
-        without = without_gradient(learner.rule, learner.graph, binding)
-        arrays = binding.info.program.parameters
-        credited = {p.path for p in arrays if p.name not in without}
-        return frozenset(p.path for p in arrays) - credited
-
-    return path not in learner._kept.programs.get(('credited',), make, True)
 
 
 def _idle(

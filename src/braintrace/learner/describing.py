@@ -1,4 +1,4 @@
-"""A learner in words: its report, and what is printed of it."""
+"""The calls of a :class:`Learner` that show it: its report, its graph, its traces."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ import jax
 import jax.numpy as jnp
 
 from ..analysis.diagnostics import CUTS
+from ..arrays import bytes_of
 from ..errors import printable
 from ..program import Path
 from ..program.step import path_name
+from ..solver import Factorised
+from ..solver.factors import FactorTrace
 from ..text import size_text
-from .arguments import bytes_of
 from .batch import batch_of
 from .carried import trace_table
 from .parameter_gradients import gradients_of
+from .programs import bind_model, solver_of
+from .weights import path_of_parameter
 
 if TYPE_CHECKING:
     from ..report import CompilationReport
@@ -29,8 +33,8 @@ if TYPE_CHECKING:
 def report_of(learner: Learner) -> CompilationReport:
     """What the compiler found, what the rule gives each parameter, and its traces."""
     found, rule = learner.graph.report, learner.rule
-    binding = learner._model_binding(learner._example)
-    solver = learner._solver(binding, rule, loss=False)
+    binding = bind_model(learner, learner._example)
+    solver = solver_of(learner, binding, rule, loss=False)
     gives = gradients_of(rule, binding, solver, found.credits)
     first = {
         r.weight_path: gives[r.context['name']].kind for r in reversed(found.credits)
@@ -45,6 +49,50 @@ def report_of(learner: Learner) -> CompilationReport:
             r for r in found.diagnostics if rule.cuts or r.kind not in CUTS
         ),
     )
+
+
+def show_graph(
+    learner: Learner, verbose: bool = True, return_msg: bool = False
+) -> str | None:
+    """Print groups, parameters with what the rule gives them, and other states."""
+    message = learner.executor.graph_text(learner.report.etrace_weights)
+    if verbose:
+        print(message)
+    return message if return_msg else None
+
+
+def get_etrace_of(learner: Learner, weight: Path | str | brainstate.State) -> Any:
+    """The traces of one parameter, by their names.
+
+    A name holds parameters, operation and hidden states; a trace is one array for
+    each of these states that it is carried on, by number. A rule with factorised
+    traces, such as pp_prop, gives two such dictionaries: ε_x, one array each, and
+    ε_f.
+    """
+    learner.check_compiled()
+    path = path_of_parameter(weight, learner.param_states)
+    found = learner._carried.of_parameter(path)
+    if not isinstance(learner.rule.trace, Factorised):
+        return found
+    # Sites that cannot be factorised have a whole trace.
+    factors = {k: t for k, t in found.items() if isinstance(t, FactorTrace)}
+    whole = {k: t for k, t in found.items() if k not in factors}
+    return (
+        {k: t.x for k, t in factors.items()},
+        {k: t.f for k, t in factors.items()} | whole,
+    )
+
+
+def write_report(learner: Learner, file: Any, steps: int | None = None) -> None:
+    """Write the report as a page; ``steps`` adds what a sequence so long needs in
+    memory."""
+    memory = None if steps is None else learner.memory_plan(steps)
+    learner.report.to_html(file, memory=memory)
+
+
+def html(learner: Learner) -> str | None:
+    """The report as notebooks show it; None before compiling."""
+    return learner.report._repr_html_() if learner._example else None
 
 
 def described(learner: Learner) -> str:

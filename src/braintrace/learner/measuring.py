@@ -1,10 +1,11 @@
-"""What can be measured of a learner, without any change to it."""
+"""The calls of a :class:`Learner` that measure; nothing of it is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import brainstate
 import jax
@@ -14,6 +15,8 @@ import numpy as np
 from ..errors import ArgumentError, three_parts
 from ..program import Path
 from ..rules import PRESETS, Rule, named
+from .access import followed, place_inputs, synchronised
+from .arguments import check_call, check_choice, length_of
 from .binding import StepBinding
 from .calls import GradientCall, failure_explained, solve
 from .carried import trace_table
@@ -21,33 +24,188 @@ from .certificate import (
     Certificate,
     certificate_of,
     certificate_program,
+    check_directions,
     parameter_groups,
     random_directions,
 )
-from .check import GradientCheck, compare
+from .check import GradientCheck, RuleComparison, compare
 from .losses import loss_weights
 from .memory import MemoryPlan, plan_memory
 from .model_states import check_shapes, restore_start, sample_count, start_values
 from .parameter_gradients import gradients_of
 from .placement import Placement, on_mesh
+from .programs import bind_step_fn, loop_of, options_of, program_of, solver_of
 from .recording import recording
+from .rule_state import groups_of, rule_value
 from .sequences import gradient_program
 
 if TYPE_CHECKING:
     from .learner import Learner
 
 
-def evaluate(learner: Learner, sequences: tuple, step_fn: Callable | None) -> Any:
-    """What the steps of a fresh sequence give, stacked over time."""
-    run = lambda *xs: brainstate.transform.for_loop(step_fn or learner, *xs)
-    program = learner._loop('evaluate', (step_fn, *learner._held()), run, step_fn)
-    with recording(learner, ignores_modulators=True), learner.unmoved():
-        restore_start(learner)
-        with failure_explained(learner, sequences):
-            return program(*sequences)
+def evaluate(
+    learner: Learner, *sequences: Any, step_fn: Callable[..., Any] | None = None
+) -> Any:
+    """What ``step_fn``, by default the learner, gives at every step of a fresh
+    sequence.
+
+    Stacked over time. Forward only: nothing is learned, and states, traces and
+    random numbers stay as they are.
+    """
+    length_of(sequences, step_fn)
+    with synchronised(learner):
+        sequences = place_inputs(learner, sequences, 1)
+        run = lambda *xs: brainstate.transform.for_loop(step_fn or learner, *xs)
+        program = loop_of(
+            learner, 'evaluate', (step_fn, *learner._held()), run, step_fn
+        )
+        with recording(learner, ignores_modulators=True), unmoved(learner):
+            restore_start(learner)
+            with failure_explained(learner, sequences):
+                return program(*sequences)
 
 
-def compare_with_bptt(
+@overload
+def gradient_check(
+    learner: Learner,
+    *sequences: Any,
+    step_fn: Callable[..., Any],
+    rules: None = None,
+    mask: Any = None,
+    reduction: str = 'mean',
+) -> GradientCheck: ...
+
+
+@overload
+def gradient_check(
+    learner: Learner,
+    *sequences: Any,
+    step_fn: Callable[..., Any],
+    rules: Sequence[Any],
+    mask: Any = None,
+    reduction: str = 'mean',
+) -> RuleComparison: ...
+
+
+def gradient_check(
+    learner: Learner,
+    *sequences: Any,
+    step_fn: Callable[..., Any],
+    rules: Sequence[Any] | None = None,
+    mask: Any = None,
+    reduction: str = 'mean',
+) -> GradientCheck | RuleComparison:
+    """Compare gradients of a fresh sequence with BPTT's: this rule's, or those of
+    ``rules``.
+
+    Nothing is changed. ``rules``: names or classes of rules, with the options they
+    have by default, :class:`ETraceConfig`, or learners for their rule with its
+    options, as ``braintrace.SnAp(model, n=2)``, its modulator or its predictor.
+    """
+    check_choice('reduction', reduction, ('mean', 'sum'))
+    own = (learner.rule, rule_value(learner))
+    compared = [own] if rules is None else _rules_of(rules)
+    with synchronised(learner), unmoved(learner):
+        sequences = place_inputs(learner, sequences, 1)
+        call = GradientCall(sequences, step_fn, mask, reduction)
+        checks = _compare_with_bptt(learner, call, compared)
+    return checks[0] if rules is None else RuleComparison(checks)
+
+
+def certificate(
+    learner: Learner,
+    *sequences: Any,
+    step_fn: Callable[..., Any],
+    directions: int = 8,
+    mask: Any = None,
+    reduction: str = 'mean',
+    per_parameter: bool = False,
+    groups: Mapping[str, Sequence[Path]] | None = None,
+    seed: int = 0,
+) -> Certificate:
+    """Whether the rule's gradient of a fresh sequence points downhill.
+
+    ⟨g_true, g⟩/|g|², where g is the gradient of :meth:`etrace_grad` and g_true that
+    of BPTT, by forward mode through the uncut steps: exact, at the cost of a few
+    forward passes, and in memory that does not grow with the sequence for rules
+    that carry traces. Random ``directions`` beside it estimate the cosine.
+
+    ``per_parameter``: a row for each parameter array. ``groups``: a row for each of
+    these lists of paths, by name; a path stands for all parameters below it.
+    ``step_fn``, ``mask`` and ``reduction`` as in :meth:`etrace_grad`; auxiliary
+    values are ignored. Nothing is changed.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp
+    >>> net = brainstate.nn.GRUCell(3, 4)
+    >>> learner = braintrace.compile(net, 'bptt', jnp.ones((2, 3)), batch_size=2)
+    >>> step = lambda x: jnp.mean((learner(x) - 1) ** 2)
+    >>> found = learner.certificate(jnp.ones((5, 2, 3)), step_fn=step)
+    >>> round(found.descent, 3), found.descends
+    (1.0, True)
+    """
+    check_choice('reduction', reduction, ('mean', 'sum'))
+    check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
+    check_directions(directions)
+    length_of(sequences)
+    with synchronised(learner), unmoved(learner):
+        call = GradientCall(
+            place_inputs(learner, sequences, 1), step_fn, mask, reduction
+        )
+        return _certify(learner, call, directions, per_parameter, groups, seed)
+
+
+def memory_plan(
+    learner: Learner,
+    steps: int,
+    mesh: Any = None,
+    shard: Mapping[str, Any] | None = None,
+) -> MemoryPlan:
+    """Bytes that a sequence of the compiled inputs needs on each device, before any
+    is allocated; ``mesh`` and ``shard``: on other devices, as for ``compile``."""
+    if not isinstance(steps, (int, np.integer)) or steps < 1:
+        why = 'a sequence has at least one step'
+        fix = 'a whole number of at least 1'
+        raise ValueError(three_parts(f'memory_plan({steps!r})', why, fix))
+
+    def step_fn(*xs: Any) -> Any:
+        leaves = jax.tree.leaves(learner(*xs))
+        inexact = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return sum(jnp.sum(jnp.abs(x) ** 2) for x in inexact)
+
+    learner.check_compiled()
+    check_shapes(learner)
+    binding = StepBinding.of_step_fn(learner, step_fn, learner._example)
+    solver = solver_of(learner, binding, learner.rule, loss=True)
+    options = options_of(learner)
+    if mesh is not None:
+        other = Placement.of(mesh, shard)
+        assert other is not None
+        options = replace(options, placement=other.with_size(sample_count(learner)))
+    with on_mesh(options.placement):
+        given = (binding, solver, learner.rule, steps, options)
+        return plan_memory(*given, rule_value(learner))
+
+
+@contextlib.contextmanager
+def unmoved(learner: Learner) -> Iterator[None]:
+    """Measure inside: afterwards states, traces and random numbers are as they were
+    before.
+
+    This covers every state that is read or written inside, of the learner or not.
+    """
+    with followed(learner):
+        touched: Any = brainstate.StateTraceStack()
+        try:
+            with touched, learner._carried.unmoved():
+                yield
+        finally:
+            touched.recovery_original_values()
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _compare_with_bptt(
     learner: Learner, call: GradientCall, rules: Iterable[tuple[Rule, Any]]
 ) -> tuple[GradientCheck, ...]:
     """The gradient of a fresh sequence by each rule, with the rule's own state, beside
@@ -58,9 +216,9 @@ def compare_with_bptt(
     classes = {r.context['name']: r.context['credit'] for r in credits}
     checks = []
     for rule, state in rules:
-        state = rule.init_state(learner._groups()) if state is None else state
+        state = rule.init_state(groups_of(learner)) if state is None else state
         binding, _, solved, _ = solve(learner, call, rule, state)
-        solver = learner._solver(binding, rule, loss=True)
+        solver = solver_of(learner, binding, rule, loss=True)
         gives = gradients_of(rule, binding, solver, credits)
         mine = binding.gradients_by_name(solved.gradients)
         rows = [
@@ -71,7 +229,7 @@ def compare_with_bptt(
     return tuple(checks)
 
 
-def rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
+def _rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
     """Rules from their names, classes, configurations or learners, and what those of
     learners read."""
     if (
@@ -103,7 +261,7 @@ def rules_of(given_rules: Any) -> list[tuple[Rule, Any]]:
     return found
 
 
-def certify(
+def _certify(
     learner: Learner,
     call: GradientCall,
     directions: int,
@@ -114,13 +272,13 @@ def certify(
     """Whether the rule's gradient of a fresh sequence points downhill."""
     length = len(jax.tree.leaves(call.sequences)[0])
     weights, unit = loss_weights(call.mask, length, 'steps', call.reduction)
-    binding = learner._binding(call.step_fn, call.sequences)
+    binding = bind_step_fn(learner, call.step_fn, call.sequences)
     own = parameter_groups(binding.info.program.parameters, per_parameter, groups)
     program = _certificate_program(learner, binding, length, own)
     parameters, states = binding.read()
     states = binding.with_values(states, start_values(learner))
     drawn = random_directions(parameters, directions, seed)
-    inputs, rule_state = binding.inputs(call.sequences), learner._rule_value()
+    inputs, rule_state = binding.inputs(call.sequences), rule_value(learner)
     traces: list = []
     given = (parameters, states, traces, inputs, weights, unit, rule_state)
     measured = program(drawn, *given, masked=call.mask is not None)
@@ -132,8 +290,8 @@ def _certificate_program(
     learner: Learner, binding: StepBinding, steps: int, groups: dict
 ) -> Callable:
     """The compiled certificate, whose gradient is made in the way of less memory."""
-    rule, options = learner.rule, learner._options()
-    solver = learner._solver(binding, rule, loss=True, discarded=True)
+    rule, options = learner.rule, options_of(learner)
+    solver = solver_of(learner, binding, rule, loss=True, discarded=True)
     if options.passes is None and rule.has_trace:
         traces = trace_table(solver).size
         fits = traces <= learner.max_trace_bytes
@@ -147,32 +305,4 @@ def _certificate_program(
 
     lists = tuple(map(tuple, groups.values()))
     parts = (solver, options, lists)
-    return learner._program('certificate', parts, make, binding.is_reusable)
-
-
-def plan_of(
-    learner: Learner, steps: int, mesh: Any, shard: Mapping[str, Any] | None
-) -> MemoryPlan:
-    """Bytes that a sequence of the compiled inputs needs on each device."""
-    if not isinstance(steps, (int, np.integer)) or steps < 1:
-        why = 'a sequence has at least one step'
-        fix = 'a whole number of at least 1'
-        raise ValueError(three_parts(f'memory_plan({steps!r})', why, fix))
-
-    def step_fn(*xs: Any) -> Any:
-        leaves = jax.tree.leaves(learner(*xs))
-        inexact = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-        return sum(jnp.sum(jnp.abs(x) ** 2) for x in inexact)
-
-    learner.check_compiled()
-    check_shapes(learner)
-    binding = StepBinding.of_step_fn(learner, step_fn, learner._example)
-    solver = learner._solver(binding, learner.rule, loss=True)
-    options = learner._options()
-    if mesh is not None:
-        other = Placement.of(mesh, shard)
-        assert other is not None
-        options = replace(options, placement=other.with_size(sample_count(learner)))
-    with on_mesh(options.placement):
-        given = (binding, solver, learner.rule, steps, options)
-        return plan_memory(*given, learner._rule_value())
+    return program_of(learner, 'certificate', parts, make, binding.is_reusable)

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..arrays import bytes_of
 from ..compiled_step import Values
 from ..errors import printable
 from ..rules import PRESETS, Rule
 from ..solver import BlockSolver
 from ..text import size_text, use_name
-from .arguments import bytes_of
 from .binding import StepBinding
 from .carried import trace_table
 from .sequences import SequenceOptions, Solver
@@ -90,7 +90,7 @@ def plan_memory(
     assert isinstance(exact, BlockSolver)
 
     def windows(length: int) -> Any:
-        run = lambda *given: exact.windows(*given, length=length, masked=False)
+        run = lambda *given: exact.windows.solve(*given, length=length, masked=False)
         return _lowered(run, parameters, states, [], *sequence)
 
     if not rule.has_trace:
@@ -98,20 +98,19 @@ def plan_memory(
         once, whole = _needed(windows(own), windows(steps))
         return MemoryPlan(steps, {}, once, None, whole)
     sizes = dict(zip(trace_table(solver).keys, map(_bytes_here, traces), strict=True))
-    block = lambda carried: options.block_length(solver, steps, carried)
 
     def one_pass(p: Values, s: Values, traces: list, xs: Values, w: jax.Array) -> Any:
         if rule.multi_step and isinstance(solver, BlockSolver):
-            found = solver.windows(p, s, traces, xs, w, length=1, masked=False)
+            found = solver.windows.solve(p, s, traces, xs, w, length=1, masked=False)
         else:
-            found = solver.one_pass(
-                p, s, traces, xs, w, block(True), rule_state, masked=False
-            )
+            given = (p, s, traces, xs, w)
+            found = options.one_pass(solver, *given, rule_state, masked=False)
         return options.pinned(found)
 
     def two_pass(p: Values, s: Values, xs: Values, w: jax.Array) -> Any:
         assert isinstance(solver, BlockSolver)
-        return solver.two_pass(p, s, xs, w, block(False), rule_state, masked=False)
+        block = options.block_length(solver, steps, carried=False)
+        return solver.two_pass(p, s, xs, w, block, rule_state, masked=False)
 
     ways = [_lowered(one_pass, parameters, states, traces, *sequence), windows(steps)]
     if rule.runs_in_two_passes and not rule.multi_step:

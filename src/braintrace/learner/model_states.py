@@ -208,7 +208,7 @@ def start_here(learner: Learner) -> None:
 
 
 def resize(learner: Learner, batch_size: int) -> None:
-    """States, example inputs and zero traces of another batch."""
+    """States and example inputs of another batch; no traces."""
     held = {s: s.value for s in module_states(learner.model).values()}
     try:
         make_states(learner.model, batch_size, learner.vmap)
@@ -236,7 +236,6 @@ def resize(learner: Learner, batch_size: int) -> None:
         start_here(learner)
     learner._kept.shapes = compiled_shapes(learner)
     learner.traces.clear()
-    learner._make_traces()
 
 
 def _check_axes(learner: Learner, batch_size: int) -> None:

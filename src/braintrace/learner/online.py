@@ -3,7 +3,7 @@ learning rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,6 @@ import numpy as np
 from ..compiled_step import Values
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver
-from ..solver.masking import zero_at
-from ..solver.window import run_window
 from .placement import Placement, pinned
 
 
@@ -36,10 +34,10 @@ def online_step(
     step = solver.step
     gradient: Callable = solver.block_gradient
     if exact and isinstance(solver, BlockSolver):
-        gradient = partial(solver.exact_window_gradient, predictor=rule.predictor)
+        gradient = partial(solver.windows.gradient, predictor=rule.predictor)
     elif exact and window and isinstance(solver, InfluenceSolver):
         # One step alone is read through the whole of it as it is.
-        gradient = partial(influence_window_gradient, solver)
+        gradient = solver.window_gradient
     stack = lambda tree: tree if window else jax.tree.map(lambda x: x[None], tree)
     single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
 
@@ -50,8 +48,11 @@ def online_step(
         inputs: Values,
         rule_state: Any,
     ) -> tuple[Values, Values, list]:
-        given = (parameters, states, traces, stack(inputs), rule_state)
-        values, new, traces = solver.run(*given)
+        given = (parameters, states, traces, stack(inputs))
+        if isinstance(solver, InfluenceSolver):
+            values, new, traces = solver.run(*given, rule_state)
+        else:
+            values, new, traces = solver.run(*given)
         return single(values), pinned(placement, new), pinned(placement, traces)
 
     def ahead(*given: Any) -> tuple:
@@ -78,32 +79,6 @@ def online_step(
     found = jax.custom_vjp(run)
     found.defvjp(ahead, back)
     return found
-
-
-def influence_window_gradient(
-    solver: InfluenceSolver,
-    parameters: Values,
-    states: Values,
-    traces: list,
-    inputs: Values,
-    cotangents: Sequence[jax.Array],
-    rule_state: Any = None,
-) -> Values:
-    """Gradient of a window for cotangents (t, ...) of its targets: reverse mode inside,
-    and the credit of the states at its start times their influence."""
-    influence = solver.influence
-
-    def targets(parameters: Values, moving: Values) -> list[jax.Array]:
-        return run_window(solver.step, parameters, states | moving, inputs)[1]
-
-    values, pull = jax.vjp(targets, parameters, states.pick(influence.moving))
-    pairs = zip(cotangents, values, strict=True)
-    inside, credit = pull([jnp.asarray(bar).astype(x.dtype) for bar, x in pairs])
-    across = influence.gradient(traces[0], credit)
-    add = lambda a, b: (a + b).astype(a.dtype)
-    found = Values((key, add(x, across[key])) for key, x in inside.items())
-    silent = jnp.all(jnp.stack([jnp.all(bar == 0) for bar in cotangents]))
-    return zero_at(found, silent)
 
 
 def _no_tangent(tree: Any) -> Any:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..analysis.credit import Links
 from ..analysis.credit import names as names_of
 from ..analysis.diagnostics import CompilationRecord, ParameterGradient
-from ..compiled_step import Site
+from ..compiled_step import CompiledSite
 from ..lowering.invariants import StepInvariants
 from ..lowering.links import ReadoutLinks
 from ..program import Parameter
@@ -131,7 +131,7 @@ class _StepUnderRule:
         return known._replace(sites=sites, untraced=len(mine) < len(possible))
 
     @staticmethod
-    def _sites(traces: Traces, parameter: Parameter) -> list[Site]:
+    def _sites(traces: Traces, parameter: Parameter) -> list[CompiledSite]:
         """The uses of a parameter that may have a trace."""
         found = []
         for tap in traces.step.taps:
@@ -139,7 +139,7 @@ class _StepUnderRule:
                 found += [s for s in tap.sites if parameter in tap.by_weight[s.weight]]
         return found
 
-    def _site(self, traces: Traces, site: Site) -> SiteFacts:
+    def _site(self, traces: Traces, site: CompiledSite) -> SiteFacts:
         layout = next((t.layout for t in traces.sites if t.site is site), None)
         factors = layout if isinstance(layout, FactorLayout) else None
         steady = factors is not None and (
@@ -179,7 +179,7 @@ class _StepUnderRule:
                 return True
         return False
 
-    def _without_factors(self, traces: Traces, site: Site) -> str | None:
+    def _without_factors(self, traces: Traces, site: CompiledSite) -> str | None:
         """Operation and line of a site that a factorised rule cannot factorise."""
         if self.rule.decay is None or site.factorises:
             return None
@@ -190,7 +190,7 @@ class _StepUnderRule:
             else f'{operation_name(tap.operation)} ({short_source(tap.source)})'
         )
 
-    def _leak(self, site: Site) -> float | None:
+    def _leak(self, site: CompiledSite) -> float | None:
         """λ where D is λ times the identity for the site; 0 without memory."""
         assert isinstance(self.solver, BlockSolver)
         group = self.solver.step.groups[site.group]

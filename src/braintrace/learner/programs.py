@@ -1,15 +1,17 @@
 """The programs that a learner makes of its steps, each of them once.
 
-The functions below the cache take a learner, of which they are methods under other
-names: they bind the model's own step or a step function, and give what solves it and
-the compiled programs.
+The functions below the cache take a learner: they bind the model's own step or a step
+function, and give what solves it and the compiled programs.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import brainstate
@@ -26,7 +28,8 @@ from ..solver import Solved
 from ..source_lines import short_source
 from .batch import BatchError, inputs_explained
 from .binding import StepBinding
-from .model_states import check_shapes
+from .credit_warnings import without_gradient
+from .model_states import Shapes, check_shapes
 from .sequences import SequenceOptions, Solver, gradient_program
 
 if TYPE_CHECKING:
@@ -79,8 +82,9 @@ class ProgramCache:
     ) -> Any:
         """The program of a key, made if there is none.
 
-        A program that may close over values of a trace around it ends with that trace,
-        so it is not kept; ``is_reusable`` says if that is known not to be so.
+        A program that is made inside a trace, as inside jit, may close over tracers,
+        which are of no use afterwards; it is not stored. ``is_reusable``: whether it
+        can be stored, where that is known.
         """
         if key in self._programs:
             return self._programs[key]
@@ -107,19 +111,26 @@ class ProgramCache:
         return len(self._programs)
 
 
+@dataclass
+class Kept:
+    """What a learner stores between calls beside its states. It is one object, so that
+    brainstate does not find states in it.
+
+    ``optimizers``: states of optax transformations. ``shapes``: shapes of the hidden
+    states when the learner was compiled. ``has_batch_size``: whether `compile` was
+    given a batch size. ``said``: texts of warnings so far. ``codes``: how many step
+    functions with the same code were traced.
+    """
+
+    programs: ProgramCache = field(default_factory=ProgramCache)
+    optimizers: dict[Any, brainstate.State] = field(default_factory=dict)
+    shapes: Shapes = field(default_factory=dict)
+    has_batch_size: bool = False
+    said: set[str] = field(default_factory=set)
+    codes: Counter[tuple] = field(default_factory=Counter)
+
+
 # ---------------------------------------------------------------- of a learner
-
-
-def run_model(learner: Learner, *args: Any) -> Any:
-    """The model, or the model of one sample mapped over the batch axis of its
-    states."""
-    if not learner.vmap:
-        return learner.model(*args)
-    states = brainstate.ShortTermState
-    mapped = brainstate.nn.Vmap(
-        learner.model, vmap_states=states, vmap_out_states=states
-    )
-    return mapped(*args)
 
 
 def state_shapes_of(learner: Learner) -> tuple:
@@ -143,7 +154,7 @@ def bind_model(learner: Learner, example: tuple) -> StepBinding:
             analysed = None
         return StepBinding(learner.model, info, analysed, learner.rule_state)
 
-    return learner._program('model', (shapes_of(example),), make)
+    return program_of(learner, 'model', (shapes_of(example),), make)
 
 
 def bind_step_fn(
@@ -217,7 +228,9 @@ def solver_of(
     ``discarded``: the traces end with the sequence. Then those of parameters that the
     loss never depends on are left out: no other loss will read them.
     """
-    trace = learner._is_credited if learner.trace == 'credited' else learner.trace
+    trace = (
+        partial(_is_credited, learner) if learner.trace == 'credited' else learner.trace
+    )
     # A modulator takes the place of the loss.
     skips = discarded and loss and rule.has_trace and not rule.is_modulated
     idle = binding.without_effect_on_loss if skips else frozenset()
@@ -240,6 +253,19 @@ def solver_of(
 
     key = ('solver', binding, rule, loss, in_chunk, bool(idle))
     return learner._kept.programs.get(key, make, binding.is_reusable)
+
+
+def _is_credited(learner: Learner, path: Path) -> bool:
+    """Whether the rule gives a parameter a gradient by the model's own outputs."""
+
+    def make() -> frozenset[Path]:
+        binding = bind_model(learner, learner._example)
+        without = without_gradient(learner.rule, learner.graph, binding)
+        arrays = binding.info.program.parameters
+        credited = {p.path for p in arrays if p.name not in without}
+        return frozenset(p.path for p in arrays) - credited
+
+    return path not in learner._kept.programs.get(('credited',), make, True)
 
 
 def options_of(learner: Learner) -> SequenceOptions:
@@ -266,7 +292,7 @@ def gradient_program_of(
     learner: Learner, binding: StepBinding, rule: Rule, fresh: bool
 ) -> tuple[Solver, Callable[..., Solved]]:
     """The solver of a step by a rule, and its compiled gradient of a sequence."""
-    solver = learner._solver(binding, rule, loss=True, discarded=fresh)
+    solver = solver_of(learner, binding, rule, loss=True, discarded=fresh)
     options = options_of(learner)
 
     def make() -> Callable[..., Solved]:
@@ -274,7 +300,7 @@ def gradient_program_of(
         return jax.jit(run, donate_argnums=2, static_argnames='masked')
 
     parts = (solver, fresh)
-    return solver, learner._program('gradient', parts, make, binding.is_reusable)
+    return solver, program_of(learner, 'gradient', parts, make, binding.is_reusable)
 
 
 def loop_of(
@@ -291,4 +317,4 @@ def loop_of(
             _warn_of_copies(learner, step_fn, (kind, state_shapes_of(learner)))
         return brainstate.transform.jit(run)
 
-    return learner._program(kind, parts, make)
+    return program_of(learner, kind, parts, make)

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from ..errors import three_parts
 from ..solver import Solved
+from .arguments import check_modulator
 from .state import RuleState
 
 if TYPE_CHECKING:
@@ -45,3 +47,22 @@ def write_rule_state(learner: Learner, value: Any) -> None:
     """Put the value after a call in place."""
     if learner.rule_state is not None and value is not learner.rule_state.value:
         learner.rule_state.value = value
+
+
+def set_modulator(learner: Learner, value: Any) -> None:
+    """Set the standing modulator of a rule that has one."""
+    check_modulated(learner, value)
+    if learner.rule_state is not None:
+        learner.rule_state.value = jnp.asarray(value, jnp.result_type(float))
+
+
+def check_modulated(learner: Learner, value: Any) -> None:
+    """Raise unless the rule takes modulators, and this is one."""
+    if not learner.rule.is_modulated:
+        why = 'its traces are multiplied by the derivative of the loss'
+        raise ValueError(
+            three_parts(
+                f'a modulator for {learner.rule.name}', why, "rule 'three_factor'"
+            )
+        )
+    check_modulator(value)

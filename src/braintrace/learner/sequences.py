@@ -11,7 +11,7 @@ import jax
 from ..compiled_step import Values
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver, Solved
-from ..solver.block_loop import length_of
+from ..solver.block import length_of
 from .placement import Placement
 
 Solver = BlockSolver | InfluenceSolver
@@ -42,12 +42,30 @@ class SequenceOptions:
             traces=self.placement.pin(solved.traces),
         )
 
-    def block_length(self, solver: Any, steps: int, carried: bool) -> int:
+    def block_length(self, solver: BlockSolver, steps: int, carried: bool) -> int:
         """Steps to solve together."""
         if self.block:
             return min(self.block, steps)
         devices = 1 if self.placement is None else self.placement.device_count
         return solver.block_length(steps, carried, devices)
+
+    def one_pass(
+        self,
+        solver: Solver,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        weights: jax.Array,
+        rule_state: Any,
+        masked: bool,
+    ) -> Solved:
+        """A sequence forward with carried traces, or with a carried influence."""
+        given = (parameters, states, traces, inputs, weights)
+        if isinstance(solver, InfluenceSolver):
+            return solver.one_pass(*given, rule_state, masked)
+        block = self.block_length(solver, len(weights), carried=True)
+        return solver.one_pass(*given, block, rule_state, masked)
 
     def runs_twice(self, solver: Any, steps: int) -> bool:
         """Whether to keep states and run in two passes, without traces."""
@@ -78,16 +96,14 @@ def gradient_program(
     ) -> Solved:
         length = len(weights)
         carried = solver.init_traces() if fresh else traces
+        once = (parameters, states, carried, inputs, weights)
         if isinstance(solver, InfluenceSolver):
-            return solver.one_pass(
-                parameters, states, carried, inputs, weights, 1, rule_state, masked
-            )
+            return options.one_pass(solver, *once, rule_state, masked)
         if rule.multi_step and rule.has_trace:
-            given = (parameters, states, carried, inputs, weights)
-            return solver.windows(*given, length=1, masked=masked)
+            return solver.windows.solve(*once, length=1, masked=masked)
         if rule.window is not None or rule.deep:
             steps = rule.window.steps if rule.window else None
-            return solver.windows(
+            return solver.windows.solve(
                 parameters,
                 states,
                 traces,
@@ -106,10 +122,7 @@ def gradient_program(
             return solver.two_pass(
                 parameters, states, inputs, weights, block, rule_state, masked
             )
-        block = options.block_length(solver, length, carried=True)
-        return solver.one_pass(
-            parameters, states, carried, inputs, weights, block, rule_state, masked
-        )
+        return options.one_pass(solver, *once, rule_state, masked)
 
     def solve(*given: Any, masked: bool = True) -> Solved:
         return options.pinned(run(*given, masked=masked))
@@ -126,8 +139,10 @@ def evolution_program(
     def evolve(
         parameters: Values, states: Values, traces: list, inputs: Values
     ) -> Solved:
+        given = (parameters, states, traces, inputs)
+        if isinstance(solver, InfluenceSolver):
+            return options.pinned(solver.evolve(*given))
         block = options.block_length(solver, length_of(inputs), carried=True)
-        solved = solver.evolve(parameters, states, traces, inputs, block)
-        return options.pinned(solved)
+        return options.pinned(solver.evolve(*given, block))
 
     return evolve

@@ -16,12 +16,11 @@ from ..compat import (
     Var,
     is_var,
 )
-from ..compiled_step import Signals, Values
+from ..compiled_step import Feedback, Signals, Values
 from ..operations import run_equation
 from .replay import replay
 from .stages import Stages
 
-Feedback = Mapping[tuple[int, int], Any]
 Edge = tuple[int, int]
 """(equation, operand)"""
 

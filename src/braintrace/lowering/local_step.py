@@ -225,7 +225,7 @@ def pull(
     return [local_pull(stages, local, env, mine) for local, mine in pairs]
 
 
-def slopes(stages: Stages, constants: Values, values: Values) -> list[Values]:
+def shared_slopes(stages: Stages, constants: Values, values: Values) -> list[Values]:
     """∂h/∂y by group, for results that positions share."""
     env = constants | values
     return [

@@ -14,15 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..analysis.sites import MARK
 from ..arrays import overlap
-from ..compat import Equation, Var, has_reverse_only, is_var, scope
+from ..compat import MARK, Equation, Var, has_reverse_only, is_var, scope
 from ..compiled_step import (
     Box,
+    CompiledGroup,
+    CompiledSite,
     CompiledStep,
-    Group,
     Operands,
-    Site,
     Tap,
     Values,
 )
@@ -71,7 +70,7 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
         signals=partial(signals, stages),
         transition=partial(local_step.transition, stages),
         pull=partial(local_step.pull, stages),
-        slopes=partial(local_step.slopes, stages),
+        shared_slopes=partial(local_step.shared_slopes, stages),
         run=partial(run.run_whole, stages),
         run_deep=partial(run.run_deep, stages),
         run_open=partial(run.run_open, stages),
@@ -97,10 +96,10 @@ def _kept_bytes(stages: Stages) -> int:
     return max(sum(v.aval.size * v.aval.dtype.itemsize for v in kept), 1)
 
 
-def _group(stages: Stages, local: LocalProgram) -> Group:
+def _group(stages: Stages, local: LocalProgram) -> CompiledGroup:
     group, direct = local.group, stages.direct_reads
     real = [jnp.finfo(v.aval.dtype).dtype for v in group.hidden_invars]
-    return Group(
+    return CompiledGroup(
         name=tuple(group.hidden_paths),
         shape=tuple(group.varshape),
         dtypes=tuple(real[k] for k in group.owners),
@@ -153,7 +152,7 @@ def _tap(stages: Stages, i: int, tap: TapEquation) -> Tap:
     )
 
 
-def _sites(stages: Stages, i: int, tap: TapEquation) -> list[Site]:
+def _sites(stages: Stages, i: int, tap: TapEquation) -> list[CompiledSite]:
     found = []
     for v in tap.results:
         for g, local in enumerate(stages.locals):
@@ -169,7 +168,7 @@ def _sites(stages: Stages, i: int, tap: TapEquation) -> list[Site]:
                     positions = use.positions
                 has_input = use.input is None or use.input in tap.data
                 found.append(
-                    Site(
+                    CompiledSite(
                         weight=equation.invars[k],
                         result=v,
                         group=g,

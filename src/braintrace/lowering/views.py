@@ -29,9 +29,9 @@ import numpy as np
 from ..analysis.analysed import Analysed
 from ..analysis.dependence import of
 from ..analysis.groups import HiddenGroup
-from ..arrays import known_value
+from ..arrays import all_zero, known_value
 from ..compat import Atom, Equation, Var, is_var
-from ..compiled_step import Signals, Values
+from ..compiled_step import Feedback, Signals, Values
 from ..operations import run_equation
 from ..program import cut_inside
 from .replay import replay
@@ -222,10 +222,6 @@ def joint_outputs(
     return evaluate_views(analysed, program.outputs, env, {}, delta, run)
 
 
-Feedback = Mapping[tuple[int, int], Any]
-"""Arrays that replace a weight operand in derivatives, by (equation, operand)."""
-
-
 def _joint_targets(
     stages: Stages,
     env: Values,
@@ -282,7 +278,7 @@ def signals(
         old,
     )
     grads = pull([c.astype(x.dtype) for c, x in zip(cotangents, targets, strict=True)])
-    silent = jnp.all(jnp.stack([jnp.all(c == 0) for c in cotangents]))
+    silent = all_zero(cotangents)
     grads = jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), grads)
     results, found, reads = grads
     direct = []

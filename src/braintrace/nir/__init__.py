@@ -5,22 +5,15 @@ Both need the package ``nir`` (``pip install 'braintrace-online[nir]'``).
 """
 
 from .._brainstate import brainstate as brainstate
-from .files import from_graph, read, to_graph, write
+from .files import NODES, from_graph, read, to_graph, write
 from .model import Model
+from .neurons import IF, LI, LIF, CubaLI, CubaLIF, Delay, I
 from .nodes import (
-    IF,
-    LI,
-    LIF,
-    NODES,
     Affine,
     AvgPool2d,
     Conv1d,
     Conv2d,
-    CubaLI,
-    CubaLIF,
-    Delay,
     Flatten,
-    I,
     Linear,
     Node,
     Scale,

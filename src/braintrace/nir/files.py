@@ -15,7 +15,43 @@ from ..errors import three_parts
 from ..files import written
 from ..networks import fire
 from .model import Model, Wiring
-from .nodes import NODES, Delay, Node, Surrogate
+from .neurons import IF, LI, LIF, CubaLI, CubaLIF, Delay, I
+from .nodes import (
+    Affine,
+    AvgPool2d,
+    Conv1d,
+    Conv2d,
+    Flatten,
+    Linear,
+    Node,
+    Scale,
+    SumPool2d,
+    Surrogate,
+    Threshold,
+)
+
+NODES: dict[str, type[Node]] = {
+    kind.__name__: kind
+    for kind in (
+        Affine,
+        Linear,
+        Scale,
+        Conv1d,
+        Conv2d,
+        SumPool2d,
+        AvgPool2d,
+        Flatten,
+        Threshold,
+        I,
+        IF,
+        LI,
+        LIF,
+        CubaLI,
+        CubaLIF,
+        Delay,
+    )
+}
+"""Nodes by the names of the specification."""
 
 WEIGHTS = ('weight', 'bias', 'scale')
 """What is trained by default."""

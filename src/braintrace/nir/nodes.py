@@ -1,11 +1,7 @@
-"""The nodes of the NIR specification, each a module of one time step.
+"""The nodes of the NIR specification that have no state, each a module of one time step;
+those with a state are in ``neurons.py``.
 
-Inputs and outputs have the shape of the node, with any batch axes in front. Between two
-steps the input is constant, and the differential equations are solved exactly: with
-α = exp(-dt/τ), a leak takes v to α v + (1 - α) (v_leak + R I).
-
-A neuron that spikes holds its potential from before the reset, so that its spikes are a
-function of its state; the next step starts from the potential after the reset.
+Inputs and outputs have the shape of the node, with any batch axes in front.
 """
 
 from __future__ import annotations
@@ -128,9 +124,6 @@ class Node(brainstate.nn.Module):
             found[name] = np.array(value.value if is_trained else value)
             self._check_array(name, found[name])
         return found
-
-
-# ------------------------------------------------------------ without a state
 
 
 class Affine(Node):
@@ -273,178 +266,10 @@ class Threshold(Node):
     arrays: ClassVar = {'threshold': None}
 
     def update(self, x: Any) -> Any:
-        return _spikes(self, x, 'threshold')
+        return spikes(self, x, 'threshold')
 
 
-# ------------------------------------------------------------ with a state
-
-
-class _Neuron(Node):
-    """A node with a potential ``v``, zero at first."""
-
-    has_state: ClassVar = True
-    v: brainstate.HiddenState
-
-    @classmethod
-    def _shape_of(cls, arrays: Mapping[str, np.ndarray]) -> tuple[int, ...]:
-        return np.broadcast_shapes(*(array.shape for array in arrays.values()))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of its potentials, batch axes aside."""
-        return self.array(next(iter(self.arrays))).shape
-
-    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        batch = () if batch_size is None else (batch_size,)
-        self.v = brainstate.HiddenState(jnp.zeros((*batch, *self.shape), self.dtype))
-
-    def output(self) -> Any:
-        """The output at the current state."""
-        return self.v.value
-
-    def _start(self) -> Any:
-        """The potential that a step starts from."""
-        return self.v.value
-
-
-class _Spiking(_Neuron):
-    """A neuron that spikes above a threshold and is reset to a potential."""
-
-    def output(self) -> Any:
-        return _spikes(self, self.v.value, 'v_threshold')
-
-    def _start(self) -> Any:
-        v: Any = self.v.value
-        return jnp.where(v > self.value('v_threshold'), self.value('v_reset'), v)
-
-
-class I(_Neuron):  # noqa: E742 - the name in the specification
-    """dv/dt = R I."""
-
-    arrays: ClassVar = {'r': None}
-
-    def update(self, x: Any) -> Any:
-        self.v.value = self._start() + self._cast(self.dt * self.array('r')) * x
-        return self.output()
-
-
-class IF(_Spiking, I):
-    """dv/dt = R I, with spikes and a reset."""
-
-    arrays: ClassVar = {'r': None, 'v_threshold': None, 'v_reset': 0.0}
-
-
-class LI(_Neuron):
-    """τ dv/dt = v_leak - v + R I."""
-
-    arrays: ClassVar = {'tau': None, 'r': None, 'v_leak': None}
-
-    def update(self, x: Any) -> Any:
-        keep, gain = _leak(self.dt, self.array('tau'))
-        drive = self.value('v_leak') + self.value('r') * x
-        self.v.value = self._cast(keep) * self._start() + self._cast(gain) * drive
-        return self.output()
-
-
-class LIF(_Spiking, LI):
-    """τ dv/dt = v_leak - v + R I, with spikes and a reset."""
-
-    arrays: ClassVar = {**LI.arrays, 'v_threshold': None, 'v_reset': 0.0}
-
-
-class CubaLI(_Neuron):
-    """τ_syn dI/dt = -I + w_in S and τ_mem dv/dt = v_leak - v + R I.
-
-    Both are solved together: inside a step the current moves, and the potential follows
-    it.
-    """
-
-    arrays: ClassVar = {
-        'tau_syn': None,
-        'tau_mem': None,
-        'r': None,
-        'v_leak': None,
-        'w_in': 1.0,
-    }
-    i: brainstate.HiddenState
-
-    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        super().init_state(batch_size, **kwargs)
-        self.i = brainstate.HiddenState(jnp.zeros_like(self.v.value))
-
-    def update(self, x: Any) -> Any:
-        tau_syn, tau_mem = self.array('tau_syn'), self.array('tau_mem')
-        keep_i, gain_i = _leak(self.dt, tau_syn)
-        keep, gain = _leak(self.dt, tau_mem)
-        carried = self._cast(_carried(self.dt / tau_mem, self.dt / tau_syn))
-        target = self.value('w_in') * x
-        r, old = self.value('r'), self.i.value
-        # The current of the old value and of the constant target, each by its effect
-        # on the potential: I(s) = target + (old - target) exp(-s/τ_syn).
-        drive = self._cast(gain) * (self.value('v_leak') + r * target)
-        drive = drive + carried * r * (old - target)
-        self.v.value = self._cast(keep) * self._start() + drive
-        self.i.value = self._cast(keep_i) * old + self._cast(gain_i) * target
-        return self.output()
-
-
-class CubaLIF(_Spiking, CubaLI):
-    """A :class:`CubaLI` with spikes and a reset of the potential."""
-
-    arrays: ClassVar = {**CubaLI.arrays, 'v_threshold': None, 'v_reset': 0.0}
-
-
-class Delay(Node):
-    """y(t) = x(t - delay), each element by its own number of whole steps.
-
-    The last inputs are the states of one position, so a trace carries credit through
-    the delay.
-    """
-
-    has_state: ClassVar = True
-    arrays: ClassVar = {'delay': None}
-    past: brainstate.HiddenGroupState
-
-    def __init__(self, **given: Any):
-        super().__init__(**{**given, 'train': ()})
-        delay = self.array('delay')
-        steps = np.rint(delay / self.dt).astype(int)
-        if np.any(delay < 0) or not np.allclose(steps * self.dt, delay, rtol=1e-3):
-            raise ValueError(
-                three_parts(
-                    f'a Delay node of {delay.ravel()[:5]} with dt={self.dt}',
-                    'a step model delays by whole steps',
-                    'delays that are multiples of dt, none negative; another dt',
-                )
-            )
-        # One for every step of the past, the current input included.
-        self._chosen = np.arange(steps.max(initial=0) + 1) == steps[..., None]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of its inputs and outputs, batch axes aside."""
-        return self._chosen.shape[:-1]
-
-    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        batch = () if batch_size is None else (batch_size,)
-        zeros = jnp.zeros((*batch, *self._chosen.shape), self.dtype)
-        self.past = brainstate.HiddenGroupState(zeros)
-
-    def output(self) -> Any:
-        """The output at the current state."""
-        return jnp.sum(self.past.value * self._cast(self._chosen), axis=-1)
-
-    def update(self, x: Any) -> Any:
-        old: Any = self.past.value
-        newest = jnp.broadcast_to(jnp.asarray(x, old.dtype), old.shape[:-1])
-        self.past.value = jnp.concatenate([newest[..., None], old[..., :-1]], axis=-1)
-        return self.output()
-
-
-# ------------------------------------------------------------ helpers
-
-
-def _spikes(node: Node, v: Any, name: str) -> Any:
+def spikes(node: Node, v: Any, name: str) -> Any:
     """Spikes of potentials, in derivatives by the distance in units of the
     threshold."""
     threshold = node.value(name)
@@ -452,52 +277,6 @@ def _spikes(node: Node, v: Any, name: str) -> Any:
     return node.surrogate((v - threshold) / jnp.where(size > 0, size, 1))
 
 
-def _leak(dt: float, tau: Any) -> tuple[Any, Any]:
-    """exp(-dt/τ), and 1 - exp(-dt/τ)."""
-    xp: Any = np if isinstance(tau, np.ndarray) else jnp
-    return xp.exp(-dt / tau), -xp.expm1(-dt / tau)
-
-
-def _carried(a: Any, b: Any) -> Any:
-    """a (exp(-b) - exp(-a)) / (a - b), also where a and b are equal: how much of a
-    current that decays by b a potential that decays by a takes in."""
-    both = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
-    xp: Any = np if both else jnp
-    distance = xp.abs(a - b)
-    is_small = distance < 1e-2
-    safe = xp.where(is_small, 1.0, distance)
-    # (1 - exp(-d)) / d, whose derivative would lose all digits near zero.
-    series = 1 - distance / 2 * (
-        1 - distance / 3 * (1 - distance / 4 * (1 - distance / 5))
-    )
-    ratio = xp.where(is_small, series, -xp.expm1(-safe) / safe)
-    return a * xp.exp(-xp.minimum(a, b)) * ratio
-
-
 def _pair(value: Any, axes: int) -> tuple[int, ...]:
     """One whole number for each axis."""
     return tuple(int(n) for n in np.broadcast_to(np.asarray(value), (axes,)))
-
-
-NODES: dict[str, type[Node]] = {
-    kind.__name__: kind
-    for kind in (
-        Affine,
-        Linear,
-        Scale,
-        Conv1d,
-        Conv2d,
-        SumPool2d,
-        AvgPool2d,
-        Flatten,
-        Threshold,
-        I,
-        IF,
-        LI,
-        LIF,
-        CubaLI,
-        CubaLIF,
-        Delay,
-    )
-}
-"""Nodes by the names of the specification."""

@@ -3,64 +3,16 @@ result."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import cast
-from ..compat import Equation, is_var, is_whole_cut
-from ..compiled_step import Operands, TraceLayout
+from ..compat import Equation, is_var
+from ..own_primitives import is_whole_cut
 from .label_rules import elementwise_labels, elementwise_origins, nothing
 from .labels import Labels
 from .record import FAMILIES, Const, Operation, register
-from .weight_use import BaseUse, SharedUse, WholeTrace, bind
-
-
-@dataclass(frozen=True, eq=False)
-class ElementwiseTrace(WholeTrace):
-    """(y,): a weight meets each element of y by itself, broadcast or not."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.use.result.shape
-
-    def plus(
-        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
-    ) -> jax.Array:
-        slopes = self.use.slopes(fixed, steps, len(rows))
-        return trace + jnp.sum(
-            cast(rows * slopes.astype(rows.dtype), trace.dtype), axis=0
-        )
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.at_result(factor) * trace
-
-    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
-        return self.use.spread(self.scaled(trace, credit))
-
-
-@dataclass(frozen=True, eq=False)
-class ElementwiseUse(BaseUse):
-    """A bias, gain, threshold, time constant or scalar."""
-
-    is_sum: bool = False
-
-    @property
-    def factorises(self) -> bool:
-        return True
-
-    @property
-    def adds(self) -> bool:
-        return self.is_sum
-
-    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
-        return ElementwiseTrace(self, positions, shape)
-
-    def shared_layout(self, shared: SharedUse) -> TraceLayout:
-        return ElementwiseTrace(shared, shared.positions, shared.sources.shape)
+from .weight_use import ElementwiseUse, bind
 
 
 def _use(eqn: Equation, operand: int, result: int, const: Const) -> ElementwiseUse:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..compat import kernel_primitive
+from ..own_primitives import kernel_primitive
 from ..split import Split, current_split, runs_on_mesh, summed_over
 
 LARGE = 2**20

@@ -1,5 +1,5 @@
-"""Uses of weights: y = op(x, w) as the solver sees it, and the trace of an operation of
-any kind.
+"""Uses of weights: y = op(x, w) as the solver sees it, and the traces of element-wise
+weights and of operations of any kind.
 
 A trace has one array a component of the states that y can reach. D acts at the position
 that each element of y reaches, so every layout keeps the order of y. Letters: t steps,
@@ -353,3 +353,47 @@ class AnyUse(BaseUse):
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return FullTrace(self, positions, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class ElementwiseTrace(WholeTrace):
+    """(y,): a weight meets each element of y by itself, broadcast or not."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.use.result.shape
+
+    def plus(
+        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
+    ) -> jax.Array:
+        slopes = self.use.slopes(fixed, steps, len(rows))
+        return trace + jnp.sum(
+            cast(rows * slopes.astype(rows.dtype), trace.dtype), axis=0
+        )
+
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return self.at_result(factor) * trace
+
+    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
+        return self.use.spread(self.scaled(trace, credit))
+
+
+@dataclass(frozen=True, eq=False)
+class ElementwiseUse(BaseUse):
+    """A bias, gain, threshold, time constant or scalar."""
+
+    is_sum: bool = False
+
+    @property
+    def factorises(self) -> bool:
+        return True
+
+    @property
+    def adds(self) -> bool:
+        return self.is_sum
+
+    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
+        return ElementwiseTrace(self, positions, shape)
+
+    def shared_layout(self, shared: SharedUse) -> TraceLayout:
+        return ElementwiseTrace(shared, shared.positions, shared.sources.shape)

@@ -21,7 +21,6 @@ from ..compat import (
     close,
     consts_of,
     copy_equation,
-    cut_equation,
     inlined,
     is_differentiable,
     is_opaque,
@@ -33,6 +32,7 @@ from ..compat import (
     structure,
     sub_programs,
 )
+from ..own_primitives import cut_equation
 from ..source_lines import from_library
 from .loops import followed
 

@@ -20,13 +20,13 @@ from ..compat import (
     Var,
     close,
     consts_of,
-    cut_equation,
     is_var,
     make_jaxpr,
     open_jaxpr,
     replace_sub_programs,
     sub_programs,
 )
+from ..own_primitives import cut_equation
 
 
 @dataclass

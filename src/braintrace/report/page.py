@@ -24,8 +24,9 @@ from ..analysis.diagnostics import (
 )
 from ..source_lines import short_source
 from ..text import shape_text, size_text, use_name
+from .boxes import Box, Row
 from .chart import Node
-from .drawing import Box, Drawing, Row
+from .drawing import Drawing
 from .markup import Markup, style_of, tag, together
 
 if TYPE_CHECKING:

@@ -3,7 +3,8 @@
 It reads a :class:`CompiledStep` and knows nothing of where that comes from. In the
 order in which to read:
 
-    block            the formulas of K steps: forward, derivatives, credit, products P
+    block            the formulas of K steps: forward, derivatives, credit, products P;
+                     the loop over blocks
     recursion        how the trace of a position continues from step to step
     signals          what traces are multiplied by
     traces           which traces a step has, how they are stored, the credit they get
@@ -11,10 +12,10 @@ order in which to read:
     readout_memory   what leaky read-outs remember, as further components of traces
     visits           how a block advances the traces, and the gradient they give
     masking          steps that contribute nothing, whatever values they hold
+    solved           sums of gradients by weight, those of parameters, the result
     one_block        one block: all of the above in order
     window           reverse mode through consecutive steps
     window_solver    sequences of windows, traces or a predictor across them
-    block_loop       the one loop over blocks
     sequence         whole sequences: one pass with traces, two passes without
     influence        RTRL, SnAp and UORO: parameters on states, nothing cut
     influence_solver sequences solved by an influence
@@ -23,10 +24,10 @@ order in which to read:
 
 from .influence import RankOneInfluence, SparseInfluence, WholeInfluence
 from .influence_solver import InfluenceSolver
-from .one_block import Solved
 from .recursion import JacobianRecursion, ScalarLeak
 from .sequence import BlockSolver
 from .signals import Modulated, RandomFeedback, Symmetric
+from .solved import Solved
 from .traces import Factorised, PerParameter, Traces
 from .window_solver import Predictor
 

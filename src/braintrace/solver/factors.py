@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays import box_of, padded, picked, sum_type
-from ..compiled_step import Box, Components, Jacobian, Operands, Site, WeightUse
+from ..compiled_step import Box, CompiledSite, Components, Jacobian, Operands, WeightUse
 
 LARGE = 2**20
 """Bytes of an array of y from which on it is large."""
@@ -41,7 +41,7 @@ class FactorTrace(NamedTuple):
 class FactorLayout:
     """The factorised trace of one site; ``decay`` of (x, f)."""
 
-    site: Site
+    site: CompiledSite
     decay: tuple[float, float]
 
     @property

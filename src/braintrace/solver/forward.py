@@ -37,7 +37,7 @@ def linearised(
     return lambda *tangents: transposed(tangents)[0], aux
 
 
-def slopes(
+def derivatives_along(
     step: CompiledStep,
     parameters: Values,
     states: Values,

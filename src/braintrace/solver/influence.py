@@ -125,15 +125,11 @@ class Influence(ABC):
 
 
 @dataclass(frozen=True)
-class _Columns(Influence):
-    """An array with one column of states for each parameter."""
+class WholeInfluence(Influence):
+    """(n, m): every parameter, every state."""
 
-    def _unpacked(self, column: jax.Array, k: jax.Array) -> jax.Array:
-        """A column with one entry for each number of the states."""
-        return column
-
-    def _packed(self, column: jax.Array, k: jax.Array) -> jax.Array:
-        return column
+    def init(self) -> jax.Array:
+        return jnp.zeros((self.count, self.places), self.dtype)
 
     def advance(
         self,
@@ -143,43 +139,16 @@ class _Columns(Influence):
         trace: InfluenceTrace,
         seed: Any,
     ) -> jax.Array:
-        flat, to_states = ravel_pytree(states)
-
-        def one(at: tuple) -> jax.Array:
-            k, column = at
-            column = self._unpacked(column, k)
-            unit = jnp.zeros(self.count, jnp.finfo(self.dtype).dtype).at[k].set(1)
-            tangents = (self.as_parameters(unit), to_states(column.astype(flat.dtype)))
-            moved, _ = ravel_pytree(
-                self.pushed(advance, (parameters, states), tangents)[1]
-            )
-            return self._packed(moved, k).astype(self.dtype)
-
-        size = min(_COLUMNS, self.count)
-        return jax.lax.map(one, (jnp.arange(self.count), trace.value), batch_size=size)
+        moved = _moved_columns(self, advance, parameters, states)
+        return _by_parameter(moved, self.count, trace.value)
 
     def gradient(self, trace: InfluenceTrace, bar: Values) -> Values:
         flat, _ = ravel_pytree(bar)
-        found = self._dot(trace.value, flat)
-        return jax.tree.map(jnp.conj, self.as_parameters(jnp.real(found)))
-
-    @abstractmethod
-    def _dot(self, influence: jax.Array, bar: jax.Array) -> jax.Array:
-        """(n,) ∂ℓ/∂s · G."""
-
-
-class WholeInfluence(_Columns):
-    """(n, m): every parameter, every state."""
-
-    def init(self) -> jax.Array:
-        return jnp.zeros((self.count, self.places), self.dtype)
-
-    def _dot(self, influence: jax.Array, bar: jax.Array) -> jax.Array:
-        return influence @ bar.astype(self.dtype)
+        return _gradient_of(self, trace.value @ flat.astype(self.dtype))
 
 
 @dataclass(frozen=True)
-class SparseInfluence(_Columns):
+class SparseInfluence(Influence):
     """(n, width): for every parameter the states that it reaches within ``reach``
     steps."""
 
@@ -188,17 +157,28 @@ class SparseInfluence(_Columns):
     def init(self) -> jax.Array:
         return jnp.zeros(self.reached.shape, self.dtype)
 
-    def _unpacked(self, column: jax.Array, k: jax.Array) -> jax.Array:
-        places = jnp.asarray(self.reached)[k]
-        return jnp.zeros(self.places + 1, column.dtype).at[places].set(column)[:-1]
+    def advance(
+        self,
+        advance: Advance,
+        parameters: Values,
+        states: Values,
+        trace: InfluenceTrace,
+        seed: Any,
+    ) -> jax.Array:
+        moved = _moved_columns(self, advance, parameters, states)
+        reached = jnp.asarray(self.reached)
 
-    def _packed(self, column: jax.Array, k: jax.Array) -> jax.Array:
-        return jnp.append(column, 0)[jnp.asarray(self.reached)[k]]
+        def one(k: jax.Array, held: jax.Array) -> jax.Array:
+            # One place more than there are states, for the padding of ``reached``.
+            column = jnp.zeros(self.places + 1, held.dtype).at[reached[k]].set(held)
+            return jnp.append(moved(k, column[:-1]), 0)[reached[k]]
 
-    def _dot(self, influence: jax.Array, bar: jax.Array) -> jax.Array:
-        return jnp.sum(
-            influence * jnp.append(bar, 0)[jnp.asarray(self.reached)], axis=1
-        )
+        return _by_parameter(one, self.count, trace.value)
+
+    def gradient(self, trace: InfluenceTrace, bar: Values) -> Values:
+        flat, _ = ravel_pytree(bar)
+        read = jnp.append(flat, 0)[jnp.asarray(self.reached)]
+        return _gradient_of(self, jnp.sum(trace.value * read, axis=1))
 
     @cached_property
     def _paths(self) -> tuple[np.ndarray, np.ndarray]:
@@ -297,6 +277,34 @@ class SparseInfluence(_Columns):
 def _one_step_on(places: np.ndarray, onward: np.ndarray) -> np.ndarray:
     """The states that are moved one step after these."""
     return places.astype(np.int64) @ onward.astype(np.int64) > 0
+
+
+def _moved_columns(
+    influence: Influence, advance: Advance, parameters: Values, states: Values
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A function of the number of a parameter and its influence (m,) on the old states:
+    that on the new states."""
+    flat, to_states = ravel_pytree(states)
+
+    def moved(k: jax.Array, column: jax.Array) -> jax.Array:
+        unit = jnp.zeros(influence.count, jnp.finfo(influence.dtype).dtype)
+        parameter = influence.as_parameters(unit.at[k].set(1))
+        tangents = (parameter, to_states(column.astype(flat.dtype)))
+        _, new = influence.pushed(advance, (parameters, states), tangents)
+        return ravel_pytree(new)[0].astype(influence.dtype)
+
+    return moved
+
+
+def _by_parameter(one: Callable, count: int, held: jax.Array) -> jax.Array:
+    """``one`` of every parameter's number and influence, some of them together."""
+    numbered = (jnp.arange(count), held)
+    return jax.lax.map(lambda at: one(*at), numbered, batch_size=min(_COLUMNS, count))
+
+
+def _gradient_of(influence: Influence, found: jax.Array) -> Values:
+    """(n,) ∂ℓ/∂s · G in the shape of the parameters."""
+    return jax.tree.map(jnp.conj, influence.as_parameters(jnp.real(found)))
 
 
 @dataclass(frozen=True)

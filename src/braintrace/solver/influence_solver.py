@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import sum_type
+from ..arrays import all_zero, sum_type
 from ..compiled_step import CompiledStep, Values
 from .influence import Influence, InfluenceTrace
 from .masking import without_nan, zero_at
-from .one_block import Solved
+from .solved import Solved
+from .window import run_window
 
 _SILENT = np.ones((), bool)
 
@@ -47,14 +48,10 @@ class InfluenceSolver:
     """Nothing is kept of a step."""
 
     @property
-    def labels(self) -> list[tuple]:
+    def trace_names(self) -> list[tuple]:
         """The one influence: of all parameters, on all states."""
         paths = [path for group in self.step.groups for path in group.name]
         return [(tuple(self.step.names.values()), 'influence', tuple(paths))]
-
-    def block_length(self, steps: int, carried: bool, devices: int = 1) -> int:
-        """Steps are solved one by one."""
-        return 1
 
     def init_traces(self) -> list[InfluenceTrace]:
         """The influence at the start: none."""
@@ -72,7 +69,6 @@ class InfluenceSolver:
         traces: list,
         inputs: Values,
         weights: jax.Array,
-        block: int = 1,
         rule_state: Any = 0,
         masked: bool = True,
     ) -> Solved:
@@ -106,13 +102,9 @@ class InfluenceSolver:
         states: Values,
         traces: list,
         inputs: Values,
-        block: int = 1,
-        rule_state: Any = 0,
     ) -> Solved:
         """Advance states and influence without a loss; auxiliary values come along."""
-        values, states, traces = self.run(
-            parameters, states, traces, inputs, rule_state
-        )
+        values, states, traces = self.run(parameters, states, traces, inputs)
         return Solved(
             Values(), jnp.zeros(0), values.pick(self.step.aux), states, traces
         )
@@ -160,6 +152,32 @@ class InfluenceSolver:
         (_, _, total), _ = jax.lax.scan(one, start, (inputs, list(cotangents)))
         return _in_types_of(parameters, total)
 
+    def window_gradient(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any = 0,
+    ) -> Values:
+        """Gradient of a window for cotangents (t, ...) of its targets: reverse mode
+        inside, and the credit of the states at its start times their influence.
+
+        ``rule_state`` is not read: the influence at the start of the window is known.
+        """
+
+        def targets(parameters: Values, moving: Values) -> list[jax.Array]:
+            return run_window(self.step, parameters, states | moving, inputs)[1]
+
+        moving = states.pick(self.influence.moving)
+        values, pull = jax.vjp(targets, parameters, moving)
+        inside, credit = pull(_like(cotangents, values))
+        across = self.influence.gradient(traces[0], credit)
+        add = lambda a, b: (a + b).astype(a.dtype)
+        found = Values((key, add(x, across[key])) for key, x in inside.items())
+        return zero_at(found, all_zero(cotangents))
+
     def _gradient(
         self,
         parameters: Values,
@@ -176,12 +194,11 @@ class InfluenceSolver:
 
         moving = states.pick(self.influence.moving)
         values, pull = jax.vjp(targets, parameters, moving)
-        pairs = zip(bars, values, strict=True)
-        mine, past = pull([jnp.asarray(bar).astype(x.dtype) for bar, x in pairs])
+        mine, past = pull(_like(bars, values))
         found = jax.tree.map(jnp.add, mine, self.influence.gradient(trace, past))
         if not masked:
             return found
-        return zero_at(found, jnp.all(jnp.stack([jnp.all(bar == 0) for bar in bars])))
+        return zero_at(found, all_zero(bars))
 
     def _moved(
         self,
@@ -209,3 +226,9 @@ class InfluenceSolver:
         )
         values = Values(zip(self.step.targets, targets, strict=True)) | aux
         return new, InfluenceTrace(value, trace.steps + 1), values
+
+
+def _like(bars: Sequence[jax.Array], values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Cotangents in the types of their values."""
+    pairs = zip(bars, values, strict=True)
+    return [jnp.asarray(bar).astype(x.dtype) for bar, x in pairs]

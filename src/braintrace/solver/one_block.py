@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ..arrays import sum_type
 from ..compiled_step import CompiledStep, Components, Values
 from .block import (
     Derivatives,
@@ -21,31 +19,15 @@ from .block import (
     completed,
     derivatives,
     forward,
+    length_of,
     pull,
     weight_gradients,
 )
-from .block_loop import length_of
 from .masking import Block, Mask
 from .signals import SignalInputs, Symmetric
+from .solved import WeightSums, add
 from .traces import RecursionView, Trace, Traces
-from .visits import add, advance
-
-
-class Solved(NamedTuple):
-    """What a sequence gives: gradients of parameters, losses and auxiliary values of
-    every step.
-
-    ``predictor_update``, ``predictor_error``: the change of a predictor's weights, its
-    error.
-    """
-
-    gradients: Values
-    losses: jax.Array
-    aux: Values
-    states: Values
-    traces: Trace
-    predictor_update: Sequence[jax.Array] = ()
-    predictor_error: Any = 0.0
+from .visits import advance
 
 
 class OneBlock:
@@ -59,6 +41,7 @@ class OneBlock:
         self.step = step
         self.traces = traces
         self.signal = Symmetric() if signal is None else signal
+        self.sums = WeightSums(step)
 
     @cached_property
     def is_plain(self) -> bool:
@@ -66,7 +49,7 @@ class OneBlock:
         plain = self.traces.is_plain
         return plain and isinstance(self.signal, Symmetric)
 
-    def _view(
+    def view(
         self,
         constants: Values,
         block: Block,
@@ -80,11 +63,11 @@ class OneBlock:
             self.step, constants, steps, found, cotangents, groups, rule_state
         )
         learning, feedback = self.signal(given), self.signal.feedback(given)
-        slopes = self.traces.slopes(constants, block.safe)
+        slopes = self.traces.link_slopes(constants, block.safe)
         reads = self.traces.memory_reads(constants, block.safe, learning, feedback)
         return self.traces.view(found, learning, slopes, reads)
 
-    def _local_gradients(
+    def local_gradients(
         self,
         constants: Values,
         block: Block,
@@ -92,8 +75,7 @@ class OneBlock:
         view: RecursionView,
         credit: list[Components],
     ) -> list[Values]:
-        """What the credit of each group adds to the one-step gradients of tap
-        results."""
+        """By group, what its credit adds to the one-step gradients of tap results."""
         if self.is_plain:
             credit = self.traces.folded(view, credit)
         else:
@@ -101,7 +83,7 @@ class OneBlock:
         local = pull(self.step, constants, block.safe, credit)
         return block.zero_if_dead(self.traces.of_traced(local))
 
-    def _solve(
+    def solve(
         self,
         constants: Values,
         states: Values,
@@ -123,15 +105,15 @@ class OneBlock:
         block = Block.of(completed(step, constants, inputs | kept, last), mask)
         # L, R and D of every step, and the same as the rule's recursion sees them.
         found = derivatives(step, constants, block, cotangents)
-        total = add(total, self._constant_gradients(cotangents))
-        view = self._view(constants, block, found, cotangents, rule_state)
+        total = add(total, self.sums.of_constants(cotangents))
+        view = self.view(constants, block, found, cotangents, rule_state)
         # γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t back to the start, and (∂h_t/∂y_t)ᵀ γ_t.
         local: list[Values] = [Values() for _ in step.groups]
         first = traces_of.empty_credit
         if traces_of.has_block_traces or not self.is_plain:
             length, last_credit = len(cotangents[0]), traces_of.zero_credit()
             every, first = backward_credit(*view[:3], last_credit, length, mask)
-            local = self._local_gradients(constants, block, found, view, every)
+            local = self.local_gradients(constants, block, found, view, every)
         # One product for each weight, then the traces: γ_0 · ε_0, and ε_K.
         results = found.results
         if traces_of.factorised:
@@ -149,8 +131,8 @@ class OneBlock:
     def _summed_in_visits(
         self, block: Block, results: Values, local: list[Values]
     ) -> Values:
-        """The gradients of the results that the visits of traces sum: those of a single
-        step that is not masked."""
+        """The gradients of results that the visits of traces also sum over steps. There
+        are some only in a block of one step without a mask."""
         found = Values()
         if block.mask is None and length_of(block.values) == 1:
             for y in results:
@@ -162,12 +144,12 @@ class OneBlock:
     def _less_factorised(
         self, constants: Values, block: Block, found: Derivatives, local: list[Values]
     ) -> Values:
-        """One-step gradients without those that factors replace; ``local`` is changed
-        in place.
+        """One-step gradients without the part that factorised traces give.
 
-        ``found.results[y]`` is the whole one-step gradient of y. Factors give the part
-        that passes their group, so it is subtracted here; where y acts on nothing else,
-        all of it is left out.
+        ``found.results[y]`` is the whole one-step gradient of y. The traces give the
+        part of it that passes through their group. Where y acts on nothing else, y is
+        left out of the result; otherwise that part is subtracted in ``local``, which is
+        changed in place.
         """
         alone = {y for y, box in self.traces.rest.items() if box is None}
         results = found.results.pick(y for y in found.results if y not in alone)
@@ -179,43 +161,3 @@ class OneBlock:
             if y in results:
                 local[g][y] = -now[g][y]
         return results
-
-    # ---------------------------------------------------------- gradients of parameters
-
-    @cached_property
-    def _weight_shapes(self) -> Values:
-        constants = jax.eval_shape(
-            self.step.constants, Values(self.step.parameters), Values(self.step.states)
-        )
-        return constants.pick(self.step.weights)
-
-    def _no_gradient(self) -> Values:
-        shapes = self._weight_shapes.items()
-        return Values((key, jnp.zeros(x.shape, sum_type(x.dtype))) for key, x in shapes)
-
-    def _constant_gradients(self, cotangents: Sequence[jax.Array]) -> Values:
-        """Gradients of targets that no data reaches, from cotangents (t, ...)."""
-        total = Values()
-        for key, cotangent in zip(self.step.targets, cotangents, strict=True):
-            if key in self.step.constant_targets:
-                dtype = sum_type(self._weight_shapes[key].dtype)
-                total[key] = jnp.sum(cotangent, axis=0).astype(dtype)
-        return total
-
-    def _of_parameters(
-        self, parameters: Values, states: Values, total: Values
-    ) -> Values:
-        """Gradients of parameters from those of the weights that they determine."""
-        pieces = self.step.pieces
-        whole = [key for key in self.step.weights if key not in pieces]
-        weights = lambda p: self.step.constants(p, states).pick(whole)
-        values, pull_back = jax.vjp(weights, parameters)
-        bars = Values((key, total[key].astype(values[key].dtype)) for key in whole)
-        found = pull_back(bars)[0]
-        # Written into their places: reverse mode would pad each piece to the whole and
-        # add up the sums, which takes as long as an update by a small network.
-        for key, (parameter, box) in pieces.items():
-            gradient = found[parameter]
-            piece = gradient[box] + total[key].astype(gradient.dtype)
-            found[parameter] = gradient.at[box].set(piece)
-        return found

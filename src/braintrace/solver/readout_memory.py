@@ -19,7 +19,7 @@ from ..compiled_step import (
     Link,
     Signals,
 )
-from .recursion import Memory, Recursion, Slopes
+from .recursion import LinkSlopes, Memory, Recursion
 
 
 class MemoryRead(NamedTuple):
@@ -44,7 +44,7 @@ class ReadoutMemory(NamedTuple):
 def with_memories(
     recursion: Recursion,
     read: Components,
-    slopes: Slopes,
+    slopes: LinkSlopes,
     memory_reads: Sequence[MemoryRead],
 ) -> Components:
     """Direct reads of old states, with those of memories.

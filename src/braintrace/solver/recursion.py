@@ -28,14 +28,14 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import Components, Group, Jacobian, Key
+from ..compiled_step import CompiledGroup, Components, Jacobian, Key
 
 
 @dataclass(frozen=True)
 class JacobianRecursion:
     """The trace follows D, the derivative of each position's own states."""
 
-    def pattern(self, group: Group) -> frozenset[tuple[int, int]]:
+    def pattern(self, group: CompiledGroup) -> frozenset[tuple[int, int]]:
         """(i, j) where the new component i depends on the old component j."""
         return group.pattern
 
@@ -50,7 +50,7 @@ class ScalarLeak:
 
     decay: float
 
-    def pattern(self, group: Group) -> frozenset[tuple[int, int]]:
+    def pattern(self, group: CompiledGroup) -> frozenset[tuple[int, int]]:
         """Every component depends on itself."""
         return frozenset((i, i) for i in range(group.size) if self.decay)
 
@@ -78,7 +78,7 @@ class Memory:
         return (*self.states, *self.old_states)[0]
 
 
-Slopes = Sequence[tuple[Components, Components]]
+LinkSlopes = Sequence[tuple[Components, Components]]
 """(U, V) of every memory of a group."""
 
 
@@ -91,7 +91,7 @@ class Recursion:
     in the methods below are (U, V) of each of them.
     """
 
-    group: Group
+    group: CompiledGroup
     kind: JacobianRecursion | ScalarLeak
     kappa: float | None = None
     every_component: bool = False
@@ -182,7 +182,7 @@ class Recursion:
         }
 
     def transition(
-        self, jacobian: Jacobian, like: Components, slopes: Slopes = ()
+        self, jacobian: Jacobian, like: Components, slopes: LinkSlopes = ()
     ) -> Jacobian:
         """The recursion's own matrix for all steps of a block; ``like``: an array a
         state."""
@@ -209,7 +209,7 @@ class Recursion:
         return {self._read(i): x for i, x in signals.items()}
 
     def folded(
-        self, credit: Mapping[int, jax.Array], slopes: Slopes = ()
+        self, credit: Mapping[int, jax.Array], slopes: LinkSlopes = ()
     ) -> Components:
         """Credit of components, added up by the states that drive them."""
         found: Components = {}

@@ -8,26 +8,31 @@ Letters: T steps of the sequence, t of a block, h positions, s components of a p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import Components, Jacobian, Values
+from ..arrays import bytes_of
+from ..compiled_step import CompiledStep, Components, Jacobian, Values
 from .block import (
     backward_credit,
     completed,
     derivatives,
     forward,
+    length_of,
+    over_blocks,
     weight_gradients,
     with_new_states,
 )
-from .block_loop import length_of, over_blocks
 from .masking import Block, Mask
-from .one_block import Solved
-from .traces import Trace
-from .visits import Driven, add, advance_silently, drive, take_in
+from .one_block import OneBlock
+from .solved import Solved, add
+from .traces import Trace, Traces
+from .visits import Driven, advance_silently, drive, take_in, unit_products
+from .window import run_window
 from .window_solver import WindowSolver
 
 
@@ -45,9 +50,23 @@ class _Span(NamedTuple):
     dead: jax.Array
 
 
-class BlockSolver(WindowSolver):
+class BlockSolver:
     """Solves sequences of one step by blocks. Pure: states and traces go in and come
-    out."""
+    out.
+
+    ``one_block`` solves a single block of it.
+    """
+
+    def __init__(self, step: CompiledStep, traces: Traces, signal: Any = None):
+        self.step = step
+        self.traces = traces
+        self.one_block = OneBlock(step, traces, signal)
+        self.sums = self.one_block.sums
+
+    @cached_property
+    def windows(self) -> WindowSolver:
+        """Solves windows of the step by reverse mode."""
+        return WindowSolver(self.step, self.traces)
 
     def init_traces(self) -> Trace:
         """Traces at the start of a sequence."""
@@ -59,7 +78,7 @@ class BlockSolver(WindowSolver):
         return self.traces.owner
 
     @property
-    def labels(self) -> list[tuple]:
+    def trace_names(self) -> list[tuple]:
         """What each trace is of: parameters, operation, hidden states."""
         return [
             (
@@ -87,7 +106,7 @@ class BlockSolver(WindowSolver):
         """
         least, room = 8, 2**20
         if carried and not self._has_spans:
-            traces, gradients = self._trace_bytes, _bytes(self._weight_shapes)
+            traces, gradients = self._trace_bytes, bytes_of(self.sums.shapes)
             least, room = 4, min(max(gradients // 4 + traces // 2, 2**17), 2**23)
         longest = min(max(devices * room // self.kept_bytes, least), 50, steps)
         lengths = range(longest, longest // 2, -1)
@@ -105,7 +124,7 @@ class BlockSolver(WindowSolver):
 
     @property
     def _trace_bytes(self) -> int:
-        return _bytes(self.trace_shapes)
+        return bytes_of(self.trace_shapes)
 
     # ------------------------------------------------------------ whole sequences
 
@@ -126,9 +145,9 @@ class BlockSolver(WindowSolver):
         """
         constants = self.step.constants(parameters, states)
         old = states.pick(self.step.written)
-        given = (constants, old, self._no_gradient(), inputs, weights, block)
+        given = (constants, old, self.sums.zero(), inputs, weights, block)
         span = self._there_and_back(*given, rule_state, masked)
-        gradients = self._of_parameters(parameters, states, span.total)
+        gradients = self.sums.of_parameters(parameters, states, span.total)
         return Solved(gradients, span.losses, span.aux, states | span.states, [])
 
     def _there_and_back(
@@ -166,12 +185,12 @@ class BlockSolver(WindowSolver):
             mask = Mask.of([weights], dead) if masked else None
             now = Block.of(completed(step, constants, steps, end), mask)
             found = derivatives(step, constants, now, [weights])
-            view = self._view(constants, now, found, [weights], rule_state)
+            view = self.one_block.view(constants, now, found, [weights], rule_state)
             # γ continues from the block after this one, which was solved before it.
             every, first = backward_credit(*view[:3], credit, len(weights), mask)
-            local = self._local_gradients(constants, now, found, view, every)
+            local = self.one_block.local_gradients(constants, now, found, view, every)
             gradients = weight_gradients(step, constants, now, found.results, local)
-            total = add(add(total, gradients), self._constant_gradients([weights]))
+            total = add(add(total, gradients), self.sums.of_constants([weights]))
             dead = dead if mask is None else mask.dead[0]
             driven: list[Driven] = []
             if drives:
@@ -179,7 +198,7 @@ class BlockSolver(WindowSolver):
                 driven, products = drive(traces_of, constants, now, view, products)
             return (first, products, total, dead), (found.targets[0], found.aux, driven)
 
-        units = traces_of.unit_products() if drives else []
+        units = unit_products(traces_of) if drives else []
         start = (traces_of.zero_credit(), units, total, jnp.asarray(True))
         given = (inputs | kept, weights)
         (credit, products, total, dead), (losses, aux, driven) = over_blocks(
@@ -205,15 +224,15 @@ class BlockSolver(WindowSolver):
         """
         constants = self.step.constants(parameters, states)
 
-        def one_block(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
+        def by_block(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
             states, traces, total = carry
             inputs, weights = at
-            carry, found = self._solve(
+            carry, found = self.one_block.solve(
                 constants, states, traces, total, inputs, [weights], rule_state, masked
             )
             return carry, (found.targets[0], found.aux)
 
-        def one_span(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
+        def by_span(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
             states, traces, total = carry
             given = (constants, states, total, *at, block, rule_state, masked)
             span = self._there_and_back(*given, drives=True)
@@ -229,12 +248,12 @@ class BlockSolver(WindowSolver):
             )
             return (span.states, traces, total), (span.losses, span.aux)
 
-        start = (states.pick(self.step.written), traces, self._no_gradient())
+        start = (states.pick(self.step.written), traces, self.sums.zero())
         length = self.span_length(length_of(inputs), block)
-        body = one_block if length == block else one_span
+        body = by_block if length == block else by_span
         carry, (losses, aux) = over_blocks(body, start, (inputs, weights), length)
         last, traces, total = carry
-        gradients = self._of_parameters(parameters, states, total)
+        gradients = self.sums.of_parameters(parameters, states, total)
         return Solved(gradients, losses, aux, states | last, traces)
 
     def span_length(self, steps: int, block: int) -> int:
@@ -271,7 +290,7 @@ class BlockSolver(WindowSolver):
                     constants,
                     done,
                     traces,
-                    self._no_gradient(),
+                    self.sums.zero(),
                     self.traces.empty_credit,
                 )
             aux = jax.vmap(
@@ -283,6 +302,45 @@ class BlockSolver(WindowSolver):
         (last, traces), aux = over_blocks(one, start, inputs, block)
         return Solved(Values(), jnp.zeros(0), aux, states | last, traces)
 
+    # ------------------------------------------------------------ a few steps
 
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    def run(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+    ) -> tuple[Values, Values, Trace]:
+        """A few steps: targets and auxiliary values of each, next states, next
+        traces."""
+        new, targets, aux = run_window(self.step, parameters, states, inputs)
+        values = Values(zip(self.step.targets, targets, strict=True)) | aux
+        if traces:
+            constants = self.step.constants(parameters, states)
+            traces, _ = self.windows.across(
+                constants,
+                states,
+                inputs,
+                traces,
+                self.sums.zero(),
+                self.traces.empty_credit,
+            )
+        return values, new, traces
+
+    def block_gradient(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any = None,
+    ) -> Values:
+        """Online gradient of a few steps for cotangents (t, ...) of their targets."""
+        constants = self.step.constants(parameters, states)
+        start = (states.pick(self.step.written), traces, self.sums.zero())
+        carry, _ = self.one_block.solve(
+            constants, *start, inputs, cotangents, rule_state
+        )
+        _, _, total = carry
+        return self.sums.of_parameters(parameters, states, total)

@@ -16,12 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import CompiledStep, Signals, Values
+from ..compiled_step import CompiledStep, Feedback, Signals, Values
 from ..errors import CompilationError, three_parts
 from .block import Derivatives
-
-Feedback = dict[Any, jax.Array]
-"""Weights in place of the read-outs' own on the way back."""
 
 
 class SignalInputs(NamedTuple):

@@ -19,12 +19,12 @@ import numpy as np
 from ..arrays import box_of, is_complex
 from ..compiled_step import (
     Box,
+    CompiledSite,
     CompiledStep,
     Components,
     Jacobian,
     Key,
     Signals,
-    Site,
     SummingLayout,
     Tap,
     TraceLayout,
@@ -33,7 +33,7 @@ from ..compiled_step import (
 from .block import Derivatives
 from .factors import FactorLayout
 from .readout_memory import MemoryRead, ReadoutMemory, decaying_part, with_memories
-from .recursion import JacobianRecursion, Memory, Recursion, ScalarLeak, Slopes
+from .recursion import JacobianRecursion, LinkSlopes, Memory, Recursion, ScalarLeak
 
 Trace = list[Any]
 """One entry a site: components of ε, or a :class:`FactorTrace`."""
@@ -43,7 +43,9 @@ Trace = list[Any]
 class PerParameter:
     """One trace for each weight and position it reaches."""
 
-    def layout(self, site: Site, shape: tuple[int, ...]) -> TraceLayout | FactorLayout:
+    def layout(
+        self, site: CompiledSite, shape: tuple[int, ...]
+    ) -> TraceLayout | FactorLayout:
         """How the trace of a site is stored."""
         return site.use.layout(site.positions, shape)
 
@@ -58,7 +60,9 @@ class Factorised:
 
     decay: tuple[float, float]
 
-    def layout(self, site: Site, shape: tuple[int, ...]) -> TraceLayout | FactorLayout:
+    def layout(
+        self, site: CompiledSite, shape: tuple[int, ...]
+    ) -> TraceLayout | FactorLayout:
         """How the trace of a site is stored."""
         if site.factorises:
             return FactorLayout(site, self.decay)
@@ -68,22 +72,22 @@ class Factorised:
 class TracedSite(NamedTuple):
     """A site whose trace is carried, the tap it belongs to, and how it is stored."""
 
-    site: Site
+    site: CompiledSite
     tap: Tap
     layout: TraceLayout | FactorLayout
 
 
 class RecursionView(NamedTuple):
-    """A block's derivatives as the traces' recursion sees them: with its components and
-    matrices.
+    """The derivatives of a block in the components that traces have, with the matrices
+    by which the rule carries traces from step to step.
 
-    ``slopes``: those of the memories of read-outs, by group.
+    ``link_slopes``: ∂u/∂h of what leaky read-outs remember, by group.
     """
 
     signals: list[Components]
     reads: list[Components]
     transitions: list[Jacobian]
-    slopes: list[Slopes]
+    link_slopes: list[LinkSlopes]
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,10 @@ class Traces:
 
     ``is_traced(tap)``: whether the parameters of a tap are traced; the others keep
     their one-step gradient. ``dtype``: how traces are stored, if not in the precision
-    of the results. ``to_readouts``: traces hold what leaky read-outs remember, with
-    ``kappa`` in place of the read-outs' own decays if it is given; otherwise ``kappa``
-    is a filter of all that signals read.
+    of the results. ``every_component``: credit may come back to every old state, even
+    to those that no later local step reads (exact windows). ``to_readouts``: traces
+    hold what leaky read-outs remember, with ``kappa`` in place of the read-outs' own
+    decays if it is given; otherwise ``kappa`` is a filter of all that signals read.
     """
 
     step: CompiledStep
@@ -189,8 +194,8 @@ class Traces:
 
     @cached_property
     def summed_in_visits(self) -> frozenset[Key]:
-        """Results of sites whose traces, visited after a single step, sum its one-step
-        gradient as well: the only weight and the only result of their tap."""
+        """Results whose one-step gradients can be summed by the visit of their trace,
+        after a block of one step. Their tap has one weight, one result and one site."""
         found = set()
         for site, tap, layout in self.sites:
             alone = all(
@@ -204,7 +209,8 @@ class Traces:
 
     @cached_property
     def rows_from(self) -> tuple[int, ...]:
-        """For every trace the first with the same ∂h/∂y, by which steps drive it."""
+        """For every trace the number of the first with the same ∂h/∂y; it uses the rows
+        of that one."""
         first: dict[Any, int] = {}
         found = []
         for n, (site, _, _) in enumerate(self.sites):
@@ -223,8 +229,8 @@ class Traces:
 
     @cached_property
     def owner(self) -> tuple[int, ...]:
-        """For every trace the first with the same ε_f: results that enter one sum share
-        it."""
+        """For every trace the number of the first with the same state part ε_f. Results
+        that are added up share it."""
         first: dict[Any, int] = {}
         found = []
         for n, (site, _, layout) in enumerate(self.sites):
@@ -237,9 +243,9 @@ class Traces:
 
     @cached_property
     def rest(self) -> dict[Key, Box | None]:
-        """The part of a factorised site's result that acts on more than its group.
+        """For each factorised result the part that does not act on its group alone.
 
-        Outside of it the factors replace the one-step gradient as a whole.
+        For all other elements the factors replace the whole one-step gradient.
         """
         pairs = self.factorised_results
         return {
@@ -258,7 +264,7 @@ class Traces:
                 traces.append({i: jnp.zeros(layout.shape, dtype) for i in carried})
         return traces
 
-    def _stored_type(self, site: Site) -> Any:
+    def _stored_type(self, site: CompiledSite) -> Any:
         dtype = site.use.trace_dtype
         if self.dtype is None:
             return dtype
@@ -280,7 +286,7 @@ class Traces:
         """Zeros for every component that a later step can read."""
         return [recursion.zero_credit() for recursion in self.recursions]
 
-    def slopes(self, constants: Values, steps: Values) -> list[Slopes]:
+    def link_slopes(self, constants: Values, steps: Values) -> list[LinkSlopes]:
         """∂u/∂h of the memories of every group and step."""
         found: list[list] = [[] for _ in self.step.groups]
         for m in self.memories:
@@ -317,7 +323,7 @@ class Traces:
         self,
         found: Derivatives,
         learning: Signals,
-        slopes: list[Slopes],
+        slopes: list[LinkSlopes],
         memory_reads: list[list[MemoryRead]],
     ) -> RecursionView:
         """The block as the recursion sees it; ``learning``: the signals that the rule
@@ -361,7 +367,7 @@ class Traces:
         self, view: RecursionView, credit: Sequence[Components]
     ) -> list[Components]:
         """Credit of all components, added up by the states that drive them."""
-        parts = zip(self.recursions, credit, view.slopes, strict=True)
+        parts = zip(self.recursions, credit, view.link_slopes, strict=True)
         return [recursion.folded(mine, slope) for recursion, mine, slope in parts]
 
     def added_credit(
@@ -391,10 +397,6 @@ class Traces:
 
     # ------------------------------------------------------------ a block
 
-    def unit_products(self) -> list[Jacobian]:
-        """P of no steps, by group."""
-        return list(map(_unit_product, self.recursions))
-
     @cached_property
     def driven_bytes(self) -> int:
         """Bytes that :func:`drive` keeps of one step."""
@@ -411,13 +413,3 @@ class Traces:
             shape = () if use.input is None else use.operand_shape(use.input)
             found += int(np.prod(shape)) * width
         return found
-
-
-def _unit_product(recursion: Recursion) -> Jacobian:
-    """P of no steps at all."""
-    group = recursion.group
-    dtype = jnp.finfo(jnp.result_type(*group.dtypes)).dtype
-    return {
-        (i, j): jnp.full(group.shape, float(i == j), dtype)
-        for i, j in sorted(recursion.closure)
-    }

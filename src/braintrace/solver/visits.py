@@ -20,33 +20,43 @@ import jax.numpy as jnp
 
 from ..arrays import cast, padded, sum_type
 from ..compiled_step import (
+    CompiledSite,
     Components,
     Jacobian,
     Key,
     Operands,
     Signals,
-    Site,
     SummingLayout,
     Values,
 )
-from .block import Derivatives, products_to_end, pull, transitions
-from .block_loop import length_of
+from .block import (
+    Derivatives,
+    length_of,
+    products_to_end,
+    pull,
+    transitions,
+)
 from .factors import FactorLayout, FactorTrace
 from .masking import Block, Mask, finite, zero_at
+from .solved import add
 from .traces import RecursionView, Trace, TracedSite, Traces
 
 
 class Driven(NamedTuple):
-    """What steps add to one trace: operands of its site and P_t ∂h_t/∂y_t by component,
-    both with t first; of y only the part that reaches the group. Where an earlier trace
-    has the same ∂h/∂y, it alone has the rows, and there are none here."""
+    """What steps add to one trace, with t first.
+
+    ``data``: the operands of its site. ``rows``: P_t ∂h_t/∂y_t by component, for the
+    part of y that reaches the group. Traces with the same ∂h/∂y share their rows: the
+    first of them holds the rows, the others have none.
+    """
 
     data: Operands
     rows: Components
 
 
 class _NoSteps(Values):
-    """Values of steps, where only operands that stay the same are wanted."""
+    """Takes the place of the values of steps where only operands that are the same in
+    every step are read."""
 
     def __missing__(self, key: Key) -> None:
         return None
@@ -62,8 +72,10 @@ def advance(
     credit: Sequence[Components],
     y_bars: Mapping[Key, jax.Array] = {},
 ) -> tuple[Trace, Values]:
-    """Traces after a block, and ``total`` with their gradients added; ``credit``: γ_0,
-    ``y_bars``: the one-step gradients of the results that the visits sum."""
+    """The traces after a block, and ``total`` with the gradients that they give.
+
+    ``credit``: γ_0. ``y_bars``: gradients of results that the visits also sum.
+    """
     operands = [_operands(traced, constants, block) for traced in traces_of.sites]
     new, total = _advance_factors(
         traces_of, constants, operands, block, view, traces, total
@@ -71,11 +83,23 @@ def advance(
     if not traces_of.has_block_traces:
         return new, total
     driven, products = drive(
-        traces_of, constants, block, view, traces_of.unit_products()
+        traces_of, constants, block, view, unit_products(traces_of)
     )
     dead = None if block.mask is None else block.mask.dead[0]
     given = (constants, new, driven, products, total, credit, dead, y_bars)
     return take_in(traces_of, *given)
+
+
+def unit_products(traces_of: Traces) -> list[Jacobian]:
+    """P of no steps at all, by group."""
+    units = []
+    for recursion in traces_of.recursions:
+        group = recursion.group
+        dtype = jnp.finfo(jnp.result_type(*group.dtypes)).dtype
+        zero, one = jnp.zeros(group.shape, dtype), jnp.ones(group.shape, dtype)
+        entries = sorted(recursion.closure)
+        units.append({(i, j): one if i == j else zero for i, j in entries})
+    return units
 
 
 def drive(
@@ -85,12 +109,14 @@ def drive(
     view: RecursionView,
     after: Sequence[Jacobian],
 ) -> tuple[list[Driven], list[Jacobian]]:
-    """What the steps of a block add to each trace, and P_0 by group; ``after``: P of
-    the steps that follow before the traces are visited."""
+    """What the steps of a block add to each trace, and P_0 by group.
+
+    ``after``: P of the steps between this block and the next visit of the traces.
+    """
     length = length_of(block.values)
     products, cotangents = [], []
     for recursion, matrix, later, slopes in zip(
-        traces_of.recursions, view.transitions, after, view.slopes, strict=True
+        traces_of.recursions, view.transitions, after, view.link_slopes, strict=True
     ):
         to_end, whole = products_to_end(matrix, later, length)
         products.append(whole)
@@ -127,10 +153,11 @@ def take_in(
     dead: jax.Array | None,
     y_bars: Mapping[Key, jax.Array] = {},
 ) -> tuple[Trace, Values]:
-    """Traces after the steps that :func:`drive` saw, in one visit, and ``total`` with
-    γ_0 · ε_0 added; ``dead``: no credit came back to the first of them.
+    """One visit: the traces after the steps that :func:`drive` was given, and ``total``
+    with γ_0 · ε_0 added.
 
-    ``y_bars``: one-step gradients of results, summed over in the same visit.
+    ``dead``: whether no credit reaches the first of these steps. ``y_bars``: gradients
+    of results that the same visit sums.
     """
     new = list(traces)
     for n, (site, tap, layout) in enumerate(traces_of.sites):
@@ -148,13 +175,13 @@ def take_in(
         else:
             new[n], gradient = layout.solve(*given)
         if dead is not None:
-            # A trace may be infinite, and no credit may meet it.
+            # Where a trace is infinite, credit of zero would give NaN.
             gradient = zero_at(gradient, dead)
         total = _add_gradient(total, site, gradient)
     return new, total
 
 
-def _add_gradient(total: Values, site: Site, gradient: jax.Array) -> Values:
+def _add_gradient(total: Values, site: CompiledSite, gradient: jax.Array) -> Values:
     dtype = sum_type(site.use.weight.dtype)
     return add(total, {site.weight: cast(gradient, dtype)})
 
@@ -175,7 +202,7 @@ def _advance_factors(
     if not layouts:
         return new, total
     length, groups = length_of(block.values), traces_of.step.groups
-    # Cotangents of one: their pull-backs are the slopes ∂h_s/∂y of every step.
+    # The pull-back of a cotangent of ones is ∂h_s/∂y of every step.
     units = []
     for group, signals in zip(groups, view.signals, strict=True):
         one = lambda x, group=group: jnp.ones((length, *group.shape), x.dtype)
@@ -240,7 +267,7 @@ def advance_silently(
 ) -> tuple[Trace, Values]:
     """Traces after a block of completed steps without a loss.
 
-    ``credit``: from a window's own reverse pass, unless the window is ``dead``.
+    ``credit``: γ_0 of the reverse pass through a window; ignored if that is ``dead``.
     """
     length = length_of(steps)
     block = Block.of(steps, Mask.of_silence(length, dead))
@@ -255,7 +282,7 @@ def advance_silently(
     found = Derivatives(
         [], Values(), Values(), silent, traces_of.empty_credit, matrices
     )
-    slopes = traces_of.slopes(constants, block.safe)
+    slopes = traces_of.link_slopes(constants, block.safe)
     learning = Signals(Values(), silent, traces_of.empty_credit)
     view = traces_of.view(found, learning, slopes, [[] for _ in traces_of.step.groups])
     return advance(traces_of, constants, block, view, traces, total, credit)
@@ -290,8 +317,8 @@ def _rows(
     steps: Values,
     cotangents: list[dict[int, Components]],
 ) -> list[dict[Key, Components]]:
-    """Pull-backs to every group's tap results, one for each named cotangent: (t,
-    y)."""
+    """For each group, tap result and component s, the pull-back (t, y) of the cotangent
+    that ``cotangents`` has for s."""
     found: list[dict[Key, Components]] = [{} for _ in traces_of.step.groups]
     names = sorted({s for named in cotangents for s in named})
     for s in names:
@@ -300,7 +327,7 @@ def _rows(
         for g, mine in enumerate(bars):
             for y, bar in mine.items() if s in cotangents[g] else ():
                 found[g].setdefault(y, {})[s] = bar
-    slopes = traces_of.step.slopes
+    slopes = traces_of.step.shared_slopes
     if slopes is not None and any(group.shared for group in traces_of.step.groups):
         by_group = jax.vmap(lambda values: slopes(constants, values))(steps)
         for g, mine in enumerate(by_group):
@@ -324,10 +351,9 @@ def _at_positions(
 def _operands(
     traced: TracedSite, constants: Values, block: Block
 ) -> tuple[Operands, Operands]:
-    """Operands of a site that stay the same, and those of each step.
+    """Operands of a site that are the same in every step, and those of each step.
 
-    A state that is made without any data has none of the latter: all operands but the
-    weight are repeated.
+    Where no operand depends on the step, all but the weight are repeated for each.
     """
     fixed, data = block.operands(traced.tap, constants)
     if data:
@@ -336,11 +362,3 @@ def _operands(
     repeat = lambda x: jnp.broadcast_to(x, (length, *jnp.shape(x)))
     data = {k: repeat(x) for k, x in fixed.items() if k != weight}
     return {weight: fixed[weight]}, data
-
-
-def add(total: Values, more: Mapping[Key, Any]) -> Values:
-    """The sum of gradients; those that only ``more`` has are of no parameter that is
-    asked for, and are left out."""
-    return Values(
-        (key, x + more[key] if key in more else x) for key, x in total.items()
-    )

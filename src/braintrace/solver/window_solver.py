@@ -11,17 +11,18 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import Components, Values
+from ..compiled_step import CompiledStep, Components, Values
 from .block import (
     completed,
     forward,
+    length_of,
+    over_blocks,
 )
-from .block_loop import length_of, over_blocks
 from .masking import Mask, all_finite, finite, zero_at
-from .one_block import OneBlock, Solved
-from .traces import Trace
-from .visits import add, add_factor_gradients, advance_silently
-from .window import run_window, window_gradient
+from .solved import Solved, WeightSums, add
+from .traces import Trace, Traces
+from .visits import add_factor_gradients, advance_silently
+from .window import window_gradient
 
 
 class Predictor(Protocol):
@@ -44,10 +45,16 @@ class Predictor(Protocol):
         ...
 
 
-class WindowSolver(OneBlock):
-    """Solves windows of a step, and sequences of them."""
+class WindowSolver:
+    """Solves windows of a step, and sequences of them. Pure: states and traces go in
+    and come out."""
 
-    def windows(
+    def __init__(self, step: CompiledStep, traces: Traces):
+        self.step = step
+        self.traces = traces
+        self.sums = WeightSums(step)
+
+    def solve(
         self,
         parameters: Values,
         states: Values,
@@ -64,9 +71,10 @@ class WindowSolver(OneBlock):
     ) -> Solved:
         """Reverse mode inside windows of a length; traces or a predictor across them.
 
-        ``fresh``: nothing came before the sequence and nothing follows it. ``unit``:
-        the weight of a loss that is not masked (1/T for a mean). The predictor is
-        trained for losses of weight 1, so its credit is scaled by it; its weights are
+        ``deep``: paths from one position to another across time are cut. ``fresh``:
+        nothing came before the sequence and nothing follows it. ``unit``: the weight of
+        a loss that is not masked (1/T for a mean). The predictor is trained for losses
+        of weight 1, so its credit is multiplied by ``unit``; its weights are
         ``rule_state``. ``masked``: some of the weights may be zero.
         """
         step = self.step
@@ -80,6 +88,7 @@ class WindowSolver(OneBlock):
             inputs, weights = at
             credit_after = None
             if predictor:
+                # Nothing follows the last window of a fresh sequence.
                 follows = jnp.where(fresh & (number == count - 1), 0.0, unit)
 
                 def credit_after(end: list[Components]) -> list[Components]:
@@ -90,6 +99,8 @@ class WindowSolver(OneBlock):
                 step, parameters, states, inputs, [weights], deep, credit_after, masked
             )
             if predictor:
+                # The credit at the start of this window is what should have been
+                # predicted at the end of the window before; the first has none before.
                 start = [
                     dict(enumerate(group.components(states))) for group in step.groups
                 ]
@@ -104,63 +115,23 @@ class WindowSolver(OneBlock):
                 error = error + counts * distance
             if traces:
                 dead = jnp.all(weights == 0) & (predictor is None)
-                traces, through = self._across(
+                traces, through = self.across(
                     constants, states, inputs, traces, through, found.credit, dead
                 )
             total = add(total, found.gradients)
             carry = (found.states, traces, total, through, learned, error)
             return carry, (found.targets[0], found.aux)
 
-        start = (states, traces, zero, self._no_gradient(), learned, jnp.zeros(()))
+        start = (states, traces, zero, self.sums.zero(), learned, jnp.zeros(()))
         carry, (losses, aux) = over_blocks(one, start, (inputs, weights), length)
         last, traces, total, through, learned, error = carry
         if traces:
-            total = add(total, self._of_parameters(parameters, states, through))
+            total = add(total, self.sums.of_parameters(parameters, states, through))
         windows = max(count - fresh, 1)
         update = [x / windows for x in learned]
         return Solved(total, losses, aux, last, traces, update, error / windows)
 
-    def run(
-        self,
-        parameters: Values,
-        states: Values,
-        traces: Trace,
-        inputs: Values,
-        rule_state: Any = None,
-    ) -> tuple[Values, Values, Trace]:
-        """A few steps: targets and auxiliary values of each, next states, next
-        traces."""
-        new, targets, aux = run_window(self.step, parameters, states, inputs)
-        values = Values(zip(self.step.targets, targets, strict=True)) | aux
-        if traces:
-            constants = self.step.constants(parameters, states)
-            traces, _ = self._across(
-                constants,
-                states,
-                inputs,
-                traces,
-                self._no_gradient(),
-                self.traces.empty_credit,
-            )
-        return values, new, traces
-
-    def block_gradient(
-        self,
-        parameters: Values,
-        states: Values,
-        traces: Trace,
-        inputs: Values,
-        cotangents: Sequence[jax.Array],
-        rule_state: Any = None,
-    ) -> Values:
-        """Online gradient of a few steps for cotangents (t, ...) of their targets."""
-        constants = self.step.constants(parameters, states)
-        start = (states.pick(self.step.written), traces, self._no_gradient())
-        carry, _ = self._solve(constants, *start, inputs, cotangents, rule_state)
-        _, _, total = carry
-        return self._of_parameters(parameters, states, total)
-
-    def exact_window_gradient(
+    def gradient(
         self,
         parameters: Values,
         states: Values,
@@ -186,12 +157,14 @@ class WindowSolver(OneBlock):
             return found.gradients
         constants = self.step.constants(parameters, states)
         dead = Mask.of(cotangents, predictor is None).dead[0]
-        _, through = self._across(
-            constants, states, inputs, traces, self._no_gradient(), found.credit, dead
+        _, through = self.across(
+            constants, states, inputs, traces, self.sums.zero(), found.credit, dead
         )
-        return add(found.gradients, self._of_parameters(parameters, states, through))
+        return add(
+            found.gradients, self.sums.of_parameters(parameters, states, through)
+        )
 
-    def _across(
+    def across(
         self,
         constants: Values,
         states: Values,
@@ -201,10 +174,10 @@ class WindowSolver(OneBlock):
         credit: Sequence[Components],
         dead: jax.Array | bool = True,
     ) -> tuple[Trace, Values]:
-        """Traces after a window without signals of its own; γ_0 · ε_0 is added to the
-        gradient.
+        """The traces after a window, and the gradient with γ_0 · ε_0 added.
 
-        ``dead``: neither the window nor what follows it has a signal.
+        The losses of the window give their credit by reverse mode, so the traces only
+        advance. ``dead``: there is no loss in the window or after it.
         """
         step, dead = self.step, jnp.asarray(dead)
         last, kept = forward(step, constants, states.pick(step.written), inputs)

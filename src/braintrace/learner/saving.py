@@ -1,0 +1,118 @@
+"""The calls of a :class:`Learner` that save, load and copy it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+import brainstate
+
+from ..errors import three_parts
+from .access import synchronised
+from .compiling import new_executor
+from .models import interface_of
+from .programs import Kept
+from .weights import (
+    Weights,
+    read_safetensors,
+    read_weights,
+    write_safetensors,
+    write_weights,
+)
+
+if TYPE_CHECKING:
+    from .learner import Learner
+
+
+def weights(learner: Learner) -> Weights:
+    """Copies of the parameters as NumPy arrays, by path.
+
+    A parameter that is a structure of arrays, as the weight and the bias of a
+    layer, is the same structure of NumPy arrays.
+    """
+    with synchronised(learner):
+        return read_weights(learner.param_states)
+
+
+def set_weights(learner: Learner, weights: Mapping[Any, Any]) -> None:
+    """Set parameters to arrays as :meth:`weights` gives them; others stay.
+
+    The names of reports, as ``'layers.1.weight.bias'``, are keys too.
+    """
+    with synchronised(learner):
+        write_weights(learner.param_states, weights)
+
+
+def save_weights(learner: Learner, file: str | FilePath) -> None:
+    """Write the parameters to a file of safetensors, by the names of reports."""
+    with synchronised(learner):
+        write_safetensors(learner.param_states, file)
+
+
+def load_weights(learner: Learner, file: str | FilePath) -> None:
+    """Set all parameters to those that :meth:`save_weights` wrote."""
+    with synchronised(learner):
+        read_safetensors(learner.param_states, file)
+
+
+def save(learner: Learner, folder: str | FilePath, optimizer: Any = None) -> None:
+    """Write weights, states, traces, the rule's own state and random numbers to a
+    folder, and the state of an optimiser if one is given.
+
+    The newest two that were written to a folder are kept.
+    """
+    from ..checkpoint import save_learner
+
+    with synchronised(learner):
+        save_learner(learner, folder, optimizer)
+
+
+def load(learner: Learner, folder: str | FilePath, optimizer: Any = None) -> None:
+    """Continue from what :meth:`save`, a stream or :func:`fit` wrote.
+
+    The learner must be compiled as the one that wrote it: the same model, rule and
+    batch size. An error leaves everything as it was.
+    """
+    from ..checkpoint import load_learner
+
+    with synchronised(learner):
+        load_learner(learner, folder, optimizer)
+
+
+def copied(learner: Learner) -> Any:
+    """A learner of the same model that shares all states."""
+    copied = object.__new__(type(learner))
+    copied.__dict__.update(learner.__dict__)
+    return copied
+
+
+def refuse_pickling(learner: Learner, protocol: Any) -> Any:
+    """Refuses to be pickled."""
+    raise TypeError(
+        three_parts(
+            f'pickling a {type(learner).__name__} learner',
+            'it holds compiled programs, which belong to this process',
+            'learner.save(folder), and learner.load(folder) of a learner compiled '
+            'in the other process; copy.deepcopy(learner) for a second one here',
+        )
+    )
+
+
+def deeply_copied(learner: Learner, memo: Any = None) -> Any:
+    """A learner of its own on a copy of the model: weights, states, traces, optax
+    states."""
+    interface_of(learner.model).check_copied()
+    # This copies the states of the tree and shares all else.
+    copied = brainstate.nn.Module.__deepcopy__(learner, memo)
+    # Programs, and the graph, hold the states of the model that they were made of.
+    copied.executor = new_executor(copied)
+    if copied._example:
+        copied.executor.compile_graph(*copied._example)
+    optimizers: dict[Any, brainstate.State] = {}
+    for key, state in learner._kept.optimizers.items():
+        optimizers[key] = brainstate.ShortTermState(copy.deepcopy(state.value))
+    copied._kept = Kept(optimizers=optimizers, shapes=learner._kept.shapes)
+    copied._carried = learner._carried.copied(copied.traces)
+    return copied

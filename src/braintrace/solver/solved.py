@@ -1,0 +1,91 @@
+"""What a sequence gives: its gradients are summed over steps by weight, and in the end
+become those of parameters.
+
+Letters: t steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..arrays import sum_type
+from ..compiled_step import CompiledStep, Key, Values
+from .traces import Trace
+
+
+class Solved(NamedTuple):
+    """What a sequence gives: gradients of parameters, losses and auxiliary values of
+    every step.
+
+    ``predictor_update``, ``predictor_error``: the change of a predictor's weights, its
+    error.
+    """
+
+    gradients: Values
+    losses: jax.Array
+    aux: Values
+    states: Values
+    traces: Trace
+    predictor_update: Sequence[jax.Array] = ()
+    predictor_error: Any = 0.0
+
+
+class WeightSums:
+    """Sums of gradients by weight of a step. A weight is what the step computes of its
+    parameters, once a call."""
+
+    def __init__(self, step: CompiledStep):
+        self.step = step
+
+    @cached_property
+    def shapes(self) -> Values:
+        """Shapes and types of the weights."""
+        constants = jax.eval_shape(
+            self.step.constants, Values(self.step.parameters), Values(self.step.states)
+        )
+        return constants.pick(self.step.weights)
+
+    def zero(self) -> Values:
+        """No gradient yet."""
+        shapes = self.shapes.items()
+        return Values((key, jnp.zeros(x.shape, sum_type(x.dtype))) for key, x in shapes)
+
+    def of_constants(self, cotangents: Sequence[jax.Array]) -> Values:
+        """Gradients of targets that no data reaches, from cotangents (t, ...)."""
+        total = Values()
+        for key, cotangent in zip(self.step.targets, cotangents, strict=True):
+            if key in self.step.constant_targets:
+                dtype = sum_type(self.shapes[key].dtype)
+                total[key] = jnp.sum(cotangent, axis=0).astype(dtype)
+        return total
+
+    def of_parameters(
+        self, parameters: Values, states: Values, total: Values
+    ) -> Values:
+        """Gradients of parameters from those of the weights that they determine."""
+        pieces = self.step.pieces
+        whole = [key for key in self.step.weights if key not in pieces]
+        weights = lambda p: self.step.constants(p, states).pick(whole)
+        values, pull_back = jax.vjp(weights, parameters)
+        bars = Values((key, total[key].astype(values[key].dtype)) for key in whole)
+        found = pull_back(bars)[0]
+        # Written into their places: reverse mode would pad each piece to the whole and
+        # add up the sums, which takes as long as an update by a small network.
+        for key, (parameter, box) in pieces.items():
+            gradient = found[parameter]
+            piece = gradient[box] + total[key].astype(gradient.dtype)
+            found[parameter] = gradient.at[box].set(piece)
+        return found
+
+
+def add(total: Values, more: Mapping[Key, Any]) -> Values:
+    """The sum of gradients; those that only ``more`` has are of no parameter that is
+    asked for, and are left out."""
+    return Values(
+        (key, x + more[key] if key in more else x) for key, x in total.items()
+    )
