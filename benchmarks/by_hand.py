@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import models
@@ -106,11 +107,81 @@ def gru(net: Any, learn: bool) -> tuple[Any, Any, Callable]:
     return weights, state, step
 
 
-MODELS = {'adaptive LIF': adaptive_lif, 'GRU': gru}
+def diagonal(net: Any, learn: bool) -> tuple[Any, Any, Callable]:
+    """Weights, state and step of an LRU or an RTU with a linear read-out. States are
+    complex and λ is linear in them, so both input matrices share one complex trace."""
+    cell = net.layers[0]
+    states = net.states(brainstate.ParamState).items()
+    values = models.by_gate({path: state.value for path, state in states})
+    weights = {name: jnp.asarray(x) for name, x in values.items()}
+    own = [f'layers.0.{x}' for x in ('nu_log', 'theta_log', 'gamma_log')]
+    own = [name for name in own if name in weights]
+    letter = 'B' if len(own) == 3 else 'W'
+    into = [f'layers.0.{letter}_{part}.weight' for part in ('re', 'im')]
+    after = [name for name in weights if name not in (*own, *into)]
+    some = lambda weights, names: {name: weights[name] for name in names}
+
+    def factors(own: dict) -> tuple[jax.Array, jax.Array, jax.Array]:
+        decay, angle = (jnp.exp(own[f'layers.0.{x}']) for x in ('nu_log', 'theta_log'))
+        gamma = own.get('layers.0.gamma_log')
+        gain = jnp.sqrt(-jnp.expm1(-2 * decay)) if gamma is None else jnp.exp(gamma)
+        size = jnp.exp(-decay)
+        return size * jnp.cos(angle), size * jnp.sin(angle), gain
+
+    def turned(cos: Any, sin: Any, re: Any, im: Any) -> tuple[Any, Any]:
+        return cos * re - sin * im, sin * re + cos * im
+
+    def loss_of(after: dict, re: Any, im: Any, x: Any, y: Any) -> jax.Array:
+        if letter == 'W':
+            activity = cell.activation(jnp.concatenate([re, im]))
+        else:
+            activity = re @ after['layers.0.C_re.weight']
+            activity -= im @ after['layers.0.C_im.weight']
+            activity += after['layers.0.D'] * x
+        readout = {key: after[f'layers.1.{key}'] for key in ('weight', 'bias')}
+        return squared_error(readout, activity, y)
+
+    def step(weights: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple:
+        (re, im), mine = state[0], some(weights, own)
+        (cos, sin, gain), along = jax.linearize(factors, mine)
+        drive = [x @ weights[name] for name in into]
+        new_re, new_im = turned(cos, sin, re, im)
+        new = new_re + gain * drive[0], new_im + gain * drive[1]
+        if not learn:
+            return (new,), loss_of(some(weights, after), *new, x, y)
+        (in_re, in_im), by_own = state[1:]
+        in_re, in_im = turned(cos, sin, in_re, in_im)
+        in_re = in_re + gain * x[:, None]
+        moved = {}
+        for name in own:
+            ones = {k: jnp.full_like(v, float(k == name)) for k, v in mine.items()}
+            d_cos, d_sin, d_gain = along(ones)
+            old, direct = turned(cos, sin, *by_own[name]), turned(d_cos, d_sin, re, im)
+            parts = zip(old, direct, drive, strict=True)
+            moved[name] = tuple(a + b + d_gain * u for a, b, u in parts)
+        loss, (gradient, to_re, to_im) = jax.value_and_grad(loss_of, (0, 1, 2))(
+            some(weights, after), *new, x, y
+        )
+        gradient[into[0]] = to_re * in_re + to_im * in_im
+        gradient[into[1]] = to_im * in_re - to_re * in_im
+        for name, (a, b) in moved.items():
+            gradient[name] = to_re * a + to_im * b
+        return (new, (in_re, in_im), moved), loss, gradient
+
+    zero, trace = jnp.zeros_like(weights[own[0]]), jnp.zeros_like(weights[into[0]])
+    state: tuple = ((zero, zero),)
+    if learn:
+        state += ((trace, trace), dict.fromkeys(own, (zero, zero)))
+    return weights, state, step
+
+
+MODELS = {'adaptive LIF': adaptive_lif, 'GRU': gru, 'LRU': diagonal, 'RTU': diagonal}
 
 
 def by_name(found: dict) -> dict[str, np.ndarray]:
     """Weights or gradients of these models by the names of ``models.by_gate``."""
+    if 'readout' not in found:
+        return {name: np.asarray(x) for name, x in found.items()}
     named = {f'readout.{key}': x for key, x in found['readout'].items()}
     if 'in' in found:
         units = found['in'].shape[-1]

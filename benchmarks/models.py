@@ -235,6 +235,9 @@ def by_gate(gradients: dict) -> dict[str, np.ndarray]:
     """Gradients under the names of the gates, whatever the layout of the parameters."""
     found = {}
     for path, tree in gradients.items():
+        if not isinstance(tree, dict):
+            found['.'.join(map(str, path))] = np.asarray(tree)
+            continue
         for key, value in tree.items():
             names = list(gates((*path[:-1], key)))
             found.update(

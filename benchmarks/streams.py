@@ -216,7 +216,11 @@ def one_fused_pass(small: Small) -> Callable[[], float]:
 
 def check_same(small: Small) -> float:
     """Largest relative difference of gradients and, after updates, of weights, between
-    the library and the hand-written step of one sample."""
+    the library and the hand-written step of one sample.
+
+    Weights of LRU and RTU are not compared: their traces are those of exp(θ) here and
+    of θ in the hand-written step, which differ as soon as θ has changed.
+    """
     learner, step_fn = small.learner()
     stream = learner.stream(step_fn, OPTIMIZERS[small.optimizer]())
     xs, ys = small.data()
@@ -226,13 +230,14 @@ def check_same(small: Small) -> float:
         state, _, gradient = step(weights, state, x[0], y[0])
         found = models.by_gate(stream.gradient(x, y).gradient)
         worst = max(worst, distance(found, by_hand.by_name(gradient)))
-    one, kept = written(small)
-    learner, step_fn = small.learner()
-    options = {'step_fn': step_fn, 'optimizer': OPTIMIZERS[small.optimizer]()}
-    learner.etrace_online(xs[:30], ys[:30], **options)
-    (_, weights, _), _ = jax.lax.scan(one, kept, (xs[:30, 0], ys[:30, 0]))
-    now = {path: state.value for path, state in learner.param_states.items()}
-    worst = max(worst, distance(models.by_gate(now), by_hand.by_name(weights)))
+    if small.kind not in ('LRU', 'RTU'):
+        one, kept = written(small)
+        learner, step_fn = small.learner()
+        options = {'step_fn': step_fn, 'optimizer': OPTIMIZERS[small.optimizer]()}
+        learner.etrace_online(xs[:30], ys[:30], **options)
+        (_, weights, _), _ = jax.lax.scan(one, kept, (xs[:30, 0], ys[:30, 0]))
+        now = {path: state.value for path, state in learner.param_states.items()}
+        worst = max(worst, distance(models.by_gate(now), by_hand.by_name(weights)))
     if worst > run.AGREEMENT:
         sys.exit(f'{small.title}: hand-written and ours differ by {worst:.1e}')
     return worst
@@ -292,9 +297,13 @@ def exact(rounds: int) -> Iterator[Row]:
     """Units that do not read each other, for which the rule is exact."""
     for kind in ('LRU', 'RTU'):
         small = Small(kind, 128, 16, 1, 'SGD')
-        ways = {'ours': ours(small), 'forward': model_forward(small)}
+        check_same(small)
+        ways = {'ours': ours(small), 'hand': by_hand_scan(small)}
+        ways['forward'] = model_forward(small)
         found = in_turn(ways, rounds)
         step = 1e6 * median(found['ours'])
+        beside = ratios(found, 'ours', 'hand')
+        yield Row(small.title, '÷ hand-written', beside, None, True, step)
         passes = ratios(found, 'ours', 'forward')
         yield Row(small.title, '÷ forward', passes, 4, True, step)
 

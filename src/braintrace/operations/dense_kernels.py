@@ -7,8 +7,9 @@ each element of the trace, which is read and written once:
     ε_s[n, c, f] = Σ_r factor_sr[n, f] ε_r[n, c, f] + x[n, c] row_s[n, f]
 
 XLA would read and write the traces several times: once for each component and once for
-the gradient. Rows of the trace are taken two at a time, and of each 32 numbers, so that
-what both rows have in common is loaded once.
+the gradient. Rows of a trace that the second cache holds are taken two at a time, and
+of each 32 numbers, so that what both rows have in common is loaded once. From larger
+traces the processor reads one row after the other faster.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from llvmlite import ir
 from ..compiled_step import Components, Jacobian
 from .native import Buffer, loop, number_type, register, rest_of, several, word
 
-ROWS, WIDTHS = 2, (32, 8, 1)
-"""Rows of a trace that are taken together, and numbers of each: the most that fit."""
+WIDTHS = (32, 8, 1)
+"""Numbers of a row that are taken together: the most that fit."""
+SECOND_CACHE = 2**20
+"""Bytes of a processor's second cache, as most have at least."""
 FLAGS = ('reassoc', 'contract', 'nsz')
 """Sums may be reordered; infinities and NaN keep their meaning."""
 
 
 class Structure(NamedTuple):
     """What there is of a trace: components, the rows, factors and credits that are not
-    zero by structure, whether the inputs come before the outputs in memory, and whether
-    the one-step gradient x ȳ is summed."""
+    zero by structure, whether the inputs come before the outputs in memory, whether
+    the one-step gradient x ȳ is summed, and the rows that are taken together."""
 
     components: tuple[int, ...]
     rows: tuple[int, ...]
@@ -39,6 +42,7 @@ class Structure(NamedTuple):
     credits: tuple[int, ...]
     inputs_first: bool
     has_y_bar: bool = False
+    rows_together: int = 1
 
     @property
     def name(self) -> str:
@@ -46,7 +50,7 @@ class Structure(NamedTuple):
         join = lambda numbers: '_'.join(map(str, numbers))
         factors = join(f'{s}{r}' for s, r in self.factors)
         parts = (join(self.components), join(self.rows), factors, join(self.credits))
-        facts = f'{int(self.inputs_first)}{int(self.has_y_bar)}'
+        facts = f'{int(self.inputs_first)}{int(self.has_y_bar)}{self.rows_together}'
         return f'braintrace_visit_{"_of_".join(parts)}_{facts}'
 
     def named(
@@ -93,7 +97,7 @@ class _Visit:
 
     def _sample(self, n: Any, first: bool) -> None:
         done = word(0)
-        for count in (ROWS, 1):
+        for count in sorted({self.made.rows_together, 1}, reverse=True):
             with loop(self.build, done, self.rows, count) as i:
                 self._some_rows(n, i, count, first)
             done = rest_of(self.build, self.rows, count)
@@ -227,6 +231,8 @@ def visit(
     """
     made, given = arranged(trace, x, rows, factors, credit, inputs_first, y_bar)
     old = list(trace.values())
+    is_small = sum(e.size * e.dtype.itemsize for e in old) <= SECOND_CACHE
+    made = made._replace(rows_together=2 if is_small else 1)
     shapes = [*(e.shape for e in old), old[0].shape[1:]]
     *new, total = call_in_place(_Visit, made, made.name, given, shapes)
     return dict(zip(trace, new, strict=True)), total
