@@ -395,8 +395,17 @@ def check_compile_without_batch_size():
 
 @check
 def check_compile_one_sample():
-    learner = braintrace.compile(Net(), braintrace.D_RTRL, X[0], batch_size=1)
-    assert learner(X[:1]).shape == (1, 2) or learner(X[0]).shape == (1, 2)
+    drive = lambda s, x: braintrace.matmul(x, s.W.value)
+    net = Op(drive, W=ones((I, H)))
+    learner = braintrace.compile(net, braintrace.D_RTRL, X[0], batch_size=1)
+    assert net.h.value.shape == (1, H)
+    assert learner(X[0]).shape == (1, H)
+
+
+@check
+def check_compile_one_sample_of_a_cell():
+    compile_it = braintrace.compile
+    raises(TypeError, compile_it, Net(), braintrace.D_RTRL, X[0], batch_size=1)
 
 
 @check
