@@ -739,7 +739,15 @@ class Learner(brainstate.nn.Module):
             interface_of(self.model).state = value
 
     def get_etrace_of(self, weight: Path | str | brainstate.State) -> Any:
-        """The traces of one parameter, by their names.
+        """The traces of one parameter as the published package gives them: one array
+        for each operation, hidden group and array of the parameter, states last.
+
+        :meth:`traces_of` gives them as they are held.
+        """
+        return member(self, 'get_etrace_of')(weight)
+
+    def traces_of(self, weight: Path | str | brainstate.State) -> Any:
+        """The traces of one parameter as they are held, by their names.
 
         A name holds parameters, operation and hidden states; a trace is one array for
         each of these states that it is carried on, by number. A rule with factorised
@@ -824,6 +832,21 @@ class Learner(brainstate.nn.Module):
         self.check_modulated(value)
         if self.rule_state is not None:
             self.rule_state.value = jnp.asarray(value, jnp.result_type(float))
+
+    def set_predictor(self, predictor: Any) -> None:
+        """Use another predictor of credit at the ends of windows, with weights of its
+        own, for a rule that has one."""
+        window = self.rule.window
+        if window is None or self.rule.predictor is None:
+            raise ValueError(
+                three_parts(
+                    f'a predictor for {self.rule.name}',
+                    'it has no predictor',
+                    "rule 'dni'",
+                )
+            )
+        self.rule = replace(self.rule, window=replace(window, predictor=predictor))
+        self.rule_state = self._new_rule_state()
 
     def check_modulated(self, value: Any) -> None:
         """Raise unless the rule takes modulators, and this is one."""
