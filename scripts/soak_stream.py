@@ -111,7 +111,7 @@ def traces_after(steps: int, dtype: type) -> list[np.ndarray]:
         xs, ys = data(CHUNK, seed=first)
         stream(jnp.asarray(xs, dtype), jnp.asarray(ys, dtype))
     paths = [path for path in learner.param_states if path[0] == 'cell']
-    traces = [learner.get_etrace_of(path) for path in paths]
+    traces = [learner.traces_of(path) for path in paths]
     leaves = jax.tree.leaves(traces)
     assert all(x.dtype == dtype for x in leaves)
     return [np.asarray(x, np.float64) for x in leaves]

@@ -282,9 +282,9 @@ def test_nothing_is_changed_and_noise_is_the_same_in_both_passes():
 def test_traces_stay():
     learner, step = compiled('rates', 'd_rtrl')
     learner.etrace_evolve(XS, YS, step_fn=step)
-    traces = jax.tree.map(np.asarray, learner.get_etrace_of('w'))
+    traces = jax.tree.map(np.asarray, learner.traces_of('w'))
     learner.certificate(XS, YS, step_fn=step)
-    after = learner.get_etrace_of('w')
+    after = learner.traces_of('w')
     jax.tree.map(np.testing.assert_array_equal, traces, after)
 
 

@@ -64,7 +64,7 @@ def trained(model, samples):
     options = {'step_fn': step_fn, 'optimizer': optax.sgd(0.1)}
     losses = learner.etrace_online(xs, ys, **options)
     weights = {path: state.value for path, state in learner.param_states.items()}
-    traces = {path: learner.get_etrace_of(path) for path in weights}
+    traces = {path: learner.traces_of(path) for path in weights}
     return jax.tree.map(np.asarray, (losses, weights, traces))
 
 
@@ -115,7 +115,7 @@ def test_traces_of_filters_by_a_kernel(monkeypatch):
         found = [
             learner.etrace_grad(part, step_fn=step_fn) for part in (xs[:7], xs[7:])
         ]
-        traces = [learner.get_etrace_of(path) for path in learner.param_states]
+        traces = [learner.traces_of(path) for path in learner.param_states]
         return jax.tree.leaves(jax.tree.map(np.asarray, (found, traces)))
 
     plain = carried()
@@ -184,7 +184,7 @@ def test_carried_traces_by_a_kernel(model, monkeypatch):
         step_fn = lambda x: jnp.mean(learner(x) ** 2)
         parts = (xs[:20], xs[20:])
         found = [learner.etrace_grad(part, step_fn=step_fn) for part in parts]
-        traces = [learner.get_etrace_of(path) for path in learner.param_states]
+        traces = [learner.traces_of(path) for path in learner.param_states]
         return jax.tree.leaves(jax.tree.map(np.asarray, (found, traces)))
 
     plain = carried()

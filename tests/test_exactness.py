@@ -1325,10 +1325,10 @@ def test_traces_are_the_dense_ones():
     dense = np.asarray(columns['w',]).reshape(2, B, H, I, H)[
         :, :, units, :, units
     ]  # (h, s, b, i)
-    (mine,) = learner.get_etrace_of(('w',)).values()
+    (mine,) = learner.traces_of(('w',)).values()
     assert_equal(mine, dict(enumerate(dense.transpose(1, 2, 3, 0))))
     assert_equal(
-        *map(list, (learner.get_etrace_of(learner.param_states['w',]).values(), [mine]))
+        *map(list, (learner.traces_of(learner.param_states['w',]).values(), [mine]))
     )
 
 

@@ -723,7 +723,7 @@ def test_the_traces_of_a_parameter_without_credit_are_counted_and_may_be_left_ou
             learner = bt.compile(Dead(), 'd_rtrl', X, batch_size=4, trace=chosen)
         assert 'traces take' not in str(caught[0].message)
         assert len(learner.traces) == 1
-        assert learner.get_etrace_of(('other', 'feed')) == {}
+        assert learner.traces_of(('other', 'feed')) == {}
         assert 'traces      288 B in 1 part' in repr(learner.memory_plan(20))
 
 

@@ -274,7 +274,7 @@ def test_a_larger_batch():
     assert learner(jnp.ones((5, I))).shape == (5, H)
     assert learner.state.shape == (5, H)
     assert ('dense_h', 'kernel') in learner.param_states
-    assert learner.get_etrace_of(('dense_h', 'kernel'))
+    assert learner.traces_of(('dense_h', 'kernel'))
 
 
 class NoState(nnx.Module):

@@ -134,7 +134,7 @@ def test_traces_in_half_precision(xs):
 
 def test_sparse_weights_carry_one_entry_for_each_synapse(xs):
     learner = compiled(xs, model=SparseNet(), block=2)
-    (trace,) = learner.get_etrace_of(('w',)).values()
+    (trace,) = learner.traces_of(('w',)).values()
     assert {s: x.shape for s, x in trace.items()} == {0: (6, B)}
     found = learner.etrace_grad(xs, step_fn=squares(learner))
     exact = compiled(xs, 'bptt', model=learner.model)
@@ -296,7 +296,7 @@ def test_filters_carry_one_entry_for_each_element_and_patch(options):
     learner = compiled(xs, model=ConvNet(**options), block=2)
     (trace,) = [
         t
-        for key, t in learner.get_etrace_of(('conv', 'weight')).items()
+        for key, t in learner.traces_of(('conv', 'weight')).items()
         if 'weight.weight' in key[0][0]
     ]
     assert trace[0].size == learner.model.V.value.size * 3 * 2 * 2
@@ -556,16 +556,16 @@ def test_weakly_typed_weights_do_not_compile_again():
 def test_traces_of_a_parameter_are_found_by_path_and_by_state(xs):
     learner = compiled(xs)
     path = ('cell', 'Wh', 'weight')
-    found = learner.get_etrace_of(path)
+    found = learner.traces_of(path)
     assert found
     for same in (list(path), learner.param_states[path]):
-        assert_close(learner.get_etrace_of(same), found)
+        assert_close(learner.traces_of(same), found)
     hidden = learner.hidden_states['cell', 'h']
     foreign = brainstate.ParamState(jnp.ones(2))
     array = jnp.ones(2)
     for wrong in ('zz', ('cell', 'zz'), 3, None, array, [array], hidden, foreign):
         with pytest.raises(ValueError, match='no such parameter') as error:
-            learner.get_etrace_of(wrong)
+            learner.traces_of(wrong)
         assert is_explained(error.value)
         assert all(repr(p) in str(error.value) for p in learner.param_states)
 

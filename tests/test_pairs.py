@@ -459,7 +459,7 @@ def test_a_trace_is_no_larger_than_pairs_times_inputs(name):
     _, params, state, _, _ = setting(name)
     positions = max(np.size(x) for x in jax.tree.leaves(state))
     for name in params:
-        for trace in learner.get_etrace_of((name,)).values():
+        for trace in learner.traces_of((name,)).values():
             assert all(np.size(x) <= positions * D for x in jax.tree.leaves(trace))
 
 

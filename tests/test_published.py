@@ -965,16 +965,17 @@ def test_members_of_mapped_and_projecting_learners():
 def test_factors_of_traces():
     learner = compiled('pp_prop', decay_or_rank=0.9)
     learner(XS[0])
-    assert learner.etrace_xs.keys() == learner.etrace_dfs.keys()
     (inputs, *_) = learner.etrace_xs.values()
     assert isinstance(inputs, braintrace.EligibilityTrace)
     name = ('rnn', 'Wh', 'weight')
     inputs, factors = learner.get_etrace_of(name)
-    assert inputs.keys() == factors.keys()
-    assert sum(x.shape[-1] for x in inputs.values() if x.ndim) == INPUTS + H
+    (x,), (f,) = inputs.values(), factors.values()
+    assert x.shape == (B, INPUTS + H)
+    assert f.shape == (B, H, 1)
     for key, x in inputs.items():
         np.testing.assert_array_equal(learner.etrace_xs[key].value, x)
-        assert learner.etrace_dfs[key].value.keys() == factors[key].keys()
+    for key, f in factors.items():
+        np.testing.assert_array_equal(learner.etrace_dfs[key].value, f)
     assert not hasattr(compiled(), 'etrace_xs')
     for members in ('etrace_bwg', 'etrace_xs', 'etrace_dfs'):
         assert not hasattr(braintrace.D_RTRL(Net()), members)

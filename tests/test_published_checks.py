@@ -14,7 +14,7 @@ sys.path.insert(0, str(FOLDER))
 
 from check import load  # noqa: E402 - its folder is no package
 
-DIFFERENT = ('trace_of_a_weight_without_one', 'options[SnAp-trace_dtype')
+DIFFERENT = ('options[SnAp-trace_dtype',)
 CHECKS = {
     name: check
     for name, check in load().items()

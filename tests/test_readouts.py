@@ -550,7 +550,7 @@ def test_the_report_is_true(model):
 
 def test_each_decay_has_a_trace():
     count = lambda m, **o: len(
-        next(iter(learner_of(m, **o).get_etrace_of('feed').values()))
+        next(iter(learner_of(m, **o).traces_of('feed').values()))
     )
     assert count(Base, reach='local') == 2
     assert count(Base) == 3

@@ -737,7 +737,7 @@ def test_factors_of_one_sum_share_their_states_side():
         (B, H)
     ] * 2  # one for the update gate, one for the candidate
     for name in ('Wrz', 'Wh'):
-        _, factors = learner.get_etrace_of((name, 'weight'))
+        _, factors = learner.traces_of((name, 'weight'))
         shown = [factor[0] for factor in factors.values()]
         assert len(shown) == 3
         assert np.abs(shown[0]).max() > 1e-3

@@ -131,7 +131,7 @@ def test_predict_advances_states_and_traces_alone():
     learner, step_fn = learner_of()
     outputs = learner.etrace_evolve(xs, return_outputs=True)
     wanted = values(learner)
-    traces = jax.tree.map(np.array, learner.get_etrace_of(('cell', 'Wh', 'weight')))
+    traces = jax.tree.map(np.array, learner.traces_of(('cell', 'Wh', 'weight')))
     assert all(np.any(x) for x in jax.tree.leaves(traces))
     learner, step_fn = learner_of()
     stream = learner.stream(step_fn, optax.sgd(0.1))
@@ -139,7 +139,7 @@ def test_predict_advances_states_and_traces_alone():
     assert_equal(found, list(outputs))
     assert_equal(values(learner), wanted)
     assert learner.running_index.value == len(xs)
-    assert_equal(learner.get_etrace_of(('cell', 'Wh', 'weight')), traces)
+    assert_equal(learner.traces_of(('cell', 'Wh', 'weight')), traces)
 
 
 def test_a_gradient_is_that_of_one_step_and_is_applied_with_a_scale():
@@ -223,7 +223,7 @@ def test_what_is_set_between_steps_counts_and_what_was_read_stays():
     learner, step_fn = learner_of()
     stream = learner.stream(step_fn, optax.sgd(0.1))
     stream(xs[0], ys[0])
-    trace = learner.get_etrace_of(('cell', 'Wh', 'weight'))
+    trace = learner.traces_of(('cell', 'Wh', 'weight'))
     kept = jax.tree.map(np.array, trace)
     weight = learner.model.readout.weight
     weight.value = jax.tree.map(jnp.zeros_like, weight.value)

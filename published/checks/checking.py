@@ -123,6 +123,9 @@ def learner_of(rule, cell='GRUCell', batch=B, **options):
     net = ready(Net(cell), batch)
     learner = getattr(braintrace, rule)(net, **{**RULES[rule], **options})
     learner.compile_graph(X if batch else X[0])
+    if rule == 'DNI':
+        shapes = learner.group_signal_shapes()
+        learner.attach_synthesizer(braintrace.SyntheticGradient(shapes))
     return net, learner
 
 

@@ -296,7 +296,7 @@ def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
 def trace_maps(learner: Learner, path: Any) -> list[tuple[str, np.ndarray]]:
     """The traces of a parameter as they are, for the first sample: units × inputs for
     each state, by the names of parameter and state."""
-    found = learner.get_etrace_of(path)
+    found = learner.traces_of(path)
     inputs, traces = found if isinstance(found, tuple) else ({}, found)
     return [
         pair

@@ -23,6 +23,7 @@ from .batch import batch_of
 from .carried import trace_table
 from .parameter_gradients import gradients_of
 from .programs import bind_model, solver_of
+from .spellings import member
 from .weights import path_of_parameter
 
 if TYPE_CHECKING:
@@ -62,7 +63,16 @@ def show_graph(
 
 
 def get_etrace_of(learner: Learner, weight: Path | str | brainstate.State) -> Any:
-    """The traces of one parameter, by their names.
+    """The traces of one parameter as the published package gives them: one array for
+    each operation, hidden group and array of the parameter, states last.
+
+    :meth:`traces_of` gives them as they are held.
+    """
+    return member(learner, 'get_etrace_of')(weight)
+
+
+def traces_of(learner: Learner, weight: Path | str | brainstate.State) -> Any:
+    """The traces of one parameter as they are held, by their names.
 
     A name holds parameters, operation and hidden states; a trace is one array for
     each of these states that it is carried on, by number. A rule with factorised

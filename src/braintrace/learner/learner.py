@@ -208,6 +208,7 @@ class Learner(brainstate.nn.Module):
     show_graph = describing.show_graph
     write_report = describing.write_report
     get_etrace_of = describing.get_etrace_of
+    traces_of = describing.traces_of
     __repr__ = describing.described
     _repr_html_ = describing.html
 
@@ -348,6 +349,7 @@ class Learner(brainstate.nn.Module):
         self.set_modulator(value)
 
     set_modulator = rule_state.set_modulator
+    set_predictor = rule_state.set_predictor
     check_modulated = rule_state.check_modulated
 
     # ------------------------------------------------------------ starting again

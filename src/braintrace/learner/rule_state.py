@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -54,6 +55,22 @@ def set_modulator(learner: Learner, value: Any) -> None:
     check_modulated(learner, value)
     if learner.rule_state is not None:
         learner.rule_state.value = jnp.asarray(value, jnp.result_type(float))
+
+
+def set_predictor(learner: Learner, predictor: Any) -> None:
+    """Use another predictor of credit at the ends of windows, with weights of its own,
+    for a rule that has one."""
+    window = learner.rule.window
+    if window is None or learner.rule.predictor is None:
+        raise ValueError(
+            three_parts(
+                f'a predictor for {learner.rule.name}',
+                'it has no predictor',
+                "rule 'dni'",
+            )
+        )
+    learner.rule = replace(learner.rule, window=replace(window, predictor=predictor))
+    learner.rule_state = new_rule_state(learner)
 
 
 def check_modulated(learner: Learner, value: Any) -> None:

@@ -92,7 +92,7 @@ def path_of_parameter(given: Any, parameters: Mapping[Path, brainstate.State]) -
     if not found:
         raise UnknownParameter(
             three_parts(
-                f'get_etrace_of({shown})',
+                f'the traces of {shown}',
                 'the model has no such parameter',
                 f'one of {", ".join(map(repr, parameters))}, or its state',
             )

@@ -6,6 +6,7 @@ another spelling of it, and nothing outside of this folder knows any of them:
 they do not have. `docs/from-published.md` lists what differs.
 
     learner      members of a learner; overridden hooks, which are refused
+    traces       traces by its keys and in its shapes
     vmapped      learners mapped over a batch by hand, with drivers of sequences
     parts        filters, feedback, running means, predictors with states of their own
     compiler     executors and switches of its compiler

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import brainstate
 import jax
 
 from ..errors import three_parts
-from ..learner.state import EligibilityTrace, RuleState
+from ..learner.state import EligibilityTrace
 from ..rules import (
     Coupled,
     CoupledWithin,
@@ -18,9 +18,9 @@ from ..rules import (
     NoTrace,
     RandomProjection,
     Rule,
-    Window,
 )
 from ..solver import Factorised, Modulated, RandomFeedback, ScalarLeak
+from . import traces
 
 
 def init_etrace_state(learner: Any, *args: Any, **kwargs: Any) -> None:
@@ -114,6 +114,11 @@ def _of_projection(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return of
 
 
+def _drawn_from(trace: RandomProjection) -> brainstate.State:
+    """The key that signs are drawn from, as a state."""
+    return brainstate.ShortTermState(jax.random.key(trace.seed))
+
+
 def _path_to_states(learner: Any) -> Any:
     _ = learner.graph
     return learner.executor.path_to_states
@@ -124,15 +129,24 @@ def _state_id_to_path(learner: Any) -> dict[int, tuple]:
     return learner.executor.state_id_to_path
 
 
-def _states_of_traces(learner: Any) -> dict[tuple, Any]:
-    """The states that hold traces for each weight, by the names of the traces."""
-    if isinstance(learner.rule.trace, Factorised):
+def _states_of_traces(learner: Any) -> dict[tuple, EligibilityTrace]:
+    """Traces for each weight, in states by the keys of operation and group."""
+    _check_has_traces(learner)
+    if isinstance(learner.rule.trace, (Factorised, RandomProjection)):
         kind = type(learner).__name__
         raise AttributeError(
             f'{kind!r} object has no etrace_bwg: its traces are factors'
         )
-    _check_has_traces(learner)
-    return dict(learner.traces)
+    if isinstance(learner.rule.trace, (Coupled, CoupledWithin)):
+        return dict(learner.traces)  # one influence of all parameters
+    if not learner.rule.has_trace:
+        return {}
+    return _in_states(traces.whole_traces(learner))
+
+
+def _in_states(values: dict[Any, Any]) -> dict[Any, Any]:
+    """Copies of traces, each in a state."""
+    return {key: EligibilityTrace(value) for key, value in values.items()}
 
 
 def _check_has_traces(learner: Any) -> None:
@@ -142,23 +156,34 @@ def _check_has_traces(learner: Any) -> None:
         raise AttributeError(f'{kind!r} object has no traces: it is not compiled')
 
 
-def _factors(side: str) -> Callable[[Any], dict[tuple, EligibilityTrace]]:
-    """One side of factorised traces, by the names of the traces."""
+def _factors(side: int) -> Callable[[Any], dict[Any, EligibilityTrace]]:
+    """One side of factorised traces: 0 inputs, 1 states."""
 
-    def of(learner: Any) -> dict[tuple, EligibilityTrace]:
+    def of(learner: Any) -> dict[Any, EligibilityTrace]:
         _check_has_traces(learner)
         if not isinstance(learner.rule.trace, Factorised):
             kind = type(learner).__name__
             raise AttributeError(f'{kind!r} object has no factors: traces are whole')
-        found = {}
-        for path in learner.param_states:
-            inputs, states = learner.get_etrace_of(path)
-            for name, factor in (inputs if side == 'x' else states).items():
-                if name in inputs:
-                    found[name] = EligibilityTrace(factor)
-        return found
+        return _in_states(traces.factors(learner)[side])
 
     return of
+
+
+def _projection(side: int) -> Callable[[Any], dict[Any, EligibilityTrace]]:
+    """One side of a random projection: 0 states, 1 parameters."""
+
+    def of(learner: Any) -> dict[Any, EligibilityTrace]:
+        _check_has_traces(learner)
+        _of_projection(lambda trace: trace)(learner)
+        return _in_states(traces.projection(learner)[side])
+
+    return of
+
+
+def _projection_step(learner: Any) -> brainstate.State:
+    """How often signs were drawn, as a state."""
+    _of_projection(lambda trace: trace)(learner)
+    return brainstate.ShortTermState(learner.running_index.value)
 
 
 def _feedback(learner: Any) -> str:
@@ -182,21 +207,6 @@ def group_signal_shapes(learner: Any) -> dict[int, tuple[int, ...]]:
     return {group.index: (*group.varshape, group.num_state) for group in groups}
 
 
-def attach_synthesizer(learner: Any, synthesizer: Any) -> None:
-    """Use another predictor of credit at the ends of windows."""
-    if learner.rule.predictor is None:
-        raise ValueError(
-            three_parts(
-                f'attach_synthesizer on a {learner.rule.name} learner',
-                'it has no predictor',
-                "rule 'dni'",
-            )
-        )
-    steps = learner.rule.window.steps
-    learner.rule = replace(learner.rule, window=Window(steps, synthesizer))
-    learner.rule_state = RuleState(learner.rule.init_state(learner._groups()))
-
-
 MEMBERS: dict[str, Callable[[Any], Any]] = {
     'axis_name': _of_vmap(lambda learner: None),
     'axis_size': _of_vmap(_axis_size),
@@ -204,14 +214,19 @@ MEMBERS: dict[str, Callable[[Any], Any]] = {
     'out_axes': _of_vmap(lambda learner: 0),
     'projection_eps': _of_projection(lambda trace: 1e-12),
     'projection_key': _of_projection(lambda trace: trace.seed),
-    'attach_synthesizer': lambda learner: partial(attach_synthesizer, learner),
+    'projection_rng': _of_projection(_drawn_from),
+    'projection_step': _projection_step,
+    'attach_synthesizer': lambda learner: learner.set_predictor,
     # Automatic here, and always so.
     'chunked_trace': lambda learner: True,
     'fast_solve': lambda learner: True,
     'etrace_bwg': _states_of_traces,
-    'etrace_dfs': _factors('f'),
-    'etrace_xs': _factors('x'),
+    'etrace_dfs': _factors(1),
+    'etrace_s': _projection(0),
+    'etrace_theta': _projection(1),
+    'etrace_xs': _factors(0),
     'feedback': _feedback,
+    'get_etrace_of': lambda learner: partial(traces.get_etrace_of, learner),
     'config': lambda learner: config_of(learner.rule),
     'decay': _decay(None),
     'decay_f': _decay(1),
