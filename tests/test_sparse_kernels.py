@@ -256,11 +256,17 @@ def test_samples_mapped_and_alone(rule, batch, vmap):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize('rule', ['pp_prop', 'd_rtrl'])
 @pytest.mark.parametrize('adapts', [False, True])
-def test_steps_of_many_samples_are_visited_one_by_one(adapts, monkeypatch):
+def test_large_arrays_and_many_samples(rule, adapts, monkeypatch):
+    """Values are laid out by a kernel, and factors of many samples step by step."""
+    from braintrace.operations import transpose_kernel
+
     monkeypatch.setattr(sparse_weights, 'MANY_SAMPLES', B)
-    found = gradients('d_rtrl', adapts=adapts)
-    wanted = gradients('d_rtrl', adapts=adapts, dense=True)
+    monkeypatch.setattr(synapses, 'LARGE', 0)
+    monkeypatch.setattr(transpose_kernel, 'LEAST', 1)
+    found = gradients(rule, adapts=adapts)
+    wanted = gradients(rule, adapts=adapts, dense=True)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -416,9 +422,8 @@ def test_transposed_copies(shape, dtype):
         np.testing.assert_array_equal(jax.jit(transposed)(x), np.asarray(x).T)
 
 
-@pytest.mark.parametrize('time_first', [False, True])
 @pytest.mark.parametrize('samples', [1, 8, 43])
-def test_visits_for_any_number_of_samples(samples, time_first):
+def test_visits_for_any_number_of_samples(samples):
     from braintrace.operations.sparse_kernels import Structure, visit
 
     starts = np.array([0, 3, 3, 8], np.int32)
@@ -428,8 +433,8 @@ def test_visits_for_any_number_of_samples(samples, time_first):
     x, row = normal(1, 3, T, samples), normal(2, 6, T, samples)
     factors = {(0, 0): normal(3, 6, samples), (1, 0): normal(5, 6, samples)}
     credit, old = normal(6, 6, samples), [normal(s, 8, samples) for s in (7, 8)]
-    made = Structure(2, True, time_first, (0,), tuple(factors), (1,))
-    steps = [np.swapaxes(v, 0, 1) if time_first else v for v in (x, row)]
+    made = Structure(2, True, (0,), tuple(factors), (1,))
+    steps = [v.reshape(len(v), -1) for v in (x, row)]
     given = [*steps, *factors.values(), credit]
     *new, gradient = visit(made, post, starts, given, [jnp.asarray(e) for e in old])
     drive = np.einsum('etk,etk->ek', row[post], x[pre])

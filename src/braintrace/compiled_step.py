@@ -163,6 +163,13 @@ class WeightUse(Protocol):
         ``y_bars`` holds."""
         ...
 
+    def gradient_of_factors(
+        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box
+    ) -> jax.Array:
+        """The same for values that a loop over steps has written, so that each step is
+        laid out in memory as x and y are."""
+        ...
+
     def spread(self, y_bar: jax.Array) -> jax.Array:
         """Sum, for each element of an element-wise w, over the elements of y that share
         it."""

@@ -262,10 +262,12 @@ def signals(
     values: Values,
     cotangents: Sequence[jax.Array],
     feedback: Feedback = {},
+    masked: bool = True,
 ) -> tuple[list[jax.Array], Signals]:
     """Targets of a step; one-step gradients of tap results, signals and direct reads.
 
-    A step whose cotangents are all zero contributes exactly nothing, whatever it holds.
+    ``masked``: the cotangents may all be zero. The step then contributes exactly
+    nothing, whatever it holds.
     """
     groups, env = stages.analysed.groups, constants | values
     ys = [env[v] for v in stages.tap_results]
@@ -278,8 +280,9 @@ def signals(
         old,
     )
     grads = pull([c.astype(x.dtype) for c, x in zip(cotangents, targets, strict=True)])
-    silent = all_zero(cotangents)
-    grads = jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), grads)
+    if masked:
+        silent = all_zero(cotangents)
+        grads = jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), grads)
     results, found, reads = grads
     direct = []
     for group, mine in zip(groups, reads, strict=True):

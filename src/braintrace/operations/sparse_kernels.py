@@ -37,14 +37,11 @@ class Structure(NamedTuple):
     """What there is of a trace with components numbered from 0.
 
     ``pre_is_row``: synapses of a row come from one neuron, not lead to one.
-    ``time_first``: rows and x have axes (t, neurons, k) instead of (neurons, t, k),
-    which needs no copy and is as fast for many samples, but not for one. ``rows``,
-    ``factors``, ``credits``: those that are not zero by structure.
+    ``rows``, ``factors``, ``credits``: those that are not zero by structure.
     """
 
     components: int
     pre_is_row: bool
-    time_first: bool
     rows: tuple[int, ...]
     factors: tuple[tuple[int, int], ...]
     credits: tuple[int, ...]
@@ -55,8 +52,7 @@ class Structure(NamedTuple):
         join = lambda numbers: '_'.join(map(str, numbers))
         factors = join(f'{s}{r}' for s, r in self.factors)
         parts = (str(self.components), join(self.rows), factors, join(self.credits))
-        ways = f'{int(self.pre_is_row)}{int(self.time_first)}'
-        return f'braintrace_synapses_{"_of_".join(parts)}_{ways}'
+        return f'braintrace_synapses_{"_of_".join(parts)}_{int(self.pre_is_row)}'
 
 
 class _Visit:
@@ -79,7 +75,9 @@ class _Visit:
         self.vectors = dict(zip(names, rest[len(made.rows) :], strict=False))
         *self.traces, self.gradient = results
         self.samples = self.traces[0].size(self.build, 1)
-        self.steps = self.x.size(self.build, 0 if made.time_first else 1)
+        self.length = self.x.size(self.build, 1)
+        self.steps = self.build.udiv(self.length, self.samples)
+        self.is_far = synapses.is_far(self.x)
 
     def emit(self) -> None:
         """All synapses."""
@@ -87,9 +85,20 @@ class _Visit:
         with loop(build, word(0), synapses.rows, 1) as row:
             of_row = synapses.of_row(row)
             with loop(build, *of_row, 1) as e:
+                self._ask_for_column(e)
                 column = synapses.column(e)
                 pre, post = (row, column) if self.made.pre_is_row else (column, row)
                 self._synapse(e, pre, post)
+
+    def _ask_for_column(self, e: Any) -> None:
+        """Ask for what a later synapse reads of its column; of several steps for the
+        first, as the processor sees by itself that the others follow."""
+        values = [self.x]
+        if self.made.pre_is_row:
+            values = [*self.rows.values(), *self.vectors.values()]
+        with self.build.if_then(self.is_far):
+            for array in values:
+                self.synapses.prefetch(array, e, word(0), WIDTHS[0])
 
     def _synapse(self, e: Any, pre: Any, post: Any) -> None:
         build = self.build
@@ -128,10 +137,9 @@ class _Visit:
         return gradient
 
     def _at_step(self, values: Buffer, neuron: Any, t: Any, k: Any, size: int) -> Any:
-        build = self.build
-        outer, inner = (t, neuron) if self.made.time_first else (neuron, t)
-        row = self.synapses.place(outer, values.size(build, 1), inner)
-        return values.load(build, self.synapses.place(row, self.samples, k), size)
+        place = self.synapses.place
+        at = place(neuron, self.length, place(t, self.samples, k))
+        return values.load(self.build, at, size)
 
     def _narrowed(self, value: Any) -> Any:
         """The sum of a vector as that of ``WIDTH`` numbers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,12 +24,13 @@ from .synapses import (
     at_synapses,
     has_kernels,
     own_starts,
+    samples_last,
+    side_by_side,
 )
 from .weight_use import BaseUse, FullTrace, WholeTrace
 
 MANY_SAMPLES = 16
-"""From so many samples on, steps are visited one by one, without a copy that lays the
-steps of a neuron side by side: its samples fill a cache line by themselves."""
+"""From so many samples on, those of a neuron fill a line of the cache."""
 
 
 def _by_neuron(values: jax.Array) -> jax.Array:
@@ -36,8 +38,10 @@ def _by_neuron(values: jax.Array) -> jax.Array:
 
     Over several devices samples come first, so that they can still be split.
     """
-    moved = jnp.moveaxis(values, 0, -1 if runs_on_mesh() else 1)
-    return moved.reshape(len(moved), -1)
+    if runs_on_mesh():
+        moved = jnp.moveaxis(values, 0, -1)
+        return moved.reshape(len(moved), -1)
+    return side_by_side(values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +97,24 @@ class SynapseUse(BaseUse):
     ) -> jax.Array:
         """Σ_t of x at ``pre`` times ȳ at ``post``: no more than one entry a synapse at
         a time."""
+        return self._gradient(self._at_synapses, fixed, steps, y_bars, box)
+
+    def gradient_of_factors(
+        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box
+    ) -> jax.Array:
+        # Samples that fill a line of the cache are read where they are.
+        many = math.prod(self.result.shape[1:]) >= MANY_SAMPLES and not runs_on_mesh()
+        product = self._at_synapses_by_step if many else self._at_synapses
+        return self._gradient(product, fixed, steps, y_bars, box)
+
+    def _gradient(
+        self,
+        product: Callable[..., jax.Array],
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None,
+    ) -> jax.Array:
         if self.product.x not in steps:
             return super().gradient(fixed, steps, y_bars, box)
         y_bars = padded(y_bars, box, self.result.shape)
@@ -101,7 +123,7 @@ class SynapseUse(BaseUse):
         if has_kernels(dtype):
             structure = self.product.kept_structure(fixed, steps)
             ends = [v.astype(dtype) for v in (xs, y_bars)]
-            total = self._at_synapses(structure, *self.sides(*ends))
+            total = product(structure, *self.sides(*ends))
         else:
             total = self._summed(xs, y_bars, dtype)
         return self.as_weight(cast(total, sum_type(self.weight.dtype)))
@@ -110,11 +132,11 @@ class SynapseUse(BaseUse):
         self, structure: tuple[Any, Any], rows: jax.Array, columns: jax.Array
     ) -> jax.Array:
         """Σ_t of values (t, neurons, samples...) at both ends of each synapse."""
-        is_few = math.prod(rows.shape[2:]) < MANY_SAMPLES
-        # Each product over several devices ends with a sum, so that there is one only.
-        if is_few or runs_on_mesh():
-            return at_synapses(*structure, _by_neuron(rows), _by_neuron(columns))
+        return at_synapses(*structure, _by_neuron(rows), _by_neuron(columns))
 
+    def _at_synapses_by_step(
+        self, structure: tuple[Any, Any], rows: jax.Array, columns: jax.Array
+    ) -> jax.Array:
         def step(total: jax.Array, ends: tuple) -> tuple:
             flat = [v.reshape(len(v), -1) for v in ends]
             return total + at_synapses(*structure, *flat), None
@@ -242,20 +264,14 @@ class SynapseTrace(WholeTrace):
 
         states = tuple(trace)
         samples = math.prod(trace[states[0]].shape[1:])
-        time_first = samples >= MANY_SAMPLES
-
-        def of_steps(values: jax.Array) -> jax.Array:
-            values = values.reshape(*values.shape[:2], samples)
-            return values if time_first else jnp.moveaxis(values, 0, 1)
-
-        x, rows = of_steps(x), {s: of_steps(v) for s, v in rows.items()}
-        flat = lambda values: {k: v.reshape(-1, samples) for k, v in values.items()}
+        x, rows = side_by_side(x), {s: side_by_side(v) for s, v in rows.items()}
+        last = lambda v: samples_last(v.reshape(-1, samples))
+        flat = lambda values: {k: last(v) for k, v in values.items()}
         factors, credit = flat(factors), flat(credit)
         numbers = {s: n for n, s in enumerate(states)}
         made = Structure(
             len(states),
             self.use.to_columns,
-            time_first,
             tuple(numbers[s] for s in rows),
             tuple((numbers[s], numbers[r]) for s, r in factors),
             tuple(numbers[s] for s in credit),

@@ -82,6 +82,17 @@ def samples_first(y: jax.Array) -> jax.Array:
     return _transposed(y).T if y.nbytes > LARGE else y
 
 
+def side_by_side(values: jax.Array) -> jax.Array:
+    """(t, neurons, samples...) as (neurons, steps and samples): what a synapse reads of
+    a neuron lies in one place."""
+    if values.nbytes <= LARGE:
+        moved = jnp.moveaxis(values, 1, 0)
+        return moved.reshape(len(moved), -1)
+    # Undoes the transposed copies that models with samples first hold.
+    moved = jnp.moveaxis(values, 1, -1)
+    return _transposed(moved.reshape(-1, values.shape[1]))
+
+
 def _transposed(x: jax.Array) -> jax.Array:
     from .transpose_kernel import transposed
 

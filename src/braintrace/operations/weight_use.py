@@ -105,6 +105,12 @@ class BaseUse(ABC):
         y, pull = jax.vjp(block, fixed[self.operand])
         return pull(cast(padded(y_bars, box, self.result.shape), y.dtype))[0]
 
+    def gradient_of_factors(
+        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box
+    ) -> jax.Array:
+        """The same for values that a loop over steps has written."""
+        return self.gradient(fixed, steps, y_bars, box)
+
     def _as_operand(self, k: int, x: jax.Array) -> jax.Array:
         """Data in the type of an operand: traces of it may be held in another."""
         inexact = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -207,6 +213,12 @@ class SharedUse:
         """Σ_t of y_bars[t] · ∂y'_t/∂w in the shape of w."""
         whole = padded(y_bars, box, self.sources.shape)
         return self.use.gradient(fixed, steps, self._summed(whole))
+
+    def gradient_of_factors(
+        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box
+    ) -> jax.Array:
+        """The same for values that a loop over steps has written."""
+        return self.gradient(fixed, steps, y_bars, box)
 
     def slopes(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
         """∂y'/∂w (t, y') of an element-wise use."""

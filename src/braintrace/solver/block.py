@@ -90,10 +90,12 @@ def derivatives(
     ``cotangents[i][t]`` is the cotangent of target i at step t.
     """
 
+    masked = block.mask is not None
+
     def one(values: Values, safe: Values, cotangents: list[jax.Array]) -> tuple:
-        targets, found = step.signals(constants, safe, cotangents)
+        targets, found = step.signals(constants, safe, cotangents, masked=masked)
         outputs = step.outputs(constants, values)
-        if block.mask is not None:
+        if masked:
             # Derivatives were taken at other values; the losses are those of the model
             # itself.
             targets = [outputs[key] for key in step.targets]

@@ -155,4 +155,5 @@ class FactorLayout:
             time = 't...' if self.keeps_slopes else 't'
             summed = jnp.einsum(f't...,{time}->...', y_bars, xs)
             return self.use.spread(padded(summed, self.box, self.use.result.shape))
-        return self.use.gradient(fixed, {**steps, self.use.input: xs}, y_bars, self.box)
+        steps = {**steps, self.use.input: xs}
+        return self.use.gradient_of_factors(fixed, steps, y_bars, self.box)
