@@ -25,7 +25,7 @@ import numpy as np
 
 from ..analysis.groups import HiddenGroup
 from ..analysis.relations import HiddenParamOpRelation
-from ..analysis.sites import Site
+from ..analysis.sites import Site, adds
 from ..compat import evaluate
 from ..errors import three_parts
 from ..learner.weights import named_arrays, path_of_parameter
@@ -129,7 +129,7 @@ def _shape(use: Use, role: str) -> tuple[int, ...]:
     """The shape of a trace for one state, where none is held."""
     own = use.relation.trainable_vars[role].aval.shape
     y = use.site.y_var.aval.shape
-    if use.site.primitive.name == 'conv_general_dilated':
+    if use.site.mark == 'conv' and not adds(use.site.equation):
         return (*_places(use), *own)
     axes = {'grouped_matmul': 2, 'element_wise': len(own)}.get(use.site.mark or '', 1)
     return (*y[:1], *own) if len(y) > axes else own
@@ -139,13 +139,13 @@ def _by_sample(
     use: Use, pieces: Sequence[jax.Array], shape: tuple[int, ...]
 ) -> jax.Array:
     """The trace of a site, samples first, then the axes of the weight."""
-    mark, name = use.site.mark, use.site.primitive.name
+    mark, is_bias = use.site.mark, adds(use.site.equation)
     first = pieces[0]
-    if mark == 'conv' and first.ndim == 4 and name == 'conv_general_dilated':
+    if mark == 'conv' and first.ndim == 4 and not is_bias:
         return _filters(use, first, shape)
-    if mark == 'sparse_matmul' and name != 'add':
+    if mark == 'sparse_matmul' and not is_bias:
         return jnp.moveaxis(first, 0, -1)
-    if mark == 'embedding' and name == 'gather':
+    if mark == 'embedding' and not is_bias:
         return jnp.moveaxis(first, 0, -len(shape))
     group = use.group.varshape
     if first.shape == (math.prod(group), *shape) and len(group) > 0:
