@@ -6,6 +6,7 @@ import numpy as np
 from checking import RULES, XS, B, H, I, Net, Op, X, check, each, learner_of, ready
 
 import braintrace
+from braintrace import nn
 
 
 def numbers(*shape):
@@ -294,3 +295,20 @@ def check_traces_start_at_zero():
     net, learner = learner_of('D_RTRL')
     (trace,) = learner.get_etrace_of(net.rnn.Wh.weight).values()
     assert not any(np.any(x) for x in trace.values())
+
+
+@each('nu_log', 'theta_log', 'gamma_log')
+def check_traces_of_a_linear_recurrent_unit(name):
+    net = ready(nn.LRUCell(I, H))
+    learner = braintrace.D_RTRL(net)
+    learner.compile_graph(X)
+    learner(X)
+    learner(X)
+    paths = [
+        path
+        for relation in learner.graph.hidden_param_op_relations
+        for path in relation.trainable_paths.values()
+    ]
+    assert (name,) in paths
+    leaves = [x for t in learner.get_etrace_of((name,)).values() for x in t.values()]
+    assert all(x.shape == (B, H, 2) for x in leaves)

@@ -172,6 +172,8 @@ def _roles(
     first, *biases = sites
     parameters = _in_order_of_use(first)
     roles: list[str] = [_role(p) for p in parameters]
+    if len(set(roles)) < len(roles):
+        roles = [p.name for p in parameters]
     if len(parameters) == len(known[:-1]):
         roles = list(known[:-1])
     for role, parameter in zip(roles, parameters, strict=True):
