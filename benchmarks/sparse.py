@@ -5,6 +5,8 @@
 Both sides run the same models, weights, data and losses, in turn, on one core. Times are those of the processor, so
 that other programs on the machine matter less. Spikes are multiplied as numbers or as events, which the published
 package's sparse product does not take. ``MiB`` is the most that a call occupies, inputs and Python itself aside.
+Tables go to the screen, to ``sparse.json`` and to ``docs/scale.md``; those of ``--quick`` and ``--no-peer`` to the
+screen only.
 """
 
 from __future__ import annotations
@@ -16,10 +18,7 @@ from statistics import median
 import models
 import report
 import run
-
-TARGETS = {'20000': 4.0, '131072': 8.0}
-"""Times the speed of the published package that are wanted, by neurons."""
-MOST_FORWARD, MOST_MIB = 1.0, 2048
+import sparse_table
 
 
 def workloads(quick: bool = False) -> list[models.Workload]:
@@ -47,8 +46,8 @@ def workloads(quick: bool = False) -> list[models.Workload]:
 
 def measured(
     index: int, workload: models.Workload, pythons: dict, rounds: int, quick: bool
-) -> dict[tuple[str, str], dict]:
-    """Seconds, peak memory and agreement of every variant, by side and variant."""
+) -> dict:
+    """A workload with seconds, peak memory and agreement of every variant."""
     # At the large size a call of BPTT or of the published package takes a minute.
     is_large = workload.batch > 8
     baselines = ('forward',) if is_large else run.BASELINES
@@ -84,39 +83,8 @@ def measured(
             found['ours', variant]['gradients'] = report.verdict(gradients)
     for side in sides.values():
         side.close()
-    return found
-
-
-def table(workload: models.Workload, found: dict, judged: bool) -> str:
-    """Rows of a workload; ✓ and ✗ where there is a target."""
-    lines = [f'\n{workload.title}\n']
-    titles = ('', 's', 'forward passes', 'published, s', 'times its speed', 'MiB')
-    lines.append(f'| {" | ".join(titles)} | gradients |')
-    lines.append(f'| --- |{" ---: |" * (len(titles) - 1)} --- |')
-    forward = median(found['ours', 'forward']['seconds'])
-    for (name, variant), row in found.items():
-        if name == 'peer' or 'error' in row:
-            continue
-        seconds = median(row['seconds'])
-        theirs = found.get(('peer', run.counterpart(variant)), {})
-        peer = median(theirs['seconds']) if theirs.get('seconds') else None
-        is_rule = variant not in run.BASELINES
-        mark = lambda met, is_rule=is_rule: f' {"✗✓"[met]}' * (judged and is_rule)
-        passes, mib = seconds / forward, row['peak'] / 2**20
-        most = MOST_FORWARD if variant == 'pp_prop' else float('inf')
-        cells = [report.NAMES[variant], f'{seconds:.3g}']
-        cells.append(f'{passes:.2f}' + (mark(passes <= most) if most < 9 else ''))
-        cells.append('' if peer is None else f'{peer:.3g}')
-        speed = None if peer is None or not is_rule else peer / seconds
-        wanted = TARGETS.get(workload.key, 0.0)
-        cells.append('' if speed is None else f'{speed:.1f}{mark(speed >= wanted)}')
-        cells.append(f'{mib:,.0f}{mark(mib <= MOST_MIB)}')
-        cells.append(row.get('gradients', ''))
-        lines.append(f'| {" | ".join(cells)} |')
-    for (name, variant), row in found.items():
-        if 'error' in row:
-            lines.append(f'\n{name}, {report.NAMES[variant]}: {row["error"]}')
-    return '\n'.join(lines)
+    rows = [{'side': side, 'variant': v} | row for (side, v), row in found.items()]
+    return {'key': workload.key, 'title': workload.title, 'rows': rows}
 
 
 def main() -> None:
@@ -130,15 +98,19 @@ def main() -> None:
     pythons = {'ours': sys.executable}
     if not given.no_peer:
         pythons['peer'] = run.peer_python()
-    tables = []
     for index, workload in enumerate(workloads(given.quick)):
         is_wanted = not given.only or workload.key in given.only.split(',')
         if not is_wanted or not workload.title.endswith(given.spikes):
             continue
         print(workload.title, flush=True)
         found = measured(index, workload, pythons, given.rounds, given.quick)
-        tables.append(table(workload, found, not given.quick))
-        print(tables[-1], flush=True)
+        print(f'\n{sparse_table.table(found, judged=not given.quick)}\n', flush=True)
+        for row in found['rows']:
+            about = [row[k] for k in ('error', 'gradients') if k in row]
+            if about:
+                print(f'{row["side"]}, {report.NAMES[row["variant"]]}:', *about)
+        if not given.quick and not given.no_peer:
+            sparse_table.write([found])
 
 
 if __name__ == '__main__':
