@@ -27,7 +27,11 @@ def fire(v):
     return (v > 0).astype(v.dtype)
 
 
-fire.defvjp(lambda v: (fire(v), v), lambda v, bar: (bar / (1 + 3 * jnp.abs(v)) ** 2,))
+def pull_back(v, bar):
+    return (bar / (1 + 3 * jnp.abs(v)) ** 2,)
+
+
+fire.defvjp(lambda v: (fire(v), v), pull_back)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class Spiking(brainstate.nn.Module):

@@ -22,7 +22,7 @@ def fire(v):
     return (v > 0).astype(v.dtype)
 
 
-@fire.defjvp
+@fire.defjvp  # pyright: ignore[reportFunctionMemberAccess]
 def _surrogate(primals, tangents):
     (v,), (dv,) = primals, tangents
     return fire(v), dv / (1 + 3 * jnp.abs(v)) ** 2
