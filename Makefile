@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 DOCS := NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(RUN) -m mkdocs build --strict
 NEST := .venv-nest/bin/python
 ARENA := .venv-arena/bin/python
+BROWSER := .venv-browser/bin/python
 TORCH ?= torch==2.13.0
 
 .PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint types bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
@@ -25,8 +26,12 @@ zoo: $(READY)  # every case of every test, of which the daily run takes a part
 conformance: $(READY)  # every rule on every model, for hours; RULE=rtrl: by one rule
 	ZOO=all RULE=$(RULE) JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_conformance.py
 
-browser: $(READY)
+browser: $(READY) $(BROWSER)  # CHROME=/path/to/chrome: by that one
 	JAX_PLATFORMS=cpu $(RUN) scripts/browser.py $(ARGS)
+
+$(BROWSER):  # a Chromium from PyPI
+	$(PYTHON) -m venv .venv-browser
+	$(BROWSER) -m pip install --quiet PyQt6==6.11.0 PyQt6-WebEngine==6.11.0 || { rm -rf .venv-browser; exit 1; }
 
 fuzz: $(READY)  # 10,000 random programs; any part of the seeds may be run alone
 	ZOO=all SEEDS=$(or $(SEEDS),0:100) PROGRAMS=$(or $(PROGRAMS),100) JAX_PLATFORMS=cpu $(RUN) -m pytest tests/test_random_programs.py
@@ -107,4 +112,4 @@ $(READY): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-arena .venv-peer .venv-nest .venv-published .cache out site
+	rm -rf $(VENV) .venv-arena .venv-browser .venv-peer .venv-nest .venv-published .cache out site

@@ -8,7 +8,6 @@ import html
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,28 +19,17 @@ sys.path.insert(0, str(ROOT / 'tests'))
 import pages  # noqa: E402
 
 SIZES = {'narrow': 360, 'wide': 1400}
-MISSING = """No Chromium was found, and so no page was opened.
-  Debian, Ubuntu: sudo apt install chromium
-  macOS:          brew install --cask chromium
-  or:             CHROME=/path/to/chrome make browser"""
+ENGINE = ROOT / '.venv-browser' / 'bin' / 'python'
+"""The environment that `make browser` builds, with the Chromium of Qt."""
 
 
-def find_browser() -> str | None:
-    """The program of a Chromium, if there is one."""
-    names = (
-        os.environ.get('CHROME', ''),
-        'chromium',
-        'chromium-browser',
-        'google-chrome',
-        'google-chrome-stable',
-    )
-    return next(
-        (found for name in names if name and (found := shutil.which(name))), None
-    )
-
-
-def run(browser: str, *options: str) -> str:
-    """What Chromium prints."""
+def run(*options: str, dark: bool = False) -> str:
+    """What Chromium prints: that of the variable CHROME, else that of Qt."""
+    chrome = os.environ.get('CHROME')
+    if chrome is None:
+        scheme = ['--dark'] * dark
+        command = [str(ENGINE), str(ROOT / 'scripts' / 'web_engine.py'), *scheme]
+        return _printed([*command, *options])
     with tempfile.TemporaryDirectory() as profile:
         given = [
             '--headless',
@@ -49,18 +37,19 @@ def run(browser: str, *options: str) -> str:
             '--disable-gpu',
             '--hide-scrollbars',
             f'--user-data-dir={profile}',
+            f'--blink-settings=preferredColorScheme={0 if dark else 1}',
         ]
-        done = subprocess.run(
-            [browser, *given, *options],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
+        return _printed([chrome, *given, *options])
+
+
+def _printed(command: list[str]) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True
+    )
     return done.stdout
 
 
-def look(browser: str, text: str, file: Path, width: int, dark: bool) -> list[str]:
+def look(text: str, file: Path, width: int, dark: bool) -> list[str]:
     """What is wrong with a page in a frame of this width; a window cannot be so narrow."""
     expected = f'const EXPECTED = {json.dumps({"width": width, "dark": dark})};'
     errors = 'window.pageErrors = []; addEventListener("error", (e) => pageErrors.push(e.message));'
@@ -74,8 +63,7 @@ def look(browser: str, text: str, file: Path, width: int, dark: bool) -> list[st
     file.write_text(
         f'<!doctype html><meta charset="utf-8">{style}{frame}', encoding='utf-8'
     )
-    scheme = f'--blink-settings=preferredColorScheme={0 if dark else 1}'
-    dom = run(browser, '--dump-dom', '--window-size=1500,900', scheme, file.as_uri())
+    dom = run('--dump-dom', '--window-size=1500,900', file.as_uri(), dark=dark)
     found = re.search(r'<pre id="findings">(.*?)</pre>', dom, re.DOTALL)
     if found is None:
         return ['the checks did not run to their end']
@@ -93,18 +81,12 @@ def main() -> int:
         '--picture', type=Path, help='also write a picture of a page, for the docs'
     )
     arguments = parser.parse_args()
-    browser = find_browser()
-    if browser is None:
-        print(MISSING)
-        return 1
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         for name, text in pages.pages():
             for size, width in SIZES.items():
                 for dark in (False, True):
-                    bad = look(
-                        browser, text, Path(folder) / f'{name}.html', width, dark
-                    )
+                    bad = look(text, Path(folder) / f'{name}.html', width, dark)
                     failed += bool(bad)
                     print(
                         f'{name:12} {size:7} {"dark" if dark else "light":6} {"fine" if not bad else "WRONG"}'
@@ -116,7 +98,6 @@ def main() -> int:
             file = Path(folder) / 'picture.html'
             file.write_text(pages.example(), encoding='utf-8')
             run(
-                browser,
                 f'--screenshot={arguments.picture.resolve()}',
                 '--window-size=1320,1260',
                 file.as_uri(),
