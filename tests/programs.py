@@ -1258,6 +1258,7 @@ class PositionWriter(Writer):
             return f'{product((*shape[:-1], max(at) + 1))}[..., np.array({at})]'
         if way == 'both' and shape:
             made = self.name((product((*shape[:-1], 3)), (*shape[:-1], 3)))
+            self.values.remove(made)  # read once, or its uses would meet
             return summed_and_shared_over(made.text, shape)
         return product(shape)
 
