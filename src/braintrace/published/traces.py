@@ -53,6 +53,11 @@ class Use(NamedTuple):
         return id(self.relation.y_var), self.group.index
 
     @property
+    def has_filters(self) -> bool:
+        """Whether the weight is the kernel of a convolution."""
+        return self.site.mark == 'conv' and not adds(self.site.equation)
+
+    @property
     def positions(self) -> np.ndarray:
         """The position in the group that each element of the site's result reaches."""
         indices = [group.index for group in self.site.hidden_groups]
@@ -129,7 +134,7 @@ def _shape(use: Use, role: str) -> tuple[int, ...]:
     """The shape of a trace for one state, where none is held."""
     own = use.relation.trainable_vars[role].aval.shape
     y = use.site.y_var.aval.shape
-    if use.site.mark == 'conv' and not adds(use.site.equation):
+    if use.has_filters:
         return (*_places(use), *own)
     axes = {'grouped_matmul': 2, 'element_wise': len(own)}.get(use.site.mark or '', 1)
     return (*y[:1], *own) if len(y) > axes else own
@@ -139,19 +144,17 @@ def _by_sample(
     use: Use, pieces: Sequence[jax.Array], shape: tuple[int, ...]
 ) -> jax.Array:
     """The trace of a site, samples first, then the axes of the weight."""
-    mark, is_bias = use.site.mark, adds(use.site.equation)
-    first = pieces[0]
-    if mark == 'conv' and first.ndim == 4 and not is_bias:
+    first, group = pieces[0], use.group.varshape
+    if use.has_filters and first.ndim == 4:
         return _filters(use, first, shape)
-    if mark == 'sparse_matmul' and not is_bias:
+    if use.site.mark == 'sparse_matmul' and not adds(use.site.equation):
         return jnp.moveaxis(first, 0, -1)
-    if mark == 'embedding' and not is_bias:
-        return jnp.moveaxis(first, 0, -len(shape))
-    group = use.group.varshape
-    if first.shape == (math.prod(group), *shape) and len(group) > 0:
-        is_batch = len(group) > 1
-        over = tuple(range(1 if is_batch else 0, len(group)))
+    if first.shape == (math.prod(group), *shape) and group:
+        # The whole influence: each weight reaches one unit of a sample.
+        over = tuple(range(min(1, len(group) - 1), len(group)))
         return jnp.sum(first.reshape(*group, *shape), axis=over)
+    if use.site.mark == 'embedding':
+        return jnp.moveaxis(first, 0, -len(shape))
     return _joined(pieces, shape)
 
 
