@@ -1257,9 +1257,8 @@ class PositionWriter(Writer):
             at = [i // 2 for i in range(shape[-1])]
             return f'{product((*shape[:-1], max(at) + 1))}[..., np.array({at})]'
         if way == 'both' and shape:
-            made = self.name((product((*shape[:-1], 3)), (*shape[:-1], 3)))
-            self.values.remove(made)  # read once, or its uses would meet
-            return summed_and_shared_over(made.text, shape)
+            spread = summed_and_shared_over('a', shape)
+            return f'(lambda a: {spread})({product((*shape[:-1], 3))})'
         return product(shape)
 
     def spread(self, text: str, shape: Shape) -> str:

@@ -220,6 +220,14 @@ def program(text, parameters, states, inputs, kinds={}, dtypes={}):
 
 
 FOUND = {  # what random programs have found, made small
+    'a step keeps an array without elements': program(
+        """v0 = jnp.tensordot(x['x'], p['w'], 1)
+        v1 = jnp.concatenate([v0[..., :1], jnp.broadcast_to(v0[..., 1:], (0,))], -1)
+        v2 = 0.7 * s['h'] + nn.sigmoid(p['a']) * v1
+        v2
+        v2""",
+        {'w': (2, 2), 'a': ()}, {'h': (1,)}, {'x': (2,)},
+    ),
     'no input is read by the core': program(
         """v0 = 0.8 * s['h'] + p['w']
         v0

@@ -274,6 +274,8 @@ def over_blocks(
     length = length_of(steps)
     count = length // block
     first = lambda x: x[: count * block].reshape(count, block, *x.shape[1:])
+    # Not -1: a step may keep arrays without elements.
+    joined = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     whole = (jnp.arange(count), jax.tree.map(first, steps))
     rest = jax.tree.map(lambda x: x[count * block :], steps)
     scanned: list[Any] = []
@@ -283,7 +285,7 @@ def over_blocks(
         if count:
             one = lambda carry, at: body(carry, *at)
             carry, found = jax.lax.scan(one, carry, whole, reverse=reverse)
-            scanned.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
+            scanned.append(jax.tree.map(joined, found))
         return carry
 
     def over_rest(carry: Any) -> Any:
