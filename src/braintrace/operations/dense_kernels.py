@@ -7,9 +7,9 @@ each element of the trace, which is read and written once:
     ε_s[n, c, f] = Σ_r factor_sr[n, f] ε_r[n, c, f] + x[n, c] row_s[n, f]
 
 XLA would read and write the traces several times: once for each component and once for
-the gradient. Rows of a trace that the second cache holds are taken two at a time, and
-of each 32 numbers, so that what both rows have in common is loaded once. From larger
-traces the processor reads one row after the other faster.
+the gradient. Rows of traces that stay in the caches are taken three at a time, and of
+each 32 numbers, so that what they have in common is loaded once. From memory, one row
+after the other is read faster.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .native import Buffer, loop, number_type, register, rest_of, several, word
 
 WIDTHS = (32, 8, 1)
 """Numbers of a row that are taken together: the most that fit."""
-SECOND_CACHE = 2**20
-"""Bytes of a processor's second cache, as most have at least."""
+CACHES = 2**24
+"""Bytes that stay in the caches of a processor from step to step."""
 FLAGS = ('reassoc', 'contract', 'nsz')
 """Sums may be reordered; infinities and NaN keep their meaning."""
 
@@ -231,8 +231,8 @@ def visit(
     """
     made, given = arranged(trace, x, rows, factors, credit, inputs_first, y_bar)
     old = list(trace.values())
-    is_small = sum(e.size * e.dtype.itemsize for e in old) <= SECOND_CACHE
-    made = made._replace(rows_together=2 if is_small else 1)
+    is_small = sum(e.size * e.dtype.itemsize for e in old) <= CACHES
+    made = made._replace(rows_together=3 if is_small else 1)
     shapes = [*(e.shape for e in old), old[0].shape[1:]]
     *new, total = call_in_place(_Visit, made, made.name, given, shapes)
     return dict(zip(trace, new, strict=True)), total
