@@ -29,7 +29,7 @@ import numpy as np
 from ..analysis.analysed import Analysed
 from ..analysis.dependence import of
 from ..analysis.groups import HiddenGroup
-from ..arrays import all_zero, known_value
+from ..arrays import known_value
 from ..compat import Atom, Equation, Var, is_var
 from ..compiled_step import Feedback, Signals, Values
 from ..operations import run_equation
@@ -262,13 +262,9 @@ def signals(
     values: Values,
     cotangents: Sequence[jax.Array],
     feedback: Feedback = {},
-    masked: bool = True,
 ) -> tuple[list[jax.Array], Signals]:
-    """Targets of a step; one-step gradients of tap results, signals and direct reads.
-
-    ``masked``: the cotangents may all be zero. The step then contributes exactly
-    nothing, whatever it holds.
-    """
+    """Targets of a step; one-step gradients of tap results, signals and direct
+    reads."""
     groups, env = stages.analysed.groups, constants | values
     ys = [env[v] for v in stages.tap_results]
     old = [group.components([env[v] for v in group.hidden_invars]) for group in groups]
@@ -279,11 +275,8 @@ def signals(
         deltas,
         old,
     )
-    grads = pull([c.astype(x.dtype) for c, x in zip(cotangents, targets, strict=True)])
-    if masked:
-        silent = all_zero(cotangents)
-        grads = jax.tree.map(lambda g: jnp.where(silent, jnp.zeros_like(g), g), grads)
-    results, found, reads = grads
+    bars = [c.astype(x.dtype) for c, x in zip(cotangents, targets, strict=True)]
+    results, found, reads = pull(bars)
     direct = []
     for group, mine in zip(groups, reads, strict=True):
         read = [group.hidden_invars[k] in stages.direct_reads for k in group.owners]

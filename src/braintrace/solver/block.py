@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import sum_type
+from ..arrays import all_zero, sum_type
 from ..compiled_step import (
     Box,
     CompiledStep,
@@ -93,9 +93,11 @@ def derivatives(
     masked = block.mask is not None
 
     def one(values: Values, safe: Values, cotangents: list[jax.Array]) -> tuple:
-        targets, found = step.signals(constants, safe, cotangents, masked=masked)
+        targets, found = step.signals(constants, safe, cotangents)
         outputs = step.outputs(constants, values)
         if masked:
+            # A step without a loss contributes exactly nothing, whatever it holds.
+            found = zero_at(found, all_zero(cotangents))
             # Derivatives were taken at other values; the losses are those of the model
             # itself.
             targets = [outputs[key] for key in step.targets]

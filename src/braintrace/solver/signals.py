@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..arrays import all_zero
 from ..compiled_step import CompiledStep, Feedback, Signals, Values
 from ..errors import CompilationError, three_parts
 from .block import Derivatives
+from .masking import zero_at
 
 
 class SignalInputs(NamedTuple):
@@ -69,7 +71,7 @@ class RandomFeedback:
 
         def one(values: Values, cotangents: list[jax.Array]) -> Signals:
             found = given.step.signals(given.constants, values, cotangents, feedback)
-            return found[1]
+            return zero_at(found[1], all_zero(cotangents))
 
         return jax.vmap(one)(given.steps, list(given.cotangents))
 
