@@ -72,7 +72,10 @@ class BackwardPass:
         const: Constants,
         out: Positions,
         opaque: bool = False,
+        mixes: bool = False,
     ):
+        """``opaque``: a body that cannot be cut inside. ``mixes``: pairs of both kinds
+        are followed, as they are outside of bodies."""
         self.jaxpr, self.env, self.relevance, self.size, self.const = (
             jaxpr,
             env,
@@ -80,9 +83,7 @@ class BackwardPass:
             size,
             const,
         )
-        self.out, self.opaque = out, opaque
-        # Pairs of both kinds are not followed into bodies.
-        self.mixes = False
+        self.out, self.opaque, self.mixes = out, opaque, mixes
         self.uses: dict[Var, list[Use]] = defaultdict(list)
         self.reading: dict[Var, list[tuple[int, int]]] = defaultdict(list)
         self.starts: dict[Var, ReachedPairs] = {}
@@ -466,7 +467,6 @@ def find_positions(
     new = [(atom, ReachedPairs(labels)) for atom, labels in starts]
     old = {v: ReachedPairs(labels) for v, labels in keep.items()}
     alone = {atom: Alone() for atom, _ in starts if is_var(atom)}
-    backward = BackwardPass(jaxpr, env, relevance, size, const, out)
-    backward.mixes = True
+    backward = BackwardPass(jaxpr, env, relevance, size, const, out, mixes=True)
     backward.run(new, old, stop, alone)
     return out
