@@ -270,7 +270,8 @@ class DenseTrace:
             terms = [product[s, r] * e for r, e in old.items() if (s, r) in product]
             if s in rows:
                 terms.append(self._drive(axes, x, y, xs, rows[s], dtype))
-            new[s] = sum(terms[1:], terms[0]).astype(trace[s].dtype)
+            total = sum(terms[1:], terms[0]) if terms else zero
+            new[s] = total.astype(trace[s].dtype)
         return new, found
 
     def _drive(

@@ -38,6 +38,7 @@ from .block import (
 )
 from .factors import FactorLayout, FactorTrace
 from .masking import Block, Mask, finite, zero_at
+from .recursion import Recursion
 from .solved import add
 from .traces import RecursionView, Trace, TracedSite, Traces
 
@@ -82,9 +83,7 @@ def advance(
     )
     if not traces_of.has_block_traces:
         return new, total
-    driven, products = drive(
-        traces_of, constants, block, view, unit_products(traces_of)
-    )
+    driven, products = drive(traces_of, constants, block, view)
     dead = None if block.mask is None else block.mask.dead[0]
     given = (constants, new, driven, products, total, credit, dead, y_bars)
     return take_in(traces_of, *given)
@@ -92,14 +91,29 @@ def advance(
 
 def unit_products(traces_of: Traces) -> list[Jacobian]:
     """P of no steps at all, by group."""
-    units = []
-    for recursion in traces_of.recursions:
-        group = recursion.group
-        dtype = jnp.finfo(jnp.result_type(*group.dtypes)).dtype
-        zero, one = jnp.zeros(group.shape, dtype), jnp.ones(group.shape, dtype)
-        entries = sorted(recursion.closure)
-        units.append({(i, j): one if i == j else zero for i, j in entries})
-    return units
+    return [_unit_product(recursion) for recursion in traces_of.recursions]
+
+
+def _unit_product(recursion: Recursion) -> Jacobian:
+    group = recursion.group
+    dtype = jnp.finfo(jnp.result_type(*group.dtypes)).dtype
+    zero, one = jnp.zeros(group.shape, dtype), jnp.ones(group.shape, dtype)
+    entries = sorted(recursion.closure)
+    return {(i, j): one if i == j else zero for i, j in entries}
+
+
+def _products(
+    recursion: Recursion, transition: Jacobian, after: Jacobian | None, length: int
+) -> tuple[Jacobian, Jacobian]:
+    """P_t of every step, and P_0; ``after``: P of what follows, None for nothing."""
+    unit = _unit_product(recursion)
+    if after is not None or length > 1:
+        return products_to_end(transition, unit if after is None else after, length)
+    # P_1 is the unit matrix and P_0 is D. As a product it would have terms 0 · D, which
+    # XLA must compute, because D may be infinite.
+    to_end = {(i, j): one[None] for (i, j), one in unit.items() if i == j}
+    kept = {at: d for at, d in transition.items() if at in unit}
+    return to_end, {at: d[0].astype(unit[at].dtype) for at, d in kept.items()}
 
 
 def drive(
@@ -107,18 +121,23 @@ def drive(
     constants: Values,
     block: Block,
     view: RecursionView,
-    after: Sequence[Jacobian],
+    after: Sequence[Jacobian] | None = None,
 ) -> tuple[list[Driven], list[Jacobian]]:
     """What the steps of a block add to each trace, and P_0 by group.
 
-    ``after``: P of the steps between this block and the next visit of the traces.
+    ``after``: P of the steps between this block and the next visit of the traces, if
+    there are any.
     """
     length = length_of(block.values)
     products, cotangents = [], []
     for recursion, matrix, later, slopes in zip(
-        traces_of.recursions, view.transitions, after, view.link_slopes, strict=True
+        traces_of.recursions,
+        view.transitions,
+        after or [None] * len(traces_of.recursions),
+        view.link_slopes,
+        strict=True,
     ):
-        to_end, whole = products_to_end(matrix, later, length)
+        to_end, whole = _products(recursion, matrix, later, length)
         products.append(whole)
         # Row s of P_t is the cotangent of h_t whose pull-back is what y_t adds to ε_s.
         named = {}
