@@ -24,6 +24,7 @@ from ..compat import (
 )
 from ..compiled_step import Values
 from ..operations import operation_of, run_equation
+from ..operations.computed_once import computed_once
 from .local_step import new_components
 from .stages import Run, Stages
 from .views import evaluate_views
@@ -39,9 +40,12 @@ def constants(stages: Stages, parameters: Values, states: Values) -> Values:
     """Everything that no data reaches, and weights prepared for the time loop."""
     written = {old for old, _ in stages.carried}
     unwritten = states.pick(v for v in states if v not in written)
-    env = stages.compute(
-        stages.constants, _closed_over(stages) | parameters | unwritten
-    )
+    given = _closed_over(stages) | parameters | unwritten
+    # What takes long is not computed again by each operation that reads it.
+    costly = stages.compute(stages.costly, given).pick(stages.costly)
+    apart = computed_once(list(costly.values()))
+    known = given | Values(zip(costly, apart, strict=True))
+    env = stages.compute(stages.constants, known)
     for i, prepared in stages.prepared.items():
         weight = env[stages.equations[i].invars[prepared.operand]]
         env[prepared.weight] = prepared.kernel.prepare(weight)

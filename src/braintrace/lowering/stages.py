@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..analysis.analysed import Analysed
 from ..analysis.dependence import Bits, of, union
@@ -76,6 +77,8 @@ class Stages:
 
     constants: tuple[Var, ...]
     """Values that depend on no data; new states are never among them."""
+    costly: tuple[Var, ...]
+    """Those of them that take long to compute, and that others read."""
     fixed: frozenset[Var]
     """All that is known before any data: these, parameters, states that no step
     writes."""
@@ -190,6 +193,7 @@ class Stages:
 
         free = self._where(lambda reads: not reads & dependence.data)
         self.constants = tuple(v for v in free if v not in self.new_states)
+        self.costly = self._costly_constants()
         jaxpr = program.closed.jaxpr
         moving = {*program.inputs, *(old for old, _ in self.carried)}
         given = [v for v in jaxpr.invars if v not in moving]
@@ -216,6 +220,33 @@ class Stages:
             v for v in self._read_by_derivatives if v in dependence.producer
         )
         self.projected = self._projected(made)
+
+    def _costly_constants(self) -> tuple[Var, ...]:
+        """Constants behind an operation that is costly, read by what is no constant;
+        where they were only moved or repeated after it, those before."""
+        constants, costly = set(self.constants), set()
+        read: dict[Var, None] = {}
+        for eqn in self.equations:
+            operands = [v for v in eqn.invars if is_var(v)]
+            if not constants.issuperset(eqn.outvars):
+                read |= dict.fromkeys(v for v in operands if v in costly)
+                continue
+            operation = operation_of(eqn)
+            is_costly = operation is not None and operation.costly
+            if is_costly or costly.intersection(operands):
+                costly |= set(eqn.outvars)
+        found = dict.fromkeys(map(self._before_movement, read))
+        return tuple(v for v in found if jnp.issubdtype(v.aval.dtype, jnp.floating))
+
+    def _before_movement(self, v: Var) -> Var:
+        while v in self.dependence.producer:
+            eqn = self.equations[self.dependence.producer[v]]
+            operation, operands = operation_of(eqn), list(filter(is_var, eqn.invars))
+            is_moved = operation is not None and operation.family == 'movement'
+            if not is_moved or len(operands) != 1:
+                break
+            (v,) = operands
+        return v
 
     def _bits(self, atom: Atom) -> Bits:
         return of(self.dependence.total, atom)

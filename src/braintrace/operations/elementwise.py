@@ -77,14 +77,17 @@ ELEMENTWISE = _record(opens=_opens)
 FAMILIES['elementwise'] = ELEMENTWISE
 register(
     ELEMENTWISE,
-    'abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e '
-    'bitcast_convert_type cbrt clamp clz complex conj cos cosh device_put digamma eq '
-    'erf '
-    'erf_inv erfc exp exp2 expm1 ge gt igamma igamma_grad_a igammac imag integer_pow '
-    'is_finite le lgamma log log1p logistic lt max min name ne not or polygamma '
-    'population_count pow random_gamma_grad real reduce_precision '
-    'regularized_incomplete_beta rem rsqrt shift_left shift_right_arithmetic '
-    'shift_right_logical sin sinh sqrt square tan tanh xor zeta exprel',
+    'abs and bitcast_convert_type clamp clz complex conj device_put eq ge gt imag '
+    'integer_pow is_finite le lt max min name ne not or population_count real '
+    'reduce_precision rem rsqrt shift_left shift_right_arithmetic '
+    'shift_right_logical sqrt square xor',
+)
+register(
+    _record(costly=True, opens=_opens),
+    'acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh '
+    'digamma erf erf_inv erfc exp exp2 expm1 exprel igamma igamma_grad_a igammac '
+    'lgamma log log1p logistic polygamma pow random_gamma_grad '
+    'regularized_incomplete_beta sin sinh tan tanh zeta',
 )
 register(_record(linear=True, opens=_opens), 'sub neg convert_element_type copy copy_p')
 register(_record(linear=True, sum=True, use=_sum_use, opens=_opens), 'add add_any')

@@ -72,7 +72,8 @@ class Operation:
     ``constant_operands``: operands without a derivative, or a function of the equation
     that gives them; None for all of them. ``linear``: whether derivatives need no value
     of an operand, or a function of the equation. ``sum``: the result is the sum of the
-    operands. ``multiplies``: it is their product. ``use``: trace layout, weight
+    operands. ``multiplies``: it is their product. ``costly``: an element of the result
+    takes many times as long as a sum. ``use``: trace layout, weight
     gradient and factors of a weight among the operands. ``opens``: which operands a
     change passes through at their own element when every choice and gate is open; None
     if the derivative itself says so. ``kernel``: a faster way to run the equation with
@@ -91,6 +92,7 @@ class Operation:
     linear: bool | Callable[[Equation], bool] = False
     sum: bool = False
     multiplies: bool = False
+    costly: bool = False
     use: UseRule | None = None
     opens: Callable[[Equation, list[bool]], list[bool]] | None = None
     kernel: Callable[[Equation, int], Kernel | None] | None = None
