@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ def _internal(name: str) -> Any:
 
 _DebugInfo = _internal('DebugInfo')
 _new_equation = _internal('new_jaxpr_eqn')
+_opaque_state = _internal('get_opaque_trace_state')
 
 _ONE_CLASS = jex.Jaxpr is jex.ClosedJaxpr
 """Since JAX 0.11 a program is closed by attaching constants to it."""
@@ -384,6 +386,7 @@ def scope(eqn: Equation) -> str:
 
 
 @functools.cache
+@functools.cache
 def sequential_options() -> dict[str, Any] | None:
     """Options of ``jax.jit`` for a program of small operations on CPUs: in an order
     that is not meant for several threads, because handing an operation to another
@@ -400,3 +403,19 @@ def sequential_options() -> dict[str, Any] | None:
     except (jax.errors.JaxRuntimeError, ValueError):
         return None
     return options
+
+
+def is_at_top() -> bool:
+    """Whether no transformation of JAX is around, so that a call runs at once."""
+    return _trace_state() == _top_state()
+
+
+def _trace_state() -> Any:
+    return _opaque_state(convention='flax')
+
+
+@functools.cache
+def _top_state() -> Any:
+    # Transformations belong to a thread: a new one has none.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_trace_state).result()

@@ -4,7 +4,7 @@ once, values go in and come out.
     learner(x)                 run_step
     etrace_grad                gradients_in_steps, gradients_at; windows: ``chunks.py``
     etrace_evolve              evolve
-    etrace_online, streams     online_step_of, train_online
+    etrace_online, streams     ``online_training.py``
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ import jax.numpy as jnp
 from ..errors import CompilationError, is_explained, three_parts
 from ..frontends.brainstate import inputs_kept
 from ..frontends.failures import explain_failure
-from ..frontends.module_states import known_states
 from ..program import Path
 from ..rules import Rule
 from ..solver import Solved
-from .access import alone, undone_on_error
+from .access import alone
 from .arguments import check_call, length_of
 from .batch import BatchError
 from .binding import StepBinding, check_aux
@@ -35,12 +34,10 @@ from .losses import check_finite_values, loss_weights
 from .model_states import start_values
 from .models import interface_of
 from .online import online_step
-from .optimizers import update_by
 from .programs import (
     bind_model,
     bind_step_fn,
     gradient_program_of,
-    loop_of,
     options_of,
     program_of,
     solver_of,
@@ -311,83 +308,3 @@ def failure_explained(learner: Learner, sequences: tuple) -> Iterator[None]:
         drop_time = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.int32)
         slices = jax.tree.map(drop_time, sequences)
         raise explain_failure(learner.model, slices, error, 'a step_fn') from error
-
-
-# ---------------------------------------------------------------- with updates
-
-
-def online_step_of(
-    learner: Learner, binding: StepBinding, masked: bool
-) -> Callable[[tuple, jax.Array], Solved]:
-    """A function of a window and the weights of its losses that gives gradients; states
-    and traces are read and written."""
-    solver, program = gradient_program_of(learner, binding, learner.rule, fresh=False)
-    read_traces(learner, solver)
-
-    def step(window: tuple, weights: jax.Array) -> Solved:
-        traces, inputs = read_traces(learner, solver), binding.inputs(window)
-        given = (*binding.read(), traces, inputs, weights, 1.0, rule_value(learner))
-        solved = program(*given, masked=masked)
-        binding.write(solved.states)
-        write_traces(learner, solver, solved.traces)
-        write_rule_state(learner, next_rule_state(learner, solved))
-        return solved
-
-    return step
-
-
-def train_online(
-    learner: Learner,
-    sequences: tuple,
-    step_fn: Callable[..., Any],
-    optimizer: Any,
-    update_every: int,
-    mask: Any,
-) -> jax.Array:
-    """Losses of a sequence along which the weights change every few steps."""
-    length, masked = length_of(sequences), mask is not None
-    mask, _ = loss_weights(mask, length, 'steps')
-    binding = bind_step_fn(learner, step_fn, sequences)
-    step = online_step_of(learner, binding, masked)
-    parameters = known_states(learner.model, brainstate.ParamState)
-    update = update_by(optimizer, parameters, learner._kept.optimizers)
-
-    def one(window: tuple, weights: jax.Array) -> tuple[jax.Array, dict]:
-        solved = step(window, weights)
-        wanted = jnp.any(weights != 0) if masked else None
-        update(binding.gradients_by_path(solved.gradients), wanted)
-        finite = {}
-        if learner.check_finite:
-            named = binding.gradients_by_name(solved.gradients)
-            finite = {name: jnp.all(jnp.isfinite(g)) for name, g in named.items()}
-        return solved.losses, finite
-
-    parts = (binding, optimizer, update_every, length, masked, *learner._held())
-
-    def run(*given: Any) -> tuple[jax.Array, dict]:
-        found = _in_windows(one, length // update_every, update_every, *given)
-        learner._count(length)
-        return found
-
-    loop = loop_of(learner, 'online', parts, run)
-    with undone_on_error(learner, optimizer):
-        losses, finite = loop(jax.tree.map(jnp.asarray, sequences), mask)
-        if learner.check_finite:
-            marks = {name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()}
-            check_finite_values(losses, mask, marks, 'step')
-    return losses
-
-
-def _in_windows(
-    one: Callable, count: int, length: int, sequences: tuple, weights: jax.Array
-) -> tuple[jax.Array, dict]:
-    """Run ``one`` over windows of a length; the last one may be shorter."""
-    given, results = (sequences, weights), []
-    if count:
-        cut = lambda x: x[: count * length].reshape(count, length, *x.shape[1:])
-        losses, finite = brainstate.transform.for_loop(one, *jax.tree.map(cut, given))
-        results.append((losses.reshape(-1), finite))
-    if len(weights) % length:
-        losses, finite = one(*jax.tree.map(lambda x: x[count * length :], given))
-        results.append((losses, jax.tree.map(lambda ok: ok[None], finite)))
-    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *results)

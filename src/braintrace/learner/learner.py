@@ -28,12 +28,12 @@ from ..program.step import path_name
 from ..rules import Rule
 from . import (
     access,
-    calls,
     carried,
     compiling,
     describing,
     measuring,
     model_states,
+    online_training,
     programs,
     rule_state,
     saving,
@@ -384,7 +384,7 @@ class Learner(brainstate.nn.Module):
     _binding = programs.bind_step_fn
     _solver = programs.solver_of
     _options = programs.options_of
-    _online_step = calls.online_step_of
+    _online_step = online_training.online_step_of
 
 
 def _with_common_options(own: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:

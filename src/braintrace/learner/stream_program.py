@@ -43,8 +43,11 @@ class WrittenValues:
 
 
 class StreamProgram:
-    """A function that reads and writes states, as one compiled call that uses the
-    memory of their values again."""
+    """A function that reads and writes states, as one compiled call.
+
+    ``written``: what the programs of a stream wrote last; their memory is used again.
+    Without it nothing is written over, and old arrays can still be read.
+    """
 
     places: StatePlaces
     """Where the model had its states when the program was made."""
@@ -54,7 +57,7 @@ class StreamProgram:
         function: Callable,
         example: tuple,
         in_chunks: bool,
-        written: WrittenValues,
+        written: WrittenValues | None,
         placement: Placement | None,
         places: StatePlaces,
     ):
@@ -74,6 +77,7 @@ class StreamProgram:
         self._own: list[Any] = [None] * len(self._states)
         self._leaves: list[Any] = []
         self._shapes = list(map(array_shapes, values))
+        self._all_shapes = array_shapes(values)
         # Where states are split over devices, each stays as it is.
         self._shardings: list[Any] | None = None
         if placement is not None:
@@ -87,8 +91,9 @@ class StreamProgram:
             return self.run(*given)
 
         options = sequential_options() if _is_small(self._shapes) else None
+        donated = () if written is None else 0
         self._compiled: Any = jax.jit(
-            traced, donate_argnums=0, compiler_options=options
+            traced, donate_argnums=donated, compiler_options=options
         )
 
     @property
@@ -98,12 +103,14 @@ class StreamProgram:
         return max(self._traced, self._compiled._cache_size())
 
     def arrays(self) -> list[Any] | None:
-        """The values of all states in arrays that are safe to donate; None if one has
-        another shape than the program was made for.
+        """The values of all states, for a stream in arrays that are safe to donate;
+        None if one has another shape than the program was made for.
 
         What a program of the stream wrote belongs to it, unless a user has read the
         trace since. Of everything else a copy is donated.
         """
+        if self._written is None:
+            return self._present()
         if self._is_latest():
             return self._leaves
         found, written = [], self._written.by_state()
@@ -118,6 +125,12 @@ class StreamProgram:
                     value = jax.device_put(value, self._shardings[n])
             found.append(value)
         return jax.tree.leaves(found)
+
+    def _present(self) -> list[Any] | None:
+        values = [holder['_value'] for holder in self._holders]
+        leaves, structure = jax.tree.flatten(values)
+        fits = structure == self._structure and array_shapes(leaves) == self._all_shapes
+        return leaves if fits else None
 
     def _is_latest(self) -> bool:
         """Whether the states have the values that this program wrote last, and no trace
@@ -161,15 +174,24 @@ class StreamProgram:
             raise
         if leaves and isinstance(leaves[0], jax.core.Tracer):
             raise _inside_a_program()
-        self._leaves = leaves
-        self._own = jax.tree.unflatten(self._structure, self._leaves)
-        for holder, value in zip(self._holders, self._own, strict=True):
+        try:
+            self._write(leaves)
+        except BaseException:
+            # Some states new and some old would be wrong: after Ctrl-C all are written.
+            self._write(leaves)
+            raise
+        return found
+
+    def _write(self, leaves: list[Any]) -> None:
+        new = jax.tree.unflatten(self._structure, leaves)
+        for holder, value in zip(self._holders, new, strict=True):
             holder['_value'] = value
         for trace in self._traces:
             if trace.was_read:
                 trace.was_read = False
-        self._written.note(self)
-        return found
+        if self._written is not None:
+            self._leaves, self._own = leaves, new
+            self._written.note(self)
 
     def written(self) -> dict[int, Any]:
         """What it wrote last, by the identity of the state."""

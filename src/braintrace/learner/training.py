@@ -24,6 +24,7 @@ from .calls import GradientCall
 from .losses import results
 from .model_states import state_shapes
 from .models import interface_of
+from .online_training import train_online
 from .optimizers import update_by
 from .programs import program_of
 from .rule_state import next_rule_state, write_rule_state
@@ -211,9 +212,7 @@ def etrace_online(
         )
     with synchronised(learner):
         sequences = place_inputs(learner, sequences, 1)
-        return calls.train_online(
-            learner, sequences, step_fn, optimizer, update_every, mask
-        )
+        return train_online(learner, sequences, step_fn, optimizer, update_every, mask)
 
 
 def stream(
