@@ -368,6 +368,9 @@ class CompiledStep:
     part."""
     prepared: frozenset[Key] = frozenset()
     """Constants that only make a loop over many steps faster."""
+    advance_once: Callable[[Values, Values], tuple[Values, Values]] | None = None
+    """(constants, values): ``project`` and ``advance`` of a step that is run alone, if
+    there is a faster way."""
     has_forward_mode: bool = True
     """Whether ``run`` can be differentiated forward."""
     find_readouts: Callable[[], Mapping[Any, Key]] = dict

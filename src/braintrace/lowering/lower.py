@@ -65,6 +65,7 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
         constants=partial(run.constants, stages),
         project=partial(run.project, stages),
         advance=partial(run.advance, stages),
+        advance_once=partial(run.advance_once, stages),
         complete=partial(run.complete, stages),
         outputs=partial(run.outputs, stages),
         signals=partial(signals, stages),

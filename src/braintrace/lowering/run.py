@@ -61,11 +61,27 @@ def advance(stages: Stages, constants: Values, values: Values) -> tuple[Values, 
     """The next states, and what derivatives need of the step."""
     wanted = [*(new for _, new in stages.carried), *stages.kept]
     env = stages.compute(wanted, constants | values)
+    return _next_states(stages, env), env.pick(stages.kept)
+
+
+def advance_once(
+    stages: Stages, constants: Values, values: Values
+) -> tuple[Values, Values]:
+    """The same with what inputs alone determine, of one step without any loop. Nothing
+    leaves the loop by splitting products of joined inputs, so these stay whole: each
+    part of a weight would be copied."""
+    left = [*stages.projected, *stages.kept]
+    wanted = [*(new for _, new in stages.carried), *left]
+    env = stages.compute(wanted, constants | values, unsplit=stages.unsplit)
+    return _next_states(stages, env), env.pick(left)
+
+
+def _next_states(stages: Stages, env: Values) -> Values:
     states = Values()
     for old, new in stages.carried:
         shape, dtype = old.aval.shape, old.aval.dtype
         states[old] = env[new] if is_var(new) else jnp.full(shape, new.val, dtype)
-    return states, env.pick(stages.kept)
+    return states
 
 
 def complete(stages: Stages, constants: Values, values: Values) -> Values:

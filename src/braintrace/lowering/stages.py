@@ -60,6 +60,8 @@ class Stages:
     program: StepProgram
     equations: Sequence[Equation]
     """Those of the program."""
+    unsplit: dict[Var, Equation]
+    """Products of joined inputs before they were split, by their results."""
 
     taps: dict[int, TapEquation]
     """All taps by the index of their equation."""
@@ -114,13 +116,20 @@ class Stages:
         aux: Sequence[Var] = (),
         modulator: Var | None = None,
     ):
-        self.analysed = part_mixed_results(split_products(analysed))
+        split = split_products(analysed)
+        self.analysed = part_mixed_results(split)
         self.targets, self.aux, self.modulator = tuple(targets), tuple(aux), modulator
         # Values that are wanted for the solver itself.
         self._extra = () if modulator is None else (modulator,)
         self.dependence = self.analysed.dependence
         self.program = self.dependence.program
         self.equations = self.program.equations
+        parts = set(map(id, split.dependence.program.equations))
+        self.unsplit = {
+            eqn.outvars[0]: eqn
+            for eqn in analysed.dependence.program.equations
+            if id(eqn) not in parts
+        }
         self._find_structure()
         self._sort()
         self._choose_kept()
@@ -129,13 +138,18 @@ class Stages:
     # ------------------------------------------------------------ running a part
 
     def compute(
-        self, targets: Iterable[Atom], env: Mapping[Var, Any], run: Run | None = None
+        self,
+        targets: Iterable[Atom],
+        env: Mapping[Var, Any],
+        run: Run | None = None,
+        unsplit: Mapping[Var, Equation] = {},
     ) -> Values:
         """The environment with the targets added: runs just the equations that lead to
-        them; ``run``: in another way than they are."""
+        them; ``run``: in another way than they are; ``unsplit``: equations that take
+        the place of those with the same result."""
         env = Values(env)
-        for i in self.needed(targets, env):
-            eqn, prepared = self.equations[i], self.prepared.get(i)
+        for i in self.needed(targets, env, unsplit):
+            eqn, prepared = self._equation(i, unsplit), self.prepared.get(i)
             if prepared and prepared.weight in env:
                 x = env[eqn.invars[1 - prepared.operand]]
                 env[eqn.outvars[0]] = prepared.kernel.apply(env[prepared.weight], x)
@@ -146,7 +160,16 @@ class Stages:
             env.update((v, x) for v, x in results if v not in env)
         return env
 
-    def needed(self, targets: Iterable[Atom], known: Iterable[Var]) -> list[int]:
+    def _equation(self, i: int, unsplit: Mapping[Var, Equation]) -> Equation:
+        eqn = self.equations[i]
+        return unsplit.get(eqn.outvars[0], eqn) if unsplit else eqn
+
+    def needed(
+        self,
+        targets: Iterable[Atom],
+        known: Iterable[Var],
+        unsplit: Mapping[Var, Equation] = {},
+    ) -> list[int]:
         """Equations that lead to the targets from known values, in program order."""
         known, producer = set(known), self.dependence.producer
         kept: set[int] = set()
@@ -155,7 +178,7 @@ class Stages:
             v = todo.pop()
             if v not in known and v in producer and producer[v] not in kept:
                 kept.add(producer[v])
-                todo += [a for a in self.equations[producer[v]].invars if is_var(a)]
+                todo += filter(is_var, self._equation(producer[v], unsplit).invars)
         return sorted(kept)
 
     # ------------------------------------------------------------ structure

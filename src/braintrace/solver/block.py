@@ -37,11 +37,16 @@ def forward(
 ) -> tuple[Values, Values]:
     """The states after a block, and what its steps leave: projections, kept values, old
     states."""
-    # What is prepared for the loop over steps is not worth its making for one step.
-    if length_of(inputs) == 1:
-        constants = constants.pick(k for k in constants if k not in step.prepared)
-    projected = jax.vmap(lambda xs: step.project(constants, xs))(inputs)
     old_keys = [old for old, _ in step.hidden]
+    if length_of(inputs) == 1:
+        # What is prepared for the loop over steps is not worth its making for one step.
+        constants = constants.pick(k for k in constants if k not in step.prepared)
+        if step.advance_once is not None:
+            xs = jax.tree.map(lambda x: x[0], inputs)
+            new, left = step.advance_once(constants, xs | states)
+            left = left | states.pick(old_keys)
+            return new, jax.tree.map(lambda x: x[None], left)
+    projected = jax.vmap(lambda xs: step.project(constants, xs))(inputs)
 
     def one(old: Values, xs: Values) -> tuple[Values, Values]:
         new, kept = step.advance(constants, xs | old)
