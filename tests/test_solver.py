@@ -29,7 +29,9 @@ from braintrace.solver import (
     PerParameter,
     ScalarLeak,
     Traces,
+    visits,
 )
+from braintrace.solver.block import products_to_end
 
 B, N_IN, H, T = 2, 3, 4, 7
 shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
@@ -381,3 +383,22 @@ def test_windows_are_bptt_inside():
     )
     alone = engine.windows.solve(parameters, states, [], inputs, weights, 3)
     assert not np.allclose(alone.gradients['w'], wanted['w'], rtol=0.01)
+
+
+def test_a_single_step_has_no_products_with_a_unit_matrix():
+    """The same rows and products as those of the general recursion, less its zeros."""
+    step = problem('adaptive')[0].step()
+    traces = solver(step).traces
+    (recursion,) = traces.recursions
+    shape = recursion.group.shape
+    random = np.random.default_rng(0)
+    entries = sorted(recursion.pattern)
+    matrix = {at: jnp.asarray(random.normal(size=(1, *shape))) for at in entries}
+    (unit,) = visits.unit_products(traces)
+    wanted_ends, wanted = products_to_end(matrix, unit, 1)
+    ends, product = visits._products(recursion, matrix, None, 1)
+    assert set(ends) == {(i, i) for i in recursion.alive}
+    for at, x in wanted_ends.items():
+        np.testing.assert_array_equal(x, ends.get(at, jnp.zeros_like(x)))
+    for at, x in wanted.items():
+        np.testing.assert_allclose(x, product.get(at, jnp.zeros_like(x)), rtol=1e-6)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import braintrace
-from braintrace.learner import stream_program
+from braintrace.learner import online_training, stream_program
 
 B, INPUTS, UNITS, T = 2, 3, 5, 7
 
@@ -479,3 +479,100 @@ def test_a_stream_inside_of_jit_is_refused_and_goes_on(is_small, first, monkeypa
     assert_equal(values(learner), before, 0.0)
     stream(xs[1], ys[1])
     assert_moved(values(learner), before)
+
+
+def test_arrays_from_before_a_call_of_etrace_online_can_still_be_read():
+    (xs, ys), (learner, step_fn) = data(), learner_of()
+    states = [*learner.param_states.values(), *learner.hidden_states.values()]
+    options = {'step_fn': step_fn, 'optimizer': optax.adam(1e-2)}
+    learner.etrace_online(xs, ys, **options)
+    kept = [state.value for state in states]
+    copies = jax.tree.map(np.array, kept)
+    learner.etrace_online(xs, ys, **options)
+    assert_equal(kept, copies, 0.0)
+    moved = jax.tree.leaves([state.value for state in states])
+    pairs = zip(moved, jax.tree.leaves(kept), strict=True)
+    assert all(jnp.any(a != b) for a, b in pairs)
+
+
+@pytest.mark.parametrize('update_every', [1, 3])
+def test_etrace_online_inside_of_jit_gives_the_same(update_every):
+    xs, ys = data()
+    options = {'optimizer': optax.adam(1e-2), 'update_every': update_every}
+    learner, step_fn = learner_of()
+    before = values(learner)
+    wanted = learner.etrace_online(xs, ys, step_fn=step_fn, **options)
+    after = values(learner)
+    assert_moved(after, before)
+    learner, step_fn = learner_of()
+    learner.optimizer_states(options['optimizer'])
+    train = lambda xs, ys: learner.etrace_online(xs, ys, step_fn=step_fn, **options)
+    assert_equal(brainstate.transform.jit(train)(xs, ys), wanted)
+    assert_equal(values(learner), after)
+
+
+def test_etrace_online_compiles_once_and_follows_states_and_shapes(monkeypatch):
+    made = []
+
+    class Counted(stream_program.StreamProgram):
+        def __init__(self, *given):
+            made.append(given)
+            super().__init__(*given)
+
+    monkeypatch.setattr(online_training, 'StreamProgram', Counted)
+    (xs, ys), (learner, step_fn) = data(), learner_of()
+    optimizer = optax.sgd(1e-2)
+    train = lambda *data: learner.etrace_online(
+        *data, step_fn=step_fn, optimizer=optimizer
+    )
+    for _ in range(3):
+        train(xs, ys)
+    assert len(made) == 1
+    train(xs[:3], ys[:3])
+    assert len(made) == 2
+    # A weight that is set between calls counts.
+    weight = learner.model.readout.weight
+    weight.value = jax.tree.map(jnp.zeros_like, weight.value)
+    learner.reset_state()
+    first = train(xs, ys)[0]
+    np.testing.assert_allclose(first, jnp.mean(ys[0] ** 2), rtol=1e-6)
+    assert len(made) == 2
+
+
+def test_a_step_like_the_last_one_takes_the_short_way(monkeypatch):
+    (xs, ys), (learner, step_fn) = data(), learner_of()
+    stream = learner.stream(step_fn, optax.sgd(1e-2))
+    general, calls = stream._run, []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return general(*args, **options)
+
+    monkeypatch.setattr(stream, '_run', counted)
+    for t in range(4):
+        stream(xs[t], ys[t])
+    assert len(calls) == 1
+    # Not so for inputs of another kind, or after something else has moved the states.
+    stream(np.asarray(xs[4]), ys[4])
+    assert len(calls) == 2
+    learner.reset_state()
+    stream(np.asarray(xs[5]), ys[5])
+    assert len(calls) == 3
+    learner(xs[5])
+    stream(np.asarray(xs[6]), ys[6])
+    assert len(calls) == 4
+
+
+def test_sine_and_cosine_of_a_parameter_are_computed_once_a_step():
+    """XLA would compute them again wherever they are read, some forty times."""
+    brainstate.random.seed(0)
+    net = braintrace.nn.RTU(INPUTS, 128)
+    xs, _ = data()
+    learner = braintrace.compile(net, 'd_rtrl', xs[0], batch_size=B)
+    stream = learner.stream(lambda x: jnp.mean(learner(x) ** 2), optax.sgd(1e-2))
+    stream(xs[0])
+    program = stream._latest
+    given = (program.leaves, xs[1])
+    text = program._compiled.lower(*given).compile().as_text()
+    # Once for the step, and once for the gradient of each of the two parameters.
+    assert 2 <= text.count(' sine(') + text.count(' cosine(') <= 6

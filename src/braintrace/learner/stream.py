@@ -115,6 +115,7 @@ class Stream:
         self.decay = decay
         self._programs: dict[tuple, StreamProgram] = {}
         self._last: QuickCall | None = None
+        self._latest: StreamProgram | None = None
         self._written = WrittenValues()
         self._with_outputs: dict[Callable, Callable] = {}
         self._scalars: dict[Callable, Callable] = {}
@@ -147,6 +148,7 @@ class Stream:
         inputs = self.learner._placed(inputs, 0 if self.chunk is None else 1)
         if self.chunk is None:
             found = self._run('learn', self._learning, inputs)
+            assert self._latest is not None
             self._last = QuickCall.like(self.learner, self._latest, given)
             return StreamStep(*found)
         length, most = len(jax.tree.leaves(inputs)[0]), self.chunk

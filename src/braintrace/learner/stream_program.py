@@ -76,7 +76,7 @@ class StreamProgram:
         self._function.make_jaxpr(*example)
         self._states = list(self._function.get_states(*example))
         values = [state._read_value() for state in self._states]
-        self._structure = jax.tree.structure(values)
+        self._structure: Any = jax.tree.structure(values)
         self._traces = [s for s in self._states if isinstance(s, EligibilityTrace)]
         # The setters of a state take as long as the step of a small network.
         self._holders = list(map(vars, self._states))

@@ -247,7 +247,8 @@ class Stages:
     def _costly_constants(self) -> tuple[Var, ...]:
         """Constants behind an operation that is costly, read by what is no constant;
         where they were only moved or repeated after it, those before."""
-        constants, costly = set(self.constants), set()
+        constants = set(self.constants)
+        costly: set[Var] = set()
         read: dict[Var, None] = {}
         for eqn in self.equations:
             operands = [v for v in eqn.invars if is_var(v)]

@@ -129,11 +129,12 @@ def drive(
     there are any.
     """
     length = length_of(block.values)
+    follows: Sequence[Jacobian | None] = after or [None] * len(traces_of.recursions)
     products, cotangents = [], []
     for recursion, matrix, later, slopes in zip(
         traces_of.recursions,
         view.transitions,
-        after or [None] * len(traces_of.recursions),
+        follows,
         view.link_slopes,
         strict=True,
     ):
