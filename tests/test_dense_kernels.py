@@ -128,11 +128,11 @@ def test_traces_of_filters_by_a_kernel(monkeypatch):
 @pytest.mark.parametrize('dtype', ['float32', 'float64'])
 @pytest.mark.parametrize('components', [1, 2, 3])
 @pytest.mark.parametrize('density', [0.0, 0.2, 0.8])
-@pytest.mark.parametrize('sizes', [(1, 1, 1, 1), (5, 3, 6, 20), (9, 2, 37, 85)])
+@pytest.mark.parametrize('sizes', [(1, 1, 1, 1), (5, 3, 6, 20), (9, 2, 37, 213)])
 def test_a_visit_after_many_steps(sizes, density, components, dtype):
     """The formula, written out by NumPy: numbers of inputs and outputs that the kernel
     takes one by one, sixteen or more at a time; inputs that are seldom or mostly zero,
-    and some that never are."""
+    and some that never are. Zeros are skipped where there are many outputs."""
     steps, samples, inputs, outputs = sizes
     random = np.random.default_rng(0)
     draw = lambda *shape: random.normal(size=shape).astype(dtype)
@@ -161,10 +161,12 @@ def test_a_visit_after_many_steps(sizes, density, components, dtype):
         np.testing.assert_allclose(new[s], wanted, rtol=0, atol=tolerance)
 
 
-def test_a_visit_after_many_steps_keeps_nan():
+@pytest.mark.parametrize('outputs', [4, 150])
+def test_a_visit_after_many_steps_keeps_nan(outputs):
     x = jnp.zeros((3, 1, 8)).at[1, 0, 2].set(jnp.nan)
-    ones = {0: jnp.ones((3, 1, 4))}
-    trace, factors = {0: jnp.zeros((1, 8, 4))}, {(0, 0): jnp.ones((1, 4))}
+    ones = {0: jnp.ones((3, 1, outputs))}
+    trace = {0: jnp.zeros((1, 8, outputs))}
+    factors = {(0, 0): jnp.ones((1, outputs))}
     new, _ = span_kernels.visit_after_span(trace, x, ones, factors, {})
     assert np.isnan(new[0][0, 2]).all()
     assert np.isfinite(np.delete(new[0][0], 2, axis=0)).all()

@@ -34,7 +34,8 @@ FLAGS = ('reassoc', 'contract', 'nsz')
 class Structure(NamedTuple):
     """What there is of a trace: components, the rows, factors and credits that are not
     zero by structure, whether the inputs come before the outputs in memory, whether
-    the one-step gradient x ȳ is summed, and the rows that are taken together."""
+    the one-step gradient x ȳ is summed, the rows that are taken together, and whether
+    inputs of zero are skipped."""
 
     components: tuple[int, ...]
     rows: tuple[int, ...]
@@ -43,6 +44,7 @@ class Structure(NamedTuple):
     inputs_first: bool
     has_y_bar: bool = False
     rows_together: int = 1
+    skips_zeros: bool = False
 
     @property
     def name(self) -> str:
@@ -50,8 +52,9 @@ class Structure(NamedTuple):
         join = lambda numbers: '_'.join(map(str, numbers))
         factors = join(f'{s}{r}' for s, r in self.factors)
         parts = (join(self.components), join(self.rows), factors, join(self.credits))
-        facts = f'{int(self.inputs_first)}{int(self.has_y_bar)}{self.rows_together}'
-        return f'braintrace_visit_{"_of_".join(parts)}_{facts}'
+        flags = (self.inputs_first, self.has_y_bar, self.skips_zeros)
+        facts = ''.join(str(int(flag)) for flag in flags)
+        return f'braintrace_visit_{"_of_".join(parts)}_{facts}{self.rows_together}'
 
     def named(
         self, operands: list[Buffer]

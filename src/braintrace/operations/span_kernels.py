@@ -13,6 +13,9 @@ take part in it, so that spikes cost as much as there are of them. For one sampl
     1. for each input, list the steps at which it is not zero
     2. for some outputs at a time, copy the rows of all steps, so that they stay in the
        first cache; then for each input, add the rows that its list names
+
+Where there are few outputs, as the filters of a convolution, the lists take longer than
+what they save, and all inputs take part.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ TOGETHER = 4
 """Inputs that are taken together if they are seldom zero."""
 LINE = 16
 """Inputs whose values lie beside each other."""
+LEAST_FOR_LISTS = 128
+"""Outputs from which on inputs of zero are skipped."""
 LEAST_WIDTH = 16
 """The same for more components, and for what is left over."""
 
@@ -101,8 +106,9 @@ class _Span:
                     value = self.x.load(build, at, size)
                     self.values.store(build, value, self._after(place, t), size)
             done = rest_of(build, self.inputs, size)
-        with loop(build, word(0), self.inputs, 1) as c:
-            self._list_one_input(c)
+        if self.made.skips_zeros:
+            with loop(build, word(0), self.inputs, 1) as c:
+                self._list_one_input(c)
 
     def _list_one_input(self, c: Any) -> None:
         build = self.build
@@ -155,6 +161,9 @@ class _Span:
         at = build.add(build.mul(n, self.outputs), f)
         beside = {name: v.load(build, at, size) for name, v in self.vectors.items()}
         given = (f, size, beside, first)
+        if not self.made.skips_zeros:
+            self._all_inputs(n, given)
+            return
         with loop(build, word(0), self.inputs, TOGETHER) as c:
             branches = build.if_else(self._are_dense(c))
             with branches as (dense, sparse):
@@ -164,6 +173,14 @@ class _Span:
                     self._some_inputs(n, one, 1, *given)
         with loop(build, rest_of(build, self.inputs, TOGETHER), self.inputs, 1) as c:
             self._some_inputs(n, c, 1, *given)
+
+    def _all_inputs(self, n: Any, given: tuple) -> None:
+        build = self.build
+        done = word(0)
+        for count in (TOGETHER, 1):
+            with loop(build, done, self.inputs, count) as c:
+                self._some_inputs(n, c, count, *given)
+            done = rest_of(build, self.inputs, count)
 
     def _are_dense(self, c: Any) -> Any:
         """Whether some inputs from c on differ from zero at most steps."""
@@ -179,7 +196,7 @@ class _Span:
         self, n: Any, c: Any, count: int, f: Any, size: int, beside: dict, first: bool
     ) -> None:
         """``size`` outputs from f on of the traces of ``count`` inputs from c on: one
-        input at its listed steps, several at every step."""
+        input at its listed steps if there are lists, several at every step."""
         made, build = self.made, self.build
         new, places = {}, []
         for k in range(count):
@@ -206,7 +223,8 @@ class _Span:
         build, rows = self.build, self.made.rows
         places = [self._place_of(build.add(c, word(k))) for k in range(count)]
         listed, total = build.mul(c, self.steps), self.steps
-        if count == 1:
+        by_list = count == 1 and self.made.skips_zeros
+        if by_list:
             total = self._word(self.counts.load(build, c, 1))
         before = build.block
         with loop(build, word(0), total, 1) as entry:
@@ -217,7 +235,7 @@ class _Span:
             build.position_at_end(body)
             # Several inputs take part in every step.
             t = entry
-            if count == 1:
+            if by_list:
                 t = self._word(self.times.load(build, build.add(listed, entry), 1))
             found = {}
             for m, s in enumerate(rows):
@@ -265,6 +283,7 @@ def visit_after_span(
     made, given = arranged(trace, x, rows, factors, credit, inputs_first=True)
     old = list(trace.values())
     steps, _, inputs = x.shape
+    made = made._replace(skips_zeros=old[0].shape[-1] >= LEAST_FOR_LISTS)
     copied = (steps, len(made.rows), _width(made))
     lines = -(-inputs // LINE)
     memory = [(inputs,), (inputs, steps), (lines, steps, LINE), copied]
