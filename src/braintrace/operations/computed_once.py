@@ -39,6 +39,6 @@ def _apart(*values: jax.Array) -> tuple[jax.Array, ...]:
         name,
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values],
         input_output_aliases={n: n for n in range(count)},
-        vmap_method='sequential',
+        vmap_method='broadcast_all',
     )
     return tuple(call(*values))
