@@ -7,7 +7,8 @@ measuring         ... evaluation, comparison with BPTT, certificate, memory plan
 saving            ... weights and whole learners in files, copies
 describing        ... the report, the graph and the traces shown
 compiling         a learner is compiled for example inputs
-calls             how a call runs: steps, sequences, updates along a sequence
+calls             how a call runs: steps and sequences
+online_training   ... with updates of the weights along a sequence
 chunks            sequences in windows that a step function takes whole
 stream            data that arrive one step at a time; stream_program its compiled call
 binding           a traced step bound to its model
