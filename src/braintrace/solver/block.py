@@ -26,7 +26,6 @@ from ..compiled_step import (
     Jacobian,
     Key,
     Operands,
-    Tap,
     Values,
 )
 from .masking import Block, Mask, zero_at
@@ -40,7 +39,7 @@ def forward(
     # What is prepared for the loop over steps is not worth its making for one step.
     if length_of(inputs) == 1:
         constants = constants.pick(k for k in constants if k not in step.prepared)
-    projected = jax.vmap(lambda xs: step.project(constants, xs))(inputs)
+    projected = jax.vmap(step.project, (None, 0))(constants, inputs)
     old_keys = [old for old, _ in step.hidden]
 
     def one(old: Values, xs: Values) -> tuple[Values, Values]:
@@ -65,7 +64,7 @@ def completed(
 ) -> Values:
     """Everything that derivative programs read, for all steps of a block at once."""
     steps = with_new_states(step, steps, last)
-    return jax.vmap(lambda values: step.complete(constants, values))(steps)
+    return jax.vmap(step.complete, (None, 0))(constants, steps)
 
 
 class Derivatives(NamedTuple):
@@ -110,7 +109,7 @@ def derivatives(
 
 def transitions(step: CompiledStep, constants: Values, steps: Values) -> list[Jacobian]:
     """D of every group and step."""
-    return jax.vmap(lambda values: step.transition(constants, values))(steps)
+    return jax.vmap(step.transition, (None, 0))(constants, steps)
 
 
 def pull(
@@ -118,9 +117,7 @@ def pull(
 ) -> list[Values]:
     """(∂h_t/∂y)ᵀ γ_t of every group, step and tap result y that reaches a component of
     γ."""
-    return jax.vmap(lambda values, mine: step.pull(constants, values, mine))(
-        steps, list(credit)
-    )
+    return jax.vmap(step.pull, (None, 0, 0))(constants, steps, list(credit))
 
 
 def backward_credit(
@@ -219,15 +216,14 @@ def weight_gradients(
                 y_bars.update((y, y_bars[y] + bar) for y, bar in mine.items())
             elif mine:
                 cut.append((tap.cut_gradients[g], mine))
-        if block.mask is None and not _reaches_states(tap, local):
+        reaches_states = any(y in bars for bars in local for y in tap.results)
+        if block.mask is None and not reaches_states:
             data = _without_silent_steps(data, y_bars)
         for gradients, bars in [(tap.gradients, y_bars), *cut]:
-            total = _plus(total, gradients(fixed, data, bars, boxes))
+            for key, grad in gradients(fixed, data, bars, boxes).items():
+                grad = grad.astype(sum_type(grad.dtype))
+                total[key] = total[key] + grad if key in total else grad
     return total
-
-
-def _reaches_states(tap: Tap, local: Sequence[Values]) -> bool:
-    return any(y in bars for bars in local for y in tap.results)
 
 
 def _without_silent_steps(data: Operands, y_bars: Mapping[Key, jax.Array]) -> Operands:
@@ -243,14 +239,6 @@ def _without_silent_steps(data: Operands, y_bars: Mapping[Key, jax.Array]) -> Op
         return jnp.where(silent.reshape(-1, *(1,) * (x.ndim - 1)), jnp.ones_like(x), x)
 
     return {k: spare(x) for k, x in data.items()}
-
-
-def _plus(total: Values, more: Values) -> Values:
-    found = Values(total)
-    for key, grad in more.items():
-        grad = grad.astype(sum_type(grad.dtype))
-        found[key] = found[key] + grad if key in found else grad
-    return found
 
 
 # ---------------------------------------------------------------- the loop over blocks

@@ -284,7 +284,7 @@ class BlockSolver:
             last, steps = forward(step, constants, states, inputs)
             steps = with_new_states(step, inputs | steps, last)
             if traces:
-                done = jax.vmap(lambda values: step.complete(constants, values))(steps)
+                done = jax.vmap(step.complete, (None, 0))(constants, steps)
                 traces, _ = advance_silently(
                     self.traces,
                     constants,
