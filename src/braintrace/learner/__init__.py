@@ -54,11 +54,11 @@ from .by_rule import (
     pp_prop,
     train_synthetic_gradient,
 )
+from .carried import EligibilityTrace
 from .certificate import Certificate, CertificateRow
 from .check import GradientCheck, RuleComparison
 from .learner import Learner
 from .memory import MemoryPlan
-from .state import EligibilityTrace
 
 __all__ = [
     'BPTT',

@@ -20,9 +20,10 @@ from ..solver import Factorised
 from ..solver.factors import FactorTrace
 from ..text import size_text
 from .batch import batch_of
+from .binding import bind_model
 from .carried import trace_table
 from .parameter_gradients import gradients_of
-from .programs import bind_model, solver_of
+from .sequences import solver_of
 from .spellings import member
 from .weights import path_of_parameter
 

@@ -14,11 +14,11 @@ from ..arrays import bytes_of
 from ..compiled_step import Values
 from ..errors import printable
 from ..rules import PRESETS, Rule
-from ..solver import BlockSolver
+from ..solver import BlockSolver, Solver
 from ..text import size_text, use_name
 from .binding import StepBinding
 from .carried import trace_table
-from .sequences import SequenceOptions, Solver
+from .sequences import SequenceOptions
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,14 +19,13 @@ from ..lowering.links import ReadoutLinks
 from ..program import Parameter
 from ..rules import Rule
 from ..rules.exactness import ParameterFacts, SiteFacts, gradient_of
-from ..solver import BlockSolver, InfluenceSolver, JacobianRecursion, Traces
+from ..solver import BlockSolver, InfluenceSolver, JacobianRecursion, Solver, Traces
 from ..solver.factors import FactorLayout
 from ..solver.influence import SparseInfluence
 from ..solver.recursion import Recursion
 from ..source_lines import short_source
 from ..text import operation_name
 from .binding import StepBinding
-from .sequences import Solver
 
 
 def gradients_of(

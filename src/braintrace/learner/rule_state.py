@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import brainstate
 import jax.numpy as jnp
 
 from ..errors import three_parts
 from ..solver import Solved
 from .arguments import check_modulator
-from .state import RuleState
 
 if TYPE_CHECKING:
     from .learner import Learner
+
+
+class RuleState(brainstate.State):
+    """What a rule keeps for itself: a modulator, a count of gradients, a predictor's
+    weights."""
+
+    value: Any
 
 
 def groups_of(learner: Learner) -> list[tuple[int, tuple[int, ...], Any]] | None:

@@ -15,9 +15,9 @@ import numpy as np
 from ..compat import sequential_options
 from ..errors import CompilationError, three_parts
 from ..frontends.module_states import StatePlaces
+from .carried import EligibilityTrace
 from .placement import Placement
 from .programs import array_shapes, in_trace, shapes_of
-from .state import EligibilityTrace
 
 SEQUENTIAL_BYTES = 4 * 2**20
 """With smaller states, XLA need not order the operations for several threads."""

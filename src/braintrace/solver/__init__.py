@@ -31,6 +31,9 @@ from .solved import Solved
 from .traces import Factorised, PerParameter, Traces
 from .window_solver import Predictor
 
+Solver = BlockSolver | InfluenceSolver
+"""What solves sequences of a step by a rule."""
+
 __all__ = [
     'BlockSolver',
     'Factorised',
@@ -43,6 +46,7 @@ __all__ = [
     'RankOneInfluence',
     'ScalarLeak',
     'Solved',
+    'Solver',
     'SparseInfluence',
     'Symmetric',
     'Traces',
