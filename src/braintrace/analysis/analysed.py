@@ -14,12 +14,9 @@ from ..frontends.brainstate import path_mapping
 from ..program import Hidden, Path, StepProgram
 from ..program.step import path_name
 from .cuts import Positions
-from .dependence import of
+from .dependence import StepDependence, check_loops, of, opaque_equations
 from .groups import HiddenGroup, group_hidden, make_group, positions_of_paths
-from .opaque import check_loops, opaque_equations
-from .relations import HiddenParamOpRelation, by_operation
-from .sites import Site, find_sites
-from .step_dependence import StepDependence
+from .sites import HiddenParamOpRelation, Site, by_operation, find_sites
 
 GroupsByPath = dict[Path, HiddenGroup]
 

@@ -16,7 +16,7 @@ from ..program import Path, StepProgram
 from ..program.step import path_name
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .groups import HiddenGroup
-from .relations import HiddenParamOpRelation
+from .sites import HiddenParamOpRelation
 
 
 def relation_records(

@@ -1,4 +1,9 @@
-"""A traced step bound to its model: which variable of the step is which state."""
+"""A traced step bound to its model: which variable of the step is which state.
+
+Inside a ``step_fn`` the learner stands for its model: the call runs the model, and the
+solver differentiates the traced program as a whole. Which of these holds is a property
+of the call, so it is kept in a context variable and not on the learner.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +75,9 @@ def recording(learner: Any, **how: bool) -> Iterator[Recording]:
 def recording_of(learner: Any) -> Recording | None:
     """The innermost recording of a learner's calls."""
     return next((r for r in reversed(_recordings.get()) if r.learner is learner), None)
+
+
+# ---------------------------------------------------------------- a traced step
 
 
 class StepBinding:
@@ -302,6 +310,9 @@ class StepBinding:
 
 
 # ---------------------------------------------------------------- what is refused
+
+
+# ---------------------------------------------------------------- of a learner
 
 
 def bind_model(learner: Learner, example: tuple) -> StepBinding:

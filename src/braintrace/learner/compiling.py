@@ -44,8 +44,8 @@ def compile_learner(learner: Learner, args: tuple) -> None:
     for state in module_states(learner.model).values():
         state.value = jax.tree.map(_strongly_typed, state.value)
     compile_for(learner, args)
-    learner._kept.programs.clear()
     learner._carried.forget()
+    learner._kept.programs.clear()
     learner._example = args
     learner._compiled_for = (shapes_of(args), state_shapes_of(learner))
     model_states.place_states(learner)

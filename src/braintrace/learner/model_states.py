@@ -110,7 +110,7 @@ def compiled_shapes(learner: Learner) -> Shapes:
     """The shapes that a learner is compiled for, which is the last one of its model to
     be so."""
     _last_shaped[learner.model] = weakref.ref(learner)
-    return state_shapes(learner.hidden_states)
+    return state_shapes(module_states(learner.model, brainstate.HiddenState))
 
 
 def check_shapes(learner: Learner) -> None:

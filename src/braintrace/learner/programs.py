@@ -1,8 +1,5 @@
-"""The programs that a learner makes of its steps, each of them once.
-
-The functions below the cache take a learner: they bind the model's own step or a step
-function, and give what solves it and the compiled programs.
-"""
+"""The programs that a learner makes of its steps, each of them once, and what else it
+stores between calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs over sequences: how a rule is run along one."""
+"""What solves a step by a rule, and programs over sequences: how the rule is run along
+one."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from ..analysis.analysed import Analysed
 from ..analysis.cuts import Positions
+from ..analysis.dependence import StepDependence
 from ..analysis.pairs import ReachedPairs
-from ..analysis.step_dependence import StepDependence
 from ..compat import Var, close, inlined, make_jaxpr, new_var, trace
 from ..operations.labels import CONFLICT, gather_back
 from ..program import Cuts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..analysis.dependence import StepDependence
 from ..analysis.sites import weight_operands
-from ..analysis.step_dependence import StepDependence
 from ..compat import Equation, Var, is_differentiable
 
 

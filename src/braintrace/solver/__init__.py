@@ -5,11 +5,11 @@ order in which to read:
 
     block            the formulas of K steps: forward, derivatives, credit, products P;
                      the loop over blocks
-    recursion        how the trace of a position continues from step to step
+    recursion        how the trace of a position continues from step to step; what
+                     leaky read-outs remember, as further components of traces
     signals          what traces are multiplied by
     traces           which traces a step has, how they are stored, the credit they get
     factors          traces held as an input part and a state part
-    readout_memory   what leaky read-outs remember, as further components of traces
     visits           how a block advances the traces, and the gradient they give
     masking          steps that contribute nothing, whatever values they hold
     solved           sums of gradients by weight, those of parameters, the result

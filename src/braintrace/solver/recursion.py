@@ -1,5 +1,5 @@
-"""How the traces of a group continue from step to step, and which component a signal
-reads.
+"""How the traces of a group continue from step to step, which component a signal
+reads, and what leaky read-outs remember.
 
     Jacobian     ε_t = D_t ε_{t-1} + ∂h_t/∂θ
     ScalarLeak   ε_t = λ ε_{t-1} + ∂h_t/∂θ
@@ -15,8 +15,9 @@ same kind,
     (ε, ē)_t = ((M, 0), (M, κ)) (ε, ē)_{t-1} + (1, 1) ∂h_t/∂θ
     (ε, m)_t = ((M, 0), (κ (U M + V), κ)) (ε, m)_{t-1} + (1, κ U) ∂h_t/∂θ
 
-so that blocks, layouts and both passes treat every rule alike. Letters: i, j, k, s
-components of a position; n the components that are added; y results of taps.
+so that blocks, layouts and both passes treat every rule alike. Letters: t steps of a
+block, h positions of a group; i, j, k, s components of a position; n the components
+that are added; y results of taps.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import CompiledGroup, Components, Jacobian, Key
+from ..compiled_step import CompiledGroup, Components, Jacobian, Key, Link, Signals
 
 
 @dataclass(frozen=True)
@@ -224,3 +226,65 @@ class Recursion:
             for s, part in parts.items():
                 found[s] = found[s] + part if s in found else part
         return found
+
+
+# ---------------------------------------------------------------- leaky read-outs
+
+
+class MemoryRead(NamedTuple):
+    """What read-outs send back to u: all of them, and those with a memory (None without
+    any)."""
+
+    every: jax.Array
+    leaky: jax.Array | None
+
+
+class ReadoutMemory(NamedTuple):
+    """A memory of a group by which read-outs decay, and the links that lead there.
+
+    ``links``: each with the positions of its read-out that decay so, None for all.
+    """
+
+    lower: int
+    memory: Memory
+    links: tuple[tuple[Link, Any], ...]
+
+
+def with_memories(
+    recursion: Recursion,
+    read: Components,
+    slopes: LinkSlopes,
+    memory_reads: Sequence[MemoryRead],
+) -> Components:
+    """Direct reads of old states, with those of memories.
+
+    A leaky read-out reads old states through its new one, so that no direct read of a
+    target holds it. Without signals ``memory_reads`` is empty.
+    """
+    found = dict(recursion.reading(read))
+    parts = zip(recursion.numbered, slopes, memory_reads, strict=False)
+    for (n, _), (_, old), (every, leaky) in parts:
+        found[n] = every
+        if leaky is None:
+            continue
+        for j, slope in old.items():
+            found[j] = found[j] + slope * leaky if j in found else slope * leaky
+    return found
+
+
+def decaying_part(link: Link, kappa: float, positions: Any, found: Signals) -> Signals:
+    """Derivatives of a block, of which a read-out has only the positions that decay by
+    one κ.
+
+    A read of the old Y is one of the new Y a step earlier.
+    """
+    if link.readout is None:
+        return found
+    credit: Any = found.signals[link.readout][0]
+    if 0 in found.reads[link.readout]:
+        credit = credit + found.reads[link.readout][0] / kappa
+    if positions is not None:
+        credit = jnp.where(positions, credit, 0)
+    signals = list(found.signals)
+    signals[link.readout] = {0: credit}
+    return found._replace(signals=signals)

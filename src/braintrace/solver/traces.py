@@ -32,8 +32,17 @@ from ..compiled_step import (
 )
 from .block import Derivatives
 from .factors import FactorLayout
-from .readout_memory import MemoryRead, ReadoutMemory, decaying_part, with_memories
-from .recursion import JacobianRecursion, LinkSlopes, Memory, Recursion, ScalarLeak
+from .recursion import (
+    JacobianRecursion,
+    LinkSlopes,
+    Memory,
+    MemoryRead,
+    ReadoutMemory,
+    Recursion,
+    ScalarLeak,
+    decaying_part,
+    with_memories,
+)
 
 Trace = list[Any]
 """One entry a site: components of ε, or a :class:`FactorTrace`."""
