@@ -20,8 +20,8 @@ from braintrace import cli, overview, plots
 from braintrace.cli import look, settings
 from braintrace.errors import RecompilationWarning
 from braintrace.learner.binding import bind_step_fn
+from braintrace.learner.carried import rule_value
 from braintrace.learner.check import compare
-from braintrace.learner.rule_state import rule_value
 from braintrace.learner.sequences import gradient_program_of
 
 X = jnp.ones((4, 3))

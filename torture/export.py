@@ -19,8 +19,7 @@ import optax
 import braintrace
 from braintrace.learner.binding import bind_step_fn
 from braintrace.learner.by_rule import RULES as EVERY
-from braintrace.learner.carried import read_traces
-from braintrace.learner.rule_state import rule_value
+from braintrace.learner.carried import read_traces, rule_value
 from braintrace.learner.sequences import gradient_program_of
 
 from .progress import ROOT

@@ -14,8 +14,7 @@ binding           a traced step bound to its model; what a call of the learner m
 sequences         what solves a step, and in which way a rule is run along a sequence
 programs          compiled programs, each made once
 online            a step whose reverse derivative is the online gradient
-carried           the traces from call to call
-rule_state        what a rule keeps for itself from call to call
+carried           traces, and what a rule keeps for itself, from call to call
 model_states      the model's own states: made, placed, checked, where sequences start
 models            models of every framework as a learner sees them
 access            around a call: one at a time, values in place, arrays on devices

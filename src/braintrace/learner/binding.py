@@ -32,9 +32,9 @@ from .batch import BatchError, inputs_explained
 from .losses import never_called
 from .model_states import check_shapes
 from .programs import program_of, shape_of, shapes_of, state_shapes_of, warn_of_copies
-from .rule_state import RuleState
 
 if TYPE_CHECKING:
+    from .carried import RuleState
     from .learner import Learner
 
 
@@ -85,6 +85,8 @@ class StepBinding:
 
     ``rule_state``: the state of the learner's own that the step may read or write.
     ``modulator_given``: the last output is a modulator that a call was given.
+    ``is_reusable``: False if the step closes over values of a trace around it, and ends
+    with that trace.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class StepBinding:
         if modulator_given:
             *self._outputs, self.modulator = info.program.outputs
         self.modulator_given = modulator_given
+        consts = info.closed_jaxpr.consts
+        self.is_reusable = not any(isinstance(x, jax.core.Tracer) for x in consts)
         self._steps: dict[bool, tuple[Stages, CompiledStep]] = {}
 
     @classmethod
@@ -204,13 +208,6 @@ class StepBinding:
         aux = list(dict.fromkeys(v for v in aux if is_var(v)))
         stages = Stages(self.analysed, targets, aux, self.modulator)
         return stages, lower(stages, loss)
-
-    @property
-    def is_reusable(self) -> bool:
-        """False if the step closes over values of a trace around it, and ends with that
-        trace."""
-        consts = self.info.closed_jaxpr.consts
-        return not any(isinstance(x, jax.core.Tracer) for x in consts)
 
     # ------------------------------------------------------------ states
 

@@ -37,14 +37,20 @@ from .binding import (
     check_aux,
     recording_of,
 )
-from .carried import read_traces, write_traces
+from .carried import (
+    check_modulated,
+    next_rule_state,
+    read_traces,
+    rule_value,
+    write_rule_state,
+    write_traces,
+)
 from .losses import check_finite_values, loss_weights
 from .model_states import start_values
 from .models import interface_of
 from .online import online_step
 from .optimizers import update_by
 from .programs import loop_of, program_of
-from .rule_state import check_modulated, next_rule_state, rule_value, write_rule_state
 from .sequences import evolution_program, gradient_program_of, options_of, solver_of
 
 if TYPE_CHECKING:

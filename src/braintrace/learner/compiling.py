@@ -19,12 +19,11 @@ from ..program import Path
 from ..program.step import path_name
 from . import model_states
 from .binding import bind_model
-from .carried import make_traces
+from .carried import make_traces, new_rule_state
 from .model_states import StartValue
 from .models import interface_of
 from .placement import on_mesh
 from .programs import shapes_of, state_shapes_of
-from .rule_state import new_rule_state
 
 if TYPE_CHECKING:
     from .learner import Learner

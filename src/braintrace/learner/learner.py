@@ -34,7 +34,6 @@ from . import (
     describing,
     measuring,
     model_states,
-    rule_state,
     saving,
     training,
 )
@@ -42,13 +41,18 @@ from .access import followed, place_inputs, synchronised
 from .arguments import check_choice, check_optimizer, check_options
 from .batch import check_batch_size
 from .binding import StepBinding, bind_model, bind_step_fn
-from .carried import CarriedTraces, EligibilityTrace, make_traces
+from .carried import (
+    CarriedTraces,
+    EligibilityTrace,
+    make_traces,
+    new_rule_state,
+    rule_value,
+)
 from .model_states import StartValue
 from .models import interface_of
 from .optimizers import update_by
 from .placement import Placement
 from .programs import Kept
-from .rule_state import new_rule_state, rule_value
 from .sequences import TraceChoice, options_of, solver_of
 from .spellings import check_subclass, member
 
@@ -347,9 +351,9 @@ class Learner(brainstate.nn.Module):
     def modulator(self, value: Any) -> None:
         self.set_modulator(value)
 
-    set_modulator = rule_state.set_modulator
-    set_predictor = rule_state.set_predictor
-    check_modulated = rule_state.check_modulated
+    set_modulator = carried.set_modulator
+    set_predictor = carried.set_predictor
+    check_modulated = carried.check_modulated
 
     # ------------------------------------------------------------ starting again
 

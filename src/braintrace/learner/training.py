@@ -21,12 +21,12 @@ from .access import place_inputs, restored_on_error, synchronised
 from .arguments import LOSS_OUTPUTS, check_choice, check_optimizer, length_of
 from .batch import batch_explained, check_rank
 from .calls import GradientCall
+from .carried import next_rule_state, write_rule_state
 from .losses import results
 from .model_states import state_shapes
 from .models import interface_of
 from .optimizers import update_by
 from .programs import program_of
-from .rule_state import next_rule_state, write_rule_state
 from .stream import Stream
 from .weights import check_paths, selected
 

@@ -27,9 +27,8 @@ from ..operations import is_linear, operation_of, run_equation
 from ..operations.record import Kernel
 from ..program import StepProgram
 from .local_step import LocalProgram
-from .mixed_pairs import part_mixed_results
 from .rewrite import split_products
-from .taps import TapEquation, find_taps
+from .taps import TapEquation, find_taps, part_mixed_results
 
 Run = Callable[[int, list[Any]], list[Any]]
 """(i, operands): the results of equation i."""

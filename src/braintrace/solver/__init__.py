@@ -13,10 +13,10 @@ order in which to read:
     visits           how a block advances the traces, and the gradient they give
     masking          steps that contribute nothing, whatever values they hold
     solved           sums of gradients by weight, those of parameters, the result
-    one_block        one block: all of the above in order
     window           reverse mode through consecutive steps
     window_solver    sequences of windows, traces or a predictor across them
-    sequence         whole sequences: one pass with traces, two passes without
+    sequence         one block, all of the above in order; whole sequences: one pass
+                     with traces, two passes without
     influence        RTRL, SnAp and UORO: parameters on states, nothing cut
     influence_solver sequences solved by an influence
     forward          the true derivative along a direction, for certificates

@@ -26,9 +26,42 @@ from ..compiled_step import (
     Jacobian,
     Key,
     Operands,
+    Tap,
     Values,
 )
-from .masking import Block, Mask, zero_at
+from .masking import FILL, Mask, finite, without_nan, zero_at
+
+
+class Block(NamedTuple):
+    """The steps of a block: values as they are, values that derivatives may read, and
+    the mask."""
+
+    values: Values
+    safe: Values
+    mask: Mask | None
+
+    @classmethod
+    def of(cls, values: Values, mask: Mask | None) -> Block:
+        """The same with NaN replaced at silent steps."""
+        return cls(
+            values, values if mask is None else without_nan(values, mask.silent), mask
+        )
+
+    def operands(self, tap: Tap, constants: Values) -> tuple[Operands, Operands]:
+        """Operands of a tap that stay the same, and those of each step, finite at
+        silent ones."""
+        fixed, data = tap.operands(constants, self.values)
+        if self.mask is not None:
+            data = finite(data, self.mask.silent, 0.0 if tap.multiplies else FILL)
+        return fixed, data
+
+    def zero_if_dead(self, tree: Any) -> Any:
+        """Arrays with t first, zero at dead steps."""
+        return tree if self.mask is None else zero_at(tree, self.mask.dead)
+
+    def zero_if_silent(self, tree: Any) -> Any:
+        """Arrays with t first, zero at silent steps."""
+        return tree if self.mask is None else zero_at(tree, self.mask.silent)
 
 
 def forward(

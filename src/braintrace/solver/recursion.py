@@ -99,19 +99,14 @@ class Recursion:
     every_component: bool = False
     memories: tuple[Memory, ...] = ()
 
-    @property
-    def size(self) -> int:
-        """States of a position."""
-        return self.group.size
-
     def _read(self, i: int) -> int:
         """The component that a signal to state i reads."""
-        return i if self.kappa is None else self.size + i
+        return i if self.kappa is None else self.group.size + i
 
     @property
     def numbered(self) -> list[tuple[int, Memory]]:
         """The memories with the numbers of their components."""
-        first = self.size if self.kappa is None else 2 * self.size
+        first = self.group.size if self.kappa is None else 2 * self.group.size
         return list(enumerate(self.memories, first))
 
     # ------------------------------------------------------------ structure
@@ -124,9 +119,14 @@ class Recursion:
             driven = {(n, j) for n, m in self.numbered for i, j in own if i in m.states}
             driven |= {(n, j) for n, m in self.numbered for j in m.old_states}
             return own | driven | {(n, n) for n, _ in self.numbered}
-        filtered = {(self.size + i, j) for i, j in own}
+        filtered = {(self.group.size + i, j) for i, j in own}
         return (
-            own | filtered | {(self.size + i, self.size + i) for i in range(self.size)}
+            own
+            | filtered
+            | {
+                (self.group.size + i, self.group.size + i)
+                for i in range(self.group.size)
+            }
         )
 
     @cached_property
@@ -135,7 +135,7 @@ class Recursion:
         target."""
         read = {j for _, j in self.pattern}
         direct = {self._read(j) for j in self.group.direct}
-        every = range(self.size if self.kappa is None else 2 * self.size)
+        every = range(self.group.size if self.kappa is None else 2 * self.group.size)
         states = [j for j in every if self.every_component or j in read or j in direct]
         return (*states, *(n for n, _ in self.numbered))
 
@@ -154,7 +154,7 @@ class Recursion:
     def _reached(self, y: Key) -> tuple[int, ...]:
         own = self.group.reached.get(y, ())
         if self.kappa is not None:
-            return (*own, *(self.size + i for i in own))
+            return (*own, *(self.group.size + i for i in own))
         return (*own, *(n for n, m in self.numbered if set(m.states) & set(own)))
 
     def carried(self, y: Key) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ class Recursion:
         shape, dtypes = self.group.shape, self.group.dtypes
         driver = {n: m.first for n, m in self.numbered}
         return {
-            j: jnp.zeros(shape, dtypes[driver.get(j, j % self.size)])
+            j: jnp.zeros(shape, dtypes[driver.get(j, j % self.group.size)])
             for j in self.alive
         }
 
@@ -200,9 +200,10 @@ class Recursion:
                     x = memory.kappa * x
                     found[entry] = found[entry] + x if entry in found else x
             return found
-        filtered = {(self.size + i, j): d for (i, j), d in own.items()}
+        filtered = {(self.group.size + i, j): d for (i, j), d in own.items()}
         kept = {
-            (self.size + i,) * 2: jnp.full_like(x, self.kappa) for i, x in like.items()
+            (self.group.size + i,) * 2: jnp.full_like(x, self.kappa)
+            for i, x in like.items()
         }
         return own | filtered | kept
 
@@ -222,7 +223,7 @@ class Recursion:
                 new, _ = memories[i]
                 parts = {s: memory.kappa * slope * x for s, slope in new.items()}
             else:
-                parts = {i % self.size: x}
+                parts = {i % self.group.size: x}
             for s, part in parts.items():
                 found[s] = found[s] + part if s in found else part
         return found
