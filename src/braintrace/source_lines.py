@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .compat import Equation, defined_in, frames_of
+from .text import operation_name
 
 _TOOLS = ('jax', 'jaxlib', 'numpy', 'saiunit', 'brainunit', 'brainevent')
 _MODELS = (
@@ -49,6 +50,11 @@ def _own_line(frames: Sequence[tuple[str, int]]) -> str | None:
     models = [f for f in frames if _in_library(f[0])]
     own = [f for f in frames if f not in models]
     return next((f'{file}:{line}' for file, line in own + models), None)
+
+
+def described(eqn: Equation) -> str:
+    """An operation and the line of the user's that it comes from."""
+    return f'{operation_name(eqn.primitive.name)} ({source_text(eqn)})'
 
 
 def source_line(eqn: Equation) -> str:

@@ -138,7 +138,8 @@ class BackwardPass:
             return
         sources: Labels = None
         if (edge == CONFLICT).any():
-            sources = sources_of(self, i, k, eqn, outs, edge)
+            if not self.is_alone(eqn.invars[k]):
+                sources = sources_of(self, i, k, eqn, outs, edge)
             if sources is None and not self.opaque:
                 pairs = pair_count(self, i, k, eqn, outs)
                 edge = self.without_conflicts(i, k, edge, pairs)

@@ -32,7 +32,7 @@ from ..compat import (
 )
 from ..operations import differentiates, operation_of
 from ..program import Parameter, Path, cut_inside, slice_back, slice_between
-from ..program.step import path_name
+from ..program.step import path_names
 from .cuts import Positions
 from .dependence import StepDependence, of
 from .groups import HiddenGroup
@@ -75,7 +75,7 @@ class Site(NamedTuple):
 
     def __repr__(self) -> str:
         names = ', '.join(p.name for p in self.parameters)
-        hidden = ', '.join(map(path_name, self.connected_hidden_paths))
+        hidden = path_names(self.connected_hidden_paths)
         shape = self.y_var.aval.shape
         y = f'{self.primitive.name} → y{list(shape)}'
         return f'Site({names} → {y} → {hidden})'
@@ -272,7 +272,7 @@ class HiddenParamOpRelation(NamedTuple):
 
     def __repr__(self) -> str:
         names = ', '.join(p.name for p in self.parameters)
-        hidden = ', '.join(map(path_name, self.connected_hidden_paths))
+        hidden = path_names(self.connected_hidden_paths)
         y = f'{self.primitive} → y{list(self.y_var.aval.shape)}'
         return f'HiddenParamOpRelation({names} → {y} → {hidden})'
 

@@ -25,7 +25,7 @@ from ..compat import (
 )
 from ..errors import CompilationError, InputError, is_explained, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
-from ..program.step import check_shapes, distinct_outputs, path_name
+from ..program.step import check_shapes, distinct_outputs, path_name, path_names
 from .failures import explain_failure
 from .module_states import look_again, module_states
 
@@ -150,8 +150,8 @@ class ModuleInfo(NamedTuple):
         return self._asdict()
 
     def __repr__(self) -> str:
-        hidden = ', '.join(map(path_name, self.hidden_path_to_invar))
-        weights = ', '.join(map(path_name, self.weight_path_to_invars))
+        hidden = path_names(self.hidden_path_to_invar)
+        weights = path_names(self.weight_path_to_invars)
         return (
             f'ModuleInfo({len(self.jaxpr.eqns)} equations; hidden: {hidden}; '
             f'parameters: {weights})'

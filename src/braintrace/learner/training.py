@@ -140,7 +140,7 @@ def etrace_grad(
     """
     check_choice('loss_output', loss_output, LOSS_OUTPUTS)
     check_choice('reduction', reduction, ('mean', 'sum'))
-    chosen = selected(weights, learner.param_states)
+    chosen = None if weights is None else selected(weights, learner.param_states)
     call = GradientCall(sequences, step_fn, mask, reduction, has_aux, fresh)
     if params is not None:
         found = calls.gradients_at(learner, call, params, chunk_size)

@@ -368,7 +368,7 @@ class BlockSolver:
             return (span.states, traces, total), (span.losses, span.aux)
 
         start = (states.pick(self.step.written), traces, self.sums.zero())
-        length = self.span_length(length_of(inputs), block)
+        length = self.span_length(len(weights), block)
         body = by_block if length == block else by_span
         carry, (losses, aux) = over_blocks(body, start, (inputs, weights), length)
         last, traces, total = carry
