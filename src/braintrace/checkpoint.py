@@ -23,7 +23,7 @@ from .learner.learner import Learner
 from .learner.stream import Stream
 from .learner.weights import read_safetensors
 from .program.step import path_name, path_names
-from .text import use_name
+from .source_lines import use_name
 
 _RENAMED = {'learner.standing': 'learner.rule_state'}
 """States whose names were others in checkpoints of version 0.1.0."""

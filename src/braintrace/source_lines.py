@@ -1,4 +1,5 @@
-"""Where an equation was written: the user's own line, and the layer of a library."""
+"""How an equation is shown to its user: the name of its operation, the user's own line
+and the layer of a library."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from .compat import Equation, defined_in, frames_of
-from .text import operation_name
 
 _TOOLS = ('jax', 'jaxlib', 'numpy', 'saiunit', 'brainunit', 'brainevent')
 _MODELS = (
@@ -50,6 +50,27 @@ def _own_line(frames: Sequence[tuple[str, int]]) -> str | None:
     models = [f for f in frames if _in_library(f[0])]
     own = [f for f in frames if f not in models]
     return next((f'{file}:{line}' for file, line in own + models), None)
+
+
+_NAMES = {'dot_general': 'matmul', 'conv_general_dilated': 'conv'}
+
+
+def operation_name(primitive: str) -> str:
+    """A primitive under the name that people know it by.
+
+    >>> operation_name('dot_general'), operation_name('add')
+    ('matmul', 'add')
+    """
+    return _NAMES.get(primitive, primitive)
+
+
+def use_name(primitive: str) -> str:
+    """An operation by which a parameter is used.
+
+    >>> use_name('mul'), use_name('dot_general')
+    ('scale', 'matmul')
+    """
+    return 'scale' if primitive == 'mul' else operation_name(primitive)
 
 
 def described(eqn: Equation) -> str:

@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from ..compat import Equation, open_jaxpr, sub_programs
 from ..program import Path
 from ..program.step import path_name, path_names
-from ..source_lines import described, library_line, source_line, source_text
-from ..text import operation_name
+from ..source_lines import (
+    described,
+    library_line,
+    operation_name,
+    source_line,
+    source_text,
+)
 from .credit import CreditAnalysis, credit_class_record
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 

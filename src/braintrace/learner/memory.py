@@ -15,7 +15,8 @@ from ..compiled_step import Values
 from ..errors import printable
 from ..rules import PRESETS, Rule
 from ..solver import BlockSolver, Solver
-from ..text import size_text, use_name
+from ..source_lines import use_name
+from ..text import size_text
 from .binding import StepBinding
 from .carried import trace_table
 from .sequences import SequenceOptions

@@ -23,8 +23,7 @@ from ..solver import BlockSolver, InfluenceSolver, JacobianRecursion, Solver, Tr
 from ..solver.factors import FactorLayout
 from ..solver.influence import SparseInfluence
 from ..solver.recursion import Recursion
-from ..source_lines import short_source
-from ..text import operation_name
+from ..source_lines import operation_name, short_source
 from .binding import StepBinding
 
 

@@ -14,8 +14,7 @@ from ..analysis.sites import Site, adds, weight_operands
 from ..compat import Atom, Equation, Var, is_differentiable, is_var
 from ..program import Parameter, Path, StepProgram
 from ..program.step import path_name
-from ..source_lines import library_line, source_line
-from ..text import use_name
+from ..source_lines import library_line, source_line, use_name
 
 MOST = 4
 """More inputs, outputs or other states than these share one box."""

@@ -164,7 +164,13 @@ class BlockSolver:
         else:
             credit = self.traces.added_credit(found, view, credit)
         local = pull(self.step, constants, block.safe, credit)
-        return block.zero_if_dead(self.traces.of_traced(local))
+        # Parameters without a trace get their one-step gradient only.
+        traced = self.traces.traced_results
+        of_traced = [
+            Values((y, bar) for y, bar in bars.items() if (g, y) in traced)
+            for g, bars in enumerate(local)
+        ]
+        return block.zero_if_dead(of_traced)
 
     def solve_block(
         self,

@@ -397,13 +397,6 @@ class Traces:
             )
         return added
 
-    def of_traced(self, local: list[Values]) -> list[Values]:
-        """Temporal credit of traced parameters only."""
-        return [
-            Values((y, bar) for y, bar in bars.items() if (g, y) in self.traced_results)
-            for g, bars in enumerate(local)
-        ]
-
     # ------------------------------------------------------------ a block
 
     @cached_property
