@@ -1,7 +1,7 @@
 """What is found in a step program, from its equations to the records of a report.
 
-constants        values that depend on no input
-dependence       what every value of a step depends on, as bits, and where credit ends
+dependence       what every value of a step depends on, as bits; constants, which depend
+                 on nothing; and where credit ends
 cuts             the labels, edges and cuts of the paths into a group
 pairs            what the elements of a value reach
 positions        labels by a pass backward; bodies those of branches, loops and calls

@@ -45,9 +45,8 @@ from ..operations.labels import (
     labels_of,
 )
 from .bodies import enter_branches, enter_call, enter_loop
-from .constants import Constants
 from .cuts import FAN_OUT, MOVED, PARTED, SUMMED_AND_SHARED, Cut, Positions
-from .dependence import Bits, Relevance, flow, of
+from .dependence import Bits, Constants, Relevance, flow, of
 from .origins import pair_count, sources_of
 from .pairs import Alone, ReachedPairs, Use, together
 from .probe import is_elementwise

@@ -200,8 +200,9 @@ class BlockSolver:
         local: list[Values] = [Values() for _ in step.groups]
         first = traces_of.empty_credit
         if traces_of.has_block_traces or not self.is_plain:
-            length, last_credit = len(cotangents[0]), traces_of.zero_credit()
-            every, first = backward_credit(*view[:3], last_credit, length, mask)
+            zero = [recursion.zero_credit() for recursion in traces_of.recursions]
+            length = len(cotangents[0])
+            every, first = backward_credit(*view[:3], zero, length, mask)
             local = self.local_gradients(constants, block, found, view, every)
         # One product for each weight, then the traces: γ_0 · ε_0, and ε_K.
         results = found.results
@@ -324,7 +325,8 @@ class BlockSolver:
             return (first, products, total, dead), (found.targets[0], found.aux, driven)
 
         units = unit_products(traces_of) if drives else []
-        start = (traces_of.zero_credit(), units, total, jnp.asarray(True))
+        zero = [recursion.zero_credit() for recursion in traces_of.recursions]
+        start = (zero, units, total, jnp.asarray(True))
         given = (inputs | kept, weights)
         (credit, products, total, dead), (losses, aux, driven) = over_blocks(
             back, start, given, block, reverse=True

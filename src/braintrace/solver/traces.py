@@ -291,10 +291,6 @@ class Traces:
         """Credit without any component, for every group."""
         return [{} for _ in self.step.groups]
 
-    def zero_credit(self) -> list[Components]:
-        """Zeros for every component that a later step can read."""
-        return [recursion.zero_credit() for recursion in self.recursions]
-
     def link_slopes(self, constants: Values, steps: Values) -> list[LinkSlopes]:
         """∂u/∂h of the memories of every group and step."""
         found: list[list] = [[] for _ in self.step.groups]
