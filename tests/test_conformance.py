@@ -17,7 +17,7 @@ import braintrace
 from braintrace.learner.binding import StepBinding
 from braintrace.learner.by_rule import RULES
 from braintrace.learner.carried import trace_table
-from braintrace.learner.programs import solver_of
+from braintrace.learner.sequences import solver_of
 from braintrace.rules import PRESETS
 from oracle import sequence, total_of
 from test_zoo import close_to, precision

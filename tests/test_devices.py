@@ -19,10 +19,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import braintrace
 from braintrace.learner.access import place_inputs, synchronised
-from braintrace.learner.carried import read_traces
+from braintrace.learner.binding import bind_step_fn
+from braintrace.learner.carried import read_traces, rule_value
 from braintrace.learner.placement import Placement
-from braintrace.learner.programs import bind_step_fn, gradient_program_of
-from braintrace.learner.rule_state import rule_value
+from braintrace.learner.sequences import gradient_program_of
 
 DEVICES = 8
 has_devices = pytest.mark.skipif(

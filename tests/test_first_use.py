@@ -19,9 +19,10 @@ import braintrace as bt
 from braintrace import cli, overview, plots
 from braintrace.cli import look, settings
 from braintrace.errors import RecompilationWarning
+from braintrace.learner.binding import bind_step_fn
+from braintrace.learner.carried import rule_value
 from braintrace.learner.check import compare
-from braintrace.learner.programs import bind_step_fn, gradient_program_of
-from braintrace.learner.rule_state import rule_value
+from braintrace.learner.sequences import gradient_program_of
 
 X = jnp.ones((4, 3))
 XS = jnp.ones((5, 4, 3))

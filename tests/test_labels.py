@@ -19,11 +19,9 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from braintrace import register_primitive
-from braintrace.analysis.cuts import Relevance
-from braintrace.analysis.dependence import Bits, flow
+from braintrace.analysis.dependence import Bits, Relevance, StepDependence, flow
 from braintrace.analysis.positions import find_positions
 from braintrace.analysis.probe import is_elementwise
-from braintrace.analysis.step_dependence import StepDependence
 from braintrace.compat import Primitive, evaluate, is_differentiable, make_jaxpr
 from braintrace.operations import REGISTRY
 from braintrace.operations.label_rules import mixing_labels

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import optax
 
 import braintrace
+from braintrace.learner.binding import bind_step_fn
 from braintrace.learner.by_rule import RULES as EVERY
-from braintrace.learner.carried import read_traces
-from braintrace.learner.programs import bind_step_fn, gradient_program_of
-from braintrace.learner.rule_state import rule_value
+from braintrace.learner.carried import read_traces, rule_value
+from braintrace.learner.sequences import gradient_program_of
 
 from .progress import ROOT
 from .training import check_explained

@@ -29,8 +29,8 @@ from .analysis.graph import (
 )
 from .analysis.groups import HiddenGroup, group_merging, jacrev_last_dim
 from .analysis.perturbation import HiddenPerturbation
-from .analysis.relations import HiddenParamOpRelation
-from .analysis.relations import name_operations as _name_operations
+from .analysis.sites import HiddenParamOpRelation
+from .analysis.sites import name_operations as _name_operations
 from .batches import Batches
 from .checkpoint import load, load_for_inference
 from .errors import CompilationError, CreditWarning, NotSupportedError

@@ -112,12 +112,6 @@ def box_of(positions: np.ndarray) -> Box:
     return tuple(slice(int(a), int(b) + 1) for a, b in limits)
 
 
-def overlap(a: Box, b: Box) -> bool:
-    """Whether two boxes of one array have an element in common."""
-    pairs = zip(a, b, strict=True)
-    return all(p.start < q.stop and q.start < p.stop for p, q in pairs)
-
-
 def padded(part: jax.Array, box: Box | None, shape: tuple[int, ...]) -> jax.Array:
     """All of y, zero around a box of it; leading axes are left alone."""
     if box is None or part.ndim == 0:

@@ -22,8 +22,8 @@ from .frontends.module_states import module_states
 from .learner.learner import Learner
 from .learner.stream import Stream
 from .learner.weights import read_safetensors
-from .program.step import path_name
-from .text import use_name
+from .program.step import path_name, path_names
+from .source_lines import use_name
 
 _RENAMED = {'learner.standing': 'learner.rule_state'}
 """States whose names were others in checkpoints of version 0.1.0."""
@@ -465,7 +465,7 @@ def _described(name: str) -> str:
         return _START + path_name(key)
     if kind == 'traces':
         names, operation, groups, number = key
-        states = ', '.join(map(path_name, groups))
+        states = path_names(groups)
         more = f' ({number})' if number else ''
         return f'{_TRACE}{", ".join(names)} in {use_name(operation)} on {states}{more}'
     return name

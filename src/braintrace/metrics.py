@@ -38,11 +38,10 @@ from .frontends.module_states import module_states
 from .learner import Learner
 from .learner.access import synchronised
 from .learner.arguments import length_of
-from .learner.binding import StepBinding
-from .learner.carried import read_traces
+from .learner.binding import StepBinding, bind_model, bind_step_fn
+from .learner.carried import read_traces, rule_value
 from .learner.model_states import start_values
-from .learner.programs import bind_model, bind_step_fn, gradient_program_of
-from .learner.rule_state import rule_value
+from .learner.sequences import gradient_program_of
 from .operations.record import operation_of
 from .program.normal import normal_form
 from .text import size_text

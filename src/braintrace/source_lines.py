@@ -1,4 +1,5 @@
-"""Where an equation was written: the user's own line, and the layer of a library."""
+"""How an equation is shown to its user: the name of its operation, the user's own line
+and the layer of a library."""
 
 from __future__ import annotations
 
@@ -49,6 +50,32 @@ def _own_line(frames: Sequence[tuple[str, int]]) -> str | None:
     models = [f for f in frames if _in_library(f[0])]
     own = [f for f in frames if f not in models]
     return next((f'{file}:{line}' for file, line in own + models), None)
+
+
+_NAMES = {'dot_general': 'matmul', 'conv_general_dilated': 'conv'}
+
+
+def operation_name(primitive: str) -> str:
+    """A primitive under the name that people know it by.
+
+    >>> operation_name('dot_general'), operation_name('add')
+    ('matmul', 'add')
+    """
+    return _NAMES.get(primitive, primitive)
+
+
+def use_name(primitive: str) -> str:
+    """An operation by which a parameter is used.
+
+    >>> use_name('mul'), use_name('dot_general')
+    ('scale', 'matmul')
+    """
+    return 'scale' if primitive == 'mul' else operation_name(primitive)
+
+
+def described(eqn: Equation) -> str:
+    """An operation and the line of the user's that it comes from."""
+    return f'{operation_name(eqn.primitive.name)} ({source_text(eqn)})'
 
 
 def source_line(eqn: Equation) -> str:

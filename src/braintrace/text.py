@@ -18,27 +18,6 @@ def size_text(n: float) -> str:
     return f'{n:.1f} GiB'
 
 
-_NAMES = {'dot_general': 'matmul', 'conv_general_dilated': 'conv'}
-
-
-def operation_name(primitive: str) -> str:
-    """A primitive under the name that people know it by.
-
-    >>> operation_name('dot_general'), operation_name('add')
-    ('matmul', 'add')
-    """
-    return _NAMES.get(primitive, primitive)
-
-
-def use_name(primitive: str) -> str:
-    """An operation by which a parameter is used.
-
-    >>> use_name('mul'), use_name('dot_general')
-    ('scale', 'matmul')
-    """
-    return 'scale' if primitive == 'mul' else operation_name(primitive)
-
-
 def shape_text(shape: Iterable[int]) -> str:
     """A shape as text.
 

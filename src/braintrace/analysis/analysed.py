@@ -12,14 +12,11 @@ from ..compat import Equation
 from ..errors import CompilationError, three_parts
 from ..frontends.brainstate import path_mapping
 from ..program import Hidden, Path, StepProgram
-from ..program.step import path_name
+from ..program.step import path_names
 from .cuts import Positions
-from .dependence import of
+from .dependence import StepDependence, check_loops, of, opaque_equations
 from .groups import HiddenGroup, group_hidden, make_group, positions_of_paths
-from .opaque import check_loops, opaque_equations
-from .relations import HiddenParamOpRelation, by_operation
-from .sites import Site, find_sites
-from .step_dependence import StepDependence
+from .sites import HiddenParamOpRelation, Site, by_operation, find_sites
 
 GroupsByPath = dict[Path, HiddenGroup]
 
@@ -91,10 +88,10 @@ def kept_in_other_states(program: StepProgram) -> list[Path]:
 def check_hidden(program: StepProgram) -> None:
     """Raise unless the step writes a hidden state."""
     if not program.hidden:
-        read = ', '.join(map(path_name, program.constant_hidden))
+        read = path_names(program.constant_hidden)
         kept = kept_in_other_states(program)
         if kept:
-            names = ', '.join(map(path_name, kept))
+            names = path_names(kept)
             raise CompilationError(
                 three_parts(
                     f'a model whose step writes no hidden state: {names} '

@@ -18,9 +18,8 @@ from functools import cached_property
 
 from ..compat import Atom, Equation, is_var
 from ..program import OtherState, Parameter, Path
-from ..program.step import path_name
-from ..source_lines import source_line, source_text
-from ..text import operation_name
+from ..program.step import path_name, path_names
+from ..source_lines import described, source_line, source_text
 from .analysed import Analysed
 from .cuts import Cut
 from .dependence import of, union
@@ -167,7 +166,7 @@ class CreditAnalysis:
             self.dependence.old(self.members[g]),
             self.dependence.new(self.members[g]),
         )
-        name = names(self.groups[g].hidden_paths)
+        name = path_names(self.groups[g].hidden_paths)
         found: dict[int, str] = {}
         for other, live in enumerate(self.live_groups):
             fed = (
@@ -176,7 +175,7 @@ class CreditAnalysis:
             if other != g and fed:
                 passage = self.passage(g, other) or self.passage(g, other, within=True)
                 where = f' ({source_text(passage)})' if passage else ''
-                fed_paths = names(self.groups[other].hidden_paths)
+                fed_paths = path_names(self.groups[other].hidden_paths)
                 found[other] = f'{name} feeds {fed_paths}, another group{where}'
         return found
 
@@ -186,7 +185,7 @@ class CreditAnalysis:
             self.dependence.old(self.members[g]),
             self.dependence.new(self.members[g]),
         )
-        name = names(self.groups[g].hidden_paths)
+        name = path_names(self.groups[g].hidden_paths)
         found = [
             f'{name} feeds itself across positions, cut at {described(c.eqn)}'
             for c in self._cuts(g, old)[:1]
@@ -239,12 +238,13 @@ class CreditAnalysis:
         ]
         if not reached and not others and not stopped:
             return 'exact', 'acts on outputs of its own step only'
-        into = lambda g: names(self.groups[g].hidden_paths)
+        into = lambda g: path_names(self.groups[g].hidden_paths)
         cuts: dict[tuple, str] = {}
         for g in reached:
             for c in self._cuts(g, bit):
                 text = f'path to {into(g)} cut at {described(c.eqn)}: {c.reason}'
-                cuts.setdefault((g, c.reason, line_of(c.eqn)), text)
+                name, line = c.eqn.primitive.name, source_line(c.eqn)
+                cuts.setdefault((g, c.reason, name, line), text)
         lost = list(cuts.values())
         lost += [leak for g in met for leak in self._leaks_of(g, linked)]
         lost += [f'feeds {path_name(o.path)}, {NOT_HIDDEN}' for o in others]
@@ -274,7 +274,7 @@ class CreditAnalysis:
             return 'local', shown(lost)
         return (
             'exact',
-            f'every path into {names(carried[0].hidden_paths)} keeps its position',
+            f'every path into {path_names(carried[0].hidden_paths)} keeps its position',
         )
 
     def _feeding(self, groups: Sequence[int]) -> list[str]:
@@ -284,7 +284,7 @@ class CreditAnalysis:
         """Names of the read-outs to which a parameter's groups are linked."""
         bit = self.dependence.bit[parameter.invar]
         pairs = sorted(pair for pair in linked if self._new[pair[0]] & bit)
-        found = (names(self.groups[readout].hidden_paths) for _, readout in pairs)
+        found = (path_names(self.groups[readout].hidden_paths) for _, readout in pairs)
         return list(dict.fromkeys(found))
 
     def has_site(self, parameter: Parameter, group: int) -> bool:
@@ -349,18 +349,3 @@ def credit_class_record(
         hidden,
         context,
     )
-
-
-def described(eqn: Equation) -> str:
-    """An operation and the line of the user's that it comes from."""
-    return f'{operation_name(eqn.primitive.name)} ({source_text(eqn)})'
-
-
-def line_of(eqn: Equation) -> tuple[str, str]:
-    """Equations of one operation and one line of the user's are reported once."""
-    return eqn.primitive.name, source_line(eqn)
-
-
-def names(paths: Sequence[Path]) -> str:
-    """Paths as reports write them."""
-    return ', '.join(map(path_name, paths))

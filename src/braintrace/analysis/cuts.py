@@ -44,20 +44,3 @@ class Positions:
     cuts: Cuts = field(default_factory=Cuts)
     found: list[Cut] = field(default_factory=list)
     gaps: list[tuple[Equation, str]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Relevance:
-    """Which values matter to one group: those with a gradient from these sources, met
-    with data. ``old``: the sources among them that are old states."""
-
-    sources: int
-    data: int
-    old: int = -1
-
-    def __call__(self, bits: Bits) -> bool:
-        return bool(bits.grads & self.sources) and bool(bits.reads & self.data)
-
-    def reaches(self, bits: Bits) -> bool:
-        """Whether old states of the group reach a value."""
-        return bool(bits.grads & self.old)

@@ -1,4 +1,6 @@
-"""What every value depends on: forward sets of sources, as bits.
+"""What every value of a step depends on: forward sets of sources, as bits; the values
+that depend on nothing; and where credit ends because an operation has no reverse
+derivative.
 
 ``reads`` counts all that must be known to run the equation, ``grads`` only
 differentiable paths. Sub-programs are entered; loops iterate to a fixpoint. A
@@ -7,15 +9,22 @@ custom-derivative call differentiates whatever its body reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from ..compat import (
     Atom,
     Equation,
     Jaxpr,
     Var,
+    consts_of,
+    evaluate_equation,
     is_differentiable,
+    is_opaque,
     is_var,
     open_jaxpr,
     read_branches,
@@ -23,7 +32,11 @@ from ..compat import (
     structure,
     sub_programs,
 )
-from ..operations import operation_of
+from ..errors import CompilationError, three_parts
+from ..operations import differentiates
+from ..own_primitives import is_whole_cut
+from ..program import Hidden, StepProgram
+from ..source_lines import source_text
 
 
 class Bits(NamedTuple):
@@ -94,9 +107,8 @@ def _results(eqn: Equation, operands: list[Bits]) -> list[Bits]:
         return [union(outs) for outs in zip(*branches, strict=True)]
     if kind in ('custom', 'call'):
         return _custom(eqn, operands)
-    operation = operation_of(eqn)
-    passes = lambda k: operation is None or operation.differentiates(eqn, k)
-    grads = union(b for k, b in enumerate(operands) if passes(k)).grads
+    read = (b for k, b in enumerate(operands) if differentiates(eqn, k))
+    grads = union(read).grads
     return [Bits(union(operands).reads, grads)] * len(eqn.outvars)
 
 
@@ -130,3 +142,231 @@ def _scan(eqn: Equation, operands: list[Bits]) -> list[Bits]:
     a, b = scan.num_consts, scan.num_consts + scan.num_carry
     carry, ys = carry_fixpoint(scan.body, operands[:a], operands[a:b], operands[b:])
     return [*carry, *ys]
+
+
+# ---------------------------------------------------------------- of a step
+
+
+class StepDependence:
+    """A step program, the bit that stands for each of its sources, and what each of its
+    values depends on.
+
+    ``bit``: one bit for each parameter, old hidden state and old other state; inputs
+    share one. ``new_bit``: one for each new hidden state. ``parameters``: bits of all
+    parameters; ``data``: of everything else. ``producer``: the index of the equation
+    that defines each variable. ``constant``: the value of an atom that depends on no
+    source; None for the others.
+
+    Three maps from variables to their sources: ``total`` by any path, ``direct`` by
+    paths that end at a new hidden state when they meet one, ``behind``, of each new
+    hidden state, by paths through no other new state.
+    """
+
+    def __init__(self, program: StepProgram):
+        self.program = program
+        sources = [
+            *(x.invar for x in program.parameters),
+            *(x.invar for x in program.hidden),
+            *(x.invar for x in program.others),
+        ]
+        self.bit: dict[Var, int] = {v: 1 << i for i, v in enumerate(sources)}
+        self.bit |= dict.fromkeys(program.inputs, 1 << len(sources))
+        start = len(self.bit) + 1
+        self.new_bit: dict[Var, int] = {
+            h.outvar: 1 << (start + i) for i, h in enumerate(program.hidden)
+        }
+        self.parameters = sum(self.bit[x.invar] for x in program.parameters)
+        every = sum(set(self.bit.values())) + sum(self.new_bit.values())
+        self.data = every - self.parameters
+        self.producer: dict[Var, int] = {
+            v: i for i, eqn in enumerate(program.equations) for v in eqn.outvars
+        }
+        self.constant = Constants(program.closed)
+        jaxpr = program.closed.jaxpr
+        given = [Bits(self.bit[v], self.bit[v]) for v in jaxpr.invars]
+        marks = {v: Bits(b, b) for v, b in self.new_bit.items()}
+        self.behind: dict[Var, Bits] = {}
+        self.total = flow(jaxpr, given, marks)
+        self.direct = flow(jaxpr, given, marks, self.behind)
+
+    def old(self, group: tuple[Hidden, ...]) -> int:
+        """Bits of old hidden states."""
+        return sum(self.bit[h.invar] for h in group)
+
+    def new(self, group: tuple[Hidden, ...]) -> int:
+        """Bits of new hidden states."""
+        return sum(self.new_bit[h.outvar] for h in group)
+
+    def ever_behind(self, atoms: Iterable[Atom]) -> int:
+        """Bits of all that these values depend on, in their own step or by states that
+        earlier steps left."""
+        p, total = self.program, self.total
+        every: list[Any] = [*p.hidden, *p.others]
+        states = [(self.bit[state.invar], state.outvar) for state in every]
+        found = union(of(total, atom) for atom in atoms).grads
+        while True:
+            passed = [new for old, new in states if new is not None and found & old]
+            more = found | union(of(total, new) for new in passed).grads
+            if more == found:
+                return found
+            found = more
+
+    def through(self, group: tuple[Hidden, ...]) -> DependenceThrough:
+        """Sources of every value by paths through no new state but those of the
+        group."""
+        return DependenceThrough(self, group)
+
+    def is_weight(self, bits: Bits) -> bool:
+        """Depends on parameters, and on nothing but parameters and constants."""
+        return bool(bits.grads & self.parameters) and not bits.reads & self.data
+
+
+class DependenceThrough(Mapping[Var, Bits]):
+    """A view of the direct sources in which some new hidden states are not barriers."""
+
+    def __init__(self, dependence: StepDependence, through: tuple[Hidden, ...]):
+        self.direct = dependence.direct
+        self.every = sum(dependence.new_bit.values())
+        self.inner = {
+            dependence.new_bit[h.outvar]: dependence.behind[h.outvar] for h in through
+        }
+        self.through = sum(self.inner)
+
+    def __getitem__(self, var: Var) -> Bits:
+        bits = self.direct[var]
+        grads, todo = bits.grads & ~self.every, bits.grads & self.through
+        done = 0
+        while todo:
+            bit = todo & -todo
+            done |= bit
+            more = self.inner[bit].grads
+            grads |= more & ~self.every
+            todo = (todo | more & self.through) & ~done
+        return Bits(bits.reads, grads)
+
+    def __iter__(self) -> Iterator[Var]:
+        return iter(self.direct)
+
+    def __len__(self) -> int:
+        return len(self.direct)
+
+
+# ---------------------------------------------------------------- no reverse derivative
+
+
+def opaque_equations(dependence: StepDependence) -> list[tuple[Equation, int]]:
+    """What has no reverse derivative, and the bits whose credit ends there."""
+    equations = dependence.program.equations
+    source = {e.outvars[0]: e.invars[0] for e in equations if is_whole_cut(e)}
+    found = []
+    for eqn in equations:
+        read = [source.get(v, v) for v in eqn.invars if is_var(v)]
+        bits = union(of(dependence.total, v) for v in read).grads
+        found += [(e, bits) for e in _opaque_in(eqn) if bits]
+    return found
+
+
+def check_loops(dependence: StepDependence, opaque: list[tuple[Equation, int]]) -> None:
+    """Raise if credit is lost in a loop of unknown length.
+
+    Such loops are followed, except where they print or call Python code.
+    """
+    hidden = dependence.program.hidden
+    wanted = dependence.parameters | dependence.old(hidden) | dependence.new(hidden)
+    for eqn, bits in opaque:
+        if structure(eqn) == 'while' and bits & wanted:
+            raise CompilationError(
+                three_parts(
+                    f'a while loop with side effects at {source_text(eqn)}',
+                    'parameters or hidden states act on its results, and reverse mode '
+                    'runs its rounds again, so it would print or call back again too',
+                    'the loop without jax.debug or callbacks in it; a loop of fixed '
+                    'length (jax.lax.scan, fori_loop with static bounds); or '
+                    'jax.lax.stop_gradient on what it reads, if no gradient is needed',
+                )
+            )
+
+
+def _opaque_in(eqn: Equation) -> Iterator[Equation]:
+    """What has no reverse derivative in an equation: itself, or equations of its body
+    where no rule of its own does."""
+    if is_opaque(eqn):
+        yield eqn
+    elif structure(eqn) != 'custom':
+        for sub in sub_programs(eqn):
+            for inner in open_jaxpr(sub.jaxpr).eqns:
+                yield from _opaque_in(inner)
+
+
+@dataclass(frozen=True)
+class Relevance:
+    """Which values matter to one group: those with a gradient from these sources, met
+    with data. ``old``: the sources among them that are old states."""
+
+    sources: int
+    data: int
+    old: int = -1
+
+    def __call__(self, bits: Bits) -> bool:
+        return bool(bits.grads & self.sources) and bool(bits.reads & self.data)
+
+    def reaches(self, bits: Bits) -> bool:
+        """Whether old states of the group reach a value."""
+        return bool(bits.grads & self.old)
+
+
+class Constants:
+    """Folds constants on demand; ``given`` are inputs of a body that stand for atoms of
+    the program around it."""
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        given: Mapping[Var, Atom] = {},
+        around: Constants | None = None,
+    ):
+        body: Jaxpr = open_jaxpr(jaxpr)
+        # A step that closes over an array of a jit around it has that tracer as a
+        # constant: fixed during the step, but its value is not known here.
+        self.values: dict[Var, Any] = {
+            v: value
+            for v, value in zip(body.constvars, consts_of(jaxpr), strict=False)
+            if not isinstance(value, jax.core.Tracer)
+        }
+        self.around = around
+        self.given = {
+            v: atom
+            for v, atom in given.items()
+            if around is not None and around.knows(atom)
+        }
+        self.producer: dict[Var, Equation] = {}
+        for eqn in body.eqns:
+            if not eqn.effects and all(self.knows(v) for v in eqn.invars):
+                self.producer.update(dict.fromkeys(eqn.outvars, eqn))
+
+    def knows(self, atom: Atom) -> bool:
+        """True for an atom whose value is constant."""
+        return (
+            not is_var(atom)
+            or atom in self.values
+            or atom in self.given
+            or atom in self.producer
+        )
+
+    def __call__(self, atom: Atom) -> np.ndarray | None:
+        """The value of a constant atom; None for the others."""
+        if not is_var(atom):
+            return np.asarray(atom.val)
+        if not self.knows(atom):
+            return None
+        if atom not in self.values:
+            if atom in self.given and self.around is not None:
+                self.values[atom] = self.around(self.given[atom])
+            else:
+                eqn = self.producer[atom]
+                operands = [self(v) for v in eqn.invars]
+                with jax.ensure_compile_time_eval():
+                    self.values.update(
+                        zip(eqn.outvars, evaluate_equation(eqn, operands), strict=True)
+                    )
+        return np.asarray(self.values[atom])

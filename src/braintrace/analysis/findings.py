@@ -7,10 +7,15 @@ from collections.abc import Iterator
 
 from ..compat import Equation, open_jaxpr, sub_programs
 from ..program import Path
-from ..program.step import path_name
-from ..source_lines import library_line, source_line, source_text
-from ..text import operation_name
-from .credit import CreditAnalysis, credit_class_record, described, line_of, names
+from ..program.step import path_name, path_names
+from ..source_lines import (
+    described,
+    library_line,
+    operation_name,
+    source_line,
+    source_text,
+)
+from .credit import CreditAnalysis, credit_class_record
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 
 
@@ -67,13 +72,15 @@ def _cut_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
             )
             equation = places.get(id(cut.eqn))
             for path in paths:
-                what = names(hidden) if path is None else path_name(path)
-                where = f'{names(hidden)} cut at {described(cut.eqn)}'
+                what = path_names(hidden) if path is None else path_name(path)
+                where = f'{path_names(hidden)} cut at {described(cut.eqn)}'
                 message = f'{what} → {where}: {cut.reason}'
-                key = (hidden, path, cut.reason, line_of(cut.eqn))
+                # Equations of one operation and one line are reported once.
+                name, line = cut.eqn.primitive.name, source_line(cut.eqn)
+                key = (hidden, path, cut.reason, name, line)
                 if key not in found:
                     context = {
-                        'source': source_line(cut.eqn),
+                        'source': line,
                         'library': library_line(cut.eqn),
                         'operand': cut.operand,
                         'elements': cut.elements,
@@ -82,7 +89,7 @@ def _cut_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
                         DiagnosticKind.CUT,
                         DiagnosticLevel.NOTICE,
                         message,
-                        cut.eqn.primitive.name,
+                        name,
                         path,
                         hidden,
                         {**context, 'equations': []},
@@ -100,7 +107,7 @@ def _cut_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
             yield CompilationRecord(
                 DiagnosticKind.CUT,
                 DiagnosticLevel.NOTICE,
-                f'{names(group.hidden_paths)} → {names(target)} cut at '
+                f'{path_names(group.hidden_paths)} → {path_names(target)} cut at '
                 f'{described(eqn)}: another group',
                 eqn.primitive.name,
                 None,

@@ -19,7 +19,7 @@ from .findings import findings
 from .groups import HiddenGroup
 from .perturbation import HiddenPerturbation, add_perturbation
 from .relation_records import relation_records
-from .relations import HiddenParamOpRelation
+from .sites import HiddenParamOpRelation
 
 if TYPE_CHECKING:
     from ..report import CompilationReport

@@ -14,9 +14,9 @@ from ..compat import Jaxpr, Var, evaluate
 from ..errors import NotSupportedError, three_parts
 from ..program import Hidden, Path, slice_between
 from ..program.step import path_name
-from .cuts import Positions, Relevance
+from .cuts import Positions
+from .dependence import Relevance, StepDependence
 from .positions import find_positions
-from .step_dependence import StepDependence
 
 T = TypeVar('T')
 

@@ -27,8 +27,6 @@ def sources_of(
 ) -> Labels:
     """The element of an operand that reaches each position, as :class:`ReachedPairs`
     has it; ``edge``: the labels of the operand."""
-    if at.is_alone(eqn.invars[k]):
-        return None
     if i in at.entered:
         inside = at.entered[i][k]
         return None if inside is None else inside.sources

@@ -27,11 +27,6 @@ class ReachedPairs(NamedTuple):
         """Whether all pairs are known."""
         return self.sources is not None or not (self.labels == CONFLICT).any()
 
-    @property
-    def is_mixed(self) -> bool:
-        """Whether some elements share a position and others reach several."""
-        return self.sources is not None and bool((self.sources == CONFLICT).any())
-
     def by_position(self, size: int) -> Labels:
         """The element that reaches each position, CONFLICT where several do; None if
         that is not known."""

@@ -20,7 +20,7 @@ from ..compat import (
 )
 from ..errors import three_parts
 from ..program import Path, StepProgram
-from ..program.step import path_name
+from ..program.step import path_names
 from .groups import HiddenGroup
 
 
@@ -67,7 +67,7 @@ class HiddenPerturbation(NamedTuple):
 
     def _check(self, perturb_data: Sequence[Any], error: type[Exception]) -> None:
         if len(perturb_data) != len(self.perturb_vars):
-            names = ', '.join(map(path_name, self.perturb_hidden_paths))
+            names = path_names(self.perturb_hidden_paths)
             raise error(
                 three_parts(
                     f'{len(perturb_data)} perturbation(s) given',
@@ -82,7 +82,7 @@ class HiddenPerturbation(NamedTuple):
         return self._asdict()
 
     def __repr__(self) -> str:
-        names = ', '.join(map(path_name, self.perturb_hidden_paths))
+        names = path_names(self.perturb_hidden_paths)
         return f'HiddenPerturbation({names})'
 
 

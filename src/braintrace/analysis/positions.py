@@ -33,6 +33,7 @@ from ..operations import (
     ELEMENTWISE,
     MIXING,
     Operation,
+    differentiates,
     element_numbers,
     forward_labels,
     operation_of,
@@ -44,17 +45,8 @@ from ..operations.labels import (
     labels_of,
 )
 from .bodies import enter_branches, enter_call, enter_loop
-from .constants import Constants
-from .cuts import (
-    FAN_OUT,
-    MOVED,
-    PARTED,
-    SUMMED_AND_SHARED,
-    Cut,
-    Positions,
-    Relevance,
-)
-from .dependence import Bits, flow, of
+from .cuts import FAN_OUT, MOVED, PARTED, SUMMED_AND_SHARED, Cut, Positions
+from .dependence import Bits, Constants, Relevance, flow, of
 from .origins import pair_count, sources_of
 from .pairs import Alone, ReachedPairs, Use, together
 from .probe import is_elementwise
@@ -141,16 +133,12 @@ class BackwardPass:
         """Note what one operand reaches; elements with too many pairs are cut."""
         if edge is None or not self.matters(eqn.invars[k]):
             return
-        operation = operation_of(eqn)
-        if (
-            not self.opaque
-            and operation is not None
-            and not operation.differentiates(eqn, k)
-        ):
+        if not self.opaque and not differentiates(eqn, k):
             return
         sources: Labels = None
         if (edge == CONFLICT).any():
-            sources = sources_of(self, i, k, eqn, outs, edge)
+            if not self.is_alone(eqn.invars[k]):
+                sources = sources_of(self, i, k, eqn, outs, edge)
             if sources is None and not self.opaque:
                 pairs = pair_count(self, i, k, eqn, outs)
                 edge = self.without_conflicts(i, k, edge, pairs)

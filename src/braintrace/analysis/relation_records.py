@@ -13,10 +13,10 @@ from typing import Any
 
 from ..compat import is_var, read_scan, structure
 from ..program import Path, StepProgram
-from ..program.step import path_name
+from ..program.step import path_name, path_names
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .groups import HiddenGroup
-from .relations import HiddenParamOpRelation
+from .sites import HiddenParamOpRelation
 
 
 def relation_records(
@@ -95,7 +95,7 @@ def _unread(program: StepProgram) -> Iterator[CompilationRecord]:
 def _merged(groups: Sequence[HiddenGroup]) -> Iterator[CompilationRecord]:
     for group in groups:
         if len(group.hidden_paths) > 1:
-            names = ', '.join(map(path_name, group.hidden_paths))
+            names = path_names(group.hidden_paths)
             yield CompilationRecord(
                 DiagnosticKind.HIDDEN_GROUP_MERGED,
                 DiagnosticLevel.INFO,
@@ -125,7 +125,7 @@ def _included(relation: HiddenParamOpRelation, path: Path) -> CompilationRecord:
 def _partial(
     relation: HiddenParamOpRelation, path: Path, hidden: tuple[Path, ...]
 ) -> CompilationRecord:
-    names = ', '.join(map(path_name, hidden))
+    names = path_names(hidden)
     return CompilationRecord(
         DiagnosticKind.RELATION_PARTIAL_PATH,
         DiagnosticLevel.WARNING,

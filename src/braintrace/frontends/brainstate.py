@@ -5,6 +5,7 @@ Tracing leaves the module's states as they were, whatever happens.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,10 +23,10 @@ from ..compat import (
     is_var,
     make_jaxpr,
 )
-from ..errors import CompilationError, is_explained, three_parts
+from ..errors import CompilationError, InputError, is_explained, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
-from ..program.step import check_shapes, distinct_outputs, path_name
-from .failures import check_arguments, explain_failure
+from ..program.step import check_shapes, distinct_outputs, path_name, path_names
+from .failures import explain_failure
 from .module_states import look_again, module_states
 
 
@@ -149,8 +150,8 @@ class ModuleInfo(NamedTuple):
         return self._asdict()
 
     def __repr__(self) -> str:
-        hidden = ', '.join(map(path_name, self.hidden_path_to_invar))
-        weights = ', '.join(map(path_name, self.weight_path_to_invars))
+        hidden = path_names(self.hidden_path_to_invar)
+        weights = path_names(self.weight_path_to_invars)
         return (
             f'ModuleInfo({len(self.jaxpr.eqns)} equations; hidden: {hidden}; '
             f'parameters: {weights})'
@@ -385,6 +386,21 @@ def _keys(value: Any) -> list[tuple]:
 
 
 # ---------------------------------------------------------------- bad input
+
+
+def check_arguments(model: Any, args: tuple, kwargs: dict) -> None:
+    signature = inspect.signature(model.update)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            three_parts(
+                f'{type(model).__name__} called with {len(args)} argument(s) and '
+                f'keywords {sorted(kwargs)}',
+                f'its step is update{signature}: {error}',
+                'one example for each argument of update, as in a call of the model',
+            )
+        ) from error
 
 
 def _check_new_value(path: Path, old: Any, new: Any) -> None:

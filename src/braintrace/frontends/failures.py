@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
 from typing import Any
 
@@ -16,21 +15,6 @@ from ..errors import CompilationError, InputError, three_parts
 from ..source_lines import failing_line
 
 AS_ARRAYS = 'jax.numpy.asarray(x): JAX reads a list as a container of many numbers'
-
-
-def check_arguments(model: Any, args: tuple, kwargs: dict) -> None:
-    signature = inspect.signature(model.update)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise InputError(
-            three_parts(
-                f'{type(model).__name__} called with {len(args)} argument(s) and '
-                f'keywords {sorted(kwargs)}',
-                f'its step is update{signature}: {error}',
-                'one example for each argument of update, as in a call of the model',
-            )
-        ) from error
 
 
 def explain_failure(

@@ -11,18 +11,15 @@ calls             how a call runs: steps and sequences
 online_training   ... with updates of the weights along a sequence
 chunks            sequences in windows that a step function takes whole
 stream            data that arrive one step at a time; stream_program its compiled call
-binding           a traced step bound to its model
-programs          what a learner makes of its steps, once: solvers, compiled calls
-sequences         in which way a rule is run along a sequence
+binding           a traced step bound to its model; what a call of the learner means in it
+sequences         what solves a step, and in which way a rule is run along a sequence
+programs          compiled programs, each made once
 online            a step whose reverse derivative is the online gradient
-carried           the traces from call to call
-state             the kinds of states that a learner adds to its model
-rule_state        what a rule keeps for itself from call to call
+carried           traces, and what a rule keeps for itself, from call to call
 model_states      the model's own states: made, placed, checked, where sequences start
 models            models of every framework as a learner sees them
 access            around a call: one at a time, values in place, arrays on devices
 placement         how arrays are split over devices
-recording         what a call of the learner means inside a step function
 parameter_gradients   what a rule gives each; credit_warnings warns of little
 check, certificate, memory    what measuring gives
 arguments, batch, losses      checks of arguments, of inputs, and weights of losses
@@ -55,11 +52,11 @@ from .by_rule import (
     pp_prop,
     train_synthetic_gradient,
 )
+from .carried import EligibilityTrace
 from .certificate import Certificate, CertificateRow
 from .check import GradientCheck, RuleComparison
 from .learner import Learner
 from .memory import MemoryPlan
-from .state import EligibilityTrace
 
 __all__ = [
     'BPTT',

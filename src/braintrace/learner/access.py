@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import brainstate
 
 from ..errors import NotSupportedError, three_parts
+from .binding import recording_of
 from .model_states import place_states, start_here
 from .models import MODULE, interface_of
 from .placement import Placement, on_mesh
-from .recording import recording_of
 
 if TYPE_CHECKING:
     from .learner import Learner

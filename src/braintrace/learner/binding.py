@@ -1,10 +1,18 @@
-"""A traced step bound to its model: which variable of the step is which state."""
+"""A traced step bound to its model: which variable of the step is which state.
+
+Inside a ``step_fn`` the learner stands for its model: the call runs the model, and the
+solver differentiates the traced program as a whole. Which of these holds is a property
+of the call, so it is kept in a context variable and not on the learner.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
@@ -20,9 +28,56 @@ from ..lowering import Stages, lower
 from ..program import Path
 from ..program.step import path_name
 from ..solver import Solved
+from .batch import BatchError, inputs_explained
 from .losses import never_called
-from .recording import recording
-from .state import RuleState
+from .model_states import check_shapes
+from .programs import program_of, shape_of, shapes_of, state_shapes_of, warn_of_copies
+
+if TYPE_CHECKING:
+    from .carried import RuleState
+    from .learner import Learner
+
+
+@dataclass
+class Recording:
+    """One function that is being traced, and what it did with the learner.
+
+    ``runs_model``: calls run the model alone; otherwise they learn, inside exact
+    windows. ``ignores_modulators``: as where nothing is learned. ``takes_modulators``:
+    even if the learner's rule has none, for a comparison with one that has. ``calls``:
+    how often the learner was called. ``modulator``: the one that a call was given.
+    ``outputs``: what the last call gave.
+    """
+
+    learner: Any
+    runs_model: bool = True
+    ignores_modulators: bool = False
+    takes_modulators: bool = False
+    calls: int = 0
+    modulator: Any = None
+    outputs: Any = None
+
+
+_recordings: ContextVar[tuple[Recording, ...]] = ContextVar('recordings', default=())
+
+
+@contextmanager
+def recording(learner: Any, **how: bool) -> Iterator[Recording]:
+    """Record the calls of a learner; ``how``: flags of a :class:`Recording`."""
+    found = Recording(learner, **how)
+    token = _recordings.set((*_recordings.get(), found))
+    try:
+        yield found
+    finally:
+        _recordings.reset(token)
+
+
+def recording_of(learner: Any) -> Recording | None:
+    """The innermost recording of a learner's calls."""
+    return next((r for r in reversed(_recordings.get()) if r.learner is learner), None)
+
+
+# ---------------------------------------------------------------- a traced step
 
 
 class StepBinding:
@@ -30,6 +85,8 @@ class StepBinding:
 
     ``rule_state``: the state of the learner's own that the step may read or write.
     ``modulator_given``: the last output is a modulator that a call was given.
+    ``is_reusable``: False if the step closes over values of a trace around it, and ends
+    with that trace.
     """
 
     def __init__(
@@ -57,6 +114,8 @@ class StepBinding:
         if modulator_given:
             *self._outputs, self.modulator = info.program.outputs
         self.modulator_given = modulator_given
+        consts = info.closed_jaxpr.consts
+        self.is_reusable = not any(isinstance(x, jax.core.Tracer) for x in consts)
         self._steps: dict[bool, tuple[Stages, CompiledStep]] = {}
 
     @classmethod
@@ -149,13 +208,6 @@ class StepBinding:
         aux = list(dict.fromkeys(v for v in aux if is_var(v)))
         stages = Stages(self.analysed, targets, aux, self.modulator)
         return stages, lower(stages, loss)
-
-    @property
-    def is_reusable(self) -> bool:
-        """False if the step closes over values of a trace around it, and ends with that
-        trace."""
-        consts = self.info.closed_jaxpr.consts
-        return not any(isinstance(x, jax.core.Tracer) for x in consts)
 
     # ------------------------------------------------------------ states
 
@@ -255,6 +307,60 @@ class StepBinding:
 
 
 # ---------------------------------------------------------------- what is refused
+
+
+# ---------------------------------------------------------------- of a learner
+
+
+def bind_model(learner: Learner, example: tuple) -> StepBinding:
+    """The step of the model alone, for inputs like the example."""
+    check_shapes(learner)
+
+    def make() -> StepBinding:
+        if learner._compiled_for == (shapes_of(example), state_shapes_of(learner)):
+            info, analysed = learner.graph.module_info, learner.executor.analysed
+        else:
+            with inputs_explained(example, learner._example, time=False):
+                info = trace_step(learner._run_model, learner.model, example, {})
+            analysed = None
+        return StepBinding(learner.model, info, analysed, learner.rule_state)
+
+    return program_of(learner, 'model', (shapes_of(example),), make)
+
+
+def bind_step_fn(
+    learner: Learner,
+    step_fn: Callable,
+    sequences: tuple,
+    takes_modulators: bool = False,
+) -> StepBinding:
+    """A step function traced with the model on slices of sequences."""
+    learner.check_compiled()
+    check_shapes(learner)
+    example = jax.tree.map(_slice_of, sequences)
+    parts = (shapes_of(example), learner.rule_state, state_shapes_of(learner))
+
+    def make() -> StepBinding:
+        try:
+            found = StepBinding.of_step_fn(learner, step_fn, example, takes_modulators)
+        except BatchError as error:
+            raise error.of_sequences(sequences) from error
+        if found.is_reusable:
+            warn_of_copies(learner, step_fn, parts)
+        return found
+
+    key = ('binding', step_fn, *parts)
+    binding = learner._kept.programs.get(
+        key, make, is_reusable=lambda found: found.is_reusable
+    )
+    if binding.modulator_given and not takes_modulators:
+        learner.check_modulated(1.0)
+    return binding
+
+
+def _slice_of(sequence: Any) -> jax.ShapeDtypeStruct:
+    shape, dtype = shape_of(sequence)
+    return jax.ShapeDtypeStruct(shape[1:], dtype)
 
 
 def check_loss(outputs: Sequence[Any]) -> None:

@@ -55,7 +55,8 @@ def _new_class(preset: Preset, base: type[Learner]) -> type[Learner]:
     """
     by_position = [p.name for p in preset.options if p.kind is not p.KEYWORD_ONLY]
     by_position += ['name', 'vjp_method']
-    if preset.default.is_modulated:
+    is_modulated = preset.default.is_modulated
+    if is_modulated:
         by_position.append('modulator')
 
     def __init__(
@@ -63,7 +64,7 @@ def _new_class(preset: Preset, base: type[Learner]) -> type[Learner]:
     ) -> None:
         options = {**_by_name(preset, by_position, args, options), **options}
         modulator = None
-        if preset.default.is_modulated:
+        if is_modulated:
             modulator = options.pop('modulator', None)
         rule = _take_rule(preset, options)
         options.setdefault('vjp_method', preset.vjp_method)
@@ -80,7 +81,7 @@ def _new_class(preset: Preset, base: type[Learner]) -> type[Learner]:
         _parameter('name'),
         _parameter('vjp_method', preset.vjp_method),
     ]
-    if preset.default.is_modulated:
+    if is_modulated:
         shown.append(_parameter('modulator', 1.0))
     shown += [p for p in preset.options if p.kind is p.KEYWORD_ONLY]
     signature = inspect.Signature([*first, *shown, *last])

@@ -24,27 +24,32 @@ from ..frontends.brainstate import inputs_kept
 from ..frontends.failures import explain_failure
 from ..program import Path
 from ..rules import Rule
-from ..solver import Solved
+from ..solver import Solved, Solver
 from .access import alone
 from .arguments import check_call, length_of
 from .batch import BatchError
-from .binding import StepBinding, check_aux
-from .carried import read_traces, write_traces
+from .binding import (
+    Recording,
+    StepBinding,
+    bind_model,
+    bind_step_fn,
+    check_aux,
+    recording_of,
+)
+from .carried import (
+    check_modulated,
+    next_rule_state,
+    read_traces,
+    rule_value,
+    write_rule_state,
+    write_traces,
+)
 from .losses import check_finite_values, loss_weights
 from .model_states import start_values
 from .models import interface_of
 from .online import online_step
-from .programs import (
-    bind_model,
-    bind_step_fn,
-    gradient_program_of,
-    options_of,
-    program_of,
-    solver_of,
-)
-from .recording import Recording, recording_of
-from .rule_state import check_modulated, next_rule_state, rule_value, write_rule_state
-from .sequences import Solver, evolution_program
+from .programs import program_of
+from .sequences import evolution_program, gradient_program_of, options_of, solver_of
 
 if TYPE_CHECKING:
     from .learner import Learner

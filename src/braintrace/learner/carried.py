@@ -1,10 +1,12 @@
-"""The traces of a learner: named, made, and carried from call to call."""
+"""What a learner carries from call to call: its traces, by name, and what its rule
+keeps for itself."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import brainstate
@@ -13,16 +15,62 @@ import jax.numpy as jnp
 
 from ..arrays import bytes_of
 from ..errors import CompilationError, NotSupportedError, three_parts
+from ..frontends.module_states import known_states
 from ..program import Path
+from ..solver import Solved, Solver
 from ..text import size_text
+from .arguments import check_modulator
+from .binding import bind_model
 from .optimizers import made_beside
 from .placement import Placement
-from .programs import array_shapes, bind_model, solver_of
-from .sequences import Solver
-from .state import EligibilityTrace
+from .programs import array_shapes
+from .sequences import solver_of
 
 if TYPE_CHECKING:
     from .learner import Learner
+
+
+_VALUE: Any = brainstate.ShortTermState.value
+
+
+class EligibilityTrace(brainstate.ShortTermState):
+    """The state that holds one trace.
+
+    Its arrays are donated to the next call, which writes the new ones into the same
+    memory; once someone else has read them, a copy is donated.
+    """
+
+    was_read = False
+    """Whether anything else may hold its arrays."""
+
+    @property
+    def value(self) -> Any:
+        """The trace."""
+        self.was_read = True
+        return self.peek()
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.was_read = True
+        _VALUE.fset(self, value)
+
+    def keep(self, value: Any) -> None:
+        """Hold a value that nothing else refers to."""
+        self.value = value
+        self.was_read = False
+
+    def peek(self) -> Any:
+        """The trace, without counting as a reader of its arrays."""
+        return _VALUE.fget(self)
+
+    def look(self) -> Any:
+        """The trace as it is; a transformation around does not count this as reading
+        it."""
+        return self._read_value()
+
+    def take_for_donation(self) -> Any:
+        """The trace in arrays that are safe to donate."""
+        return jax.tree.map(jnp.copy, self.peek()) if self.was_read else self.peek()
 
 
 class TraceTable(NamedTuple):
@@ -234,7 +282,8 @@ def _prepare(learner: Learner, solver: Solver) -> None:
     if rule.has_trace and not carried.fit(solver):
         carried.check_zero()
         check_trace_bytes(trace_table(solver).size, learner.max_trace_bytes, rule.name)
-        carried.make(solver, learner.hidden_states, learner.placement)
+        beside = known_states(learner.model, brainstate.HiddenState)
+        carried.make(solver, beside, learner.placement)
 
 
 def read_traces(learner: Learner, solver: Solver, donate: bool = False) -> list[Any]:
@@ -270,3 +319,82 @@ def _mark_read(traces: dict[tuple, EligibilityTrace]) -> None:
     the caller still refers to them."""
     for trace in traces.values():
         _ = trace.value
+
+
+# ---------------------------------------------------------------- the rule's own state
+
+
+class RuleState(brainstate.State):
+    """What a rule keeps for itself: a modulator, a count of gradients, a predictor's
+    weights."""
+
+    value: Any
+
+
+def groups_of(learner: Learner) -> list[tuple[int, tuple[int, ...], Any]] | None:
+    """States per position, shape and type of every group; None before compiling."""
+    if not learner._example:
+        return None
+    dtype = lambda group: jnp.finfo(group.hidden_invars[0].aval.dtype).dtype
+    groups = learner.graph.hidden_groups
+    return [(g.num_state, g.varshape, dtype(g)) for g in groups]
+
+
+def new_rule_state(learner: Learner) -> RuleState | None:
+    """The rule's own state as it is at first; a predictor's once the model is
+    compiled."""
+    value = learner.rule.init_state(groups_of(learner))
+    return None if value is None else RuleState(value)
+
+
+def rule_value(learner: Learner) -> Any:
+    """The value of the rule's own state; None for a rule without one."""
+    return None if learner.rule_state is None else learner.rule_state.value
+
+
+def next_rule_state(learner: Learner, solved: Solved | None) -> Any:
+    """The value after a gradient; ``solved``: what a sequence gave, if it was one."""
+    if learner.rule_state is None:
+        return None
+    return learner.rule.next_state(learner.rule_state.value, solved)
+
+
+def write_rule_state(learner: Learner, value: Any) -> None:
+    """Put the value after a call in place."""
+    if learner.rule_state is not None and value is not learner.rule_state.value:
+        learner.rule_state.value = value
+
+
+def set_modulator(learner: Learner, value: Any) -> None:
+    """Set the standing modulator of a rule that has one."""
+    check_modulated(learner, value)
+    if learner.rule_state is not None:
+        learner.rule_state.value = jnp.asarray(value, jnp.result_type(float))
+
+
+def set_predictor(learner: Learner, predictor: Any) -> None:
+    """Use another predictor of credit at the ends of windows, with weights of its own,
+    for a rule that has one."""
+    window = learner.rule.window
+    if window is None or learner.rule.predictor is None:
+        raise ValueError(
+            three_parts(
+                f'a predictor for {learner.rule.name}',
+                'it has no predictor',
+                "rule 'dni'",
+            )
+        )
+    learner.rule = replace(learner.rule, window=replace(window, predictor=predictor))
+    learner.rule_state = new_rule_state(learner)
+
+
+def check_modulated(learner: Learner, value: Any) -> None:
+    """Raise unless the rule takes modulators, and this is one."""
+    if not learner.rule.is_modulated:
+        why = 'its traces are multiplied by the derivative of the loss'
+        raise ValueError(
+            three_parts(
+                f'a modulator for {learner.rule.name}', why, "rule 'three_factor'"
+            )
+        )
+    check_modulator(value)

@@ -14,6 +14,7 @@ from ..program.data import MultiStepData
 from ..program.step import path_name
 from .access import undone_on_error
 from .arguments import length_of
+from .binding import recording
 from .calls import GradientCall, SequenceGradients, failure_explained
 from .losses import (
     check_finite_values,
@@ -25,7 +26,6 @@ from .losses import (
     window_weights,
 )
 from .programs import loop_of
-from .recording import recording
 
 if TYPE_CHECKING:
     from .learner import Learner

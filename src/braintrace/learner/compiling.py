@@ -3,21 +3,27 @@ made for, where fresh sequences start, and zero traces."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import brainstate
 import jax
 import jax.numpy as jnp
 
 from ..errors import NotCompiledError, three_parts
+from ..frontends.brainstate import StateChanged
 from ..frontends.module_states import module_states
 from ..lowering.executor import ETraceGraphExecutor
+from ..program import Path
+from ..program.step import path_name
 from . import model_states
-from .carried import make_traces
+from .binding import bind_model
+from .carried import make_traces, new_rule_state
+from .model_states import StartValue
 from .models import interface_of
 from .placement import on_mesh
-from .programs import bind_model, shapes_of, state_shapes_of
-from .rule_state import new_rule_state
-from .state import StartValue
+from .programs import shapes_of, state_shapes_of
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -36,9 +42,9 @@ def compile_learner(learner: Learner, args: tuple) -> None:
     sequence starts."""
     for state in module_states(learner.model).values():
         state.value = jax.tree.map(_strongly_typed, state.value)
-    model_states.compile_for(learner, args)
-    learner._kept.programs.clear()
+    compile_for(learner, args)
     learner._carried.forget()
+    learner._kept.programs.clear()
     learner._example = args
     learner._compiled_for = (shapes_of(args), state_shapes_of(learner))
     model_states.place_states(learner)
@@ -55,6 +61,53 @@ def compile_learner(learner: Learner, args: tuple) -> None:
         if not model.leaves_parameters_unread:
             learner.rule.check_readouts(model.step(False))
         make_traces(learner)
+
+
+def compile_for(learner: Learner, args: tuple) -> None:
+    """Compile the graph for example inputs. If no batch size was given, hidden states
+    to which the step itself adds the batch axis of the inputs are given it before."""
+    states = module_states(learner.model)
+    before = {path: state.value for path, state in states.items()}
+    try:
+        _compile_with_batch_axes(learner, args, states)
+    except BaseException:
+        for path, state in states.items():
+            state.value = before[path]
+        raise
+
+
+def _compile_with_batch_axes(
+    learner: Learner, args: tuple, states: Mapping[Path, brainstate.State]
+) -> None:
+    while True:
+        try:
+            return learner.executor.compile_graph(*args)
+        except StateChanged as error:
+            has_batch = learner._kept.has_batch_size
+            if has_batch or not _add_batch_axis(states.get(error.path), error, args):
+                raise
+
+
+def _add_batch_axis(state: Any, error: StateChanged, args: tuple) -> bool:
+    """Repeat the value of a hidden state for every sample, if that is what a step makes
+    of it; whether it is."""
+    if not isinstance(state, brainstate.HiddenState) or len(error.shapes) != 1:
+        return False
+    ((shape, dtype),) = error.shapes
+    old = jax.tree.leaves(state.value)[0]
+    batch = shape[:1]
+    # A state that begins with as many elements may have its batch axis already.
+    has_none = batch and old.shape[:1] != batch
+    repeats = has_none and shape[1:] == old.shape and dtype == str(old.dtype)
+    if not repeats or any(jnp.shape(x)[:1] != batch for x in jax.tree.leaves(args)):
+        return False
+    warnings.warn(
+        f'state {path_name(error.path)} had no batch axis and the inputs have one: it '
+        f'now has {batch[0]} samples; write batch_size={batch[0]}',
+        stacklevel=6,
+    )
+    state.value = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), state.value)
+    return True
 
 
 def _strongly_typed(x: Any) -> Any:

@@ -15,10 +15,10 @@ from ..lowering.invariants import StepInvariants
 from ..program.step import path_name
 from ..rules import Rule
 from ..rules.exactness import ONE_STEP
+from ..solver import Solver
 from ..text import size_text
 from .binding import StepBinding
 from .parameter_gradients import gradients_by_class, gradients_of
-from .sequences import Solver
 
 if TYPE_CHECKING:
     from .learner import Learner

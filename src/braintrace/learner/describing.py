@@ -15,14 +15,15 @@ from ..analysis.diagnostics import CUTS
 from ..arrays import bytes_of
 from ..errors import printable
 from ..program import Path
-from ..program.step import path_name
+from ..program.step import path_names
 from ..solver import Factorised
 from ..solver.factors import FactorTrace
 from ..text import size_text
 from .batch import batch_of
+from .binding import bind_model
 from .carried import trace_table
 from .parameter_gradients import gradients_of
-from .programs import bind_model, solver_of
+from .sequences import solver_of
 from .spellings import member
 from .weights import path_of_parameter
 
@@ -117,7 +118,7 @@ def described(learner: Learner) -> str:
     kinds = Counter(given.kind for given in learner.report.gradients.values())
     gives = ', '.join(f'{n} {kind}' for kind, n in kinds.items())
     groups = [
-        f'{", ".join(map(path_name, g.hidden_paths))} {g.varshape}'
+        f'{path_names(g.hidden_paths)} {g.varshape}'
         for g in learner.graph.hidden_groups
     ]
     traces = learner.traces.values()

@@ -26,32 +26,35 @@ from ..program import Path
 from ..program.data import first_step
 from ..program.step import path_name
 from ..rules import Rule
+from ..solver import Solver
 from . import (
-    access,
     carried,
     compiling,
     describing,
     measuring,
     model_states,
     online_training,
-    programs,
-    rule_state,
     saving,
     training,
 )
 from .access import followed, place_inputs, synchronised
 from .arguments import check_choice, check_optimizer, check_options
 from .batch import check_batch_size
-from .binding import StepBinding
-from .carried import CarriedTraces, make_traces
+from .binding import StepBinding, bind_model, bind_step_fn
+from .carried import (
+    CarriedTraces,
+    EligibilityTrace,
+    make_traces,
+    new_rule_state,
+    rule_value,
+)
+from .model_states import StartValue
 from .models import interface_of
 from .optimizers import update_by
 from .placement import Placement
-from .programs import Kept, TraceChoice, bind_model, bind_step_fn, solver_of
-from .rule_state import new_rule_state, rule_value
-from .sequences import Solver
+from .programs import Kept
+from .sequences import TraceChoice, options_of, solver_of
 from .spellings import check_subclass, member
-from .state import EligibilityTrace, StartValue
 
 if TYPE_CHECKING:
     from ..report import CompilationReport
@@ -348,9 +351,9 @@ class Learner(brainstate.nn.Module):
     def modulator(self, value: Any) -> None:
         self.set_modulator(value)
 
-    set_modulator = rule_state.set_modulator
-    set_predictor = rule_state.set_predictor
-    check_modulated = rule_state.check_modulated
+    set_modulator = carried.set_modulator
+    set_predictor = carried.set_predictor
+    check_modulated = carried.check_modulated
 
     # ------------------------------------------------------------ starting again
 
@@ -373,17 +376,15 @@ class Learner(brainstate.nn.Module):
     def _clear_traces(self) -> None:
         self._carried.clear()
 
-    # Streams, and the spellings of the published package, call these by the learner.
-    _synchronised = access.synchronised
-    _placed = access.place_inputs
-    _make_traces = carried.make_traces
+    # Streams call these by the learner.
+    _synchronised = synchronised
+    _placed = place_inputs
     _read_traces = carried.read_traces
     _write_traces = carried.write_traces
-    _groups = rule_state.groups_of
-    _model_binding = programs.bind_model
-    _binding = programs.bind_step_fn
-    _solver = programs.solver_of
-    _options = programs.options_of
+    _model_binding = bind_model
+    _binding = bind_step_fn
+    _solver = solver_of
+    _options = options_of
     _online_step = online_training.online_step_of
 
 

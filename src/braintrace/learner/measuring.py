@@ -17,9 +17,9 @@ from ..program import Path
 from ..rules import PRESETS, Rule, named
 from .access import followed, place_inputs, synchronised
 from .arguments import check_call, check_choice, length_of
-from .binding import StepBinding
+from .binding import StepBinding, bind_step_fn, recording
 from .calls import GradientCall, failure_explained, solve
-from .carried import trace_table
+from .carried import groups_of, rule_value, trace_table
 from .certificate import (
     Certificate,
     certificate_of,
@@ -34,10 +34,8 @@ from .memory import MemoryPlan, plan_memory
 from .model_states import check_shapes, restore_start, sample_count, start_values
 from .parameter_gradients import gradients_of
 from .placement import Placement, on_mesh
-from .programs import bind_step_fn, loop_of, options_of, program_of, solver_of
-from .recording import recording
-from .rule_state import groups_of, rule_value
-from .sequences import gradient_program
+from .programs import loop_of, program_of
+from .sequences import gradient_program, options_of, solver_of
 
 if TYPE_CHECKING:
     from .learner import Learner

@@ -14,11 +14,12 @@ from ..arrays import bytes_of
 from ..compiled_step import Values
 from ..errors import printable
 from ..rules import PRESETS, Rule
-from ..solver import BlockSolver
-from ..text import size_text, use_name
+from ..solver import BlockSolver, Solver
+from ..source_lines import use_name
+from ..text import size_text
 from .binding import StepBinding
 from .carried import trace_table
-from .sequences import SequenceOptions, Solver
+from .sequences import SequenceOptions
 
 
 @dataclass(frozen=True, repr=False)

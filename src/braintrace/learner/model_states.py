@@ -3,7 +3,6 @@ learner was compiled for, and where sequences start."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ArgumentError, CompilationError, three_parts
-from ..frontends.brainstate import StateChanged
 from ..frontends.module_states import known_states, module_states
 from ..program import Path
 from ..program.step import path_name
@@ -24,6 +22,10 @@ if TYPE_CHECKING:
 Shapes = dict[Path, tuple[int, ...]]
 _last_shaped: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 """The learner that last gave the states of each model their shapes."""
+
+
+class StartValue(brainstate.State):
+    """The value of a model's state at the start of a fresh sequence."""
 
 
 def make_states(
@@ -96,53 +98,6 @@ def _with_states(value: Any, replaced: Mapping[int, brainstate.State]) -> Any:
     return type(value)(new)
 
 
-def compile_for(learner: Learner, args: tuple) -> None:
-    """Compile the graph for example inputs. If no batch size was given, hidden states
-    to which the step itself adds the batch axis of the inputs are given it before."""
-    states = module_states(learner.model)
-    before = {path: state.value for path, state in states.items()}
-    try:
-        _compile_with_batch_axes(learner, args, states)
-    except BaseException:
-        for path, state in states.items():
-            state.value = before[path]
-        raise
-
-
-def _compile_with_batch_axes(
-    learner: Learner, args: tuple, states: Mapping[Path, brainstate.State]
-) -> None:
-    while True:
-        try:
-            return learner.executor.compile_graph(*args)
-        except StateChanged as error:
-            has_batch = learner._kept.has_batch_size
-            if has_batch or not _add_batch_axis(states.get(error.path), error, args):
-                raise
-
-
-def _add_batch_axis(state: Any, error: StateChanged, args: tuple) -> bool:
-    """Repeat the value of a hidden state for every sample, if that is what a step makes
-    of it; whether it is."""
-    if not isinstance(state, brainstate.HiddenState) or len(error.shapes) != 1:
-        return False
-    ((shape, dtype),) = error.shapes
-    old = jax.tree.leaves(state.value)[0]
-    batch = shape[:1]
-    # A state that begins with as many elements may have its batch axis already.
-    has_none = batch and old.shape[:1] != batch
-    repeats = has_none and shape[1:] == old.shape and dtype == str(old.dtype)
-    if not repeats or any(jnp.shape(x)[:1] != batch for x in jax.tree.leaves(args)):
-        return False
-    warnings.warn(
-        f'state {path_name(error.path)} had no batch axis and the inputs have one: it '
-        f'now has {batch[0]} samples; write batch_size={batch[0]}',
-        stacklevel=6,
-    )
-    state.value = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), state.value)
-    return True
-
-
 def state_shapes(states: Mapping[Path, brainstate.State]) -> Shapes:
     """The shape of each state that is one array."""
     leaves = {path: jax.tree.leaves(state.value) for path, state in states.items()}
@@ -155,7 +110,7 @@ def compiled_shapes(learner: Learner) -> Shapes:
     """The shapes that a learner is compiled for, which is the last one of its model to
     be so."""
     _last_shaped[learner.model] = weakref.ref(learner)
-    return state_shapes(learner.hidden_states)
+    return state_shapes(module_states(learner.model, brainstate.HiddenState))
 
 
 def check_shapes(learner: Learner) -> None:

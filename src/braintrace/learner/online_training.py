@@ -15,12 +15,18 @@ from ..frontends.module_states import known_states, state_places
 from ..solver import Solved
 from .access import undone_on_error
 from .arguments import length_of
-from .binding import StepBinding
-from .carried import read_traces, write_traces
+from .binding import StepBinding, bind_step_fn
+from .carried import (
+    next_rule_state,
+    read_traces,
+    rule_value,
+    write_rule_state,
+    write_traces,
+)
 from .losses import check_finite_values, loss_weights
 from .optimizers import update_by
-from .programs import bind_step_fn, gradient_program_of, loop_of, program_of
-from .rule_state import next_rule_state, rule_value, write_rule_state
+from .programs import loop_of, program_of
+from .sequences import gradient_program_of
 from .stream_program import StreamProgram, shapes_of_inputs
 
 if TYPE_CHECKING:

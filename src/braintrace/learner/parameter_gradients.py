@@ -11,22 +11,20 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..analysis.credit import Links
-from ..analysis.credit import names as names_of
 from ..analysis.diagnostics import CompilationRecord, ParameterGradient
 from ..compiled_step import CompiledSite
 from ..lowering.invariants import StepInvariants
 from ..lowering.links import ReadoutLinks
 from ..program import Parameter
+from ..program.step import path_names
 from ..rules import Rule
 from ..rules.exactness import ParameterFacts, SiteFacts, gradient_of
-from ..solver import BlockSolver, InfluenceSolver, JacobianRecursion, Traces
+from ..solver import BlockSolver, InfluenceSolver, JacobianRecursion, Solver, Traces
 from ..solver.factors import FactorLayout
 from ..solver.influence import SparseInfluence
 from ..solver.recursion import Recursion
-from ..source_lines import short_source
-from ..text import operation_name
+from ..source_lines import operation_name, short_source
 from .binding import StepBinding
-from .sequences import Solver
 
 
 def gradients_of(
@@ -100,12 +98,12 @@ class _StepUnderRule:
                 continue
             between = [g for g, y in linked if y == readout and (lower, g) in fed]
             if between:
-                reader = names_of(self.credit.groups[between[0]].hidden_paths)
+                reader = path_names(self.credit.groups[between[0]].hidden_paths)
                 why = (
                     f'traces carry its memory for {reader} and not for layers below; '
                     "reach='deep' does, inside a window"
                 )
-            name = names_of(self.credit.groups[readout].hidden_paths)
+            name = path_names(self.credit.groups[readout].hidden_paths)
             return name, f"reach='readout' leaves out {name}: {why}"
         return '', ''
 

@@ -1,8 +1,5 @@
-"""The programs that a learner makes of its steps, each of them once.
-
-The functions below the cache take a learner: they bind the model's own step or a step
-function, and give what solves it and the compiled programs.
-"""
+"""The programs that a learner makes of its steps, each of them once, and what else it
+stores between calls."""
 
 from __future__ import annotations
 
@@ -11,33 +8,20 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import Tap
 from ..errors import RecompilationWarning, three_parts
-from ..frontends.brainstate import trace_step
 from ..frontends.module_states import known_states
-from ..program import Path
-from ..rules import Rule
-from ..solver import Solved
 from ..source_lines import short_source
-from .batch import BatchError, inputs_explained
-from .binding import StepBinding
-from .credit_warnings import without_gradient
-from .model_states import Shapes, check_shapes
-from .sequences import SequenceOptions, Solver, gradient_program
+from .model_states import Shapes
 
 if TYPE_CHECKING:
     from .learner import Learner
 
-TraceChoice = str | Callable[[Path], bool]
-"""Which parameters are traced: 'auto', 'marked', 'credited', or a predicate on their
-paths."""
 _MOST_PROGRAMS = 32
 """More are dropped, the oldest first: a new step_fn for every call must not fill
 memory."""
@@ -141,58 +125,7 @@ def state_shapes_of(learner: Learner) -> tuple:
     return shapes_of([state.value for state in states])
 
 
-def bind_model(learner: Learner, example: tuple) -> StepBinding:
-    """The step of the model alone, for inputs like the example."""
-    check_shapes(learner)
-
-    def make() -> StepBinding:
-        if learner._compiled_for == (shapes_of(example), state_shapes_of(learner)):
-            info, analysed = learner.graph.module_info, learner.executor.analysed
-        else:
-            with inputs_explained(example, learner._example, time=False):
-                info = trace_step(learner._run_model, learner.model, example, {})
-            analysed = None
-        return StepBinding(learner.model, info, analysed, learner.rule_state)
-
-    return program_of(learner, 'model', (shapes_of(example),), make)
-
-
-def bind_step_fn(
-    learner: Learner,
-    step_fn: Callable,
-    sequences: tuple,
-    takes_modulators: bool = False,
-) -> StepBinding:
-    """A step function traced with the model on slices of sequences."""
-    learner.check_compiled()
-    check_shapes(learner)
-    example = jax.tree.map(_slice_of, sequences)
-    parts = (shapes_of(example), learner.rule_state, state_shapes_of(learner))
-
-    def make() -> StepBinding:
-        try:
-            found = StepBinding.of_step_fn(learner, step_fn, example, takes_modulators)
-        except BatchError as error:
-            raise error.of_sequences(sequences) from error
-        if found.is_reusable:
-            _warn_of_copies(learner, step_fn, parts)
-        return found
-
-    key = ('binding', step_fn, *parts)
-    binding = learner._kept.programs.get(
-        key, make, is_reusable=lambda found: found.is_reusable
-    )
-    if binding.modulator_given and not takes_modulators:
-        learner.check_modulated(1.0)
-    return binding
-
-
-def _slice_of(sequence: Any) -> jax.ShapeDtypeStruct:
-    shape, dtype = shape_of(sequence)
-    return jax.ShapeDtypeStruct(shape[1:], dtype)
-
-
-def _warn_of_copies(learner: Learner, step_fn: Callable, parts: tuple) -> None:
+def warn_of_copies(learner: Learner, step_fn: Callable, parts: tuple) -> None:
     """Warn once of a step_fn that is defined anew for every call."""
     code = getattr(inspect.unwrap(step_fn), '__code__', None)
     if code is None:
@@ -215,66 +148,6 @@ def _warn_of_copies(learner: Learner, step_fn: Callable, parts: tuple) -> None:
     )
 
 
-def solver_of(
-    learner: Learner,
-    binding: StepBinding,
-    rule: Rule,
-    loss: bool,
-    in_chunk: bool = False,
-    discarded: bool = False,
-) -> Solver:
-    """What solves sequences of a step, with the options of the learner.
-
-    ``discarded``: the traces end with the sequence. Then those of parameters that the
-    loss never depends on are left out: no other loss will read them.
-    """
-    trace = (
-        partial(_is_credited, learner) if learner.trace == 'credited' else learner.trace
-    )
-    # A modulator takes the place of the loss.
-    skips = discarded and loss and rule.has_trace and not rule.is_modulated
-    idle = binding.without_effect_on_loss if skips else frozenset()
-
-    def is_traced(tap: Tap) -> bool:
-        if tap.parameters and idle.issuperset(p.invar for p in tap.parameters):
-            return False
-        if isinstance(trace, str):
-            return trace == 'auto' or tap.marked
-        return any(trace(p.path) for p in tap.parameters)
-
-    def make() -> Solver:
-        every = rule.has_exact_windows or in_chunk
-        given = (binding.step(loss), is_traced, learner.trace_dtype, every)
-        # A rule without a filter is the same in both cases.
-        has_readouts = (
-            rule.filter is None or bind_model(learner, learner._example).has_readouts
-        )
-        return rule.solver(*given, has_readouts)
-
-    key = ('solver', binding, rule, loss, in_chunk, bool(idle))
-    return learner._kept.programs.get(key, make, binding.is_reusable)
-
-
-def _is_credited(learner: Learner, path: Path) -> bool:
-    """Whether the rule gives a parameter a gradient by the model's own outputs."""
-
-    def make() -> frozenset[Path]:
-        binding = bind_model(learner, learner._example)
-        without = without_gradient(learner.rule, learner.graph, binding)
-        arrays = binding.info.program.parameters
-        credited = {p.path for p in arrays if p.name not in without}
-        return frozenset(p.path for p in arrays) - credited
-
-    return path not in learner._kept.programs.get(('credited',), make, True)
-
-
-def options_of(learner: Learner) -> SequenceOptions:
-    """How the learner runs sequences."""
-    return SequenceOptions(
-        learner.block, learner.passes, learner.max_trace_bytes, learner.placement
-    )
-
-
 def program_of(
     learner: Learner,
     kind: str,
@@ -288,21 +161,6 @@ def program_of(
     return learner._kept.programs.get(key, make, is_reusable)
 
 
-def gradient_program_of(
-    learner: Learner, binding: StepBinding, rule: Rule, fresh: bool
-) -> tuple[Solver, Callable[..., Solved]]:
-    """The solver of a step by a rule, and its compiled gradient of a sequence."""
-    solver = solver_of(learner, binding, rule, loss=True, discarded=fresh)
-    options = options_of(learner)
-
-    def make() -> Callable[..., Solved]:
-        run = gradient_program(solver, rule, fresh, options)
-        return jax.jit(run, donate_argnums=2, static_argnames='masked')
-
-    parts = (solver, fresh)
-    return solver, program_of(learner, 'gradient', parts, make, binding.is_reusable)
-
-
 def loop_of(
     learner: Learner,
     kind: str,
@@ -314,7 +172,7 @@ def loop_of(
 
     def make() -> Callable:
         if step_fn is not None and not in_trace():
-            _warn_of_copies(learner, step_fn, (kind, state_shapes_of(learner)))
+            warn_of_copies(learner, step_fn, (kind, state_shapes_of(learner)))
         return brainstate.transform.jit(run)
 
     return program_of(learner, kind, parts, make)

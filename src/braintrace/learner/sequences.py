@@ -1,21 +1,27 @@
-"""Programs over sequences: how a rule is run along one."""
+"""What solves a step by a rule, and programs over sequences: how the rule is run along
+one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ..compiled_step import Values
+from ..compiled_step import Tap, Values
+from ..program import Path
 from ..rules import Rule
-from ..solver import BlockSolver, InfluenceSolver, Solved
+from ..solver import BlockSolver, InfluenceSolver, Solved, Solver
 from ..solver.block import length_of
+from .binding import StepBinding, bind_model
+from .credit_warnings import without_gradient
 from .placement import Placement
+from .programs import program_of
 
-Solver = BlockSolver | InfluenceSolver
-"""What solves sequences of a step by a rule."""
+if TYPE_CHECKING:
+    from .learner import Learner
 
 
 @dataclass(frozen=True)
@@ -146,3 +152,83 @@ def evolution_program(
         return options.pinned(solver.evolve(*given, block))
 
     return evolve
+
+
+TraceChoice = str | Callable[[Path], bool]
+"""Which parameters are traced: 'auto', 'marked', 'credited', or a predicate on their
+paths."""
+
+
+def solver_of(
+    learner: Learner,
+    binding: StepBinding,
+    rule: Rule,
+    loss: bool,
+    in_chunk: bool = False,
+    discarded: bool = False,
+) -> Solver:
+    """What solves sequences of a step, with the options of the learner.
+
+    ``discarded``: the traces end with the sequence. Then those of parameters that the
+    loss never depends on are left out: no other loss will read them.
+    """
+    trace = (
+        partial(_is_credited, learner) if learner.trace == 'credited' else learner.trace
+    )
+    # A modulator takes the place of the loss.
+    skips = discarded and loss and rule.has_trace and not rule.is_modulated
+    idle = binding.without_effect_on_loss if skips else frozenset()
+
+    def is_traced(tap: Tap) -> bool:
+        if tap.parameters and idle.issuperset(p.invar for p in tap.parameters):
+            return False
+        if isinstance(trace, str):
+            return trace == 'auto' or tap.marked
+        return any(trace(p.path) for p in tap.parameters)
+
+    def make() -> Solver:
+        every = rule.has_exact_windows or in_chunk
+        given = (binding.step(loss), is_traced, learner.trace_dtype, every)
+        # A rule without a filter is the same in both cases.
+        has_readouts = (
+            rule.filter is None or bind_model(learner, learner._example).has_readouts
+        )
+        return rule.solver(*given, has_readouts)
+
+    key = ('solver', binding, rule, loss, in_chunk, bool(idle))
+    return learner._kept.programs.get(key, make, binding.is_reusable)
+
+
+def _is_credited(learner: Learner, path: Path) -> bool:
+    """Whether the rule gives a parameter a gradient by the model's own outputs."""
+
+    def make() -> frozenset[Path]:
+        binding = bind_model(learner, learner._example)
+        without = without_gradient(learner.rule, learner.graph, binding)
+        arrays = binding.info.program.parameters
+        credited = {p.path for p in arrays if p.name not in without}
+        return frozenset(p.path for p in arrays) - credited
+
+    return path not in learner._kept.programs.get(('credited',), make, True)
+
+
+def options_of(learner: Learner) -> SequenceOptions:
+    """How the learner runs sequences."""
+    return SequenceOptions(
+        learner.block, learner.passes, learner.max_trace_bytes, learner.placement
+    )
+
+
+def gradient_program_of(
+    learner: Learner, binding: StepBinding, rule: Rule, fresh: bool
+) -> tuple[Solver, Callable[..., Solved]]:
+    """The solver of a step by a rule, and its compiled gradient of a sequence."""
+    solver = solver_of(learner, binding, rule, loss=True, discarded=fresh)
+    options = options_of(learner)
+
+    def make() -> Callable[..., Solved]:
+        run = gradient_program(solver, rule, fresh, options)
+        return jax.jit(run, donate_argnums=2, static_argnames='masked')
+
+    parts = (solver, fresh)
+    return solver, program_of(learner, 'gradient', parts, make, binding.is_reusable)

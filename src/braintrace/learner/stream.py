@@ -23,9 +23,9 @@ from ..frontends.module_states import StatePlaces, state_places
 from ..program import Path
 from .arguments import check_arrays, check_call, check_optimizer
 from .batch import AxesError
+from .binding import recording_of
 from .models import interface_of
 from .optimizers import update_by
-from .recording import recording_of
 from .sequences import evolution_program
 from .stream_program import (
     QuickCall,

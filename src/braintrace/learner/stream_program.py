@@ -17,10 +17,10 @@ from ..compat import sequential_options
 from ..errors import CompilationError, three_parts
 from ..frontends.module_states import StatePlaces
 from .access import alone
+from .carried import EligibilityTrace
 from .models import MODULE, interface_of
 from .placement import Placement
 from .programs import array_shapes, in_trace, shapes_of
-from .state import EligibilityTrace
 
 if TYPE_CHECKING:
     from .learner import Learner

@@ -21,13 +21,13 @@ from .access import place_inputs, restored_on_error, synchronised
 from .arguments import LOSS_OUTPUTS, check_choice, check_optimizer, length_of
 from .batch import batch_explained, check_rank
 from .calls import GradientCall
+from .carried import next_rule_state, write_rule_state
 from .losses import results
 from .model_states import state_shapes
 from .models import interface_of
 from .online_training import train_online
 from .optimizers import update_by
 from .programs import program_of
-from .rule_state import next_rule_state, write_rule_state
 from .stream import Stream
 from .weights import check_paths, selected
 
@@ -141,7 +141,7 @@ def etrace_grad(
     """
     check_choice('loss_output', loss_output, LOSS_OUTPUTS)
     check_choice('reduction', reduction, ('mean', 'sum'))
-    chosen = selected(weights, learner.param_states)
+    chosen = None if weights is None else selected(weights, learner.param_states)
     call = GradientCall(sequences, step_fn, mask, reduction, has_aux, fresh)
     if params is not None:
         found = calls.gradients_at(learner, call, params, chunk_size)

@@ -25,14 +25,12 @@ parameter with arrays in it."""
 
 def selected(
     weights: Any, parameters: Mapping[Path, brainstate.State]
-) -> dict[Any, Path] | None:
+) -> dict[Any, Path]:
     """The paths of the parameters that were asked for, by the keys of their gradients.
 
     ``weights``: a list of paths or of states, one state, or a mapping of any keys to
     states, as ``learner.param_states``.
     """
-    if weights is None:
-        return None
     by_state = {id(state): path for path, state in parameters.items()}
 
     def path_of(x: Any) -> Any:

@@ -1,8 +1,8 @@
 """From an analysed step to pure functions on arrays.
 
 rewrite      products of concatenated inputs become sums of products
-taps         equations where parameters meet data
-mixed_pairs  results of both kinds of pairs are computed twice, once for each kind
+taps         equations where parameters meet data; results of both kinds of pairs are
+             computed twice, once for each kind
 stages       which equations run when, and what the time loop keeps
 lower        the record that a solver sees: functions, groups, taps and their sites
 run          the step forward: in parts, and as a whole

@@ -13,7 +13,7 @@ import numpy as np
 from ..analysis.analysed import Analysed, analyse, check_hidden, check_parameters
 from ..analysis.graph import ETraceGraph, compiling, graph_of
 from ..analysis.groups import HiddenGroup
-from ..analysis.relations import HiddenParamOpRelation
+from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Jaxpr, Var, evaluate, is_var
 from ..errors import printable, three_parts
 from ..frontends import class_as_model

@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..analysis.cuts import Relevance
-from ..analysis.dependence import of
+from ..analysis.dependence import Relevance, of
 from ..analysis.positions import find_positions
 from ..compat import (
     Atom,
@@ -32,7 +31,7 @@ from ..compat import (
     make_jaxpr,
 )
 from ..compiled_step import Components, Link, Values
-from ..operations import operation_of
+from ..operations import differentiates, operation_of
 from .invariants import StepInvariants
 from .link_paths import Candidate, Edge, LinkPaths
 from .local_step import local_jacobian
@@ -338,11 +337,10 @@ class ReadoutLinks:
                 continue
             done.add(v)
             i = dependence.producer[v]
-            eqn, operation = stages.equations[i], operation_of(stages.equations[i])
+            eqn = stages.equations[i]
             for k, x in enumerate(eqn.invars):
-                passes = operation is None or operation.differentiates(eqn, k)
                 carries = is_var(x) and bool(of(dependence.direct, x).grads & bits)
-                if (i, k) not in edges and passes and carries:
+                if carries and (i, k) not in edges and differentiates(eqn, k):
                     todo.append(x)
         return False
 

@@ -48,7 +48,7 @@ class LocalProgram:
     ):
         self.equations, self.group, self.positions = equations, group, positions
         self.taps = tuple(v for v in tap_results if v in positions.labels)
-        shape, shared = group.varshape, positions.sources
+        shape, owners, shared = group.varshape, group.owners, positions.sources
         self.shared: dict[Var, np.ndarray] = {
             v: shared[v].reshape(shape) for v in self.taps if v in shared
         }
@@ -63,7 +63,7 @@ class LocalProgram:
             dict.fromkeys(v for v in read if is_var(v) and v not in made)
         )
         sources = self._find_sources()
-        owners, old = group.owners, group.hidden_invars
+        old = group.hidden_invars
         reads = [sources.get(ends[k], frozenset()) for k in owners]
         every = range(len(owners))
         self.pattern = frozenset(

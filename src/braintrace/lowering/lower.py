@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..arrays import overlap
 from ..compat import MARK, Equation, Var, has_reverse_only, is_var, scope
 from ..compiled_step import (
     Box,
@@ -197,7 +196,7 @@ def _pieces(stages: Stages) -> dict[Var, tuple[Var, Box]]:
         if box is None or whole not in parameters:
             continue
         others = [other for of, other in found.values() if of is whole]
-        if not any(overlap(box, other) for other in others):
+        if not any(_overlap(box, other) for other in others):
             found[weight] = (whole, box)
     return found
 
@@ -253,3 +252,9 @@ def _gradients(
         v = equation.invars[k]
         total[v] = total[v] + grad if v in total else grad
     return total
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    """Whether two boxes of one array have an element in common."""
+    pairs = zip(a, b, strict=True)
+    return all(p.start < q.stop and q.start < p.stop for p, q in pairs)

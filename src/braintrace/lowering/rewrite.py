@@ -17,8 +17,7 @@ import numpy as np
 
 from ..analysis.analysed import Analysed
 from ..analysis.cuts import Positions
-from ..analysis.dependence import of
-from ..analysis.step_dependence import StepDependence
+from ..analysis.dependence import StepDependence, of
 from ..compat import (
     Atom,
     Equation,

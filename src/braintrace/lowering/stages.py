@@ -21,17 +21,15 @@ import jax
 import jax.numpy as jnp
 
 from ..analysis.analysed import Analysed
-from ..analysis.dependence import Bits, of, union
-from ..analysis.step_dependence import StepDependence
+from ..analysis.dependence import Bits, StepDependence, of, union
 from ..compat import Atom, Equation, Var, is_var, new_var
 from ..compiled_step import Values
-from ..operations import operation_of, run_equation
+from ..operations import is_linear, operation_of, run_equation
 from ..operations.record import Kernel
 from ..program import StepProgram
 from .local_step import LocalProgram
-from .mixed_pairs import part_mixed_results
 from .rewrite import split_products
-from .taps import TapEquation, find_taps
+from .taps import TapEquation, find_taps, part_mixed_results
 
 Run = Callable[[int, list[Any]], list[Any]]
 """(i, operands): the results of equation i."""
@@ -331,7 +329,7 @@ class Stages:
         sums, found = set(self.tap_results), []
         for i, eqn in enumerate(self.equations):
             reads_sum = any(is_var(v) and v in sums for v in eqn.invars)
-            if i in self.taps or not reads_sum or not self._is_linear(i):
+            if i in self.taps or not reads_sum or not is_linear(eqn):
                 continue
             for v in eqn.outvars:
                 made_there = v in in_loop and v not in self.new_states
@@ -358,17 +356,13 @@ class Stages:
                 found += filter(without_credit, eqn.invars)
         return found
 
-    def _is_linear(self, i: int) -> bool:
-        operation = operation_of(self.equations[i])
-        return operation is not None and operation.is_linear(self.equations[i])
-
     def _wants_value(self, v: Var) -> bool:
         """Whether the value itself is wanted: by a tap, a nonlinear operation, or the
         caller."""
         if any(v is x for x in (*self.targets, *self.aux, *self._extra)):
             return True
         readers = self._readers.get(v, ())
-        return any(i in self.taps or not self._is_linear(i) for i in readers)
+        return any(i in self.taps or not is_linear(self.equations[i]) for i in readers)
 
     def is_needed(self, v: Var) -> bool:
         """Whether derivatives need a value, given anchors and new states."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -225,10 +226,10 @@ def joint_outputs(
 def _joint_targets(
     stages: Stages,
     env: Values,
+    feedback: Feedback,
     ys: Sequence[Any],
     deltas: Sequence[Sequence[jax.Array]],
     old: Sequence[Sequence[jax.Array]],
-    feedback: Feedback,
 ) -> list[jax.Array]:
     """The targets of one step as functions of tap results, perturbations and old
     states."""
@@ -269,12 +270,8 @@ def signals(
     ys = [env[v] for v in stages.tap_results]
     old = [group.components([env[v] for v in group.hidden_invars]) for group in groups]
     deltas = jax.tree.map(jnp.zeros_like, old)
-    targets, pull = jax.vjp(
-        lambda ys, deltas, old: _joint_targets(stages, env, ys, deltas, old, feedback),
-        ys,
-        deltas,
-        old,
-    )
+    joint = partial(_joint_targets, stages, env, feedback)
+    targets, pull = jax.vjp(joint, ys, deltas, old)
     bars = [c.astype(x.dtype) for c, x in zip(cotangents, targets, strict=True)]
     results, found, reads = pull(bars)
     direct = []

@@ -164,6 +164,20 @@ def operation_of(eqn: Equation) -> Operation | None:
     return REGISTRY.get(eqn.primitive.name)
 
 
+def differentiates(eqn: Equation, operand: int) -> bool:
+    """Whether the results of an equation may have a derivative with respect to an
+    operand: all have where its primitive is not registered."""
+    operation = operation_of(eqn)
+    return operation is None or operation.differentiates(eqn, operand)
+
+
+def is_linear(eqn: Equation) -> bool:
+    """Whether the derivative of an equation is known to need no value of its
+    operands."""
+    operation = operation_of(eqn)
+    return operation is not None and operation.is_linear(eqn)
+
+
 def run_equation(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation, by a kernel where its operation has one."""
     operation = operation_of(eqn)

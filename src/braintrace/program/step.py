@@ -6,7 +6,7 @@ state object is opaque and kept only so that records can return it to the user.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,11 @@ class StepProgram:
 def path_name(path: Path) -> str:
     """A path as one readable word: ``layers.0.weight``."""
     return '.'.join(str(key) for key in path) or '<value>'
+
+
+def path_names(paths: Iterable[Path]) -> str:
+    """Several paths, as reports and errors write them."""
+    return ', '.join(map(path_name, paths))
 
 
 def check_shapes(closed: ClosedJaxpr, values: Sequence[Any]) -> None:

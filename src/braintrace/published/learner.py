@@ -10,7 +10,7 @@ import brainstate
 import jax
 
 from ..errors import three_parts
-from ..learner.state import EligibilityTrace
+from ..learner.carried import EligibilityTrace, make_traces
 from ..rules import (
     Coupled,
     CoupledWithin,
@@ -26,7 +26,7 @@ from . import traces
 def init_etrace_state(learner: Any, *args: Any, **kwargs: Any) -> None:
     """Start the traces again from zero; the model's states stay as they are."""
     _ = learner.graph  # refuses a learner that was not compiled
-    learner._make_traces()
+    make_traces(learner)
     learner._clear_traces()
 
 

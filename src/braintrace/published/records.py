@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ..analysis.groups import HiddenGroup
-from ..analysis.relations import HiddenParamOpRelation
+from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Var, evaluate
 from .policy import ControlFlowPolicy
 

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..analysis.groups import HiddenGroup
-from ..analysis.relations import HiddenParamOpRelation
-from ..analysis.sites import Site, adds
+from ..analysis.sites import HiddenParamOpRelation, Site, adds
 from ..compat import evaluate
 from ..errors import three_parts
 from ..learner.weights import named_arrays, path_of_parameter

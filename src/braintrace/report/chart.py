@@ -7,16 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..analysis.dependence import Bits, flow, of, union
+from ..analysis.dependence import Bits, StepDependence, flow, of, union
 from ..analysis.diagnostics import CompilationRecord, DiagnosticKind
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import Site, adds, weight_operands
-from ..analysis.step_dependence import StepDependence
 from ..compat import Atom, Equation, Var, is_differentiable, is_var
 from ..program import Parameter, Path, StepProgram
 from ..program.step import path_name
-from ..source_lines import library_line, source_line
-from ..text import use_name
+from ..source_lines import library_line, source_line, use_name
 
 MOST = 4
 """More inputs, outputs or other states than these share one box."""

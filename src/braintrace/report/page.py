@@ -22,8 +22,8 @@ from ..analysis.diagnostics import (
     DiagnosticKind,
     DiagnosticLevel,
 )
-from ..source_lines import short_source
-from ..text import shape_text, size_text, use_name
+from ..source_lines import short_source, use_name
+from ..text import shape_text, size_text
 from .boxes import Box, Row
 from .chart import Node
 from .drawing import Drawing

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..errors import one_of, three_parts
@@ -29,12 +30,12 @@ class Preset:
     check: dict[str, Any] | None = None
     vjp_method: str = 'single-step'
 
-    @property
+    @cached_property
     def options(self) -> list[inspect.Parameter]:
         """The options of the rule, with their defaults."""
         return list(inspect.signature(self.make).parameters.values())
 
-    @property
+    @cached_property
     def default(self) -> Rule:
         """The rule with the options it has by default."""
         return self.make()

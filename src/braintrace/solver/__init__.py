@@ -5,18 +5,18 @@ order in which to read:
 
     block            the formulas of K steps: forward, derivatives, credit, products P;
                      the loop over blocks
-    recursion        how the trace of a position continues from step to step
+    recursion        how the trace of a position continues from step to step; what
+                     leaky read-outs remember, as further components of traces
     signals          what traces are multiplied by
     traces           which traces a step has, how they are stored, the credit they get
     factors          traces held as an input part and a state part
-    readout_memory   what leaky read-outs remember, as further components of traces
     visits           how a block advances the traces, and the gradient they give
     masking          steps that contribute nothing, whatever values they hold
     solved           sums of gradients by weight, those of parameters, the result
-    one_block        one block: all of the above in order
     window           reverse mode through consecutive steps
     window_solver    sequences of windows, traces or a predictor across them
-    sequence         whole sequences: one pass with traces, two passes without
+    sequence         one block, all of the above in order; whole sequences: one pass
+                     with traces, two passes without
     influence        RTRL, SnAp and UORO: parameters on states, nothing cut
     influence_solver sequences solved by an influence
     forward          the true derivative along a direction, for certificates
@@ -31,6 +31,9 @@ from .solved import Solved
 from .traces import Factorised, PerParameter, Traces
 from .window_solver import Predictor
 
+Solver = BlockSolver | InfluenceSolver
+"""What solves sequences of a step by a rule."""
+
 __all__ = [
     'BlockSolver',
     'Factorised',
@@ -43,6 +46,7 @@ __all__ = [
     'RankOneInfluence',
     'ScalarLeak',
     'Solved',
+    'Solver',
     'SparseInfluence',
     'Symmetric',
     'Traces',

@@ -29,7 +29,39 @@ from ..compiled_step import (
     Tap,
     Values,
 )
-from .masking import Block, Mask, zero_at
+from .masking import FILL, Mask, finite, without_nan, zero_at
+
+
+class Block(NamedTuple):
+    """The steps of a block: values as they are, values that derivatives may read, and
+    the mask."""
+
+    values: Values
+    safe: Values
+    mask: Mask | None
+
+    @classmethod
+    def of(cls, values: Values, mask: Mask | None) -> Block:
+        """The same with NaN replaced at silent steps."""
+        return cls(
+            values, values if mask is None else without_nan(values, mask.silent), mask
+        )
+
+    def operands(self, tap: Tap, constants: Values) -> tuple[Operands, Operands]:
+        """Operands of a tap that stay the same, and those of each step, finite at
+        silent ones."""
+        fixed, data = tap.operands(constants, self.values)
+        if self.mask is not None:
+            data = finite(data, self.mask.silent, 0.0 if tap.multiplies else FILL)
+        return fixed, data
+
+    def zero_if_dead(self, tree: Any) -> Any:
+        """Arrays with t first, zero at dead steps."""
+        return tree if self.mask is None else zero_at(tree, self.mask.dead)
+
+    def zero_if_silent(self, tree: Any) -> Any:
+        """Arrays with t first, zero at silent steps."""
+        return tree if self.mask is None else zero_at(tree, self.mask.silent)
 
 
 def forward(
@@ -46,7 +78,7 @@ def forward(
             new, left = step.advance_once(constants, xs | states)
             left = left | states.pick(old_keys)
             return new, jax.tree.map(lambda x: x[None], left)
-    projected = jax.vmap(lambda xs: step.project(constants, xs))(inputs)
+    projected = jax.vmap(step.project, (None, 0))(constants, inputs)
 
     def one(old: Values, xs: Values) -> tuple[Values, Values]:
         new, kept = step.advance(constants, xs | old)
@@ -70,7 +102,7 @@ def completed(
 ) -> Values:
     """Everything that derivative programs read, for all steps of a block at once."""
     steps = with_new_states(step, steps, last)
-    return jax.vmap(lambda values: step.complete(constants, values))(steps)
+    return jax.vmap(step.complete, (None, 0))(constants, steps)
 
 
 class Derivatives(NamedTuple):
@@ -115,7 +147,7 @@ def derivatives(
 
 def transitions(step: CompiledStep, constants: Values, steps: Values) -> list[Jacobian]:
     """D of every group and step."""
-    return jax.vmap(lambda values: step.transition(constants, values))(steps)
+    return jax.vmap(step.transition, (None, 0))(constants, steps)
 
 
 def pull(
@@ -123,9 +155,7 @@ def pull(
 ) -> list[Values]:
     """(∂h_t/∂y)ᵀ γ_t of every group, step and tap result y that reaches a component of
     γ."""
-    return jax.vmap(lambda values, mine: step.pull(constants, values, mine))(
-        steps, list(credit)
-    )
+    return jax.vmap(step.pull, (None, 0, 0))(constants, steps, list(credit))
 
 
 def backward_credit(
@@ -224,15 +254,14 @@ def weight_gradients(
                 y_bars.update((y, y_bars[y] + bar) for y, bar in mine.items())
             elif mine:
                 cut.append((tap.cut_gradients[g], mine))
-        if block.mask is None and not _reaches_states(tap, local):
+        reaches_states = any(y in bars for bars in local for y in tap.results)
+        if block.mask is None and not reaches_states:
             data = _without_silent_steps(data, y_bars)
         for gradients, bars in [(tap.gradients, y_bars), *cut]:
-            total = _plus(total, gradients(fixed, data, bars, boxes))
+            for key, grad in gradients(fixed, data, bars, boxes).items():
+                grad = grad.astype(sum_type(grad.dtype))
+                total[key] = total[key] + grad if key in total else grad
     return total
-
-
-def _reaches_states(tap: Tap, local: Sequence[Values]) -> bool:
-    return any(y in bars for bars in local for y in tap.results)
 
 
 def _without_silent_steps(data: Operands, y_bars: Mapping[Key, jax.Array]) -> Operands:
@@ -248,14 +277,6 @@ def _without_silent_steps(data: Operands, y_bars: Mapping[Key, jax.Array]) -> Op
         return jnp.where(silent.reshape(-1, *(1,) * (x.ndim - 1)), jnp.ones_like(x), x)
 
     return {k: spare(x) for k, x in data.items()}
-
-
-def _plus(total: Values, more: Values) -> Values:
-    found = Values(total)
-    for key, grad in more.items():
-        grad = grad.astype(sum_type(grad.dtype))
-        found[key] = found[key] + grad if key in found else grad
-    return found
 
 
 # ---------------------------------------------------------------- the loop over blocks

@@ -23,9 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..compiled_step import Operands, Tap, Values
-
-_FILL = 0.5
+FILL = 0.5
 """Where log, sqrt, 1/x, arcsin and the like all have a derivative."""
 
 
@@ -50,44 +48,12 @@ class Mask(NamedTuple):
         return cls(jnp.ones(length, bool), jnp.broadcast_to(dead, length))
 
 
-class Block(NamedTuple):
-    """The steps of a block: values as they are, values that derivatives may read, and
-    the mask."""
-
-    values: Values
-    safe: Values
-    mask: Mask | None
-
-    @classmethod
-    def of(cls, values: Values, mask: Mask | None) -> Block:
-        """The same with NaN replaced at silent steps."""
-        return cls(
-            values, values if mask is None else without_nan(values, mask.silent), mask
-        )
-
-    def operands(self, tap: Tap, constants: Values) -> tuple[Operands, Operands]:
-        """Operands of a tap that stay the same, and those of each step, finite at
-        silent ones."""
-        fixed, data = tap.operands(constants, self.values)
-        if self.mask is not None:
-            data = finite(data, self.mask.silent, 0.0 if tap.multiplies else _FILL)
-        return fixed, data
-
-    def zero_if_dead(self, tree: Any) -> Any:
-        """Arrays with t first, zero at dead steps."""
-        return tree if self.mask is None else zero_at(tree, self.mask.dead)
-
-    def zero_if_silent(self, tree: Any) -> Any:
-        """Arrays with t first, zero at silent steps."""
-        return tree if self.mask is None else zero_at(tree, self.mask.silent)
-
-
 def without_nan(tree: Any, silent: jax.Array | np.ndarray) -> Any:
     """Values with NaN replaced where a step is silent; one step, or t first."""
-    return _replaced(tree, silent, jnp.isnan, _FILL)
+    return _replaced(tree, silent, jnp.isnan, FILL)
 
 
-def finite(tree: Any, steps: jax.Array | np.ndarray, fill: float = _FILL) -> Any:
+def finite(tree: Any, steps: jax.Array | np.ndarray, fill: float = FILL) -> Any:
     """Values with NaN and infinity replaced at some steps; one step, or t first."""
     return _replaced(tree, steps, lambda x: ~jnp.isfinite(x), fill)
 

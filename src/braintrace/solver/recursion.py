@@ -1,5 +1,5 @@
-"""How the traces of a group continue from step to step, and which component a signal
-reads.
+"""How the traces of a group continue from step to step, which component a signal
+reads, and what leaky read-outs remember.
 
     Jacobian     ε_t = D_t ε_{t-1} + ∂h_t/∂θ
     ScalarLeak   ε_t = λ ε_{t-1} + ∂h_t/∂θ
@@ -15,8 +15,9 @@ same kind,
     (ε, ē)_t = ((M, 0), (M, κ)) (ε, ē)_{t-1} + (1, 1) ∂h_t/∂θ
     (ε, m)_t = ((M, 0), (κ (U M + V), κ)) (ε, m)_{t-1} + (1, κ U) ∂h_t/∂θ
 
-so that blocks, layouts and both passes treat every rule alike. Letters: i, j, k, s
-components of a position; n the components that are added; y results of taps.
+so that blocks, layouts and both passes treat every rule alike. Letters: t steps of a
+block, h positions of a group; i, j, k, s components of a position; n the components
+that are added; y results of taps.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import CompiledGroup, Components, Jacobian, Key
+from ..compiled_step import CompiledGroup, Components, Jacobian, Key, Link, Signals
 
 
 @dataclass(frozen=True)
@@ -97,19 +99,14 @@ class Recursion:
     every_component: bool = False
     memories: tuple[Memory, ...] = ()
 
-    @property
-    def size(self) -> int:
-        """States of a position."""
-        return self.group.size
-
     def _read(self, i: int) -> int:
         """The component that a signal to state i reads."""
-        return i if self.kappa is None else self.size + i
+        return i if self.kappa is None else self.group.size + i
 
     @property
     def numbered(self) -> list[tuple[int, Memory]]:
         """The memories with the numbers of their components."""
-        first = self.size if self.kappa is None else 2 * self.size
+        first = self.group.size if self.kappa is None else 2 * self.group.size
         return list(enumerate(self.memories, first))
 
     # ------------------------------------------------------------ structure
@@ -122,9 +119,14 @@ class Recursion:
             driven = {(n, j) for n, m in self.numbered for i, j in own if i in m.states}
             driven |= {(n, j) for n, m in self.numbered for j in m.old_states}
             return own | driven | {(n, n) for n, _ in self.numbered}
-        filtered = {(self.size + i, j) for i, j in own}
+        filtered = {(self.group.size + i, j) for i, j in own}
         return (
-            own | filtered | {(self.size + i, self.size + i) for i in range(self.size)}
+            own
+            | filtered
+            | {
+                (self.group.size + i, self.group.size + i)
+                for i in range(self.group.size)
+            }
         )
 
     @cached_property
@@ -133,7 +135,7 @@ class Recursion:
         target."""
         read = {j for _, j in self.pattern}
         direct = {self._read(j) for j in self.group.direct}
-        every = range(self.size if self.kappa is None else 2 * self.size)
+        every = range(self.group.size if self.kappa is None else 2 * self.group.size)
         states = [j for j in every if self.every_component or j in read or j in direct]
         return (*states, *(n for n, _ in self.numbered))
 
@@ -152,7 +154,7 @@ class Recursion:
     def _reached(self, y: Key) -> tuple[int, ...]:
         own = self.group.reached.get(y, ())
         if self.kappa is not None:
-            return (*own, *(self.size + i for i in own))
+            return (*own, *(self.group.size + i for i in own))
         return (*own, *(n for n, m in self.numbered if set(m.states) & set(own)))
 
     def carried(self, y: Key) -> tuple[int, ...]:
@@ -177,7 +179,7 @@ class Recursion:
         shape, dtypes = self.group.shape, self.group.dtypes
         driver = {n: m.first for n, m in self.numbered}
         return {
-            j: jnp.zeros(shape, dtypes[driver.get(j, j % self.size)])
+            j: jnp.zeros(shape, dtypes[driver.get(j, j % self.group.size)])
             for j in self.alive
         }
 
@@ -198,9 +200,10 @@ class Recursion:
                     x = memory.kappa * x
                     found[entry] = found[entry] + x if entry in found else x
             return found
-        filtered = {(self.size + i, j): d for (i, j), d in own.items()}
+        filtered = {(self.group.size + i, j): d for (i, j), d in own.items()}
         kept = {
-            (self.size + i,) * 2: jnp.full_like(x, self.kappa) for i, x in like.items()
+            (self.group.size + i,) * 2: jnp.full_like(x, self.kappa)
+            for i, x in like.items()
         }
         return own | filtered | kept
 
@@ -220,7 +223,69 @@ class Recursion:
                 new, _ = memories[i]
                 parts = {s: memory.kappa * slope * x for s, slope in new.items()}
             else:
-                parts = {i % self.size: x}
+                parts = {i % self.group.size: x}
             for s, part in parts.items():
                 found[s] = found[s] + part if s in found else part
         return found
+
+
+# ---------------------------------------------------------------- leaky read-outs
+
+
+class MemoryRead(NamedTuple):
+    """What read-outs send back to u: all of them, and those with a memory (None without
+    any)."""
+
+    every: jax.Array
+    leaky: jax.Array | None
+
+
+class ReadoutMemory(NamedTuple):
+    """A memory of a group by which read-outs decay, and the links that lead there.
+
+    ``links``: each with the positions of its read-out that decay so, None for all.
+    """
+
+    lower: int
+    memory: Memory
+    links: tuple[tuple[Link, Any], ...]
+
+
+def with_memories(
+    recursion: Recursion,
+    read: Components,
+    slopes: LinkSlopes,
+    memory_reads: Sequence[MemoryRead],
+) -> Components:
+    """Direct reads of old states, with those of memories.
+
+    A leaky read-out reads old states through its new one, so that no direct read of a
+    target holds it. Without signals ``memory_reads`` is empty.
+    """
+    found = dict(recursion.reading(read))
+    parts = zip(recursion.numbered, slopes, memory_reads, strict=False)
+    for (n, _), (_, old), (every, leaky) in parts:
+        found[n] = every
+        if leaky is None:
+            continue
+        for j, slope in old.items():
+            found[j] = found[j] + slope * leaky if j in found else slope * leaky
+    return found
+
+
+def decaying_part(link: Link, kappa: float, positions: Any, found: Signals) -> Signals:
+    """Derivatives of a block, of which a read-out has only the positions that decay by
+    one κ.
+
+    A read of the old Y is one of the new Y a step earlier.
+    """
+    if link.readout is None:
+        return found
+    credit: Any = found.signals[link.readout][0]
+    if 0 in found.reads[link.readout]:
+        credit = credit + found.reads[link.readout][0] / kappa
+    if positions is not None:
+        credit = jnp.where(positions, credit, 0)
+    signals = list(found.signals)
+    signals[link.readout] = {0: credit}
+    return found._replace(signals=signals)

@@ -1,9 +1,11 @@
-"""A whole sequence, block by block: one pass with traces, or two passes without any.
+"""A sequence, block by block: one block with all of its parts in order; one pass over
+blocks with traces, or two passes without any.
 
 one pass    blocks forward in time, traces carried: memory does not grow with T
 two passes  forward keeping states, then blocks in reverse carrying credit; no trace
 
-Letters: T steps of the sequence, t of a block, h positions, s components of a position.
+Letters: T steps of the sequence, t of a block, h positions, s components of a position,
+y results of taps.
 """
 
 from __future__ import annotations
@@ -18,20 +20,23 @@ import jax.numpy as jnp
 from ..arrays import bytes_of
 from ..compiled_step import CompiledStep, Components, Jacobian, Values
 from .block import (
+    Block,
+    Derivatives,
     backward_credit,
     completed,
     derivatives,
     forward,
     length_of,
     over_blocks,
+    pull,
     weight_gradients,
     with_new_states,
 )
-from .masking import Block, Mask
-from .one_block import OneBlock
-from .solved import Solved, add
-from .traces import Trace, Traces
-from .visits import Driven, advance_silently, drive, take_in, unit_products
+from .masking import Mask
+from .signals import SignalInputs, Symmetric
+from .solved import Solved, WeightSums, add
+from .traces import RecursionView, Trace, Traces
+from .visits import Driven, advance, advance_silently, drive, take_in, unit_products
 from .window import run_window
 from .window_solver import WindowSolver
 
@@ -54,14 +59,16 @@ class BlockSolver:
     """Solves sequences of one step by blocks. Pure: states and traces go in and come
     out.
 
-    ``one_block`` solves a single block of it.
+    ``rule_state``, in every call, is what a rule keeps for itself: a modulator, a count
+    of updates, the weights of a predictor.
     """
 
     def __init__(self, step: CompiledStep, traces: Traces, signal: Any = None):
         self.step = step
         self.traces = traces
-        self.one_block = OneBlock(step, traces, signal)
-        self.sums = self.one_block.sums
+        self.signal = Symmetric() if signal is None else signal
+        self.sums = WeightSums(step)
+        self.kept_bytes = step.kept_bytes
 
     @cached_property
     def windows(self) -> WindowSolver:
@@ -89,11 +96,6 @@ class BlockSolver:
             for site, tap, _ in self.traces.sites
         ]
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes kept of one step."""
-        return self.step.kept_bytes
-
     def block_length(self, steps: int, carried: bool, devices: int = 1) -> int:
         """Steps to solve together: what a block keeps should stay in the processor's
         cache.
@@ -106,7 +108,7 @@ class BlockSolver:
         """
         least, room = 8, 2**20
         if carried and not self._has_spans:
-            traces, gradients = self._trace_bytes, bytes_of(self.sums.shapes)
+            traces, gradients = map(bytes_of, (self.trace_shapes, self.sums.shapes))
             least, room = 4, min(max(gradients // 4 + traces // 2, 2**17), 2**23)
         longest = min(max(devices * room // self.kept_bytes, least), 50, steps)
         lengths = range(longest, longest // 2, -1)
@@ -122,9 +124,133 @@ class BlockSolver:
         """Shapes and types of the traces."""
         return jax.eval_shape(self.init_traces)
 
-    @property
-    def _trace_bytes(self) -> int:
-        return bytes_of(self.trace_shapes)
+    # ------------------------------------------------------------ one block
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the traces are those of the local step, read by the true signal."""
+        plain = self.traces.is_plain
+        return plain and isinstance(self.signal, Symmetric)
+
+    def view(
+        self,
+        constants: Values,
+        block: Block,
+        found: Derivatives,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any,
+    ) -> RecursionView:
+        """The block's derivatives with the rule's own signals and matrices."""
+        groups, steps = self.traces.groups, block.safe
+        given = SignalInputs(
+            self.step, constants, steps, found, cotangents, groups, rule_state
+        )
+        learning, feedback = self.signal(given), self.signal.feedback(given)
+        slopes = self.traces.link_slopes(constants, block.safe)
+        reads = self.traces.memory_reads(constants, block.safe, learning, feedback)
+        return self.traces.view(found, learning, slopes, reads)
+
+    def local_gradients(
+        self,
+        constants: Values,
+        block: Block,
+        found: Derivatives,
+        view: RecursionView,
+        credit: list[Components],
+    ) -> list[Values]:
+        """By group, what its credit adds to the one-step gradients of tap results."""
+        if self.is_plain:
+            credit = self.traces.folded(view, credit)
+        else:
+            credit = self.traces.added_credit(found, view, credit)
+        local = pull(self.step, constants, block.safe, credit)
+        # Parameters without a trace get their one-step gradient only.
+        traced = self.traces.traced_results
+        of_traced = [
+            Values((y, bar) for y, bar in bars.items() if (g, y) in traced)
+            for g, bars in enumerate(local)
+        ]
+        return block.zero_if_dead(of_traced)
+
+    def solve_block(
+        self,
+        constants: Values,
+        states: Values,
+        traces: Trace,
+        total: Values,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any,
+        masked: bool = True,
+    ) -> tuple[tuple[Values, Trace, Values], Derivatives]:
+        """One block forward: next states, next traces, gradients added to ``total``.
+
+        ``masked``: the cotangents of some steps may be zero.
+        """
+        step, traces_of = self.step, self.traces
+        # Forward in time, then all that derivatives read, for every step at once.
+        last, kept = forward(step, constants, states, inputs)
+        mask = Mask.of(cotangents) if masked else None
+        block = Block.of(completed(step, constants, inputs | kept, last), mask)
+        # L, R and D of every step, and the same as the rule's recursion sees them.
+        found = derivatives(step, constants, block, cotangents)
+        total = add(total, self.sums.of_constants(cotangents))
+        view = self.view(constants, block, found, cotangents, rule_state)
+        # γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t back to the start, and (∂h_t/∂y_t)ᵀ γ_t.
+        local: list[Values] = [Values() for _ in step.groups]
+        first = traces_of.empty_credit
+        if traces_of.has_block_traces or not self.is_plain:
+            zero = [recursion.zero_credit() for recursion in traces_of.recursions]
+            length = len(cotangents[0])
+            every, first = backward_credit(*view[:3], zero, length, mask)
+            local = self.local_gradients(constants, block, found, view, every)
+        # One product for each weight, then the traces: γ_0 · ε_0, and ε_K.
+        results = found.results
+        if traces_of.factorised:
+            results = self._less_factorised(constants, block, found, local)
+        y_bars = self._summed_in_visits(block, results, local)
+        gradients = weight_gradients(
+            step, constants, block, results, local, traces_of.rest, y_bars
+        )
+        total = add(total, gradients)
+        traces, total = advance(
+            traces_of, constants, block, view, traces, total, first, y_bars
+        )
+        return (last, traces, total), found
+
+    def _summed_in_visits(
+        self, block: Block, results: Values, local: list[Values]
+    ) -> Values:
+        """The gradients of results that the visits of traces also sum over steps. There
+        are some only in a block of one step without a mask."""
+        found = Values()
+        if block.mask is None and length_of(block.values) == 1:
+            for y in results:
+                terms = [bars[y] for bars in local if y in bars]
+                if terms and y in self.traces.summed_in_visits:
+                    found[y] = sum(terms, results[y])
+        return found
+
+    def _less_factorised(
+        self, constants: Values, block: Block, found: Derivatives, local: list[Values]
+    ) -> Values:
+        """One-step gradients without the part that factorised traces give.
+
+        ``found.results[y]`` is the whole one-step gradient of y. The traces give the
+        part of it that passes through their group. Where y acts on nothing else, y is
+        left out of the result; otherwise that part is subtracted in ``local``, which is
+        changed in place.
+        """
+        alone = {y for y, box in self.traces.rest.items() if box is None}
+        results = found.results.pick(y for y in found.results if y not in alone)
+        now = block.zero_if_silent(
+            pull(self.step, constants, block.safe, found.signals)
+        )
+        for g, y in self.traces.factorised_results:
+            local[g].pop(y, None)
+            if y in results:
+                local[g][y] = -now[g][y]
+        return results
 
     # ------------------------------------------------------------ whole sequences
 
@@ -185,10 +311,10 @@ class BlockSolver:
             mask = Mask.of([weights], dead) if masked else None
             now = Block.of(completed(step, constants, steps, end), mask)
             found = derivatives(step, constants, now, [weights])
-            view = self.one_block.view(constants, now, found, [weights], rule_state)
+            view = self.view(constants, now, found, [weights], rule_state)
             # γ continues from the block after this one, which was solved before it.
             every, first = backward_credit(*view[:3], credit, len(weights), mask)
-            local = self.one_block.local_gradients(constants, now, found, view, every)
+            local = self.local_gradients(constants, now, found, view, every)
             gradients = weight_gradients(step, constants, now, found.results, local)
             total = add(add(total, gradients), self.sums.of_constants([weights]))
             dead = dead if mask is None else mask.dead[0]
@@ -199,7 +325,8 @@ class BlockSolver:
             return (first, products, total, dead), (found.targets[0], found.aux, driven)
 
         units = unit_products(traces_of) if drives else []
-        start = (traces_of.zero_credit(), units, total, jnp.asarray(True))
+        zero = [recursion.zero_credit() for recursion in traces_of.recursions]
+        start = (zero, units, total, jnp.asarray(True))
         given = (inputs | kept, weights)
         (credit, products, total, dead), (losses, aux, driven) = over_blocks(
             back, start, given, block, reverse=True
@@ -227,7 +354,7 @@ class BlockSolver:
         def by_block(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
             states, traces, total = carry
             inputs, weights = at
-            carry, found = self.one_block.solve(
+            carry, found = self.solve_block(
                 constants, states, traces, total, inputs, [weights], rule_state, masked
             )
             return carry, (found.targets[0], found.aux)
@@ -249,7 +376,7 @@ class BlockSolver:
             return (span.states, traces, total), (span.losses, span.aux)
 
         start = (states.pick(self.step.written), traces, self.sums.zero())
-        length = self.span_length(length_of(inputs), block)
+        length = self.span_length(len(weights), block)
         body = by_block if length == block else by_span
         carry, (losses, aux) = over_blocks(body, start, (inputs, weights), length)
         last, traces, total = carry
@@ -261,7 +388,7 @@ class BlockSolver:
         if not self._has_spans:
             return block
         kept = self.kept_bytes + self.traces.driven_bytes
-        most = max(self._trace_bytes // kept // block, 1)
+        most = max(bytes_of(self.trace_shapes) // kept // block, 1)
         count = -(-steps // block)
         visits = -(-count // most)
         return block * -(-count // visits)
@@ -284,7 +411,7 @@ class BlockSolver:
             last, steps = forward(step, constants, states, inputs)
             steps = with_new_states(step, inputs | steps, last)
             if traces:
-                done = jax.vmap(lambda values: step.complete(constants, values))(steps)
+                done = jax.vmap(step.complete, (None, 0))(constants, steps)
                 traces, _ = advance_silently(
                     self.traces,
                     constants,
@@ -339,8 +466,6 @@ class BlockSolver:
         """Online gradient of a few steps for cotangents (t, ...) of their targets."""
         constants = self.step.constants(parameters, states)
         start = (states.pick(self.step.written), traces, self.sums.zero())
-        carry, _ = self.one_block.solve(
-            constants, *start, inputs, cotangents, rule_state
-        )
+        carry, _ = self.solve_block(constants, *start, inputs, cotangents, rule_state)
         _, _, total = carry
         return self.sums.of_parameters(parameters, states, total)

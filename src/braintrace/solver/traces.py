@@ -32,8 +32,17 @@ from ..compiled_step import (
 )
 from .block import Derivatives
 from .factors import FactorLayout
-from .readout_memory import MemoryRead, ReadoutMemory, decaying_part, with_memories
-from .recursion import JacobianRecursion, LinkSlopes, Memory, Recursion, ScalarLeak
+from .recursion import (
+    JacobianRecursion,
+    LinkSlopes,
+    Memory,
+    MemoryRead,
+    ReadoutMemory,
+    Recursion,
+    ScalarLeak,
+    decaying_part,
+    with_memories,
+)
 
 Trace = list[Any]
 """One entry a site: components of ε, or a :class:`FactorTrace`."""
@@ -282,10 +291,6 @@ class Traces:
         """Credit without any component, for every group."""
         return [{} for _ in self.step.groups]
 
-    def zero_credit(self) -> list[Components]:
-        """Zeros for every component that a later step can read."""
-        return [recursion.zero_credit() for recursion in self.recursions]
-
     def link_slopes(self, constants: Values, steps: Values) -> list[LinkSlopes]:
         """∂u/∂h of the memories of every group and step."""
         found: list[list] = [[] for _ in self.step.groups]
@@ -387,13 +392,6 @@ class Traces:
                 {i: total[i] - x if i in total else -x for i, x in true.items()}
             )
         return added
-
-    def of_traced(self, local: list[Values]) -> list[Values]:
-        """Temporal credit of traced parameters only."""
-        return [
-            Values((y, bar) for y, bar in bars.items() if (g, y) in self.traced_results)
-            for g, bars in enumerate(local)
-        ]
 
     # ------------------------------------------------------------ a block
 

@@ -30,6 +30,7 @@ from ..compiled_step import (
     Values,
 )
 from .block import (
+    Block,
     Derivatives,
     length_of,
     products_to_end,
@@ -37,7 +38,7 @@ from .block import (
     transitions,
 )
 from .factors import FactorLayout, FactorTrace
-from .masking import Block, Mask, finite, zero_at
+from .masking import Mask, finite, zero_at
 from .recursion import Recursion
 from .solved import add
 from .traces import RecursionView, Trace, TracedSite, Traces
