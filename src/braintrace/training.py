@@ -296,14 +296,18 @@ def _one(
     update_every: int | None,
 ) -> Record:
     """One batch: its gradient and one update, or updates along it."""
+    has_aux = metrics is not None
     if update_every is not None:
         learner.reset_state()
-        only = step_fn if metrics is None else _Loss(step_fn)
-        losses = learner.etrace_online(
-            *sequences, step_fn=only, optimizer=optimizer, update_every=update_every
+        found = learner.etrace_online(
+            *sequences,
+            step_fn=step_fn,
+            optimizer=optimizer,
+            update_every=update_every,
+            has_aux=has_aux,
         )
-        return {'loss': float(losses.mean())}
-    has_aux = metrics is not None
+        losses, *outputs = found if has_aux else (found,)
+        return _record(losses, outputs, sequences, metrics)
     gradients, losses, *outputs = learner.etrace_grad(
         *sequences, step_fn=step_fn, has_aux=has_aux, return_value=True, fresh=True
     )

@@ -106,6 +106,12 @@ def _fix_of(error: Exception, args: tuple, what: str) -> str:
         shapes = [np.shape(x) for x in jax.tree.leaves(args)]
         batches = [shape[0] for shape in shapes if len(shape) > 1]
         size = batches[0] if batches else 'B'
+        if any(len(shape) > 2 for shape in shapes):
+            return (
+                'inputs of one step: xs[0], if they are a sequence (time, batch, ...); '
+                'if they are one step, check their shapes and batch axes, and '
+                f'compile(..., batch_size={size}) gives a batch axis to the states'
+            )
         return (
             'inputs for which model(*inputs) runs: check their shapes and batch axes; '
             f'compile(..., batch_size={size}) gives one to the states'

@@ -343,51 +343,58 @@ def train_online(
     optimizer: Any,
     update_every: int,
     mask: Any,
-) -> jax.Array:
-    """Losses of a sequence along which the weights change every few steps."""
+    has_aux: bool,
+) -> tuple[jax.Array, Any]:
+    """Losses of a sequence along which the weights change every few steps, and what
+    else its steps give if ``has_aux``."""
     length, masked = length_of(sequences), mask is not None
     mask, _ = loss_weights(mask, length, 'steps')
     binding = bind_step_fn(learner, step_fn, sequences)
+    if has_aux:
+        check_aux(binding.out_tree, has_aux)
     step = online_step_of(learner, binding, masked)
     parameters = known_states(learner.model, brainstate.ParamState)
     update = update_by(optimizer, parameters, learner._kept.optimizers)
 
-    def one(window: tuple, weights: jax.Array) -> tuple[jax.Array, dict]:
+    def one(window: tuple, weights: jax.Array) -> tuple[tuple[jax.Array, Any], dict]:
         solved = step(window, weights)
+        aux = binding.aux(solved, len(weights)) if has_aux else None
         wanted = jnp.any(weights != 0) if masked else None
         update(binding.gradients_by_path(solved.gradients), wanted)
         finite = {}
         if learner.check_finite:
             named = binding.gradients_by_name(solved.gradients)
             finite = {name: jnp.all(jnp.isfinite(g)) for name, g in named.items()}
-        return solved.losses, finite
+        return (solved.losses, aux), finite
 
-    parts = (binding, optimizer, update_every, length, masked, *learner._held())
+    parts = (binding, optimizer, update_every, length, masked, has_aux)
+    parts = (*parts, *learner._held())
 
-    def run(*given: Any) -> tuple[jax.Array, dict]:
+    def run(*given: Any) -> tuple[tuple[jax.Array, Any], dict]:
         found = _in_windows(one, length // update_every, update_every, *given)
         learner._count(length)
         return found
 
     loop = loop_of(learner, 'online', parts, run)
     with undone_on_error(learner, optimizer):
-        losses, finite = loop(jax.tree.map(jnp.asarray, sequences), mask)
+        (losses, aux), finite = loop(jax.tree.map(jnp.asarray, sequences), mask)
         if learner.check_finite:
             marks = {name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()}
             check_finite_values(losses, mask, marks, 'step')
-    return losses
+    return losses, aux
 
 
 def _in_windows(
     one: Callable, count: int, length: int, sequences: tuple, weights: jax.Array
-) -> tuple[jax.Array, dict]:
+) -> tuple[tuple[jax.Array, Any], dict]:
     """Run ``one`` over windows of a length; the last one may be shorter."""
     given, results = (sequences, weights), []
     if count:
         cut = lambda x: x[: count * length].reshape(count, length, *x.shape[1:])
-        losses, finite = brainstate.transform.for_loop(one, *jax.tree.map(cut, given))
-        results.append((losses.reshape(-1), finite))
+        found, finite = brainstate.transform.for_loop(one, *jax.tree.map(cut, given))
+        joined = lambda x: x.reshape(count * length, *x.shape[2:])
+        results.append((jax.tree.map(joined, found), finite))
     if len(weights) % length:
-        losses, finite = one(*jax.tree.map(lambda x: x[count * length :], given))
-        results.append((losses, jax.tree.map(lambda ok: ok[None], finite)))
+        found, finite = one(*jax.tree.map(lambda x: x[count * length :], given))
+        results.append((found, jax.tree.map(lambda ok: ok[None], finite)))
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *results)

@@ -181,6 +181,7 @@ def etrace_evolve(
     return outputs if return_outputs else None
 
 
+@overload
 def etrace_online(
     learner: Learner,
     *sequences: Any,
@@ -188,7 +189,30 @@ def etrace_online(
     optimizer: Any,
     update_every: int = 1,
     mask: Any = None,
-) -> jax.Array:
+    has_aux: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def etrace_online(
+    learner: Learner,
+    *sequences: Any,
+    step_fn: Callable[..., Any],
+    optimizer: Any,
+    has_aux: bool,
+    **options: Any,
+) -> Any: ...
+
+
+def etrace_online(
+    learner: Learner,
+    *sequences: Any,
+    step_fn: Callable[..., Any],
+    optimizer: Any,
+    update_every: int = 1,
+    mask: Any = None,
+    has_aux: bool = False,
+) -> Any:
     """Train along a sequence: weights change every ``update_every`` steps inside
     the compiled loop.
 
@@ -196,7 +220,8 @@ def etrace_online(
     sum of the steps' gradients, and its state is kept from call to call. A masked
     step does not contribute to the gradient, and if all steps since the last update
     are masked, there is no update; states and traces advance. Returns the loss of
-    every step.
+    every step; with ``has_aux`` the step function returns ``(loss, aux)``, and the
+    auxiliary values follow, stacked over time.
     """
     interface_of(learner.model).check_loop_optimizer(optimizer)
     check_optimizer(optimizer)
@@ -211,9 +236,10 @@ def etrace_online(
         )
     with synchronised(learner):
         sequences = place_inputs(learner, sequences, 1)
-        return calls.train_online(
-            learner, sequences, step_fn, optimizer, update_every, mask
+        losses, aux = calls.train_online(
+            learner, sequences, step_fn, optimizer, update_every, mask, has_aux
         )
+    return (losses, aux) if has_aux else losses
 
 
 def stream(
