@@ -1444,3 +1444,67 @@ def test_an_overview_without_metrics_has_no_empty_panel(figures, learner):
     page.save('overview.png')
     panels = [ax for ax in figures[0].axes if ax.axison]
     assert all(ax.lines or ax.images or ax.collections for ax in panels)
+
+
+# ------------------------------------------------------------ arguments in another order
+
+
+def test_arguments_in_another_order(learner, tmp_path):
+    step = lambda x: jnp.mean(learner(x) ** 2)
+    gradients = learner.etrace_grad(XS, step_fn=step, fresh=True)
+    text = said(lambda: learner.apply(optax.sgd(0.1), gradients), ValueError)
+    assert 'learner.apply(gradients, optimizer)' in text
+    learner.save(tmp_path)
+    text = said(lambda: bt.load(learner.model, tmp_path), TypeError)
+    assert 'braintrace.load(path, model)' in text
+    assert 'learner.load(path)' in said(lambda: bt.load(tmp_path, learner), TypeError)
+
+
+def test_a_learner_as_a_file_of_nir(learner, tmp_path):
+    pytest.importorskip('nir')
+    text = said(lambda: bt.nir.write(tmp_path / 'net.nir', learner), TypeError)
+    assert 'learner.model' in text
+
+
+def test_callbacks_that_are_no_list_of_functions(learner):
+    step = lambda x: jnp.mean(learner(x) ** 2)
+    options = {'optimizer': optax.sgd(0.1), 'updates': 1, 'show': False}
+    for wrong in (bt.EarlyStop('loss', 3), ['print'], 'print'):
+        text = said(
+            lambda wrong=wrong: bt.fit(
+                learner, [(XS,)], step_fn=step, callbacks=wrong, **options
+            ),
+            TypeError,
+        )
+        assert 'callbacks=[' in text
+
+
+def test_a_task_without_its_members(learner):
+    text = said(lambda: bt.Supervised(learner, object(), 4), TypeError)
+    assert 'no kind and no batch' in text
+
+
+def test_a_plan_for_an_array(learner):
+    text = said(lambda: learner.memory_plan(np.ones((50, 4, 3))), ValueError)
+    assert 'memory_plan(len(xs))' in text
+    assert len(text) < 200
+
+
+def test_a_loss_of_outputs_that_are_a_tuple():
+    class Two(Leak):
+        def update(self, x):
+            return super().update(x), x
+
+    two = bt.compile(Two(), 'd_rtrl', X, batch_size=4)
+    step = lambda x: jnp.mean(two(x) ** 2)
+    assert 'y, _ = learner(x)' in said(lambda: two.etrace_grad(XS, step_fn=step))
+
+
+def test_a_spike_without_a_surrogate():
+    class Spiking(Leak):
+        def update(self, x):
+            self.h.value = 0.9 * self.h.value + x @ self.feed.value
+            return (self.h.value > 0.5).astype('float32') @ self.out.value
+
+    with pytest.warns(bt.CreditWarning, match='with a surrogate'):
+        bt.compile(Spiking(), 'd_rtrl', X, batch_size=4)

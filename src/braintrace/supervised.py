@@ -58,6 +58,14 @@ class Supervised:
     ):
         if isinstance(task, (str, type)):
             raise TypeError(_no_task(task))
+        if missing := [name for name in ('kind', 'batch') if not hasattr(task, name)]:
+            raise TypeError(
+                three_parts(
+                    f'a task of type {type(task).__name__}',
+                    f'it has no {" and no ".join(missing)}',
+                    'an object with inputs, outputs, steps, kind and batch(rng, size)',
+                )
+            )
         self.learner, self.task, self.batch_size, self.seed, self.penalty = (
             learner,
             task,

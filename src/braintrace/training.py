@@ -92,6 +92,7 @@ def fit(
         shown = ', '.join(f'{name}={n}' for name, n in given.items())
         why = 'each counts updates'
         raise ValueError(three_parts(shown, why, 'numbers of at least 1'))
+    _check_callbacks(callbacks)
     if validate is None and any(
         getattr(c, 'metric', '').startswith('valid_') for c in callbacks
     ):
@@ -199,6 +200,21 @@ def fit(
     if progress is not None:
         progress.close()
     return history
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    """Raise unless they are a list of functions."""
+    wrong = [callbacks]
+    if isinstance(callbacks, Sequence) and not isinstance(callbacks, str):
+        wrong = [c for c in callbacks if not callable(c)]
+    if wrong:
+        raise TypeError(
+            three_parts(
+                f'callbacks with a {type(wrong[0]).__name__}',
+                'callbacks are a list of functions of a record',
+                "callbacks=[braintrace.EarlyStop('loss', patience=3), print]",
+            )
+        )
 
 
 def _check_begun(out: str | Path | None) -> None:

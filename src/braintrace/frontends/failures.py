@@ -97,6 +97,11 @@ def _fix_of(error: Exception, args: tuple, what: str) -> str:
     known = unset_environment(error) or fix_of_value(error) or _fix_of_units(error)
     if known is not None:
         return known
+    if what == 'a step_fn' and re.search("'(tuple|list|dict)'", str(error)):
+        return (
+            'learner(x) gives what the model gives, and here that is not one array: '
+            'y, _ = learner(x)'
+        )
     if isinstance(error, (TypeError, ValueError)) and what == 'a step_fn':
         return (
             'arrays that fit each other: outputs of the learner, targets and weights '

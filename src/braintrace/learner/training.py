@@ -5,7 +5,7 @@ They check their arguments; how they run is in ``calls.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -13,7 +13,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..errors import three_parts
+from ..errors import ArgumentError, three_parts
 from ..program import Path
 from ..program.data import MultiStepData, SingleStepData
 from . import calls, chunks
@@ -272,6 +272,14 @@ def apply(learner: Learner, gradients: dict[Path, Any], optimizer: Any) -> None:
     Parameters without a gradient stay as they are.
     """
     parameters = learner.param_states
+    if isinstance(optimizer, Mapping) and not isinstance(gradients, Mapping):
+        raise ArgumentError(
+            three_parts(
+                'apply with an optimiser as its first argument',
+                'the gradients come first',
+                'learner.apply(gradients, optimizer)',
+            )
+        )
     gradients = interface_of(learner.model).by_path(gradients)
     check_paths('gradients', gradients, parameters)
     update = update_by(check_optimizer(optimizer), parameters, learner._kept.optimizers)
