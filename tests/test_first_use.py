@@ -1240,3 +1240,272 @@ def test_the_traces_of_a_slow_state_last_longer():
     np.testing.assert_allclose(
         found.states['a'][-1], np.abs(maps['feed on a']).mean(0), rtol=1e-5
     )
+
+
+# ------------------------------------------------------------ more mistakes
+
+
+def said(call, kind=Exception):
+    """The text of the error that a call raises."""
+    with pytest.raises(kind) as error:
+        call()
+    text = str(error.value)
+    assert 'Why:' in text
+    assert 'Fix:' in text
+    return text
+
+
+def test_a_sequence_as_the_example_of_a_step():
+    net = brainstate.nn.GRUCell(3, 4)
+    text = said(lambda: bt.compile(net, 'd_rtrl', jnp.ones((10, 4, 3)), batch_size=4))
+    assert 'inputs of one step: xs[0]' in text
+
+
+def test_a_learner_as_the_model(learner):
+    text = said(lambda: bt.compile(learner, 'd_rtrl', X, batch_size=4), ValueError)
+    assert 'a D_RTRL learner as the model' in text
+    assert 'compile(learner.model, ...)' in text
+
+
+def test_one_step_where_a_sequence_is_needed(learner):
+    assert 'learner.evaluate(x[None])' in said(lambda: learner.evaluate(X))
+    assert learner.evaluate(X[None]).shape == (1, 4, 2)
+
+
+def test_a_function_of_batches_without_an_argument(learner):
+    def batches():
+        yield (XS,)
+
+    options = {'optimizer': optax.sgd(0.1), 'updates': 1, 'show': False}
+    step = lambda x: jnp.mean(learner(x) ** 2)
+    text = said(lambda: bt.fit(learner, batches, step_fn=step, **options), TypeError)
+    assert 'the number of the update' in text
+    assert 'batches()' in text
+    assert len(bt.fit(learner, batches(), step_fn=step, **options)['loss']) == 1
+
+
+def test_weights_in_a_file_of_another_name(learner, tmp_path):
+    text = said(lambda: learner.save_weights(tmp_path / 'net.npz'), ValueError)
+    assert 'net.safetensors' in text
+    text = said(lambda: learner.save(tmp_path / 'net.safetensors'), ValueError)
+    assert 'save_weights' in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_no_dictionary_or_have_other_names(learner):
+    assert 'a dictionary' in said(lambda: learner.set_weights([1, 2]), TypeError)
+    text = said(lambda: learner.set_weights({'fed': np.zeros((3, 6))}), ValueError)
+    assert "'feed'?" in text
+
+
+def test_a_level_that_reports_do_not_have(learner):
+    text = said(lambda: learner.report.show('loud'), ValueError)
+    assert "'notice'" in text
+
+
+def test_a_task_by_its_name_or_its_class(learner):
+    named = said(lambda: bt.Supervised(learner, 'copying', 4), TypeError)
+    assert "braintrace.tasks.task('copying')" in named
+    of_class = said(lambda: bt.Supervised(learner, bt.tasks.Copying, 4), TypeError)
+    assert 'Copying(...)' in of_class
+
+
+def test_a_history_is_shown_in_a_few_lines():
+    records = [
+        {'update': i + 1, 'loss': 2.0 - i, 'valid_loss': 1.5, 'seconds': 1.0 * i}
+        for i in range(2)
+    ]
+    shown = repr(bt.History([*records, {'update': 3, 'loss': 0.25, 'seconds': 9.0}]))
+    assert shown.splitlines()[0] == 'History of 3 updates, finished'
+    assert '  loss        2 → 0.25' in shown
+    assert '  valid_loss  1.5 → 1.5' in shown
+    assert len(shown.splitlines()) == 4
+
+
+def test_a_class_on_the_command_line(tmp_path, monkeypatch):
+    (tmp_path / 'own.py').write_text(
+        'import brainstate\n'
+        'class Net(brainstate.nn.Module):\n'
+        '    def __init__(self, units):\n'
+        '        super().__init__()\n'
+        '        self.units = units\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    assert 'units' in said(lambda: look.load('own.py:Net'), ValueError)
+    assert look.load('own.py:Net(units=7)').units == 7
+
+
+def test_layers_of_a_sequence_of_layers_are_named_by_their_own_lines():
+    net = brainstate.nn.Sequential(
+        brainstate.nn.GRUCell(3, 4), brainstate.nn.Linear(4, 2)
+    )
+    text = str(bt.compile(net, 'd_rtrl', X, batch_size=4).report)
+    assert '_rnns.py' in text
+    assert '_module.py' not in text
+
+
+def test_the_line_of_a_step_of_another_framework_that_fails():
+    eqx = pytest.importorskip('equinox')
+
+    class Cell(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x, h):
+            return jnp.concatenate([x, h[None]]) @ self.w
+
+    text = said(
+        lambda: bt.compile(Cell(jnp.ones((3, 3))), 'd_rtrl', X, state=jnp.zeros((4, 3)))
+    )
+    assert 'test_first_use.py' in text
+    assert 'jnp.concatenate' in text
+
+
+def test_metrics_of_a_training_with_updates_along_the_sequence(learner):
+    def step(x):
+        output = learner(x)
+        return jnp.mean(output**2), output
+
+    seen = []
+
+    def metrics(outputs, xs):
+        seen.append(outputs.shape)
+        return {'largest': jnp.abs(outputs).max()}
+
+    history = bt.fit(
+        learner,
+        [(XS,)],
+        step_fn=step,
+        metrics=metrics,
+        optimizer=optax.sgd(0.1),
+        updates=2,
+        update_every=2,  # the last of the five steps are a shorter part
+        show=False,
+    )
+    assert seen == [(5, 4, 2)] * 2
+    assert np.isfinite(history['largest']).all()
+
+
+def test_outputs_of_online_steps(learner):
+    def step(x):
+        output = learner(x)
+        return jnp.mean(output**2), output
+
+    options = {'optimizer': optax.sgd(0.0), 'update_every': 2}
+    learner.reset_state()
+    losses, outputs = learner.etrace_online(XS, step_fn=step, has_aux=True, **options)
+    # The weights stay: these are the outputs of the model.
+    np.testing.assert_allclose(outputs, learner.evaluate(XS), rtol=1e-6)
+    np.testing.assert_allclose(losses, (outputs**2).mean((1, 2)), rtol=1e-6)
+    one = lambda x: step(x)[0]
+    with pytest.raises(ValueError, match='has_aux=True'):
+        learner.etrace_online(XS, step_fn=one, has_aux=True, **options)
+
+
+# ------------------------------------------------------------ pictures of one's own data
+
+
+def test_pictures_of_a_learner_without_a_batch_axis(figures):
+    net = Leak()
+    alone = bt.compile(net, 'd_rtrl', jnp.ones(3))
+    xs = np.random.default_rng(0).normal(size=(7, 3)).astype('float32')
+    found = plots.record(alone, xs)
+    assert found['h'].shape == (7, 6)
+    np.testing.assert_allclose(found['output'], alone.evaluate(xs), rtol=1e-6)
+    plots.activity(alone, (xs, xs[:, :2]), 'values', 'activity.png')
+    assert plots.traces(alone, xs, 'traces.png')
+    alone.etrace_evolve(xs)
+    ((_, values),) = plots.trace_maps(alone, ('feed',))
+    assert values.shape == (6, 3)
+    for figure in figures:
+        check_axes(figure)
+
+
+def test_histories_for_learning_curves(figures):
+    plots.learning_curves(HISTORY, 'learning.png')
+    plots.learning_curves({'a': HISTORY, 'b': [HISTORY, HISTORY]}, 'learning.png')
+    for figure in figures:
+        check_axes(figure)
+
+
+def test_pictures_of_what_is_no_trial(learner):
+    wrong = said(lambda: plots.activity(learner, (XS, XS), 'sines', 'a.png'))
+    assert "'values'" in wrong
+    assert '(inputs, targets)' in said(
+        lambda: plots.activity(learner, XS, 'values', 'a.png')
+    )
+
+
+def test_an_overview_without_metrics_has_no_empty_panel(figures, learner):
+    class Numbers:
+        inputs, outputs, steps, kind = 3, 2, 5, 'values'
+
+    records = [{'update': i + 1, 'loss': 1.0, 'seconds': 1.0} for i in range(3)]
+    trial = (np.asarray(XS), np.zeros((5, 4, 2)))
+    page = overview.Overview(learner, Numbers(), trial, bt.History(records))
+    page.save('overview.png')
+    panels = [ax for ax in figures[0].axes if ax.axison]
+    assert all(ax.lines or ax.images or ax.collections for ax in panels)
+
+
+# ------------------------------------------------------------ arguments in another order
+
+
+def test_arguments_in_another_order(learner, tmp_path):
+    step = lambda x: jnp.mean(learner(x) ** 2)
+    gradients = learner.etrace_grad(XS, step_fn=step, fresh=True)
+    text = said(lambda: learner.apply(optax.sgd(0.1), gradients), ValueError)
+    assert 'learner.apply(gradients, optimizer)' in text
+    learner.save(tmp_path)
+    text = said(lambda: bt.load(learner.model, tmp_path), TypeError)
+    assert 'braintrace.load(path, model)' in text
+    assert 'learner.load(path)' in said(lambda: bt.load(tmp_path, learner), TypeError)
+
+
+def test_a_learner_as_a_file_of_nir(learner, tmp_path):
+    pytest.importorskip('nir')
+    text = said(lambda: bt.nir.write(tmp_path / 'net.nir', learner), TypeError)
+    assert 'learner.model' in text
+
+
+def test_callbacks_that_are_no_list_of_functions(learner):
+    step = lambda x: jnp.mean(learner(x) ** 2)
+    options = {'optimizer': optax.sgd(0.1), 'updates': 1, 'show': False}
+    for wrong in (bt.EarlyStop('loss', 3), ['print'], 'print'):
+        text = said(
+            lambda wrong=wrong: bt.fit(
+                learner, [(XS,)], step_fn=step, callbacks=wrong, **options
+            ),
+            TypeError,
+        )
+        assert 'callbacks=[' in text
+
+
+def test_a_task_without_its_members(learner):
+    text = said(lambda: bt.Supervised(learner, object(), 4), TypeError)
+    assert 'no kind and no batch' in text
+
+
+def test_a_plan_for_an_array(learner):
+    text = said(lambda: learner.memory_plan(np.ones((50, 4, 3))), ValueError)
+    assert 'memory_plan(len(xs))' in text
+    assert len(text) < 200
+
+
+def test_a_loss_of_outputs_that_are_a_tuple():
+    class Two(Leak):
+        def update(self, x):
+            return super().update(x), x
+
+    two = bt.compile(Two(), 'd_rtrl', X, batch_size=4)
+    step = lambda x: jnp.mean(two(x) ** 2)
+    assert 'y, _ = learner(x)' in said(lambda: two.etrace_grad(XS, step_fn=step))
+
+
+def test_a_spike_without_a_surrogate():
+    class Spiking(Leak):
+        def update(self, x):
+            self.h.value = 0.9 * self.h.value + x @ self.feed.value
+            return (self.h.value > 0.5).astype('float32') @ self.out.value
+
+    with pytest.warns(bt.CreditWarning, match='with a surrogate'):
+        bt.compile(Spiking(), 'd_rtrl', X, batch_size=4)

@@ -219,3 +219,31 @@ def test_long_sequences_are_counted_over_their_blocks():
     long = metrics.update(LEARNER, jnp.ones((4000, 1, 2)), step_fn=step_fn)
     assert long.forward == 1000 * short.forward
     assert long.learning == 1000 * short.learning
+
+
+def test_an_update_of_a_sparse_network_counts_its_products():
+    brainevent = pytest.importorskip('brainevent')
+    dense = np.zeros((5, 5), 'float32')
+    dense[np.arange(5), (np.arange(5) + 1) % 5] = 0.5
+
+    class Sparse(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = braintrace.nn.SparseLinear(
+                brainevent.CSR.fromdense(dense), b_init=None
+            )
+
+        def init_state(self, batch_size=None, **kwargs):
+            self.h = brainstate.HiddenState(jnp.zeros((2, 5)))
+
+        def update(self, x):
+            self.h.value = 0.5 * self.h.value + self.layer(x + self.h.value)
+            return self.h.value
+
+    learner = braintrace.compile(Sparse(), 'd_rtrl', jnp.ones((2, 5)))
+    xs = jnp.ones((3, 2, 5))
+    step_fn = lambda x: jnp.mean(learner(x) ** 2)
+    found = metrics.update(learner, xs, step_fn=step_fn)
+    assert found.forward == 3 * 2 * 25
+    # The gradient of the weights reads every pair of neurons at every step.
+    assert found.learning >= 3 * 2 * 25

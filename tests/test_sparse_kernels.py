@@ -7,6 +7,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import braintrace
@@ -442,3 +443,42 @@ def test_visits_for_any_number_of_samples(samples):
     np.testing.assert_allclose(new[0], factors[0, 0][post] * old[0] + drive, **near)
     np.testing.assert_allclose(new[1], factors[1, 0][post] * old[0], **near)
     np.testing.assert_allclose(gradient, np.sum(credit[post] * old[1], 1), **near)
+
+
+def test_a_module_may_hold_its_sparse_matrix():
+    """brainevent keeps a work space in a matrix, which must not hold a tracer."""
+    numbers = np.random.default_rng(0)
+    targets = jnp.asarray(numbers.integers(0, 12, 36), jnp.int32)
+    starts = jnp.arange(0, 37, 3, dtype=jnp.int32)
+    weights = jnp.asarray(numbers.normal(size=36), jnp.float32)
+    make = lambda: brainevent.CSR((weights, targets, starts), shape=(12, 12))
+
+    class Reservoir(brainstate.nn.Module):
+        def __init__(self, held):
+            super().__init__()
+            self.held = make() if held else None
+            self.out = brainstate.ParamState(jnp.full((12, 2), 0.1))
+
+        def init_state(self, batch_size=None, **kwargs):
+            self.h = brainstate.HiddenState(jnp.zeros((batch_size, 12)))
+
+        def update(self, x):
+            matrix = make() if self.held is None else self.held
+            spikes = brainevent.BinaryArray((self.h.value > 0.5).astype('float32'))
+            self.h.value = 0.8 * self.h.value + x + spikes @ matrix
+            return self.h.value @ self.out.value
+
+    xs = jnp.asarray(numbers.normal(size=(9, 4, 12)), jnp.float32)
+    found = []
+    for held in (True, False):
+        net = Reservoir(held)
+        brainstate.nn.init_all_states(net, 4)
+        brainstate.transform.for_loop(net, xs)  # a loop of the user's own
+        learner = braintrace.compile(net, 'd_rtrl', xs[0], batch_size=4)
+        step = lambda x, learner=learner: jnp.mean(learner(x) ** 2)
+        outputs = [learner.evaluate(xs), learner.evaluate(xs[:5])]
+        learner.etrace_evolve(xs)
+        gradients = learner.etrace_grad(xs, step_fn=step, fresh=True)
+        losses = learner.etrace_online(xs, step_fn=step, optimizer=optax.sgd(0.1))
+        found.append((outputs, gradients, losses, learner.evaluate(xs)))
+    jax.tree.map(np.testing.assert_array_equal, *found)

@@ -59,6 +59,7 @@ class Batches:
     def __call__(self, update: int) -> tuple:
         """The sequences of an update."""
         if self.kind == _FUNCTION:
+            _check_function(self.data)
             return self._sequences(_returned(self.data(update)))
         if self.kind == _ITEMS:
             return self._sequences(self.data[update % self._length()])
@@ -190,6 +191,27 @@ def _kind_of(data: Any) -> str:
             'lambda i: (xs, ys), or an iterable of such tuples',
         )
     )
+
+
+def _check_function(function: Callable[..., Any]) -> None:
+    """Raise unless a function can be called with the number of an update."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions of C have none
+        return
+    try:
+        signature.bind(0)
+    except TypeError as error:
+        name = getattr(function, '__name__', type(function).__name__)
+        raise TypeError(
+            three_parts(
+                f'batches from {name}{signature}',
+                'a function of batches is called with the number of the update: '
+                f'{error}',
+                'a function of one argument, e.g. lambda i: (xs, ys); of a generator '
+                f'function what it returns, {name}()',
+            )
+        ) from error
 
 
 def _is_one_batch(data: Any) -> bool:

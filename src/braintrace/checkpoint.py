@@ -292,6 +292,22 @@ def load(path: str | Path, model: Model, *, states: bool = False) -> Model:
     >>> bool((weight(net) == weight(learner.model)).all())
     True
     """
+    if isinstance(model, Learner):
+        raise TypeError(
+            three_parts(
+                'braintrace.load(path, learner)',
+                'it sets the parameters of a model, without a learner',
+                'learner.load(path), or braintrace.load(path, learner.model)',
+            )
+        )
+    if isinstance(path, brainstate.nn.Module):
+        raise TypeError(
+            three_parts(
+                'braintrace.load(model, ...)',
+                'the path comes first',
+                'braintrace.load(path, model)',
+            )
+        )
     if not isinstance(model, brainstate.nn.Module):
         raise TypeError(
             three_parts(

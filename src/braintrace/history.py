@@ -20,7 +20,7 @@ Record = dict[str, float]
 """What one update gave: its number, its loss, the metrics, seconds so far."""
 
 
-@dataclass
+@dataclass(repr=False)
 class History:
     """The records of a training, and why it ended: 'finished', 'stopped early' or
     'interrupted'.
@@ -32,6 +32,19 @@ class History:
     records: list[Record] = field(default_factory=list)
     ended: str = 'finished'
     updates: int = 0
+
+    def __repr__(self) -> str:
+        """How many updates, and the first and the last value of every metric."""
+        records = [r for r in self.records if r]
+        names = dict.fromkeys(key for r in records for key in r)
+        lines = [f'History of {self.updates or len(records)} updates, {self.ended}']
+        width = max(map(len, names), default=0)
+        for name in names:
+            if name == 'update':
+                continue
+            values = [r[name] for r in records if name in r]
+            lines.append(f'  {name:{width}}  {values[0]:.4g} → {values[-1]:.4g}')
+        return '\n'.join(lines)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """One metric at every update; NaN where it was not measured."""

@@ -43,6 +43,7 @@ from .learner.carried import read_traces, rule_value
 from .learner.model_states import start_values
 from .learner.sequences import gradient_program_of
 from .operations.record import operation_of
+from .operations.synapses import at_synapses_p, to_columns_p, to_rows_p
 from .program.normal import normal_form
 from .text import size_text
 
@@ -422,12 +423,16 @@ _DENSE: dict[tuple, float] = {}
 
 # ------------------------------------------------------------ counting programs
 
+_OF_SYNAPSES = (to_columns_p, to_rows_p, at_synapses_p)
+"""What programs of a gradient have in place of a model's sparse products."""
+
 
 def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[Equation, int]]:
     """The products of a program, with how often each is run."""
     for eqn in open_jaxpr(jaxpr).eqns:
         operation = operation_of(eqn)
-        if operation is not None and operation.is_product:
+        is_product = operation is not None and operation.is_product
+        if is_product or eqn.primitive in _OF_SYNAPSES:
             yield eqn, times
         count = trip_count(eqn)
         bodies = [list(_products(s.jaxpr, times)) for s in sub_programs(eqn)]
@@ -447,8 +452,19 @@ def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[Equation, int]]:
 def _size(found: tuple[Equation, int]) -> float:
     """Dense operations of a product that is run so often."""
     eqn, times = found
+    if eqn.primitive in _OF_SYNAPSES:
+        return times * _all_of_matrix(eqn)
     has_indices = any(not _is_inexact(v.aval) for v in eqn.invars)
     return times * _dense_of(eqn, has_indices)
+
+
+def _all_of_matrix(eqn: Equation) -> float:
+    """The operations of a product by synapses, or of its gradient, as if all entries of
+    the matrix were stored: rows × columns × samples."""
+    *_, first, second = (v.aval for v in eqn.invars)
+    if eqn.primitive is at_synapses_p:
+        return float(first.shape[0] * second.size)
+    return float(second.size * eqn.outvars[0].aval.shape[0])
 
 
 def _dense_operations(jaxpr: Any) -> float:

@@ -15,7 +15,17 @@ import numpy as np
 
 from .history import History
 from .learner import Learner
-from .plots import Recorded, new_figure, recorded, running_mean, trace_maps, whole_ticks
+from .plots import (
+    Recorded,
+    first_sample,
+    has_batch,
+    new_figure,
+    parts_of,
+    recorded,
+    running_mean,
+    trace_maps,
+    whole_ticks,
+)
 
 
 @dataclass(frozen=True)
@@ -58,16 +68,19 @@ DARK = Style(
 class Overview:
     """One trial of a task, with the traces along it, beside the learning curves.
 
-    ``trial``: inputs, targets and weights of a batch, whose first sample is shown. The
+    ``trial``: inputs and targets of a batch, whose first sample is shown, and the
+    weights of the steps' losses if they differ. The
     learner is afterwards as it was before. Made once, it is drawn in several styles.
     """
 
     def __init__(
         self, learner: Learner, task: Any, trial: Sequence[Any], history: History
     ):
-        inputs, targets, weights = (np.asarray(part) for part in trial)
+        inputs, targets, self.weights = parts_of(trial, task.kind)
         self.rule, self.task, self.history = learner.rule.name, task, history
-        self.inputs, self.targets, self.weights = inputs[:, 0], targets[:, 0], weights
+        batched = has_batch(learner)
+        self.inputs = first_sample(inputs, batched)
+        self.targets = first_sample(targets, batched)
         self.found = recorded(learner, inputs)
         self.traces = TracesInTime(learner, inputs)
 
@@ -180,8 +193,10 @@ class _Panels:
         self._mark_answer(rows, weights > 0)
         rows[-1].set_xlim(-0.5, len(inputs) - 0.5)
         rows[-1].set_xlabel(self._time)
-        heights = [1.0, 1.0, *[1.25] * bool(kept)]
-        panels = right.subplots(len(heights), height_ratios=heights)
+        heights = [1.0] * len(self._metrics) + [1.25] * bool(kept)
+        panels = right.subplots(len(heights), squeeze=False, height_ratios=heights)[
+            :, 0
+        ]
         self._learning(panels)
         if kept:
             self._matrix(panels[-1], traces.last[kept[0]], kept[0])
@@ -372,12 +387,17 @@ class _Panels:
 
     # ------------------------------------------------------------ beside it
 
+    @property
+    def _metrics(self) -> list[str]:
+        """The curves of learning: a metric, if one was measured, and the loss."""
+        measured = self.page.history.records[-1]
+        named = [n for n in measured if n not in ('update', 'seconds', 'loss')]
+        own = [n for n in named if not n.startswith('valid_')]
+        return [*own[:1], 'loss']
+
     def _learning(self, panels: Sequence[Any]) -> None:
-        history = self.page.history
-        first = history.records[-1]
-        metrics = [n for n in first if n not in ('update', 'seconds', 'loss')]
-        metrics = [n for n in metrics if not n.startswith('valid_')]
-        if metrics[:1] == ['accuracy']:
+        history, metrics = self.page.history, self._metrics
+        if metrics[0] == 'accuracy':
             chance = self.task.outputs
             panels[0].axhline(1 / chance, color=self.style.faint, linestyle=':')
             lowest = min(1 / chance - 0.12, np.nanmin(history['accuracy']) - 0.02)
@@ -392,7 +412,7 @@ class _Panels:
                 fontsize=8,
             )
         for ax, name, color in zip(
-            panels, [*metrics[:1], 'loss'], self.style.colors[4:], strict=False
+            panels, metrics, self.style.colors[4:], strict=False
         ):
             x, values = history['update'], history[name]
             ax.plot(

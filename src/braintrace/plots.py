@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._brainstate import brainstate
-from .errors import three_parts
+from .errors import one_of, three_parts
 from .history import History
 from .learner import Learner
+from .learner.batch import batch_of
 from .program.step import path_name
 
 
@@ -71,10 +73,15 @@ def running_mean(values: np.ndarray, width: int = 10) -> np.ndarray:
 
 
 def learning_curves(
-    histories: Mapping[str, Sequence[History]], file: str | Path
+    histories: History | Mapping[str, History | Sequence[History]], file: str | Path
 ) -> None:
     """Every metric over updates, one line for each name; several histories as their
-    mean and range."""
+    mean and range.
+
+    ``histories``: what :func:`fit` returned, or such histories by name, one or several
+    for each: ``{'d_rtrl': history, 'bptt': [first, second]}``.
+    """
+    histories = _by_label(histories)
     names = [
         n
         for n in next(iter(histories.values()))[0].records[-1]
@@ -105,6 +112,17 @@ def learning_curves(
     figure.savefig(file, dpi=120)
 
 
+def _by_label(
+    given: History | Mapping[str, History | Sequence[History]],
+) -> dict[str, Sequence[History]]:
+    """Histories by name, a list of them for each."""
+    named = {'training': given} if isinstance(given, History) else given
+    return {
+        name: [runs] if isinstance(runs, History) else runs
+        for name, runs in named.items()
+    }
+
+
 @dataclass(frozen=True)
 class Recorded:
     """Values of the first sample, time × units, and the name of the unit that they are
@@ -120,7 +138,7 @@ class Recorded:
 
 def record(learner: Learner, inputs: Any) -> dict[str, np.ndarray]:
     """Outputs and hidden states, and spikes if the model has a method ``spikes``, of
-    the first sample along a fresh sequence.
+    the first sample along a fresh sequence, by name: time × units.
 
     States with a unit are given as numbers in that unit.
     """
@@ -144,7 +162,22 @@ class _RecordedStep:
 def recorded(learner: Learner, inputs: Any) -> dict[str, Recorded]:
     """What :func:`record` gives, with units."""
     found = learner.evaluate(inputs, step_fn=_RecordedStep(learner))
-    return {name: _one_recorded(value) for name, value in found.items()}
+    batched = has_batch(learner)
+    return {name: _one_recorded(value, batched) for name, value in found.items()}
+
+
+def has_batch(learner: Learner) -> bool:
+    """Whether the inputs and states of a learner have a batch axis."""
+    shapes = {
+        path: jnp.shape(u.get_mantissa(jax.tree.leaves(state.value)[0]))
+        for path, state in learner.hidden_states.items()
+    }
+    return batch_of(learner._example, shapes) is not None
+
+
+def first_sample(sequence: np.ndarray, batched: bool) -> np.ndarray:
+    """The first sample of a sequence (time, batch, ...), or the only one."""
+    return sequence[:, 0] if batched else sequence
 
 
 def _by_name(name: str, state: Any) -> dict[str, Any]:
@@ -155,18 +188,46 @@ def _by_name(name: str, state: Any) -> dict[str, Any]:
     return {f'{name}.{part}': state.get_value(part) for part in state.name2index}
 
 
-def _one_recorded(value: Any) -> Recorded:
+def _one_recorded(value: Any, batched: bool) -> Recorded:
     numbers = np.asarray(u.get_mantissa(value))
     unit = '' if u.is_unitless(value) else str(u.get_unit(value))
-    return Recorded(numbers[:, 0].reshape(len(numbers), -1), unit)
+    return Recorded(first_sample(numbers, batched).reshape(len(numbers), -1), unit)
+
+
+KINDS = ('classes', 'decision', 'values')
+"""The kinds of targets that a task may have."""
+
+
+def parts_of(trial: Sequence[Any], kind: str) -> tuple[np.ndarray, ...]:
+    """Inputs, targets and weights of a trial; steps without weights count alike."""
+    if kind not in KINDS:
+        why = 'outputs are drawn beside their targets'
+        raise ValueError(three_parts(f'kind={kind!r}', why, one_of(KINDS, kind)))
+    if not isinstance(trial, (tuple, list)) or len(trial) not in (2, 3):
+        raise TypeError(
+            three_parts(
+                f'a trial that is a {type(trial).__name__}'
+                + (f' of {len(trial)}' if isinstance(trial, (tuple, list)) else ''),
+                'a picture shows inputs, outputs and their targets',
+                '(inputs, targets), or (inputs, targets, weights of the steps)',
+            )
+        )
+    inputs, targets, *weights = (np.asarray(part) for part in trial)
+    return inputs, targets, weights[0] if weights else np.ones(len(inputs))
 
 
 def activity(
     learner: Learner, trial: Sequence[Any], kind: str, file: str | Path
 ) -> None:
     """One trial: inputs, spikes or units, a few units' states in time, outputs beside
-    targets."""
-    inputs, targets, weights = (np.asarray(part) for part in trial)
+    targets.
+
+    ``trial``: inputs and targets of a batch, time first, whose first sample is drawn,
+    and the weights of the steps' losses if they differ. ``kind`` of the targets:
+    'classes' at every step, one 'decision' for each trial, or 'values'.
+    """
+    inputs, targets, weights = parts_of(trial, kind)
+    batched = has_batch(learner)
     found = recorded(learner, inputs)
     output = found.pop('output')
     spikes = found.pop('spikes', None)
@@ -178,7 +239,8 @@ def activity(
     shown = wide[:2] or [*found][:2]
     figure, axes = _figure(3 + len(shown), 1.7, sharex=True)
     rows = iter(axes[:, 0])
-    _units(next(rows), inputs[:, 0], 'inputs', 'channel')
+    shown_inputs = first_sample(inputs, batched).reshape(len(inputs), -1)
+    _units(next(rows), shown_inputs, 'inputs', 'channel')
     if spikes is not None:
         _units(next(rows), spikes.values, 'spikes')
     else:
@@ -187,7 +249,8 @@ def activity(
         ax = next(rows)
         _lines(ax, found[name].values)
         ax.set_ylabel(found[name].label(name))
-    _answers(next(rows), output.values, targets[:, 0], weights, kind)
+    wanted = first_sample(targets, batched)
+    _answers(next(rows), output.values, wanted, weights, kind)
     if kind == 'values':
         axes[-1, 0].set_ylabel(output.label('output'))
     for ax in axes[:, 0]:
@@ -298,18 +361,32 @@ def trace_maps(learner: Learner, path: Any) -> list[tuple[str, np.ndarray]]:
     each state, by the names of parameter and state."""
     found = learner.traces_of(path)
     inputs, traces = found if isinstance(found, tuple) else ({}, found)
+    batched = has_batch(learner)
     return [
         pair
         for key, trace in traces.items()
         for pair in _maps(
-            key, trace, inputs.get(key), _units_of(learner, key), _names(learner, key)
+            key,
+            _of_first(trace, batched),
+            _of_first(inputs.get(key), batched),
+            _units_of(learner, key, batched),
+            _names(learner, key),
         )
     ]
 
 
-def _units_of(learner: Learner, key: tuple) -> int:
+def _of_first(trace: Any, batched: bool) -> Any:
+    """The part of a trace that belongs to the first sample."""
+    if isinstance(trace, dict):
+        return {i: _of_first(part, batched) for i, part in trace.items()}
+    has_samples = batched and trace is not None and jnp.ndim(trace) > 0
+    return trace[0] if has_samples else trace
+
+
+def _units_of(learner: Learner, key: tuple, batched: bool) -> int:
     """How many units the states of a trace have, samples aside."""
-    return int(np.prod(learner.graph.hid_path_to_group[key[2][0]].varshape[1:]))
+    shape = learner.graph.hid_path_to_group[key[2][0]].varshape
+    return math.prod(shape[1:] if batched else shape)
 
 
 def _names(learner: Learner, key: tuple) -> Callable[[int], str]:
@@ -329,7 +406,7 @@ def _names(learner: Learner, key: tuple) -> Callable[[int], str]:
 def _maps(
     key: tuple, trace: Any, inputs: Any, units: int, on: Callable[[int], str]
 ) -> list[tuple[str, np.ndarray]]:
-    """Units × inputs of the first sample, for each state that a trace is carried on; a
+    """Units × inputs of one sample, for each state that a trace is carried on; a
     factor is multiplied by that of its inputs."""
     if not isinstance(trace, dict):
         return []
@@ -337,9 +414,9 @@ def _maps(
         return []  # a bias, which has no inputs
     found = []
     for i, part in trace.items():
-        values = np.asarray(part, np.float32)[0]
+        values = np.asarray(part, np.float32)
         if inputs is not None:
-            first = np.asarray(inputs, np.float32)[0]
+            first = np.asarray(inputs, np.float32)
             values = np.multiply.outer(values.ravel(), first.ravel())
         elif values.ndim == 2 and (
             values.shape[0] != units or len({*values.shape}) == 1

@@ -22,6 +22,7 @@ _MODELS = (
     'equinox',
     'optax',
 )
+_CONTAINERS = os.path.join('brainstate', 'nn', '_module.py')
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _FRONTENDS = _HERE + 'frontends'
 _STDLIB = os.path.dirname(functools.__file__) + os.sep
@@ -138,6 +139,8 @@ def _is_layer(frame: Any) -> bool:
     file = frame.file_name
     if frame.function_name.rpartition('.')[2] == '__call__':
         return not _is_of(file, ('brainstate',))  # its modules define update
+    if file.endswith(_CONTAINERS):
+        return False  # Sequential calls every layer at one line
     if file.startswith(_HERE):
         return file.startswith(_HERE + 'nn')
     whole = _is_of(file, ('brainstate', 'flax', 'equinox'))

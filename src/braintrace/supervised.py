@@ -9,7 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .errors import three_parts
 from .learner import Learner
+
+
+def _no_task(given: Any) -> str:
+    """The error of a name or a class in place of a task."""
+    is_class = isinstance(given, type)
+    shown = given.__name__ if is_class else repr(given)
+    make = f'{shown}(...)' if is_class else f'braintrace.tasks.task({shown})'
+    return three_parts(
+        f'Supervised(learner, {shown}, ...)',
+        'a task is an object that draws trials, and this is '
+        + ('its class' if is_class else 'a name'),
+        f'Supervised(learner, {make}, ...)',
+    )
 
 
 class Supervised:
@@ -42,6 +56,16 @@ class Supervised:
         seed: int = 0,
         penalty: Callable[[], jax.Array] | None = None,
     ):
+        if isinstance(task, (str, type)):
+            raise TypeError(_no_task(task))
+        if missing := [name for name in ('kind', 'batch') if not hasattr(task, name)]:
+            raise TypeError(
+                three_parts(
+                    f'a task of type {type(task).__name__}',
+                    f'it has no {" and no ".join(missing)}',
+                    'an object with inputs, outputs, steps, kind and batch(rng, size)',
+                )
+            )
         self.learner, self.task, self.batch_size, self.seed, self.penalty = (
             learner,
             task,

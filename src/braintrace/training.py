@@ -92,6 +92,7 @@ def fit(
         shown = ', '.join(f'{name}={n}' for name, n in given.items())
         why = 'each counts updates'
         raise ValueError(three_parts(shown, why, 'numbers of at least 1'))
+    _check_callbacks(callbacks)
     if validate is None and any(
         getattr(c, 'metric', '').startswith('valid_') for c in callbacks
     ):
@@ -201,6 +202,21 @@ def fit(
     return history
 
 
+def _check_callbacks(callbacks: Any) -> None:
+    """Raise unless they are a list of functions."""
+    wrong = [callbacks]
+    if isinstance(callbacks, Sequence) and not isinstance(callbacks, str):
+        wrong = [c for c in callbacks if not callable(c)]
+    if wrong:
+        raise TypeError(
+            three_parts(
+                f'callbacks with a {type(wrong[0]).__name__}',
+                'callbacks are a list of functions of a record',
+                "callbacks=[braintrace.EarlyStop('loss', patience=3), print]",
+            )
+        )
+
+
 def _check_begun(out: str | Path | None) -> None:
     """Raise unless a training began in this folder."""
     if out is None:
@@ -296,14 +312,18 @@ def _one(
     update_every: int | None,
 ) -> Record:
     """One batch: its gradient and one update, or updates along it."""
+    has_aux = metrics is not None
     if update_every is not None:
         learner.reset_state()
-        only = step_fn if metrics is None else _Loss(step_fn)
-        losses = learner.etrace_online(
-            *sequences, step_fn=only, optimizer=optimizer, update_every=update_every
+        found = learner.etrace_online(
+            *sequences,
+            step_fn=step_fn,
+            optimizer=optimizer,
+            update_every=update_every,
+            has_aux=has_aux,
         )
-        return {'loss': float(losses.mean())}
-    has_aux = metrics is not None
+        losses, *outputs = found if has_aux else (found,)
+        return _record(losses, outputs, sequences, metrics)
     gradients, losses, *outputs = learner.etrace_grad(
         *sequences, step_fn=step_fn, has_aux=has_aux, return_value=True, fresh=True
     )

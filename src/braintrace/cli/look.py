@@ -115,7 +115,7 @@ def load(text: str, *more: Any) -> Any:
     if isinstance(found, brainstate.nn.Module) and not more:
         return found
     try:
-        inspect.signature(found).bind(*more, *arguments, **keywords)
+        _signature(found).bind(*more, *arguments, **keywords)
     except TypeError as error:
         wanted = (
             'a function of the numbers of inputs and outputs'
@@ -138,6 +138,15 @@ def load(text: str, *more: Any) -> Any:
             why = f'{name}: {" ".join(str(reason).split())}{failing_line(error)}'
             raise ValueError(three_parts(f'a model {text!r}', why, advice)) from error
         raise
+
+
+def _signature(found: Any) -> inspect.Signature:
+    """The arguments that a function takes, or a class to make an instance."""
+    if not isinstance(found, type):
+        return inspect.signature(found)
+    # The metaclass of brainstate's modules takes any arguments.
+    own = inspect.signature(found.__init__)
+    return own.replace(parameters=list(own.parameters.values())[1:])
 
 
 def _other_units(error: Exception) -> str | None:

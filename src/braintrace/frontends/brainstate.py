@@ -232,6 +232,36 @@ def inputs_kept(model: brainstate.nn.Module) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def matrices_kept(model: brainstate.nn.Module) -> Iterator[None]:
+    """Around a step: the matrices that modules hold keep no value of a trace.
+
+    A sparse matrix of brainevent stores its work space at its first product. Made
+    while a step is traced, that is a tracer, and the next trace would fail on it.
+    """
+    matrices = [
+        matrix
+        for module in brainstate.graph.nodes(model).values()
+        for value in vars(module).values()
+        for matrix in (value if isinstance(value, (list, tuple)) else (value,))
+        if hasattr(matrix, 'set_buffer')
+    ]
+    try:
+        _drop_tracers(matrices)  # of a loop that the user ran before
+        yield
+    finally:
+        _drop_tracers(matrices)
+
+
+def _drop_tracers(matrices: Sequence[Any]) -> None:
+    """Empty the buffers that hold tracers; they are filled again when they are
+    needed."""
+    for matrix in matrices:
+        for name, value in dict(matrix.buffers).items():
+            if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+                matrix.set_buffer(name, None)
+
+
 def trace_step(
     function: Callable[..., Any],
     model: brainstate.nn.Module,
@@ -245,7 +275,7 @@ def trace_step(
     stateful: Any = brainstate.transform.StatefulFunction(
         function, return_only_write=False, name=type(model).__name__
     )
-    with _states_kept(found), inputs_kept(model):
+    with _states_kept(found), inputs_kept(model), matrices_kept(model):
         try:
             traced = stateful.get_jaxpr(*args, **kwargs)
         except NotImplementedError:

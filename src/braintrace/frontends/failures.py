@@ -81,6 +81,11 @@ def _fix_of(error: Exception, args: tuple, what: str) -> str:
     known = unset_environment(error) or fix_of_value(error) or _fix_of_units(error)
     if known is not None:
         return known
+    if what == 'a step_fn' and re.search("'(tuple|list|dict)'", str(error)):
+        return (
+            'learner(x) gives what the model gives, and here that is not one array: '
+            'y, _ = learner(x)'
+        )
     if isinstance(error, (TypeError, ValueError)) and what == 'a step_fn':
         return (
             'arrays that fit each other: outputs of the learner, targets and weights '
@@ -90,6 +95,12 @@ def _fix_of(error: Exception, args: tuple, what: str) -> str:
         shapes = [np.shape(x) for x in jax.tree.leaves(args)]
         batches = [shape[0] for shape in shapes if len(shape) > 1]
         size = batches[0] if batches else 'B'
+        if any(len(shape) > 2 for shape in shapes):
+            return (
+                'inputs of one step: xs[0], if they are a sequence (time, batch, ...); '
+                'if they are one step, check their shapes and batch axes, and '
+                f'compile(..., batch_size={size}) gives a batch axis to the states'
+            )
         return (
             'inputs for which model(*inputs) runs: check their shapes and batch axes; '
             f'compile(..., batch_size={size}) gives one to the states'

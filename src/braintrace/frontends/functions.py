@@ -182,7 +182,8 @@ def _fix_of(error: Exception, inputs: tuple) -> str:
     known = unset_environment(error) or fix_of_value(error)
     return known or (
         'a function step(params, state, *inputs) -> (state, out) that runs on the '
-        'given examples'
+        'given examples: compile(step, rule, params, state, *inputs), with '
+        'vmap=True and batch_size=B for a function of one sample'
     )
 
 

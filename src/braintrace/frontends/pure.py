@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..errors import CompilationError, three_parts
 from ..program import Path
 from ..program.step import path_name
+from ..source_lines import failing_line
 
 
 class Leaves:
@@ -195,7 +196,8 @@ class PureModel:
             raise CompilationError(
                 three_parts(
                     f'a step of {self.name} on inputs of shapes {shapes}',
-                    f'the step itself fails with {type(error).__name__}: {error}',
+                    f'the step itself fails with {type(error).__name__}: {error}'
+                    f'{failing_line(error)}',
                     self.runs,
                 )
             ) from error

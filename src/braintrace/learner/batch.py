@@ -105,6 +105,11 @@ class AxesError(InputError):
                 f'learner.stream(step_fn, optimizer, chunk={got[0]}), which takes '
                 'several'
             )
+        elif not stream and got == compiled[1:]:
+            fix = (
+                'inputs with a batch axis; and sequences with a time axis before it: '
+                'learner.evaluate(x[None]) for a single step, or learner(x)'
+            )
         elif not stream:
             fix += '; MultiStepData(x) for a window of steps'
         super().__init__(

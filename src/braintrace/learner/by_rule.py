@@ -279,6 +279,8 @@ def compile(
         example_inputs = example_inputs if rule is None else (rule, *example_inputs)
         rule = options.pop('algorithm')
     kind = _learner_of(rule)
+    if isinstance(model, Learner):
+        raise _learner_as_model(model)
     if isinstance(rule, ETraceConfig):
         options = {'config': rule, **options}
     check_batch_size(batch_size)
@@ -313,6 +315,18 @@ def compile(
     if verbose:
         learner.report.show()
     return learner
+
+
+def _learner_as_model(given: Learner) -> ArgumentError:
+    """The error of a learner that was given where a model is needed."""
+    name = type(given).__name__
+    return ArgumentError(
+        three_parts(
+            f'a {name} learner as the model',
+            'a learner is a model with its rule and its traces already',
+            'compile(learner.model, ...), the model alone',
+        )
+    )
 
 
 def _compile_mapped(learner: Learner, examples: tuple, batch_size: Any) -> None:

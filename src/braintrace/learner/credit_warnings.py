@@ -158,7 +158,10 @@ def _idle(
         idle = [
             p.name for p in program.parameters if not behind & dependence.bit[p.invar]
         ]
-        nothing = f'no {what} depends on it, in its own step or later'
+        nothing = (
+            f'no derivative of any {what} leads to it, in its own step or later '
+            '(comparisons, rounding and stop_gradient have none)'
+        )
         without |= {n: nothing for n in idle if n not in without and n in gives}
     return without
 
@@ -171,7 +174,10 @@ def _trace_bytes(learner: Learner, names: Collection[str]) -> int:
 
 def _without_gradient(rule: str, reasons: dict[str, str], traces: int) -> str:
     why = _by_reason(reasons)
-    fix = 'a path from each to the loss; or nothing, if that is intended'
+    fix = (
+        'a path with derivatives from each to the loss, as a spike has with a '
+        'surrogate; or nothing, if that is intended'
+    )
     if any(reason.endswith(NOT_HIDDEN) for reason in reasons.values()):
         fix = (
             'a brainstate.HiddenState in place of the state that is named, for a delay '

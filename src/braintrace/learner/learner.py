@@ -21,6 +21,7 @@ from brainstate.util import FlattedDict
 
 from ..analysis.graph import ETraceGraph
 from ..errors import ArgumentError, three_parts
+from ..frontends.brainstate import matrices_kept
 from ..frontends.module_states import known_states, module_states
 from ..program import Path
 from ..program.data import first_step
@@ -283,13 +284,14 @@ class Learner(brainstate.nn.Module):
     def _run_model(self, *args: Any) -> Any:
         """The model, or the model of one sample mapped over the batch axis of its
         states."""
-        if not self.vmap:
-            return self.model(*args)
-        states = brainstate.ShortTermState
-        mapped = brainstate.nn.Vmap(
-            self.model, vmap_states=states, vmap_out_states=states
-        )
-        return mapped(*args)
+        run: Any = self.model
+        if self.vmap:
+            states = brainstate.ShortTermState
+            run = brainstate.nn.Vmap(
+                self.model, vmap_states=states, vmap_out_states=states
+            )
+        with matrices_kept(self.model):
+            return run(*args)
 
     def _held(self) -> tuple[brainstate.State, ...]:
         """The states that a compiled loop of brainstate refers to."""

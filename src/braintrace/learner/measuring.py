@@ -163,7 +163,11 @@ def memory_plan(
     if not isinstance(steps, (int, np.integer)) or steps < 1:
         why = 'a sequence has at least one step'
         fix = 'a whole number of at least 1'
-        raise ValueError(three_parts(f'memory_plan({steps!r})', why, fix))
+        shown = repr(steps)
+        if hasattr(steps, 'shape') and steps.shape:
+            shown = f'an array of shape {steps.shape}'
+            fix += ', as memory_plan(len(xs))'
+        raise ValueError(three_parts(f'memory_plan({shown})', why, fix))
 
     def step_fn(*xs: Any) -> Any:
         leaves = jax.tree.leaves(learner(*xs))

@@ -15,7 +15,7 @@ from ..frontends.module_states import known_states, state_places
 from ..solver import Solved
 from .access import undone_on_error
 from .arguments import length_of
-from .binding import StepBinding, bind_step_fn
+from .binding import StepBinding, bind_step_fn, check_aux
 from .carried import (
     next_rule_state,
     read_traces,
@@ -32,18 +32,22 @@ from .stream_program import StreamProgram, shapes_of_inputs
 if TYPE_CHECKING:
     from .learner import Learner
 
-Loop = Callable[..., tuple[jax.Array, dict]]
-"""Of the inputs of a call: the losses, and by name whether gradients are finite."""
+Given = tuple[jax.Array, Any]
+"""The losses of a sequence, and what else its steps give, if that is returned."""
+Loop = Callable[..., tuple[Given, dict]]
+"""Of the inputs of a call; also, by name, whether gradients are finite."""
 
 
 @dataclass(frozen=True)
 class OnlineCall:
-    """How a sequence is trained along. ``masked``: the last input is a mask."""
+    """How a sequence is trained along. ``masked``: the last input is a mask.
+    ``has_aux``: what steps give beside their losses is returned."""
 
     step_fn: Callable[..., Any]
     optimizer: Any
     update_every: int
     masked: bool
+    has_aux: bool
 
 
 def train_online(
@@ -53,20 +57,22 @@ def train_online(
     optimizer: Any,
     update_every: int,
     mask: Any,
-) -> jax.Array:
-    """Losses of a sequence along which the weights change every few steps."""
+    has_aux: bool,
+) -> Given:
+    """Losses of a sequence along which the weights change every few steps, and what
+    else its steps give if ``has_aux``."""
     if mask is not None:
         mask, _ = loss_weights(mask, length_of(sequences), 'steps')
     inputs = sequences if mask is None else (*sequences, mask)
-    call = OnlineCall(step_fn, optimizer, update_every, mask is not None)
+    call = OnlineCall(step_fn, optimizer, update_every, mask is not None, has_aux)
     # Inside another program, and where a call may have to be undone, brainstate follows
     # the states, which takes longer than 50 steps of a small network.
     if is_at_top() and not learner.check_finite:
         program = _program(learner, call, inputs)
         arrays = program.arrays()
         if arrays is not None:
-            losses, _ = program(arrays, *inputs)
-            return losses
+            found, _ = program(arrays, *inputs)
+            return found
     return _by_brainstate(learner, call, inputs)
 
 
@@ -88,18 +94,18 @@ def _program(learner: Learner, call: OnlineCall, inputs: tuple) -> StreamProgram
         return stored(lambda: StreamProgram(*given))
 
 
-def _by_brainstate(learner: Learner, call: OnlineCall, inputs: tuple) -> jax.Array:
+def _by_brainstate(learner: Learner, call: OnlineCall, inputs: tuple) -> Given:
     """The same by a loop that brainstate compiles."""
     binding, run = _loop(learner, call, inputs)
     length = length_of(inputs)
     loop = loop_of(learner, 'loop', (binding, call, length, *learner._held()), run)
     with undone_on_error(learner, call.optimizer):
-        losses, finite = loop(*jax.tree.map(jnp.asarray, inputs))
+        (losses, aux), finite = loop(*jax.tree.map(jnp.asarray, inputs))
         if learner.check_finite:
             marks = {name: jnp.where(ok, 0.0, jnp.nan) for name, ok in finite.items()}
             mask = inputs[-1] if call.masked else jnp.ones(length)
             check_finite_values(losses, mask, marks, 'step')
-    return losses
+    return losses, aux
 
 
 def _loop(
@@ -109,21 +115,24 @@ def _loop(
     masked, size = call.masked, call.update_every
     length, sequences = length_of(inputs), inputs[:-1] if masked else inputs
     binding = bind_step_fn(learner, call.step_fn, sequences)
+    if call.has_aux:
+        check_aux(binding.out_tree, call.has_aux)
     step = online_step_of(learner, binding, masked)
     parameters = known_states(learner.model, brainstate.ParamState)
     update = update_by(call.optimizer, parameters, learner._kept.optimizers)
 
-    def one(window: tuple, weights: jax.Array) -> tuple[jax.Array, dict]:
+    def one(window: tuple, weights: jax.Array) -> tuple[Given, dict]:
         solved = step(window, weights)
+        aux = binding.aux(solved, len(weights)) if call.has_aux else None
         wanted = jnp.any(weights != 0) if masked else None
         update(binding.gradients_by_path(solved.gradients), wanted)
         finite = {}
         if learner.check_finite:
             named = binding.gradients_by_name(solved.gradients)
             finite = {name: jnp.all(jnp.isfinite(g)) for name, g in named.items()}
-        return solved.losses, finite
+        return (solved.losses, aux), finite
 
-    def run(*inputs: Any) -> tuple[jax.Array, dict]:
+    def run(*inputs: Any) -> tuple[Given, dict]:
         weights = inputs[-1] if masked else jnp.ones(length)
         sequences = inputs[:-1] if masked else inputs
         found = _in_windows(one, length // size, size, sequences, weights)
@@ -155,14 +164,15 @@ def online_step_of(
 
 def _in_windows(
     one: Callable, count: int, length: int, sequences: tuple, weights: jax.Array
-) -> tuple[jax.Array, dict]:
+) -> tuple[Given, dict]:
     """Run ``one`` over windows of a length; the last one may be shorter."""
     given, results = (sequences, weights), []
     if count:
         cut = lambda x: x[: count * length].reshape(count, length, *x.shape[1:])
-        losses, finite = brainstate.transform.for_loop(one, *jax.tree.map(cut, given))
-        results.append((losses.reshape(-1), finite))
+        found, finite = brainstate.transform.for_loop(one, *jax.tree.map(cut, given))
+        joined = lambda x: x.reshape(count * length, *x.shape[2:])
+        results.append((jax.tree.map(joined, found), finite))
     if len(weights) % length:
-        losses, finite = one(*jax.tree.map(lambda x: x[count * length :], given))
-        results.append((losses, jax.tree.map(lambda ok: ok[None], finite)))
+        found, finite = one(*jax.tree.map(lambda x: x[count * length :], given))
+        results.append((found, jax.tree.map(lambda ok: ok[None], finite)))
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *results)

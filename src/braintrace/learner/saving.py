@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import brainstate
 
-from ..errors import three_parts
+from ..errors import ArgumentError, three_parts
 from .access import synchronised
 from .compiling import new_executor
 from .models import interface_of
@@ -65,6 +65,15 @@ def save(learner: Learner, folder: str | FilePath, optimizer: Any = None) -> Non
     """
     from ..checkpoint import save_learner
 
+    if FilePath(folder).suffix == '.safetensors':
+        raise ArgumentError(
+            three_parts(
+                f'save({str(folder)!r})',
+                'it writes a folder with everything that training needs, and not a '
+                'file of weights',
+                'learner.save_weights(...) for the weights; or the name of a folder',
+            )
+        )
     with synchronised(learner):
         save_learner(learner, folder, optimizer)
 

@@ -5,7 +5,7 @@ They check their arguments; how they run is in ``calls.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -13,7 +13,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..errors import three_parts
+from ..errors import ArgumentError, three_parts
 from ..program import Path
 from ..program.data import MultiStepData, SingleStepData
 from . import calls, chunks
@@ -182,6 +182,7 @@ def etrace_evolve(
     return outputs if return_outputs else None
 
 
+@overload
 def etrace_online(
     learner: Learner,
     *sequences: Any,
@@ -189,7 +190,30 @@ def etrace_online(
     optimizer: Any,
     update_every: int = 1,
     mask: Any = None,
-) -> jax.Array:
+    has_aux: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def etrace_online(
+    learner: Learner,
+    *sequences: Any,
+    step_fn: Callable[..., Any],
+    optimizer: Any,
+    has_aux: bool,
+    **options: Any,
+) -> Any: ...
+
+
+def etrace_online(
+    learner: Learner,
+    *sequences: Any,
+    step_fn: Callable[..., Any],
+    optimizer: Any,
+    update_every: int = 1,
+    mask: Any = None,
+    has_aux: bool = False,
+) -> Any:
     """Train along a sequence: weights change every ``update_every`` steps inside
     the compiled loop.
 
@@ -197,7 +221,8 @@ def etrace_online(
     sum of the steps' gradients, and its state is kept from call to call. A masked
     step does not contribute to the gradient, and if all steps since the last update
     are masked, there is no update; states and traces advance. Returns the loss of
-    every step.
+    every step; with ``has_aux`` the step function returns ``(loss, aux)``, and the
+    auxiliary values follow, stacked over time.
     """
     interface_of(learner.model).check_loop_optimizer(optimizer)
     check_optimizer(optimizer)
@@ -212,7 +237,10 @@ def etrace_online(
         )
     with synchronised(learner):
         sequences = place_inputs(learner, sequences, 1)
-        return train_online(learner, sequences, step_fn, optimizer, update_every, mask)
+        losses, aux = train_online(
+            learner, sequences, step_fn, optimizer, update_every, mask, has_aux
+        )
+    return (losses, aux) if has_aux else losses
 
 
 def stream(
@@ -245,6 +273,14 @@ def apply(learner: Learner, gradients: dict[Path, Any], optimizer: Any) -> None:
     Parameters without a gradient stay as they are.
     """
     parameters = learner.param_states
+    if isinstance(optimizer, Mapping) and not isinstance(gradients, Mapping):
+        raise ArgumentError(
+            three_parts(
+                'apply with an optimiser as its first argument',
+                'the gradients come first',
+                'learner.apply(gradients, optimizer)',
+            )
+        )
     gradients = interface_of(learner.model).by_path(gradients)
     check_paths('gradients', gradients, parameters)
     update = update_by(check_optimizer(optimizer), parameters, learner._kept.optimizers)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ArgumentError, UnknownParameter, three_parts
+from ..errors import ArgumentError, UnknownParameter, one_of, three_parts
 from ..program import Path
 from ..program.step import path_name
 
@@ -111,13 +111,24 @@ def write_weights(parameters: States, weights: Mapping[Any, Any]) -> None:
     :func:`named_arrays`.
     """
     arrays = named_arrays({path: s.value for path, s in parameters.items()})
+    if not isinstance(weights, Mapping):
+        raise ArgumentError(
+            three_parts(
+                f'set_weights with a {type(weights).__name__}',
+                'arrays are set by the paths or the names of their parameters',
+                f'a dictionary: {{{next(iter(arrays), "name")!r}: array}}, or what '
+                'learner.weights() gives',
+            )
+        )
     given = _given_by_name(parameters, weights)
     if notes := _differences(given, arrays):
+        unknown = next((name for name in given if name not in arrays), None)
+        named = '' if unknown is None else f'; names: {one_of(arrays, unknown)}'
         raise ArgumentError(
             three_parts(
                 'set_weights with the weights of another model',
                 notes,
-                'the arrays that learner.weights() gives, some or all of them',
+                f'the arrays that learner.weights() gives, some or all of them{named}',
             )
         )
     for path, state in parameters.items():
@@ -175,9 +186,24 @@ def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 # ------------------------------------------------------------ safetensors
 
+_OTHER_FORMATS = (
+    *('.npz', '.npy', '.pkl', '.pickle', '.pt', '.pth', '.ckpt'),
+    *('.h5', '.hdf5', '.json', '.msgpack', '.nir', '.onnx'),
+)
+"""Endings by which programs know files of other formats."""
+
 
 def write_safetensors(parameters: States, file: str | FilePath) -> None:
     """Write all parameters to a file, by name."""
+    if (suffix := FilePath(file).suffix.lower()) in _OTHER_FORMATS:
+        raise ArgumentError(
+            three_parts(
+                f'save_weights({str(file)!r})',
+                f'it writes a file of safetensors, and {suffix} is another format',
+                f'{str(FilePath(file).with_suffix(".safetensors"))!r}; for another '
+                'format the arrays of learner.weights()',
+            )
+        )
     safetensors = _safetensors()
     arrays = named_arrays(read_weights(parameters))
     # Not ascontiguousarray, which gives a single number an axis.

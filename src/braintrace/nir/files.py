@@ -202,6 +202,14 @@ def write(path: str | os.PathLike, model: brainstate.nn.Module) -> None:
                 'nir.write(path, model)',
             )
         )
+    if hasattr(model, 'param_states'):
+        raise TypeError(
+            three_parts(
+                f'nir.write of a {type(model).__name__} learner',
+                'a file holds a model, without its rule and its traces',
+                'nir.write(path, learner.model)',
+            )
+        )
     nir = _package()
     graph = to_graph(model)
     file = Path(path)

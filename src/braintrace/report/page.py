@@ -40,7 +40,7 @@ ONE_STEP = (
     'the gradient of one step',
     'no credit from later steps: only the loss of the step in which it is used counts',
 )
-NONE = 'no gradient', 'no path leads from it to an output, or only such as are cut'
+NONE = 'no gradient', 'no path leads from it to an output, or all such paths are cut'
 CLASSES = {
     'exact': (
         "a gradient equal to BPTT's",
@@ -68,10 +68,10 @@ KINDS = {
 """What a rule gives a parameter, and what that means."""
 WORDS = {
     'position': 'one element of a hidden state, batch included',
-    'hidden group': 'states of one shape that meet position by position, such as the '
-    'potential and the adaptation of the same neurons',
+    'hidden group': 'states of one shape that depend on each other position by '
+    'position, such as the potential and the adaptation of the same neurons',
     'trace': 'what a rule carries forward in time for an operation: the derivative of '
-    'the states by its parameters',
+    'the states with respect to its parameters',
     'cut': 'a path from one position to another over which no credit is carried from '
     'step to step; the gradient of the step itself is whole',
 }

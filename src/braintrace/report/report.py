@@ -20,7 +20,7 @@ from ..analysis.diagnostics import (
 )
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import Site
-from ..errors import printable
+from ..errors import one_of, printable, three_parts
 from ..program import Path, StepProgram
 from ..program.step import path_name
 from ..source_lines import short_source
@@ -35,6 +35,20 @@ def source_of(node: Node) -> str:
     own = short_source(node.source or '')
     library = node.library and short_source(node.library)
     return f'{library}, called at {own}' if library else own
+
+
+def _level_of(given: DiagnosticLevel | str | int) -> DiagnosticLevel:
+    """A level of diagnostics, from its name or its number."""
+    levels = list(DiagnosticLevel)
+    if isinstance(given, int):
+        return levels[given]
+    names = [level.value for level in levels]
+    if given.lower() not in names:
+        why = 'a report shows diagnostics of at least some level'
+        raise ValueError(
+            three_parts(f'a report of level {given!r}', why, one_of(names, given))
+        )
+    return DiagnosticLevel(given.lower())
 
 
 class Counts(dict[str, int]):
@@ -126,11 +140,7 @@ class CompilationReport:
     ) -> str:
         """The report as text, with diagnostics of at least the given level: its name,
         or its number from 0."""
-        level = (
-            list(DiagnosticLevel)[level]
-            if isinstance(level, int)
-            else DiagnosticLevel(level.lower())
-        )
+        level = _level_of(level)
         lines = []
         if self.rule is not None:
             lines += [
