@@ -23,6 +23,10 @@ from .programs import program_of
 if TYPE_CHECKING:
     from .learner import Learner
 
+TraceChoice = str | Callable[[Path], bool]
+"""Which parameters are traced: 'auto', 'marked', 'credited', or a predicate on their
+paths."""
+
 
 @dataclass(frozen=True)
 class SequenceOptions:
@@ -154,9 +158,7 @@ def evolution_program(
     return evolve
 
 
-TraceChoice = str | Callable[[Path], bool]
-"""Which parameters are traced: 'auto', 'marked', 'credited', or a predicate on their
-paths."""
+# ---------------------------------------------------------------- of a learner
 
 
 def solver_of(
