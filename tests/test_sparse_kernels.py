@@ -422,23 +422,37 @@ def test_transposed_copies(shape, dtype):
         np.testing.assert_array_equal(jax.jit(transposed)(x), np.asarray(x).T)
 
 
-@pytest.mark.parametrize('samples', [1, 8, 43])
-def test_visits_for_any_number_of_samples(samples):
-    from braintrace.operations.sparse_kernels import Structure, visit
+@pytest.mark.parametrize('is_sorted', [False, True])
+@pytest.mark.parametrize('spikes', [False, True])
+@pytest.mark.parametrize('neurons', [6, 64, 150])
+@pytest.mark.parametrize('samples', [1, 8, 43, 64])
+def test_visits_for_any_number_of_samples(samples, neurons, spikes, is_sorted):
+    from braintrace.operations.sparse_kernels import ByPost, Structure, visit
 
-    starts = np.array([0, 3, 3, 8], np.int32)
-    post = rng(4).integers(0, 6, 8).astype(np.int32)
-    pre = np.repeat(np.arange(3), np.diff(starts))
+    sources, count = 37, 40
+    pre = rng(3).integers(0, sources, count).astype(np.int32)
+    post = rng(4).integers(0, neurons, count).astype(np.int32)
+    order = np.arange(count) if is_sorted else np.argsort(post, kind='stable')
+    post = np.sort(post) if is_sorted else post
+    ends = np.cumsum(np.bincount(post, minlength=neurons))
+    starts = np.concatenate([[0], ends]).astype(np.int32)
     normal = lambda seed, *shape: rng(seed).normal(size=shape).astype(np.float32)
-    x, row = normal(1, 3, T, samples), normal(2, 6, T, samples)
-    factors = {(0, 0): normal(3, 6, samples), (1, 0): normal(5, 6, samples)}
-    credit, old = normal(6, 6, samples), [normal(s, 8, samples) for s in (7, 8)]
-    made = Structure(2, True, (0,), tuple(factors), (1,))
-    steps = [v.reshape(len(v), -1) for v in (x, row)]
-    given = [*steps, *factors.values(), credit]
-    *new, gradient = visit(made, post, starts, given, [jnp.asarray(e) for e in old])
-    drive = np.einsum('etk,etk->ek', row[post], x[pre])
-    near = {'rtol': 1e-4, 'atol': 1e-5}
-    np.testing.assert_allclose(new[0], factors[0, 0][post] * old[0] + drive, **near)
-    np.testing.assert_allclose(new[1], factors[1, 0][post] * old[0], **near)
-    np.testing.assert_allclose(gradient, np.sum(credit[post] * old[1], 1), **near)
+    x = normal(1, T, samples, sources)
+    x = (x > 0).astype(np.float32) if spikes else x
+    row, y_bar = normal(2, T, samples, neurons), normal(10, T, samples, neurons)
+    factors = {s: normal(3 + s[0], samples, neurons) for s in [(0, 0), (1, 0)]}
+    credit = normal(6, samples, neurons)
+    old = [normal(s, count, samples) for s in (7, 8)]
+    made = Structure(2, (0,), tuple(factors), (1,), True, not is_sorted)
+    steps = [v.reshape(T * samples, -1) for v in (x, row, y_bar)]
+    given = [jnp.asarray(v) for v in (*steps, *factors.values(), credit)]
+    lists = ByPost(pre[order], starts, None if is_sorted else order)
+    *new, gradient = visit(made, lists, T, given, [jnp.asarray(e) for e in old])
+    near = {'rtol': 1e-4, 'atol': 1e-4}
+    drive = np.einsum('tke,tke->ek', row[..., post], x[..., pre])
+    at_post = lambda values: values[:, post].T
+    np.testing.assert_allclose(new[0], at_post(factors[0, 0]) * old[0] + drive, **near)
+    np.testing.assert_allclose(new[1], at_post(factors[1, 0]) * old[0], **near)
+    wanted = np.sum(at_post(credit) * old[1], 1)
+    wanted += np.einsum('tke,tke->e', y_bar[..., post], x[..., pre])
+    np.testing.assert_allclose(gradient, wanted, **near)

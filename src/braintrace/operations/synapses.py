@@ -89,8 +89,14 @@ def side_by_side(values: jax.Array) -> jax.Array:
         moved = jnp.moveaxis(values, 1, 0)
         return moved.reshape(len(moved), -1)
     # Undoes the transposed copies that models with samples first hold.
-    moved = jnp.moveaxis(values, 1, -1)
-    return _transposed(moved.reshape(-1, values.shape[1]))
+    return _transposed(neurons_last(values, 1))
+
+
+def neurons_last(values: jax.Array, axis: int) -> jax.Array:
+    """Values with an axis of neurons as (all else, neurons), which is how models with
+    samples first hold them."""
+    moved = jnp.moveaxis(values, axis, -1)
+    return moved.reshape(-1, moved.shape[-1])
 
 
 def _transposed(x: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ def transposed(x: jax.Array) -> jax.Array:
     def emit(
         build: ir.IRBuilder, operands: list[Buffer], results: list[Buffer]
     ) -> None:
-        _Transpose(build, number, *operands, *results).emit(is_tall)
+        Transpose(build, *operands, *results).emit(is_tall)
 
     name = f'braintrace_transpose_{"tall" if is_tall else "wide"}_{x.dtype.name}'
     register(name, number, (1, 1), emit)
@@ -39,11 +39,11 @@ def transposed(x: jax.Array) -> jax.Array:
     return jax.ffi.ffi_call(name, out, vmap_method='sequential')(x)
 
 
-class _Transpose:
+class Transpose:
     """The instructions: y[c, r] = x[r, c]."""
 
-    def __init__(self, build: ir.IRBuilder, number: Any, x: Buffer, y: Buffer):
-        self.build, self.number, self.x, self.y = build, number, x, y
+    def __init__(self, build: ir.IRBuilder, x: Buffer, y: Buffer):
+        self.build, self.x, self.y = build, x, y
         self.rows, self.columns = x.size(build, 0), x.size(build, 1)
 
     def emit(self, is_tall: bool) -> None:
@@ -76,31 +76,50 @@ class _Transpose:
 
     def _square(self, row: Any, column: Any) -> None:
         build = self.build
-        lines = []
-        for n in range(SIDE):
-            at = build.mul(build.add(row, word(n)), self.columns)
-            lines.append(self.x.load(build, build.add(at, column), SIDE))
-        # Three rounds swap the quarters of the square, then those of each quarter, ...
-        width = SIDE // 2
-        while width:
-            for n in range(SIDE):
-                if not n & width:
-                    pair = (lines[n], lines[n + width])
-                    lines[n] = self._merged(*pair, width, 0)
-                    lines[n + width] = self._merged(*pair, width, width)
-            width //= 2
-        for n, line in enumerate(lines):
-            at = build.mul(build.add(column, word(n)), self.rows)
-            self.y.store(build, line, build.add(at, row), SIDE)
+        start = build.add(build.mul(row, self.columns), column)
+        to = build.add(build.mul(column, self.rows), row)
+        turn_square(build, self.x, start, self.columns, self.y, to, self.rows)
 
-    def _merged(self, a: Any, b: Any, width: int, start: int) -> Any:
-        """Groups of ``width`` numbers of a and b in turn: the first or the second of
-        each two of theirs."""
-        places: list[int] = []
-        for n in range(0, SIDE, 2 * width):
-            places += range(n + start, n + start + width)
-            places += range(SIDE + n + start, SIDE + n + start + width)
-        small = ir.IntType(32)
-        chosen = [ir.Constant(small, n) for n in places]
-        mask = ir.Constant(ir.VectorType(small, SIDE), chosen)
-        return self.build.shuffle_vector(a, b, mask)
+
+def turn_square(
+    build: ir.IRBuilder,
+    x: Buffer,
+    start: Any,
+    x_stride: Any,
+    y: Buffer,
+    to: Any,
+    y_stride: Any,
+) -> None:
+    """A square of two matrices: line n of y has the numbers n of the lines of x.
+
+    ``start`` and ``to`` are where the squares begin, strides lie between their lines.
+    """
+    lines = []
+    for n in range(SIDE):
+        at = build.add(start, build.mul(word(n), x_stride))
+        lines.append(x.load(build, at, SIDE))
+    # Three rounds swap the quarters of the square, then those of each quarter, ...
+    width = SIDE // 2
+    while width:
+        for n in range(SIDE):
+            if not n & width:
+                pair = (lines[n], lines[n + width])
+                lines[n] = _merged(build, *pair, width, 0)
+                lines[n + width] = _merged(build, *pair, width, width)
+        width //= 2
+    for n, line in enumerate(lines):
+        at = build.add(to, build.mul(word(n), y_stride))
+        y.store(build, line, at, SIDE)
+
+
+def _merged(build: ir.IRBuilder, a: Any, b: Any, width: int, start: int) -> Any:
+    """Groups of ``width`` numbers of a and b in turn: the first or the second of each
+    two of theirs."""
+    places: list[int] = []
+    for n in range(0, SIDE, 2 * width):
+        places += range(n + start, n + start + width)
+        places += range(SIDE + n + start, SIDE + n + start + width)
+    small = ir.IntType(32)
+    chosen = [ir.Constant(small, n) for n in places]
+    mask = ir.Constant(ir.VectorType(small, SIDE), chosen)
+    return build.shuffle_vector(a, b, mask)
