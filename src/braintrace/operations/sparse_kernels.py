@@ -19,7 +19,6 @@ zero are skipped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,12 +39,8 @@ from .native import (
     word,
 )
 from .product_kernels import WIDTH, WIDTHS, Synapses, add_up, index_type
-from .spike_bits import BITS, SpikeBits
-from .transpose_kernel import SIDE, Transpose, turn_square
-
-TILE = 64
-"""Neurons whose values are copied together: several lines of the cache of each array,
-which the processor reads faster than one at a time."""
+from .spike_bits import Numbers, SpikeBits, memory_for, readers
+from .transpose_kernel import TILE, Tile
 
 
 class Structure(NamedTuple):
@@ -85,52 +80,6 @@ class Structure(NamedTuple):
         return named + [('credit', s) for s in self.credits]
 
 
-class _Spikes:
-    """x as bits: where a neuron fires, values of ``post`` are added."""
-
-    def __init__(self, visit: _Visit, bits: SpikeBits):
-        self.build, self.bits = visit.build, bits
-        self.place = bits.place
-
-    def prefetch(self, place: Any) -> None:
-        """Ask for x of the neuron of a place."""
-        self.bits.words.prefetch(self.build, place, 1)
-
-    def at(self, place: Any, t: Any, k: Any, size: int) -> Any:
-        """x of the neuron of a place."""
-        return self.bits.fired(place, t, k, size)
-
-    def plus(self, total: Any, a: Any, fired: Any) -> Any:
-        """total + a x."""
-        return self.build.select(
-            fired, self.build.fadd(total, a, flags=FLAGS), total
-        )
-
-
-class _Numbers:
-    """x as numbers (neurons, steps and samples)."""
-
-    def __init__(self, visit: _Visit, values: Buffer):
-        self.build, self.values = visit.build, values
-        self.samples, self.length = visit.samples, visit.length
-        self.plus = visit.synapses.plus
-
-    def place(self, neuron: Any) -> Any:
-        """Where the values of a neuron begin."""
-        return self.build.mul(neuron, self.length)
-
-    def prefetch(self, place: Any) -> None:
-        """Ask for the first x of the neuron of a place; the processor sees by itself
-        that the others follow."""
-        self.values.prefetch(self.build, place, WIDTHS[0])
-
-    def at(self, place: Any, t: Any, k: Any, size: int) -> Any:
-        """x of the neuron of a place."""
-        build = self.build
-        at = build.add(place, build.add(build.mul(t, self.samples), k))
-        return self.values.load(build, at, size)
-
-
 class _Visit:
     """The instructions. Operands: indices, starts, places of synapses, x, values of
     ``post``, old traces; results: new traces, which lie where the old ones do, the
@@ -148,71 +97,38 @@ class _Visit:
         build, rest = self.build, list(operands)
         self.order = synapses.holding(rest.pop(0)) if made.has_order else None
         self.x, *rest = rest
-        *self.traces, self.gradient, words, self.numbers, self.tile = results
-        self.length, self.posts = self.x.size(build, 0), synapses.rows
-        self.steps = words.size(build, 1)
-        self.samples = build.udiv(self.length, self.steps)
-        self.bits = SpikeBits(
-            build, self.number, self.x, words, self.steps, self.samples
-        )
+        *self.traces, self.gradient, self.words, self.numbers, memory = results
+        self.steps = self.words.size(build, 1)
+        self.samples = build.udiv(self.x.size(build, 0), self.steps)
         # Values by name, and where they begin among those of a neuron in the tile.
         names = [*made.of_steps, *made.of_block]
         self.values = dict(zip(names, rest, strict=False))
         self.begin: dict[tuple, Any] = {}
-        self.width: Any = word(0)
+        width: Any = word(0)
         for name, value in self.values.items():
-            self.begin[name] = self.width
-            self.width = build.add(self.width, value.size(build, 0))
+            self.begin[name] = width
+            width = build.add(width, value.size(build, 0))
+        self.tile = Tile(build, memory, width, synapses.rows)
 
     def emit(self) -> None:
         """All synapses."""
-        build = self.build
-        with build.if_else(self.bits.write()) as (spikes, numbers):
-            with spikes:
-                self._every_post(_Spikes(self, self.bits))
-            with numbers:
-                Transpose(build, self.x, self.numbers).emit(is_tall=False)
-                self._every_post(_Numbers(self, self.numbers))
-
-    def _every_post(self, x: _Spikes | _Numbers) -> None:
-        build = self.build
-        done = word(0)
-        for count in (TILE, 1):
-            with loop(build, done, self.posts, count) as first:
+        given = (self.build, self.number, self.x, self.words, self.numbers)
+        for x in readers(*given):
+            for first, count in self.tile.parts():
                 for name, value in self.values.items():
-                    self._copy(value, self.begin[name], first, count)
-                with loop(build, word(0), word(count), 1) as n:
-                    beside = build.mul(n, self.width)
-                    row = self.synapses.of_row(build.add(first, n))
-                    with loop(build, *row, 1) as place:
-                        self._synapse(x, place, beside)
-            done = rest_of(build, self.posts, count)
+                    self.tile.read(value, self.begin[name], first, count)
+                self._synapses(x, first, count)
 
-    # ------------------------------------------------------------ the tile
-
-    def _copy(self, values: Buffer, begin: Any, first: Any, count: int) -> None:
-        """Values (steps and samples, neurons) of ``count`` neurons to the tile."""
+    def _synapses(self, x: SpikeBits | Numbers, first: Any, count: int) -> None:
+        """Those of ``count`` neurons, whose values are in the tile."""
         build = self.build
-        length, done = values.size(build, 0), word(0)
-        start = lambda m: build.add(build.mul(m, self.posts), first)
-        to = lambda n, m: build.add(build.mul(n, self.width), build.add(begin, m))
-        if count == TILE:
-            with loop(build, word(0), length, SIDE) as m:
-                for n in map(word, range(0, TILE, SIDE)):
-                    at = build.add(start(m), n)
-                    given = (values, at, self.posts, self.tile, to(n, m), self.width)
-                    turn_square(build, *given)
-            done = rest_of(build, length, SIDE)
-        with (
-            loop(build, done, length, 1) as m,
-            loop(build, word(0), word(count), 1) as n,
-        ):
-            value = values.load(build, build.add(start(m), n), 1)
-            self.tile.store(build, value, to(n, m), 1)
+        with loop(build, word(0), word(count), 1) as n:
+            beside = build.mul(n, self.tile.width)
+            row = self.synapses.of_row(build.add(first, n))
+            with loop(build, *row, 1) as place:
+                self._synapse(x, place, beside)
 
-    # ------------------------------------------------------------ synapses
-
-    def _synapse(self, x: _Spikes | _Numbers, place: Any, beside: Any) -> None:
+    def _synapse(self, x: SpikeBits | Numbers, place: Any, beside: Any) -> None:
         """The synapse at a place in the order of ``post``; ``beside``: where the values
         of its ``post`` begin in the tile."""
         build = self.build
@@ -229,9 +145,7 @@ class _Visit:
         for size in WIDTHS:
             with running(build, done, self.samples, size, total) as (k, found):
                 more = self._part(x, e, pre, beside, k, size)
-                found.value = build.fadd(
-                    found.value, self._narrowed(more), flags=FLAGS
-                )
+                found.value = build.fadd(found.value, self._narrowed(more), flags=FLAGS)
             total = found.value
             done = rest_of(build, self.samples, size)
         self.gradient.store(build, add_up(build, total), e, 1)
@@ -242,15 +156,13 @@ class _Visit:
         for trace in self.traces:
             trace.prefetch(self.build, at, WIDTHS[0])
 
-    def _part(
-        self, x: Any, e: Any, pre: Any, beside: Any, k: Any, size: int
-    ) -> Any:
+    def _part(self, x: Any, e: Any, pre: Any, beside: Any, k: Any, size: int) -> Any:
         """``size`` samples from k on; gives what they add to the gradient."""
         made, build = self.made, self.build
         kind = several(self.number, size)
         at = self.synapses.place(e, self.samples, k)
         beside = build.add(beside, k)
-        read = lambda name, after: self.tile.load(
+        read = lambda name, after: self.tile.memory.load(
             build, build.add(beside, build.add(self.begin[name], after)), size
         )
         vectors = {name: read(name, word(0)) for name in made.of_block}
@@ -310,17 +222,11 @@ def visit(
 
     lists = [v.astype(index) for v in synapses if v is not None]
     given = [*lists, *values, *old]
-    length, neurons = values[0].shape
-    words = (neurons, steps, -(-length // steps // BITS))
-    width = sum(len(v) for v in values[1:])
     shape = jax.ShapeDtypeStruct
     outs = [shape(e.shape, dtype) for e in old]
     outs.append(shape(synapses.pre.shape, dtype))
-    outs += [
-        shape(words, jnp.int32),
-        shape((neurons, length), dtype),
-        shape((TILE, width), dtype),
-    ]
+    outs += memory_for(values[0], steps)
+    outs.append(shape((TILE, sum(len(v) for v in values[1:])), dtype))
     name = f'{made.name}_{jnp.dtype(dtype).name}_{index.name}'
     register(name, number, (len(given), len(outs)), emit)
     first = len(given) - len(old)

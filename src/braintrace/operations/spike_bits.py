@@ -1,28 +1,62 @@
-"""Spikes as bits, for CPUs.
+"""What synapses read of the neurons they come from, for CPUs.
 
 Letters: t steps, k samples, n neurons. x (t and k, n) that holds only zeros and ones is
-kept as words of 32 samples, (n, t, words): a neuron's spikes of several steps lie in one
-line of the cache, so that synapses find those of any neuron in the caches.
+written as bits, words of 32 samples (n, t, words), which fit into the caches: synapses
+read neurons in any order. Any other x is written as numbers (n, t and k), so that what a
+synapse reads lies in one place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from llvmlite import ir
 
-from .dense_kernels import repeated
+from .dense_kernels import FLAGS, repeated
 from .native import Buffer, loop, rest_of, running_all, several, word
+from .transpose_kernel import Transpose
 
 SMALL = ir.IntType(32)
 BITS = 32
 """Samples of a word."""
 TOGETHER = 32
 """Neurons that are taken together."""
+MOST_ASKED = 32
+"""Numbers of a neuron that are asked for in advance: the processor sees by itself that
+the others follow."""
+
+
+def memory_for(x: jax.Array, steps: int) -> list[jax.ShapeDtypeStruct]:
+    """Memory for the bits and for the numbers of x (t and k, n)."""
+    length, neurons = x.shape
+    words = -(-(length // steps) // BITS)
+    return [
+        jax.ShapeDtypeStruct((neurons, steps, words), jnp.int32),
+        jax.ShapeDtypeStruct((neurons, length), x.dtype),
+    ]
+
+
+def readers(
+    build: ir.IRBuilder, number: Any, x: Buffer, words: Buffer, numbers: Buffer
+) -> Iterator[SpikeBits | Numbers]:
+    """Instructions inside run either with x as bits or with x as numbers, in the memory
+    that :func:`memory_for` describes."""
+    steps = words.size(build, 1)
+    samples = build.udiv(x.size(build, 0), steps)
+    bits = SpikeBits(build, number, x, words, steps, samples)
+    with build.if_else(bits.write()) as (are_spikes, are_numbers):
+        with are_spikes:
+            yield bits
+        with are_numbers:
+            Transpose(build, x, numbers).emit(is_tall=False)
+            yield Numbers(build, numbers, samples)
 
 
 class SpikeBits:
-    """Instructions that write the words and read samples from them.
+    """x as bits: instructions that write the words and read samples from them.
 
     ``words``: memory for 32-bit words (n, t and words of a step).
     """
@@ -107,15 +141,51 @@ class SpikeBits:
         """Where the words of a neuron begin."""
         return self.build.mul(neuron, self.of_neuron)
 
-    def fired(self, place: Any, t: Any, k: Any, size: int) -> Any:
+    def prefetch(self, place: Any) -> None:
+        """Ask for the words of the neuron of a place."""
+        self.words.prefetch(self.build, place, 1)
+
+    def at(self, place: Any, t: Any, k: Any, size: int) -> Any:
         """Whether the neuron of a place fired in each of ``size`` samples from k on,
         all of which are in one word."""
         build = self.build
         at = build.add(build.mul(t, self.of_step), build.udiv(k, word(BITS)))
-        at = build.add(place, at)
-        found = self.words.load(build, at, 1)
-        if size == BITS:
-            return build.bitcast(found, several(ir.IntType(1), size))
-        past = build.trunc(build.urem(k, word(BITS)), SMALL)
-        found = build.trunc(build.lshr(found, past), ir.IntType(size))
-        return found if size == 1 else build.bitcast(found, several(ir.IntType(1), size))
+        found = self.words.load(build, build.add(place, at), 1)
+        if size < BITS:
+            past = build.trunc(build.urem(k, word(BITS)), SMALL)
+            found = build.trunc(build.lshr(found, past), ir.IntType(size))
+        return (
+            found if size == 1 else build.bitcast(found, several(ir.IntType(1), size))
+        )
+
+    def plus(self, total: Any, a: Any, fired: Any) -> Any:
+        """total + a x: where the neuron did not fire, a is not read."""
+        more = self.build.fadd(total, a, flags=FLAGS)
+        return self.build.select(fired, more, total)
+
+
+class Numbers:
+    """x as numbers (n, t and k)."""
+
+    def __init__(self, build: ir.IRBuilder, values: Buffer, samples: Any):
+        self.build, self.values, self.samples = build, values, samples
+        self.length = values.size(build, 1)
+
+    def place(self, neuron: Any) -> Any:
+        """Where the numbers of a neuron begin."""
+        return self.build.mul(neuron, self.length)
+
+    def prefetch(self, place: Any) -> None:
+        """Ask for the first numbers of the neuron of a place."""
+        self.values.prefetch(self.build, place, MOST_ASKED)
+
+    def at(self, place: Any, t: Any, k: Any, size: int) -> Any:
+        """``size`` samples from k on of the neuron of a place."""
+        build = self.build
+        at = build.add(place, build.add(build.mul(t, self.samples), k))
+        return self.values.load(build, at, size)
+
+    def plus(self, total: Any, a: Any, x: Any) -> Any:
+        """total + a x."""
+        term = self.build.fmul(a, x, flags=FLAGS)
+        return self.build.fadd(total, term, flags=FLAGS)

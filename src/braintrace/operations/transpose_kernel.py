@@ -8,6 +8,7 @@ time that the memory takes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ SIDE = 8
 """Rows and columns that are turned in registers."""
 LEAST = SIDE
 """Rows and columns from which on the kernel pays."""
+TILE = 64
+"""Neurons of a :class:`Tile`: several lines of the cache of each array, which are read
+and written faster than one at a time."""
 
 
 def transposed(x: jax.Array) -> jax.Array:
@@ -123,3 +127,61 @@ def _merged(build: ir.IRBuilder, a: Any, b: Any, width: int, start: int) -> Any:
     chosen = [ir.Constant(small, n) for n in places]
     mask = ir.Constant(ir.VectorType(small, SIDE), chosen)
     return build.shuffle_vector(a, b, mask)
+
+
+class Tile:
+    """Memory (neurons, width) that stays in the caches, for the values of up to
+    ``TILE`` neurons, those of each beside each other. Elsewhere they are (width, all
+    neurons)."""
+
+    def __init__(self, build: ir.IRBuilder, memory: Buffer, width: Any, neurons: Any):
+        self.build, self.memory = build, memory
+        self.width, self.neurons = width, neurons
+
+    def parts(self) -> Iterator[tuple[Any, int]]:
+        """Instructions inside run for every part of the neurons: the first of them, and
+        how many there are."""
+        done = word(0)
+        for count in (TILE, 1):
+            with loop(self.build, done, self.neurons, count) as first:
+                yield first, count
+            done = rest_of(self.build, self.neurons, count)
+
+    def read(self, values: Buffer, begin: Any, first: Any, count: int) -> None:
+        """Copy values of ``count`` neurons, those of each from ``begin`` on."""
+        self._copy(values, begin, first, count, True)
+
+    def write(self, values: Buffer, first: Any, count: int) -> None:
+        """Copy all of the tile back."""
+        self._copy(values, word(0), first, count, False)
+
+    def _copy(
+        self, values: Buffer, begin: Any, first: Any, count: int, is_read: bool
+    ) -> None:
+        build, width, neurons = self.build, self.width, self.neurons
+        length, done = values.size(build, 0), word(0)
+
+        def places(m: Any, n: Any) -> tuple[Any, Any]:
+            """Number m of neuron n, there and in the tile."""
+            there = build.add(build.mul(m, neurons), build.add(first, n))
+            return there, build.add(build.mul(n, width), build.add(begin, m))
+
+        if count == TILE:
+            with (
+                loop(build, word(0), length, SIDE) as m,
+                loop(build, word(0), word(TILE), SIDE) as n,
+            ):
+                there, here = places(m, n)
+                sides = (values, there, neurons), (self.memory, here, width)
+                one, other = sides if is_read else sides[::-1]
+                turn_square(build, *one, *other)
+            done = rest_of(build, length, SIDE)
+        with (
+            loop(build, done, length, 1) as m,
+            loop(build, word(0), word(count), 1) as n,
+        ):
+            there, here = places(m, n)
+            if is_read:
+                self.memory.store(build, values.load(build, there, 1), here, 1)
+            else:
+                values.store(build, self.memory.load(build, here, 1), there, 1)
