@@ -175,7 +175,7 @@ class Synapses:
         return found if found.type == WORD else self.build.sext(found, WORD)
 
 
-class _Weights:
+class Weights:
     """One weight for each synapse, or one for all."""
 
     def __init__(self, build: ir.IRBuilder, number: Any, values: Buffer):
@@ -191,7 +191,7 @@ class _Weights:
 
 
 def _to_columns(build: ir.IRBuilder, made: Synapses, given: list, y: Buffer) -> None:
-    weights, x = _Weights(build, made.number, given[0]), given[1]
+    weights, x = Weights(build, made.number, given[0]), given[1]
     samples, is_far = x.size(build, 1), made.is_far(y)
     for k, size in made.parts(build.mul(y.size(build, 0), samples)):
         y.store(build, ir.Constant(several(made.number, size), None), k, size)
@@ -206,7 +206,7 @@ def _to_columns(build: ir.IRBuilder, made: Synapses, given: list, y: Buffer) -> 
 
 
 def _to_rows(build: ir.IRBuilder, made: Synapses, given: list, y: Buffer) -> None:
-    weights, x = _Weights(build, made.number, given[0]), given[1]
+    weights, x = Weights(build, made.number, given[0]), given[1]
     samples, is_far = x.size(build, 1), made.is_far(x)
     with loop(build, word(0), made.rows, 1) as row:
         for k, size in made.parts(samples):

@@ -21,6 +21,7 @@ from ..split import current_split, runs_on_mesh, summed_over
 from .sparse_product import SparseProduct, multiply
 from .synapses import (
     TYPES,
+    ByColumn,
     at_synapses,
     has_kernels,
     neurons_last,
@@ -103,13 +104,11 @@ class SynapseUse(BaseUse):
             first = np.arange(parts)[:, None] * size
             starts = np.clip(self.starts - first, 0, size)
             return self.indices, starts.astype(np.int32), None
-        pre, post = (ends.reshape(parts, size) for ends in (self.pre, self.post))
-        starts = np.zeros((parts, self.result.shape[0] + 1), np.int32)
-        for part, own in zip(starts, post, strict=True):
-            part[1:] = np.cumsum(np.bincount(own, minlength=len(part) - 1))
-        order = np.argsort(post, axis=1, kind='stable').astype(np.int32)
-        pre = np.take_along_axis(pre, order, axis=1).astype(np.int32)
-        return pre.reshape(-1), starts, order.reshape(-1)
+        ends = zip(*(np.split(end, parts) for end in self._ends), strict=True)
+        found = [ByColumn.of(*end, self.result.shape[0]) for end in ends]
+        joined = lambda name: np.concatenate([getattr(part, name) for part in found])
+        starts = np.stack([part.starts for part in found])
+        return joined('rows'), starts, joined('order')
 
     def as_weight(self, values: jax.Array) -> jax.Array:
         """Values of the synapses in the order and shape of the weight."""

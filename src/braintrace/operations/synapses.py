@@ -19,10 +19,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..own_primitives import kernel_primitive
@@ -30,6 +32,8 @@ from ..split import Split, current_split, runs_on_mesh, summed_over
 
 LARGE = 2**20
 """Bytes of arrays that leave a core's own caches."""
+LEAST_SAMPLES = 8
+"""Samples from which on large arrays are read as bits and turned in tiles."""
 TYPES = (jnp.float32, jnp.float64)
 """Types of numbers that the kernels are used for."""
 
@@ -112,17 +116,56 @@ def rows_of(indices: jax.Array, starts: jax.Array) -> jax.Array:
     return jnp.repeat(numbers, jnp.diff(starts), total_repeat_length=indices.shape[0])
 
 
+@dataclass(frozen=True, eq=False)
+class ByColumn:
+    """Synapses of a matrix that is known in the order of their columns.
+
+    ``rows``: the row of each synapse. ``starts``: where the synapses of each column
+    start. ``order``: the place of each synapse in the order of the matrix.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    order: np.ndarray
+
+    @classmethod
+    def of(cls, rows: np.ndarray, columns: np.ndarray, size: int) -> ByColumn:
+        """Of the row and the column of each synapse of a matrix with ``size``
+        columns."""
+        order = np.argsort(columns, kind='stable').astype(np.int32)
+        ends = np.cumsum(np.bincount(columns, minlength=size))
+        starts = np.concatenate([[0], ends]).astype(np.int32)
+        return cls(rows[order].astype(np.int32), starts, order)
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """Arrays that are compared by identity."""
+
+    arrays: tuple[Any, ...]
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self.arrays)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return False
+        pairs = zip(self.arrays, other.arrays, strict=True)
+        return all(a is b for a, b in pairs)
+
+
+@functools.lru_cache(maxsize=8)
+def _by_column(structure: Same, size: int) -> ByColumn:
+    indices, starts = map(np.asarray, structure.arrays)
+    rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    return ByColumn.of(rows, indices, size)
+
+
 # ---------------------------------------------------------------- products
 
 
 def _product_shape(
-    weights: Any,
-    indices: Any,
-    starts: Any,
-    x: Any,
-    *,
-    size: int,
-    split: Split | None,
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, **params: Any
 ) -> tuple[tuple[int, ...], Any]:
     return (size, x.shape[1]), x.dtype
 
@@ -131,16 +174,15 @@ def _many_products(
     primitive: Callable[[], Any],
     operands: Any,
     has_axis: Any,
-    *,
-    size: int,
-    split: Split | None,
+    **params: Any,
 ) -> tuple[Any, int] | None:
     """Cases with one set of weights are further samples."""
     weights, indices, starts, x = operands
     if has_axis != [False, False, False, True]:
         return None
     cases, neurons, samples = x.shape
-    multiply = functools.partial(primitive().bind, size=size, split=split)
+    size, split = params['size'], params['split']
+    multiply = functools.partial(primitive().bind, **params)
     if split is not None:
         # Samples come first, so that the axis of both is still split by samples.
         x = jnp.transpose(x, (1, 2, 0)).reshape(neurons, samples * cases)
@@ -151,18 +193,29 @@ def _many_products(
 
 
 def _columns_portable(
-    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, split: Any = None
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, **params: Any
 ) -> Any:
     values = weights[:, None] * x[rows_of(indices, starts)]
     return jnp.zeros((size, x.shape[1]), x.dtype).at[indices].add(values)
 
 
 def _rows_portable(
-    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, split: Any = None
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, **params: Any
 ) -> Any:
     values = weights[:, None] * x[indices]
     rows = rows_of(indices, starts)
     return jnp.zeros((size, x.shape[1]), x.dtype).at[rows].add(values)
+
+
+def _is_turned(x: Any) -> bool:
+    """Whether products of x (neurons, samples) are gathered by ``row_kernel``."""
+    return x.size * x.dtype.itemsize > LARGE and x.shape[1] >= LEAST_SAMPLES
+
+
+def _rows_of_samples(weights: Any, indices: Any, starts: Any, x: Any) -> jax.Array:
+    from .row_kernel import to_rows
+
+    return to_rows(weights, indices, starts, x.T).T
 
 
 def _product_kernel(
@@ -173,6 +226,8 @@ def _product_kernel(
     def one_device(
         weights: Any, indices: Any, starts: Any, x: Any, size: int
     ) -> jax.Array:
+        if name == 'to_rows' and _is_turned(x):
+            return _rows_of_samples(weights, indices, starts, x)
         shape = (size, x.shape[1])
         given = (indices, starts, weights, samples_last(x))
         return samples_first(_kernels().call(name, shape, *given))
@@ -185,10 +240,15 @@ def _product_kernel(
         *,
         size: int,
         split: Split | None,
+        by_column: ByColumn | None = None,
     ) -> jax.Array:
         is_known = split is not None or not runs_on_mesh()
         if not (is_known and _fit(weights.dtype, x.dtype)):
             return portable(weights, indices, starts, x, size=size)
+        if split is None and by_column is not None:
+            own_weights = weights if weights.size == 1 else weights[by_column.order]
+            given = (own_weights, by_column.rows, by_column.starts)
+            return _rows_of_samples(*given, x)
         if split is None:
             return one_device(weights, indices, starts, x, size)
         samples = split.of_samples(x.shape[1])
@@ -214,10 +274,10 @@ to_columns_p: Any = kernel_primitive(
     portable=_columns_portable,
     kernel=_product_kernel('to_columns', _columns_portable),
     transposes={
-        0: lambda bar, weights, indices, starts, x, *, size, split: at_synapses(
+        0: lambda bar, weights, indices, starts, x, **params: at_synapses(
             indices, starts, x, bar
         ),
-        3: lambda bar, weights, indices, starts, x, *, size, split: to_rows(
+        3: lambda bar, weights, indices, starts, x, **params: to_rows(
             weights, indices, starts, bar
         ),
     },
@@ -229,10 +289,10 @@ to_rows_p: Any = kernel_primitive(
     portable=_rows_portable,
     kernel=_product_kernel('to_rows', _rows_portable),
     transposes={
-        0: lambda bar, weights, indices, starts, x, *, size, split: at_synapses(
+        0: lambda bar, weights, indices, starts, x, **params: at_synapses(
             indices, starts, bar, x
         ),
-        3: lambda bar, weights, indices, starts, x, *, size, split: to_columns(
+        3: lambda bar, weights, indices, starts, x, **params: to_columns(
             weights, indices, starts, bar, x.aval.shape[0]
         ),
     },
@@ -241,8 +301,14 @@ to_rows_p: Any = kernel_primitive(
 
 
 def to_columns(weights: Any, indices: Any, starts: Any, x: Any, size: int) -> jax.Array:
-    """y (size, k) from x (rows, k); one weight for each synapse, or one for all."""
-    given = {'size': size, 'split': current_split()}
+    """y (size, k) from x (rows, k); one weight for each synapse, or one for all.
+
+    Large products with a matrix that is known are gathered column by column.
+    """
+    given: dict[str, Any] = {'size': size, 'split': current_split()}
+    is_known = not any(isinstance(v, jax.core.Tracer) for v in (indices, starts))
+    if is_known and _is_turned(x) and has_kernels(weights.dtype, x.dtype):
+        given['by_column'] = _by_column(Same((indices, starts)), size)
     return to_columns_p.bind(weights, indices, starts, x, **given)
 
 
