@@ -257,13 +257,16 @@ def test_samples_mapped_and_alone(rule, batch, vmap):
 
 
 @pytest.mark.parametrize('rule', ['pp_prop', 'd_rtrl'])
-@pytest.mark.parametrize('adapts', [False, True])
-def test_large_arrays_and_many_samples(rule, adapts, monkeypatch):
-    """Values are laid out by a kernel, and factors of many samples step by step."""
+@pytest.mark.parametrize(('adapts', 'least'), [(False, 1), (True, 1), (True, B + 1)])
+def test_large_arrays_and_many_samples(rule, adapts, least, monkeypatch):
+    """Values are laid out by a kernel, and factors of many samples step by step.
+
+    ``least``: samples from which on products are gathered by column."""
     from braintrace.operations import transpose_kernel
 
     monkeypatch.setattr(sparse_weights, 'MANY_SAMPLES', B)
     monkeypatch.setattr(synapses, 'LARGE', 0)
+    monkeypatch.setattr(synapses, 'LEAST_SAMPLES', least)
     monkeypatch.setattr(transpose_kernel, 'LEAST', 1)
     found = gradients(rule, adapts=adapts)
     wanted = gradients(rule, adapts=adapts, dense=True)
@@ -408,6 +411,39 @@ def test_products_for_any_number_of_samples(samples, columns):
     found = synapses.at_synapses(indices, starts, x, z)
     wanted = np.sum(x[row] * z[indices], axis=1)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('shared', [False, True])
+@pytest.mark.parametrize('of_spikes', [False, True])
+@pytest.mark.parametrize('samples', [1, 8, 32, 43])
+def test_large_products_for_any_number_of_samples(
+    samples, of_spikes, shared, monkeypatch
+):
+    """A matrix that is known is gathered by column, with x as bits or as numbers."""
+    monkeypatch.setattr(synapses, 'LARGE', 0)
+    monkeypatch.setattr(synapses, 'LEAST_SAMPLES', 1)
+    rows, columns, count = 37, 150, 400
+    row = np.sort(rng(3).integers(0, rows, count))
+    starts = np.searchsorted(row, np.arange(rows + 1)).astype(np.int32)
+    indices = rng(4).integers(0, columns, count).astype(np.int32)
+    weights = rng(5).normal(size=1 if shared else count).astype(np.float32)
+    dense = np.zeros((rows, columns))
+    np.add.at(dense, (row, indices), weights)
+    x = rng(6).normal(size=(rows, samples)).astype(np.float32)
+    z = rng(7).normal(size=(columns, samples)).astype(np.float32)
+    x, z = ((v > 0).astype(np.float32) if of_spikes else v for v in (x, z))
+    to_columns = lambda w, x: synapses.to_columns(w, indices, starts, x, columns)
+    text = str(jax.make_jaxpr(to_columns)(weights, x))
+    assert 'ByColumn' in text
+    near = {'rtol': 1e-4, 'atol': 1e-4}
+    y, pull = jax.vjp(jax.jit(lambda x: to_columns(weights, x)), x)
+    np.testing.assert_allclose(y, dense.T @ x, **near)
+    np.testing.assert_allclose(pull(jnp.asarray(z))[0], dense @ z, **near)
+    if not shared:  # one weight for all is multiplied afterwards
+        (found,) = jax.vjp(lambda w: to_columns(w, x), weights)[1](jnp.asarray(z))
+        np.testing.assert_allclose(found, np.sum(x[row] * z[indices], axis=1), **near)
+    y = synapses.to_rows(weights, indices, starts, z)
+    np.testing.assert_allclose(y, dense @ z, **near)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'float64'])
