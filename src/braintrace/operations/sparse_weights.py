@@ -104,8 +104,10 @@ class SynapseUse(BaseUse):
             first = np.arange(parts)[:, None] * size
             starts = np.clip(self.starts - first, 0, size)
             return self.indices, starts.astype(np.int32), None
-        ends = zip(*(np.split(end, parts) for end in self._ends), strict=True)
-        found = [ByColumn.of(*end, self.result.shape[0]) for end in ends]
+        pre, post = (np.split(end, parts) for end in self._ends)
+        size = self.result.shape[0]
+        pairs = zip(pre, post, strict=True)
+        found = [ByColumn.of(own_pre, own_post, size) for own_pre, own_post in pairs]
         joined = lambda name: np.concatenate([getattr(part, name) for part in found])
         starts = np.stack([part.starts for part in found])
         return joined('rows'), starts, joined('order')

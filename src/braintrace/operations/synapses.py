@@ -8,7 +8,9 @@ Each is linear in both factors and the transposes are again among the three, so 
 they have derivatives of any order. Arrays of neurons have shape (neurons, samples). On
 CPUs they run by the loops of ``product_kernels``; programs that are exported for other
 platforms hold gathers and sums by index. A model that runs elsewhere keeps the
-operations it is written with.
+operations it is written with. Large products to rows run by ``row_kernel``, and those
+to columns as well where the matrix is known when the program is made: its synapses are
+then sorted by column.
 
 Over several devices (``split``) each has its own samples and its own synapses, as
 stretches of their order, and what the synapses of one neuron add up to is summed.
@@ -246,9 +248,10 @@ def _product_kernel(
         if not (is_known and _fit(weights.dtype, x.dtype)):
             return portable(weights, indices, starts, x, size=size)
         if split is None and by_column is not None:
-            own_weights = weights if weights.size == 1 else weights[by_column.order]
-            given = (own_weights, by_column.rows, by_column.starts)
-            return _rows_of_samples(*given, x)
+            # XLA sorts the weights once, before the loop over steps.
+            if weights.size > 1:
+                weights = weights[by_column.order]
+            return _rows_of_samples(weights, by_column.rows, by_column.starts, x)
         if split is None:
             return one_device(weights, indices, starts, x, size)
         samples = split.of_samples(x.shape[1])
@@ -307,7 +310,8 @@ def to_columns(weights: Any, indices: Any, starts: Any, x: Any, size: int) -> ja
     """
     given: dict[str, Any] = {'size': size, 'split': current_split()}
     is_known = not any(isinstance(v, jax.core.Tracer) for v in (indices, starts))
-    if is_known and _is_turned(x) and has_kernels(weights.dtype, x.dtype):
+    has_kernel = not runs_on_mesh() and _fit(weights.dtype, x.dtype)
+    if is_known and has_kernel and _is_turned(x):
         given['by_column'] = _by_column(Same((indices, starts)), size)
     return to_columns_p.bind(weights, indices, starts, x, **given)
 
