@@ -258,13 +258,16 @@ def test_samples_mapped_and_alone(rule, batch, vmap):
 
 
 @pytest.mark.parametrize('rule', ['pp_prop', 'd_rtrl'])
-@pytest.mark.parametrize('adapts', [False, True])
-def test_large_arrays_and_many_samples(rule, adapts, monkeypatch):
-    """Values are laid out by a kernel, and factors of many samples step by step."""
+@pytest.mark.parametrize(('adapts', 'least'), [(False, 1), (True, 1), (True, B + 1)])
+def test_large_arrays_and_many_samples(rule, adapts, least, monkeypatch):
+    """Values are laid out by a kernel, and factors of many samples step by step.
+
+    ``least``: samples from which on products are gathered by column."""
     from braintrace.operations import transpose_kernel
 
     monkeypatch.setattr(sparse_weights, 'MANY_SAMPLES', B)
     monkeypatch.setattr(synapses, 'LARGE', 0)
+    monkeypatch.setattr(synapses, 'LEAST_SAMPLES', least)
     monkeypatch.setattr(transpose_kernel, 'LEAST', 1)
     found = gradients(rule, adapts=adapts)
     wanted = gradients(rule, adapts=adapts, dense=True)
@@ -411,6 +414,39 @@ def test_products_for_any_number_of_samples(samples, columns):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize('shared', [False, True])
+@pytest.mark.parametrize('of_spikes', [False, True])
+@pytest.mark.parametrize('samples', [1, 8, 32, 43])
+def test_large_products_for_any_number_of_samples(
+    samples, of_spikes, shared, monkeypatch
+):
+    """A matrix that is known is gathered by column, with x as bits or as numbers."""
+    monkeypatch.setattr(synapses, 'LARGE', 0)
+    monkeypatch.setattr(synapses, 'LEAST_SAMPLES', 1)
+    rows, columns, count = 37, 150, 400
+    row = np.sort(rng(3).integers(0, rows, count))
+    starts = np.searchsorted(row, np.arange(rows + 1)).astype(np.int32)
+    indices = rng(4).integers(0, columns, count).astype(np.int32)
+    weights = rng(5).normal(size=1 if shared else count).astype(np.float32)
+    dense = np.zeros((rows, columns))
+    np.add.at(dense, (row, indices), weights)
+    x = rng(6).normal(size=(rows, samples)).astype(np.float32)
+    z = rng(7).normal(size=(columns, samples)).astype(np.float32)
+    x, z = ((v > 0).astype(np.float32) if of_spikes else v for v in (x, z))
+    to_columns = lambda w, x: synapses.to_columns(w, indices, starts, x, columns)
+    text = str(jax.make_jaxpr(to_columns)(weights, x))
+    assert 'ByColumn' in text
+    near = {'rtol': 1e-4, 'atol': 1e-4}
+    y, pull = jax.vjp(jax.jit(lambda x: to_columns(weights, x)), x)
+    np.testing.assert_allclose(y, dense.T @ x, **near)
+    np.testing.assert_allclose(pull(jnp.asarray(z))[0], dense @ z, **near)
+    if not shared:  # one weight for all is multiplied afterwards
+        (found,) = jax.vjp(lambda w: to_columns(w, x), weights)[1](jnp.asarray(z))
+        np.testing.assert_allclose(found, np.sum(x[row] * z[indices], axis=1), **near)
+    y = synapses.to_rows(weights, indices, starts, z)
+    np.testing.assert_allclose(y, dense @ z, **near)
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'float64'])
 @pytest.mark.parametrize(
     'shape', [(8, 8), (9, 21), (21, 9), (16, 40), (7, 30), (43, 8)]
@@ -423,26 +459,40 @@ def test_transposed_copies(shape, dtype):
         np.testing.assert_array_equal(jax.jit(transposed)(x), np.asarray(x).T)
 
 
-@pytest.mark.parametrize('samples', [1, 8, 43])
-def test_visits_for_any_number_of_samples(samples):
-    from braintrace.operations.sparse_kernels import Structure, visit
+@pytest.mark.parametrize('is_sorted', [False, True])
+@pytest.mark.parametrize('spikes', [False, True])
+@pytest.mark.parametrize('neurons', [6, 64, 150])
+@pytest.mark.parametrize('samples', [1, 8, 43, 64])
+def test_visits_for_any_number_of_samples(samples, neurons, spikes, is_sorted):
+    from braintrace.operations.sparse_kernels import ByPost, Structure, visit
 
-    starts = np.array([0, 3, 3, 8], np.int32)
-    post = rng(4).integers(0, 6, 8).astype(np.int32)
-    pre = np.repeat(np.arange(3), np.diff(starts))
+    sources, count = 37, 40
+    pre = rng(3).integers(0, sources, count).astype(np.int32)
+    post = rng(4).integers(0, neurons, count).astype(np.int32)
+    order = np.arange(count) if is_sorted else np.argsort(post, kind='stable')
+    post = np.sort(post) if is_sorted else post
+    ends = np.cumsum(np.bincount(post, minlength=neurons))
+    starts = np.concatenate([[0], ends]).astype(np.int32)
     normal = lambda seed, *shape: rng(seed).normal(size=shape).astype(np.float32)
-    x, row = normal(1, 3, T, samples), normal(2, 6, T, samples)
-    factors = {(0, 0): normal(3, 6, samples), (1, 0): normal(5, 6, samples)}
-    credit, old = normal(6, 6, samples), [normal(s, 8, samples) for s in (7, 8)]
-    made = Structure(2, True, (0,), tuple(factors), (1,))
-    steps = [v.reshape(len(v), -1) for v in (x, row)]
-    given = [*steps, *factors.values(), credit]
-    *new, gradient = visit(made, post, starts, given, [jnp.asarray(e) for e in old])
-    drive = np.einsum('etk,etk->ek', row[post], x[pre])
-    near = {'rtol': 1e-4, 'atol': 1e-5}
-    np.testing.assert_allclose(new[0], factors[0, 0][post] * old[0] + drive, **near)
-    np.testing.assert_allclose(new[1], factors[1, 0][post] * old[0], **near)
-    np.testing.assert_allclose(gradient, np.sum(credit[post] * old[1], 1), **near)
+    x = normal(1, T, samples, sources)
+    x = (x > 0).astype(np.float32) if spikes else x
+    row, y_bar = normal(2, T, samples, neurons), normal(10, T, samples, neurons)
+    factors = {s: normal(3 + s[0], samples, neurons) for s in [(0, 0), (1, 0)]}
+    credit = normal(6, samples, neurons)
+    old = [normal(s, count, samples) for s in (7, 8)]
+    made = Structure(2, (0,), tuple(factors), (1,), True, not is_sorted)
+    steps = [v.reshape(T * samples, -1) for v in (x, row, y_bar)]
+    given = [jnp.asarray(v) for v in (*steps, *factors.values(), credit)]
+    lists = ByPost(pre[order], starts, None if is_sorted else order)
+    *new, gradient = visit(made, lists, T, given, [jnp.asarray(e) for e in old])
+    near = {'rtol': 1e-4, 'atol': 1e-4}
+    drive = np.einsum('tke,tke->ek', row[..., post], x[..., pre])
+    at_post = lambda values: values[:, post].T
+    np.testing.assert_allclose(new[0], at_post(factors[0, 0]) * old[0] + drive, **near)
+    np.testing.assert_allclose(new[1], at_post(factors[1, 0]) * old[0], **near)
+    wanted = np.sum(at_post(credit) * old[1], 1)
+    wanted += np.einsum('tke,tke->e', y_bar[..., post], x[..., pre])
+    np.testing.assert_allclose(gradient, wanted, **near)
 
 
 def test_a_module_may_hold_its_sparse_matrix():

@@ -83,11 +83,10 @@ class TraceLayout(Protocol):
 
 @runtime_checkable
 class SummingLayout(TraceLayout, Protocol):
-    """A layout whose visit after a single step can sum the one-step gradient as
-    well."""
+    """A layout whose visit after a block can sum the one-step gradients as well."""
 
-    def sums_one_step(self, dtype: Any) -> bool:
-        """Whether it is worth while for traces stored in a type."""
+    def sums_steps(self, dtype: Any, length: int) -> bool:
+        """Whether it is worth while for traces stored in a type and so many steps."""
         ...
 
     def solve(

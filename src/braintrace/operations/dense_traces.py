@@ -101,8 +101,11 @@ class DenseTrace:
             total = total + self.use.gradient(fixed, steps, y_bars)
         return new, total
 
-    def sums_one_step(self, dtype: Any) -> bool:
-        """Whether a kernel visits the trace, and the trace has all of y."""
+    def sums_steps(self, dtype: Any, length: int) -> bool:
+        """Whether a kernel visits the trace after one step, and the trace has all of
+        y."""
+        if length > 1:
+            return False
         whole = all(
             part == slice(0, size)
             for part, size in zip(self.box, self.use.result.shape, strict=True)

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -151,17 +151,28 @@ def running(
     build: ir.IRBuilder, start: Any, stop: Any, step: int, value: Any
 ) -> Iterator[tuple[Any, Running]]:
     """The same loop with a running value; gives the number and the value."""
+    with running_all(build, start, stop, step, {0: value}) as (at, found):
+        yield at, found[0]
+
+
+@contextlib.contextmanager
+def running_all(
+    build: ir.IRBuilder, start: Any, stop: Any, step: int, values: Mapping[Any, Any]
+) -> Iterator[tuple[Any, dict[Any, Running]]]:
+    """The same with several running values by name."""
     before = build.block
     with loop(build, start, stop, step) as at:
         body = build.block
         build.position_after(at)
-        kept = build.phi(value.type)
+        kept = {name: build.phi(value.type) for name, value in values.items()}
         build.position_at_end(body)
-        found = Running(kept)
+        found = {name: Running(phi) for name, phi in kept.items()}
         yield at, found
-        kept.add_incoming(value, before)
-        kept.add_incoming(found.value, build.block)
-    found.value = kept
+        for name, phi in kept.items():
+            phi.add_incoming(values[name], before)
+            phi.add_incoming(found[name].value, build.block)
+    for name, phi in kept.items():
+        found[name].value = phi
 
 
 def rest_of(build: ir.IRBuilder, stop: Any, step: int) -> Any:

@@ -58,19 +58,30 @@ class Synapses:
         self, build: ir.IRBuilder, number: Any, index: Any, indices: Any, starts: Any
     ):
         self.build, self.number = build, number
-        whole = ir.IntType(8 * index.itemsize)
-        self.indices, self.starts = indices.holding(whole), starts.holding(whole)
+        self.whole = ir.IntType(8 * index.itemsize)
+        self.indices, self.starts = self.holding(indices), self.holding(starts)
         self.rows = build.sub(starts.size(build, 0), word(1))
         self.last = build.sub(indices.size(build, 0), word(1))
+
+    def holding(self, indices: Buffer) -> Buffer:
+        """An array of indices."""
+        return indices.holding(self.whole)
 
     def of_row(self, row: Any) -> tuple[Any, Any]:
         """Where the synapses of a row start and stop."""
         next_row = self.build.add(row, word(1))
-        return self._index(self.starts, row), self._index(self.starts, next_row)
+        return self.entry(self.starts, row), self.entry(self.starts, next_row)
 
     def column(self, synapse: Any) -> Any:
         """The column of a synapse."""
-        return self._index(self.indices, synapse)
+        return self.entry(self.indices, synapse)
+
+    def later(self, synapse: Any) -> Any:
+        """A synapse that will soon be taken after another."""
+        build = self.build
+        later = build.add(synapse, word(AHEAD))
+        is_there = build.icmp_signed('<', later, self.last)
+        return build.select(is_there, later, self.last)
 
     def is_far(self, values: Buffer) -> Any:
         """Whether an array (neurons, length) is larger than a core's own caches."""
@@ -128,12 +139,8 @@ class Synapses:
 
     def prefetch(self, values: Buffer, e: Any, k: Any, size: int) -> None:
         """Ask for entries of the column of a synapse that will soon be taken."""
-        build = self.build
-        later = build.add(e, word(AHEAD))
-        is_there = build.icmp_signed('<', later, self.last)
-        column = self.column(build.select(is_there, later, self.last))
-        at = self.place(column, values.size(build, 1), k)
-        values.prefetch(build, at, size)
+        at = self.place(self.column(self.later(e)), values.size(self.build, 1), k)
+        values.prefetch(self.build, at, size)
 
     def place(self, neuron: Any, length: Any, k: Any) -> Any:
         """The number of an entry of an array (neurons, length)."""
@@ -162,12 +169,13 @@ class Synapses:
         term = self.build.fmul(a, b, flags=FLAGS)
         return self.build.fadd(total, term, flags=FLAGS)
 
-    def _index(self, buffer: Buffer, at: Any) -> Any:
-        found = buffer.load(self.build, at, 1)
+    def entry(self, indices: Buffer, at: Any) -> Any:
+        """One of an array of indices."""
+        found = indices.load(self.build, at, 1)
         return found if found.type == WORD else self.build.sext(found, WORD)
 
 
-class _Weights:
+class Weights:
     """One weight for each synapse, or one for all."""
 
     def __init__(self, build: ir.IRBuilder, number: Any, values: Buffer):
@@ -183,7 +191,7 @@ class _Weights:
 
 
 def _to_columns(build: ir.IRBuilder, made: Synapses, given: list, y: Buffer) -> None:
-    weights, x = _Weights(build, made.number, given[0]), given[1]
+    weights, x = Weights(build, made.number, given[0]), given[1]
     samples, is_far = x.size(build, 1), made.is_far(y)
     for k, size in made.parts(build.mul(y.size(build, 0), samples)):
         y.store(build, ir.Constant(several(made.number, size), None), k, size)
@@ -198,7 +206,7 @@ def _to_columns(build: ir.IRBuilder, made: Synapses, given: list, y: Buffer) -> 
 
 
 def _to_rows(build: ir.IRBuilder, made: Synapses, given: list, y: Buffer) -> None:
-    weights, x = _Weights(build, made.number, given[0]), given[1]
+    weights, x = Weights(build, made.number, given[0]), given[1]
     samples, is_far = x.size(build, 1), made.is_far(x)
     with loop(build, word(0), made.rows, 1) as row:
         for k, size in made.parts(samples):

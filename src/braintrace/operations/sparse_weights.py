@@ -21,10 +21,10 @@ from ..split import current_split, runs_on_mesh, summed_over
 from .sparse_product import SparseProduct, multiply
 from .synapses import (
     TYPES,
+    ByColumn,
     at_synapses,
     has_kernels,
-    own_starts,
-    samples_last,
+    neurons_last,
     side_by_side,
 )
 from .weight_use import BaseUse, FullTrace, WholeTrace
@@ -81,6 +81,36 @@ class SynapseUse(BaseUse):
     def sides(self, pre: Any, post: Any) -> tuple[Any, Any]:
         """Values of rows and of columns."""
         return (pre, post) if self.to_columns else (post, pre)
+
+    @cached_property
+    def _by_post(self) -> dict[int, tuple]:
+        return {}
+
+    def by_post(self, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Synapses in the order of ``post``, for each of several equal parts of them.
+
+        ``pre`` of each synapse; starts of every ``post``, one row for each part; the
+        place of each synapse in its part, None if the matrix has this order.
+        """
+        if parts not in self._by_post:
+            self._by_post[parts] = self._sorted_by_post(parts)
+        return self._by_post[parts]
+
+    def _sorted_by_post(
+        self, parts: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        size = len(self.indices) // parts
+        if not self.to_columns:
+            first = np.arange(parts)[:, None] * size
+            starts = np.clip(self.starts - first, 0, size)
+            return self.indices, starts.astype(np.int32), None
+        pre, post = (np.split(end, parts) for end in self._ends)
+        size = self.result.shape[0]
+        pairs = zip(pre, post, strict=True)
+        found = [ByColumn.of(own_pre, own_post, size) for own_pre, own_post in pairs]
+        joined = lambda name: np.concatenate([getattr(part, name) for part in found])
+        starts = np.stack([part.starts for part in found])
+        return joined('rows'), starts, joined('order')
 
     def as_weight(self, values: jax.Array) -> jax.Array:
         """Values of the synapses in the order and shape of the weight."""
@@ -182,6 +212,11 @@ class SynapseTrace(WholeTrace):
         found = jnp.sum(self.scaled(trace, credit), axis=range(1, trace.ndim))
         return self.use.as_weight(found)
 
+    def sums_steps(self, dtype: Any, length: int) -> bool:
+        """Where kernels visit the trace."""
+        del length
+        return has_kernels(dtype, self.use.result.dtype, self.use.weight.dtype)
+
     def solve(
         self,
         trace: Components,
@@ -190,26 +225,34 @@ class SynapseTrace(WholeTrace):
         rows: Components,
         product: Jacobian,
         credit: Components,
+        y_bars: jax.Array | None = None,
     ) -> tuple[Components, jax.Array]:
-        """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`TraceLayout`.
+        """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`SummingLayout`.
 
         On CPUs by one visit of the trace, which is written in place.
         """
-        read = [steps[self.use.product.x], *rows.values()]
-        read += [*product.values(), *credit.values()]
-        plain = super().solve
-        if not has_kernels(*(x.dtype for x in (*trace.values(), *read))):
-            return plain(trace, fixed, steps, rows, product, credit)
-        return jax.lax.platform_dependent(
-            trace,
-            fixed,
-            steps,
-            rows,
-            product,
-            credit,
-            cpu=self._visit,
-            default=plain,
-        )
+        given = (trace, fixed, steps, rows, product, credit, y_bars)
+        read = [steps[self.use.product.x], rows, product, credit, y_bars]
+        dtypes = [x.dtype for x in jax.tree.leaves([trace, *read])]
+        if not has_kernels(*dtypes):
+            return self._plain(*given)
+        return jax.lax.platform_dependent(*given, cpu=self._visit, default=self._plain)
+
+    def _plain(
+        self,
+        trace: Components,
+        fixed: Operands,
+        steps: Operands,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+        y_bars: jax.Array | None,
+    ) -> tuple[Components, jax.Array]:
+        """The same by gathers and sums."""
+        new, gradient = super().solve(trace, fixed, steps, rows, product, credit)
+        if y_bars is not None:
+            gradient = gradient + self.use.gradient(fixed, steps, y_bars)
+        return new, gradient
 
     def _visit(
         self,
@@ -219,6 +262,7 @@ class SynapseTrace(WholeTrace):
         rows: Components,
         product: Jacobian,
         credit: Components,
+        y_bars: jax.Array | None,
     ) -> tuple[Components, jax.Array]:
         """One visit of the trace by every device, for its own samples and synapses."""
         use, states = self.use, set(trace)
@@ -227,59 +271,61 @@ class SynapseTrace(WholeTrace):
             trace,
             steps[use.product.x],
             {s: v for s, v in rows.items() if s in states},
+            y_bars,
             {k: at_post(v) for k, v in product.items() if set(k) <= states},
             {s: at_post(v) for s, v in credit.items() if s in states},
-            *use.product.kept_structure(fixed, steps),
         )
         split = current_split()
         if split is None:
-            new, gradient = self._visit_own((), (), *given)
+            new, gradient = self._visit_own((), *given, *use.by_post(1))
             return new, use.as_weight(gradient)
         count, *sizes = self.shape
         synapses = split.of_neurons(count)
         samples = split.of_samples(sizes[0]) if sizes else ()
         spec = lambda *first: P(*first, *(samples,) * bool(sizes))
-        ends = [spec(None, None)] * 2 + [spec(None)] * 2
-        specs = (spec(synapses), *ends, P(synapses), P())
-        own = functools.partial(self._visit_own, samples, synapses)
+        ends = [spec(None, None)] * 3 + [spec(None)] * 2
+        specs = (spec(synapses), *ends, *[P(synapses)] * 3)
+        own = functools.partial(self._visit_own, samples)
         run = split.on_each_device(own, specs, (spec(synapses), P(synapses)))
-        new, gradient = run(*given)
+        devices = math.prod(split.mesh.shape[axis] for axis in synapses)
+        new, gradient = run(*given, *use.by_post(devices))
         return new, use.as_weight(gradient)
 
     def _visit_own(
         self,
         sample_axes: tuple[str, ...],
-        synapse_axes: tuple[str, ...],
         trace: Components,
         x: jax.Array,
         rows: Components,
+        y_bars: jax.Array | None,
         factors: Jacobian,
         credit: Components,
-        indices: jax.Array,
+        pre: jax.Array,
         starts: jax.Array,
+        order: jax.Array | None,
     ) -> tuple[Components, jax.Array]:
         """The visit on one device; the gradient has the order of the synapses."""
         # llvmlite is optional.
-        from .sparse_kernels import Structure, visit
+        from .sparse_kernels import ByPost, Structure, visit
 
         states = tuple(trace)
         samples = math.prod(trace[states[0]].shape[1:])
-        x, rows = side_by_side(x), {s: side_by_side(v) for s, v in rows.items()}
-        last = lambda v: samples_last(v.reshape(-1, samples))
-        flat = lambda values: {k: last(v) for k, v in values.items()}
-        factors, credit = flat(factors), flat(credit)
         numbers = {s: n for n, s in enumerate(states)}
         made = Structure(
             len(states),
-            self.use.to_columns,
             tuple(numbers[s] for s in rows),
             tuple((numbers[s], numbers[r]) for s, r in factors),
             tuple(numbers[s] for s in credit),
+            y_bars is not None,
+            order is not None,
         )
-        values = [x, *rows.values(), *factors.values(), *credit.values()]
+        of_steps = [x, *rows.values(), *([] if y_bars is None else [y_bars])]
+        of_block = [*factors.values(), *credit.values()]
+        values = [neurons_last(v, 1) for v in of_steps]
+        values += [neurons_last(v, 0) for v in of_block]
         old = [e.reshape(-1, samples) for e in trace.values()]
-        starts = own_starts(starts, len(indices), synapse_axes)
-        *new, gradient = visit(made, indices, starts, values, old)
+        by_post = ByPost(pre, starts[0], order)
+        *new, gradient = visit(made, by_post, len(x), values, old)
         shape = trace[states[0]].shape
         arrays = {s: e.reshape(shape) for s, e in zip(states, new, strict=True)}
         return arrays, summed_over(gradient, sample_axes)

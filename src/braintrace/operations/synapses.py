@@ -8,7 +8,9 @@ Each is linear in both factors and the transposes are again among the three, so 
 they have derivatives of any order. Arrays of neurons have shape (neurons, samples). On
 CPUs they run by the loops of ``product_kernels``; programs that are exported for other
 platforms hold gathers and sums by index. A model that runs elsewhere keeps the
-operations it is written with.
+operations it is written with. Large products to rows run by ``row_kernel``, and those
+to columns as well where the matrix is known when the program is made: its synapses are
+then sorted by column.
 
 Over several devices (``split``) each has its own samples and its own synapses, as
 stretches of their order, and what the synapses of one neuron add up to is summed.
@@ -19,10 +21,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..own_primitives import kernel_primitive
@@ -30,6 +34,8 @@ from ..split import Split, current_split, runs_on_mesh, summed_over
 
 LARGE = 2**20
 """Bytes of arrays that leave a core's own caches."""
+LEAST_SAMPLES = 8
+"""Samples from which on large arrays are read as bits and turned in tiles."""
 TYPES = (jnp.float32, jnp.float64)
 """Types of numbers that the kernels are used for."""
 
@@ -89,8 +95,14 @@ def side_by_side(values: jax.Array) -> jax.Array:
         moved = jnp.moveaxis(values, 1, 0)
         return moved.reshape(len(moved), -1)
     # Undoes the transposed copies that models with samples first hold.
-    moved = jnp.moveaxis(values, 1, -1)
-    return _transposed(moved.reshape(-1, values.shape[1]))
+    return _transposed(neurons_last(values, 1))
+
+
+def neurons_last(values: jax.Array, axis: int) -> jax.Array:
+    """Values with an axis of neurons as (all else, neurons), which is how models with
+    samples first hold them."""
+    moved = jnp.moveaxis(values, axis, -1)
+    return moved.reshape(-1, moved.shape[-1])
 
 
 def _transposed(x: jax.Array) -> jax.Array:
@@ -106,17 +118,56 @@ def rows_of(indices: jax.Array, starts: jax.Array) -> jax.Array:
     return jnp.repeat(numbers, jnp.diff(starts), total_repeat_length=indices.shape[0])
 
 
+@dataclass(frozen=True, eq=False)
+class ByColumn:
+    """Synapses of a matrix that is known in the order of their columns.
+
+    ``rows``: the row of each synapse. ``starts``: where the synapses of each column
+    start. ``order``: the place of each synapse in the order of the matrix.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    order: np.ndarray
+
+    @classmethod
+    def of(cls, rows: np.ndarray, columns: np.ndarray, size: int) -> ByColumn:
+        """Of the row and the column of each synapse of a matrix with ``size``
+        columns."""
+        order = np.argsort(columns, kind='stable').astype(np.int32)
+        ends = np.cumsum(np.bincount(columns, minlength=size))
+        starts = np.concatenate([[0], ends]).astype(np.int32)
+        return cls(rows[order].astype(np.int32), starts, order)
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """Arrays that are compared by identity."""
+
+    arrays: tuple[Any, ...]
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self.arrays)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return False
+        pairs = zip(self.arrays, other.arrays, strict=True)
+        return all(a is b for a, b in pairs)
+
+
+@functools.lru_cache(maxsize=8)
+def _by_column(structure: Same, size: int) -> ByColumn:
+    indices, starts = map(np.asarray, structure.arrays)
+    rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    return ByColumn.of(rows, indices, size)
+
+
 # ---------------------------------------------------------------- products
 
 
 def _product_shape(
-    weights: Any,
-    indices: Any,
-    starts: Any,
-    x: Any,
-    *,
-    size: int,
-    split: Split | None,
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, **params: Any
 ) -> tuple[tuple[int, ...], Any]:
     return (size, x.shape[1]), x.dtype
 
@@ -125,16 +176,15 @@ def _many_products(
     primitive: Callable[[], Any],
     operands: Any,
     has_axis: Any,
-    *,
-    size: int,
-    split: Split | None,
+    **params: Any,
 ) -> tuple[Any, int] | None:
     """Cases with one set of weights are further samples."""
     weights, indices, starts, x = operands
     if has_axis != [False, False, False, True]:
         return None
     cases, neurons, samples = x.shape
-    multiply = functools.partial(primitive().bind, size=size, split=split)
+    size, split = params['size'], params['split']
+    multiply = functools.partial(primitive().bind, **params)
     if split is not None:
         # Samples come first, so that the axis of both is still split by samples.
         x = jnp.transpose(x, (1, 2, 0)).reshape(neurons, samples * cases)
@@ -145,18 +195,29 @@ def _many_products(
 
 
 def _columns_portable(
-    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, split: Any = None
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, **params: Any
 ) -> Any:
     values = weights[:, None] * x[rows_of(indices, starts)]
     return jnp.zeros((size, x.shape[1]), x.dtype).at[indices].add(values)
 
 
 def _rows_portable(
-    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, split: Any = None
+    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, **params: Any
 ) -> Any:
     values = weights[:, None] * x[indices]
     rows = rows_of(indices, starts)
     return jnp.zeros((size, x.shape[1]), x.dtype).at[rows].add(values)
+
+
+def _is_turned(x: Any) -> bool:
+    """Whether products of x (neurons, samples) are gathered by ``row_kernel``."""
+    return x.size * x.dtype.itemsize > LARGE and x.shape[1] >= LEAST_SAMPLES
+
+
+def _rows_of_samples(weights: Any, indices: Any, starts: Any, x: Any) -> jax.Array:
+    from .row_kernel import to_rows
+
+    return to_rows(weights, indices, starts, x.T).T
 
 
 def _product_kernel(
@@ -167,6 +228,8 @@ def _product_kernel(
     def one_device(
         weights: Any, indices: Any, starts: Any, x: Any, size: int
     ) -> jax.Array:
+        if name == 'to_rows' and _is_turned(x):
+            return _rows_of_samples(weights, indices, starts, x)
         shape = (size, x.shape[1])
         given = (indices, starts, weights, samples_last(x))
         return samples_first(_kernels().call(name, shape, *given))
@@ -179,10 +242,16 @@ def _product_kernel(
         *,
         size: int,
         split: Split | None,
+        by_column: ByColumn | None = None,
     ) -> jax.Array:
         is_known = split is not None or not runs_on_mesh()
         if not (is_known and _fit(weights.dtype, x.dtype)):
             return portable(weights, indices, starts, x, size=size)
+        if split is None and by_column is not None:
+            # XLA sorts the weights once, before the loop over steps.
+            if weights.size > 1:
+                weights = weights[by_column.order]
+            return _rows_of_samples(weights, by_column.rows, by_column.starts, x)
         if split is None:
             return one_device(weights, indices, starts, x, size)
         samples = split.of_samples(x.shape[1])
@@ -208,10 +277,10 @@ to_columns_p: Any = kernel_primitive(
     portable=_columns_portable,
     kernel=_product_kernel('to_columns', _columns_portable),
     transposes={
-        0: lambda bar, weights, indices, starts, x, *, size, split: at_synapses(
+        0: lambda bar, weights, indices, starts, x, **params: at_synapses(
             indices, starts, x, bar
         ),
-        3: lambda bar, weights, indices, starts, x, *, size, split: to_rows(
+        3: lambda bar, weights, indices, starts, x, **params: to_rows(
             weights, indices, starts, bar
         ),
     },
@@ -223,10 +292,10 @@ to_rows_p: Any = kernel_primitive(
     portable=_rows_portable,
     kernel=_product_kernel('to_rows', _rows_portable),
     transposes={
-        0: lambda bar, weights, indices, starts, x, *, size, split: at_synapses(
+        0: lambda bar, weights, indices, starts, x, **params: at_synapses(
             indices, starts, bar, x
         ),
-        3: lambda bar, weights, indices, starts, x, *, size, split: to_columns(
+        3: lambda bar, weights, indices, starts, x, **params: to_columns(
             weights, indices, starts, bar, x.aval.shape[0]
         ),
     },
@@ -235,8 +304,15 @@ to_rows_p: Any = kernel_primitive(
 
 
 def to_columns(weights: Any, indices: Any, starts: Any, x: Any, size: int) -> jax.Array:
-    """y (size, k) from x (rows, k); one weight for each synapse, or one for all."""
-    given = {'size': size, 'split': current_split()}
+    """y (size, k) from x (rows, k); one weight for each synapse, or one for all.
+
+    Large products with a matrix that is known are gathered column by column.
+    """
+    given: dict[str, Any] = {'size': size, 'split': current_split()}
+    is_known = not any(isinstance(v, jax.core.Tracer) for v in (indices, starts))
+    has_kernel = not runs_on_mesh() and _fit(weights.dtype, x.dtype)
+    if is_known and has_kernel and _is_turned(x):
+        given['by_column'] = _by_column(Same((indices, starts)), size)
     return to_columns_p.bind(weights, indices, starts, x, **given)
 
 

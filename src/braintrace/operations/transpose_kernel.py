@@ -8,6 +8,7 @@ time that the memory takes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ SIDE = 8
 """Rows and columns that are turned in registers."""
 LEAST = SIDE
 """Rows and columns from which on the kernel pays."""
+TILE = 64
+"""Neurons of a :class:`Tile`: several lines of the cache of each array, which are read
+and written faster than one at a time."""
 
 
 def transposed(x: jax.Array) -> jax.Array:
@@ -31,7 +35,7 @@ def transposed(x: jax.Array) -> jax.Array:
     def emit(
         build: ir.IRBuilder, operands: list[Buffer], results: list[Buffer]
     ) -> None:
-        _Transpose(build, number, *operands, *results).emit(is_tall)
+        Transpose(build, *operands, *results).emit(is_tall)
 
     name = f'braintrace_transpose_{"tall" if is_tall else "wide"}_{x.dtype.name}'
     register(name, number, (1, 1), emit)
@@ -39,11 +43,11 @@ def transposed(x: jax.Array) -> jax.Array:
     return jax.ffi.ffi_call(name, out, vmap_method='sequential')(x)
 
 
-class _Transpose:
+class Transpose:
     """The instructions: y[c, r] = x[r, c]."""
 
-    def __init__(self, build: ir.IRBuilder, number: Any, x: Buffer, y: Buffer):
-        self.build, self.number, self.x, self.y = build, number, x, y
+    def __init__(self, build: ir.IRBuilder, x: Buffer, y: Buffer):
+        self.build, self.x, self.y = build, x, y
         self.rows, self.columns = x.size(build, 0), x.size(build, 1)
 
     def emit(self, is_tall: bool) -> None:
@@ -76,31 +80,108 @@ class _Transpose:
 
     def _square(self, row: Any, column: Any) -> None:
         build = self.build
-        lines = []
-        for n in range(SIDE):
-            at = build.mul(build.add(row, word(n)), self.columns)
-            lines.append(self.x.load(build, build.add(at, column), SIDE))
-        # Three rounds swap the quarters of the square, then those of each quarter, ...
-        width = SIDE // 2
-        while width:
-            for n in range(SIDE):
-                if not n & width:
-                    pair = (lines[n], lines[n + width])
-                    lines[n] = self._merged(*pair, width, 0)
-                    lines[n + width] = self._merged(*pair, width, width)
-            width //= 2
-        for n, line in enumerate(lines):
-            at = build.mul(build.add(column, word(n)), self.rows)
-            self.y.store(build, line, build.add(at, row), SIDE)
+        start = build.add(build.mul(row, self.columns), column)
+        to = build.add(build.mul(column, self.rows), row)
+        turn_square(build, self.x, start, self.columns, self.y, to, self.rows)
 
-    def _merged(self, a: Any, b: Any, width: int, start: int) -> Any:
-        """Groups of ``width`` numbers of a and b in turn: the first or the second of
-        each two of theirs."""
-        places: list[int] = []
-        for n in range(0, SIDE, 2 * width):
-            places += range(n + start, n + start + width)
-            places += range(SIDE + n + start, SIDE + n + start + width)
-        small = ir.IntType(32)
-        chosen = [ir.Constant(small, n) for n in places]
-        mask = ir.Constant(ir.VectorType(small, SIDE), chosen)
-        return self.build.shuffle_vector(a, b, mask)
+
+def turn_square(
+    build: ir.IRBuilder,
+    x: Buffer,
+    start: Any,
+    x_stride: Any,
+    y: Buffer,
+    to: Any,
+    y_stride: Any,
+) -> None:
+    """A square of two matrices: line n of y has the numbers n of the lines of x.
+
+    ``start`` and ``to`` are where the squares begin, strides lie between their lines.
+    """
+    lines = []
+    for n in range(SIDE):
+        at = build.add(start, build.mul(word(n), x_stride))
+        lines.append(x.load(build, at, SIDE))
+    # Three rounds swap the quarters of the square, then those of each quarter, ...
+    width = SIDE // 2
+    while width:
+        for n in range(SIDE):
+            if not n & width:
+                pair = (lines[n], lines[n + width])
+                lines[n] = _merged(build, *pair, width, 0)
+                lines[n + width] = _merged(build, *pair, width, width)
+        width //= 2
+    for n, line in enumerate(lines):
+        at = build.add(to, build.mul(word(n), y_stride))
+        y.store(build, line, at, SIDE)
+
+
+def _merged(build: ir.IRBuilder, a: Any, b: Any, width: int, start: int) -> Any:
+    """Groups of ``width`` numbers of a and b in turn: the first or the second of each
+    two of theirs."""
+    places: list[int] = []
+    for n in range(0, SIDE, 2 * width):
+        places += range(n + start, n + start + width)
+        places += range(SIDE + n + start, SIDE + n + start + width)
+    small = ir.IntType(32)
+    chosen = [ir.Constant(small, n) for n in places]
+    mask = ir.Constant(ir.VectorType(small, SIDE), chosen)
+    return build.shuffle_vector(a, b, mask)
+
+
+class Tile:
+    """Memory (neurons, width) that stays in the caches, for the values of up to
+    ``TILE`` neurons, those of each beside each other. Elsewhere they are (width, all
+    neurons)."""
+
+    def __init__(self, build: ir.IRBuilder, memory: Buffer, width: Any, neurons: Any):
+        self.build, self.memory = build, memory
+        self.width, self.neurons = width, neurons
+
+    def parts(self) -> Iterator[tuple[Any, int]]:
+        """Instructions inside run for every part of the neurons: the first of them, and
+        how many there are."""
+        done = word(0)
+        for count in (TILE, 1):
+            with loop(self.build, done, self.neurons, count) as first:
+                yield first, count
+            done = rest_of(self.build, self.neurons, count)
+
+    def read(self, values: Buffer, begin: Any, first: Any, count: int) -> None:
+        """Copy values of ``count`` neurons, those of each from ``begin`` on."""
+        self._copy(values, begin, first, count, True)
+
+    def write(self, values: Buffer, first: Any, count: int) -> None:
+        """Copy all of the tile back."""
+        self._copy(values, word(0), first, count, False)
+
+    def _copy(
+        self, values: Buffer, begin: Any, first: Any, count: int, is_read: bool
+    ) -> None:
+        build, width, neurons = self.build, self.width, self.neurons
+        length, done = values.size(build, 0), word(0)
+
+        def places(m: Any, n: Any) -> tuple[Any, Any]:
+            """Number m of neuron n, there and in the tile."""
+            there = build.add(build.mul(m, neurons), build.add(first, n))
+            return there, build.add(build.mul(n, width), build.add(begin, m))
+
+        if count == TILE:
+            with (
+                loop(build, word(0), length, SIDE) as m,
+                loop(build, word(0), word(TILE), SIDE) as n,
+            ):
+                there, here = places(m, n)
+                sides = (values, there, neurons), (self.memory, here, width)
+                one, other = sides if is_read else sides[::-1]
+                turn_square(build, *one, *other)
+            done = rest_of(build, length, SIDE)
+        with (
+            loop(build, done, length, 1) as m,
+            loop(build, word(0), word(count), 1) as n,
+        ):
+            there, here = places(m, n)
+            if is_read:
+                self.memory.store(build, values.load(build, there, 1), here, 1)
+            else:
+                values.store(build, self.memory.load(build, here, 1), there, 1)

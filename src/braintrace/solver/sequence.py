@@ -222,12 +222,13 @@ class BlockSolver:
         self, block: Block, results: Values, local: list[Values]
     ) -> Values:
         """The gradients of results that the visits of traces also sum over steps. There
-        are some only in a block of one step without a mask."""
+        are some only in a block without a mask."""
         found = Values()
-        if block.mask is None and length_of(block.values) == 1:
+        if block.mask is None:
+            summed = self.traces.summed_in_visits(length_of(block.values))
             for y in results:
                 terms = [bars[y] for bars in local if y in bars]
-                if terms and y in self.traces.summed_in_visits:
+                if terms and y in summed:
                     found[y] = sum(terms, results[y])
         return found
 

@@ -201,10 +201,10 @@ class Traces:
         sites = (self.sites[n].site for n in self.factorised)
         return frozenset((site.group, site.result) for site in sites)
 
-    @cached_property
-    def summed_in_visits(self) -> frozenset[Key]:
+    def summed_in_visits(self, length: int) -> frozenset[Key]:
         """Results whose one-step gradients can be summed by the visit of their trace,
-        after a block of one step. Their tap has one weight, one result and one site."""
+        after a block of so many steps. Their tap has one weight, one result and one
+        site."""
         found = set()
         for site, tap, layout in self.sites:
             alone = all(
@@ -212,7 +212,7 @@ class Traces:
             )
             if not alone or tap.cut_gradients or not isinstance(layout, SummingLayout):
                 continue
-            if layout.sums_one_step(self._stored_type(site)):
+            if layout.sums_steps(self._stored_type(site), length):
                 found.add(site.result)
         return frozenset(found)
 

@@ -1,0 +1,191 @@
+"""What synapses read of the neurons they come from, for CPUs.
+
+Letters: t steps, k samples, n neurons. x (t and k, n) that holds only zeros and ones is
+written as bits, words of 32 samples (n, t, words), which fit into the caches: synapses
+read neurons in any order. Any other x is written as numbers (n, t and k), so that what a
+synapse reads lies in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from llvmlite import ir
+
+from .dense_kernels import FLAGS, repeated
+from .native import Buffer, loop, rest_of, running_all, several, word
+from .transpose_kernel import Transpose
+
+SMALL = ir.IntType(32)
+BITS = 32
+"""Samples of a word."""
+TOGETHER = 32
+"""Neurons that are taken together."""
+MOST_ASKED = 32
+"""Numbers of a neuron that are asked for in advance: the processor sees by itself that
+the others follow."""
+
+
+def memory_for(x: jax.Array, steps: int) -> list[jax.ShapeDtypeStruct]:
+    """Memory for the bits and for the numbers of x (t and k, n)."""
+    length, neurons = x.shape
+    words = -(-(length // steps) // BITS)
+    return [
+        jax.ShapeDtypeStruct((neurons, steps, words), jnp.int32),
+        jax.ShapeDtypeStruct((neurons, length), x.dtype),
+    ]
+
+
+def readers(
+    build: ir.IRBuilder, number: Any, x: Buffer, words: Buffer, numbers: Buffer
+) -> Iterator[SpikeBits | Numbers]:
+    """Instructions inside run either with x as bits or with x as numbers, in the memory
+    that :func:`memory_for` describes."""
+    steps = words.size(build, 1)
+    samples = build.udiv(x.size(build, 0), steps)
+    bits = SpikeBits(build, number, x, words, steps, samples)
+    with build.if_else(bits.write()) as (are_spikes, are_numbers):
+        with are_spikes:
+            yield bits
+        with are_numbers:
+            Transpose(build, x, numbers).emit(is_tall=False)
+            yield Numbers(build, numbers, samples)
+
+
+class SpikeBits:
+    """x as bits: instructions that write the words and read samples from them.
+
+    ``words``: memory for 32-bit words (n, t and words of a step).
+    """
+
+    def __init__(
+        self,
+        build: ir.IRBuilder,
+        number: Any,
+        x: Buffer,
+        words: Buffer,
+        steps: Any,
+        samples: Any,
+    ):
+        self.build, self.number, self.x = build, number, x
+        self.words = words.holding(SMALL)
+        self.steps, self.samples = steps, samples
+        self.neurons = x.size(build, 1)
+        last = build.add(samples, word(BITS - 1))
+        self.of_step = build.udiv(last, word(BITS))
+        self.of_neuron = build.mul(steps, self.of_step)
+
+    def write(self) -> Any:
+        """All words; gives whether x holds only zeros and ones. Where it does not, some
+        words are not written."""
+        build = self.build
+        wrong = build.alloca(SMALL)
+        build.store(ir.Constant(SMALL, 0), wrong)
+        is_good = lambda: build.icmp_signed(
+            '==', build.load(wrong), ir.Constant(SMALL, 0)
+        )
+        done = word(0)
+        for count in (TOGETHER, 1):
+            with (
+                loop(build, done, self.neurons, count) as n,
+                build.if_then(is_good()),
+                loop(build, word(0), self.steps, 1) as t,
+                loop(build, word(0), self.of_step, 1) as w,
+            ):
+                self._write_words(n, t, w, count, wrong)
+            done = rest_of(build, self.neurons, count)
+        return is_good()
+
+    def _write_words(self, n: Any, t: Any, w: Any, count: int, wrong: Any) -> None:
+        """The same word of ``count`` neurons."""
+        build = self.build
+        kind = several(SMALL, count)
+        zero = ir.Constant(several(self.number, count), None)
+        one = repeated(build, ir.Constant(self.number, 1), self.number, count)
+        none = ir.Constant(kind, None)
+        first = build.mul(w, word(BITS))
+        left = build.sub(self.samples, first)
+        is_whole = build.icmp_signed('>', left, word(BITS))
+        size = build.select(is_whole, word(BITS), left)
+        start = build.add(build.mul(t, self.samples), first)
+        names = {'bits': none, 'wrong': none}
+        with running_all(build, word(0), size, 1, names) as (k, found):
+            at = build.add(build.mul(build.add(start, k), self.neurons), n)
+            value = self.x.load(build, at, count)
+            fires = build.fcmp_unordered('!=', value, zero)  # as does NaN
+            is_other = build.and_(fires, build.fcmp_unordered('!=', value, one))
+            bit = build.shl(ir.Constant(SMALL, 1), build.trunc(k, SMALL))
+            bit = repeated(build, bit, SMALL, count)
+            for name, where in (('bits', fires), ('wrong', is_other)):
+                more = build.select(where, bit, none)
+                found[name].value = build.or_(found[name].value, more)
+        to = build.add(build.mul(t, self.of_step), w)
+        for m in range(count):
+            neuron = build.add(n, word(m))
+            at = build.add(build.mul(neuron, self.of_neuron), to)
+            self.words.store(build, self._one(found['bits'].value, m), at, 1)
+        every = build.bitcast(found['wrong'].value, ir.IntType(BITS * count))
+        is_any = build.icmp_unsigned('!=', every, ir.Constant(every.type, 0))
+        with build.if_then(is_any):
+            build.store(ir.Constant(SMALL, 1), wrong)
+
+    def _one(self, value: Any, m: int) -> Any:
+        if value.type == SMALL:
+            return value
+        return self.build.extract_element(value, ir.Constant(SMALL, m))
+
+    def place(self, neuron: Any) -> Any:
+        """Where the words of a neuron begin."""
+        return self.build.mul(neuron, self.of_neuron)
+
+    def prefetch(self, place: Any) -> None:
+        """Ask for the words of the neuron of a place."""
+        self.words.prefetch(self.build, place, 1)
+
+    def at(self, place: Any, t: Any, k: Any, size: int) -> Any:
+        """Whether the neuron of a place fired in each of ``size`` samples from k on,
+        all of which are in one word."""
+        build = self.build
+        at = build.add(build.mul(t, self.of_step), build.udiv(k, word(BITS)))
+        found = self.words.load(build, build.add(place, at), 1)
+        if size < BITS:
+            past = build.trunc(build.urem(k, word(BITS)), SMALL)
+            found = build.trunc(build.lshr(found, past), ir.IntType(size))
+        return (
+            found if size == 1 else build.bitcast(found, several(ir.IntType(1), size))
+        )
+
+    def plus(self, total: Any, a: Any, fired: Any) -> Any:
+        """total + a x: where the neuron did not fire, a is not read."""
+        more = self.build.fadd(total, a, flags=FLAGS)
+        return self.build.select(fired, more, total)
+
+
+class Numbers:
+    """x as numbers (n, t and k)."""
+
+    def __init__(self, build: ir.IRBuilder, values: Buffer, samples: Any):
+        self.build, self.values, self.samples = build, values, samples
+        self.length = values.size(build, 1)
+
+    def place(self, neuron: Any) -> Any:
+        """Where the numbers of a neuron begin."""
+        return self.build.mul(neuron, self.length)
+
+    def prefetch(self, place: Any) -> None:
+        """Ask for the first numbers of the neuron of a place."""
+        self.values.prefetch(self.build, place, MOST_ASKED)
+
+    def at(self, place: Any, t: Any, k: Any, size: int) -> Any:
+        """``size`` samples from k on of the neuron of a place."""
+        build = self.build
+        at = build.add(place, build.add(build.mul(t, self.samples), k))
+        return self.values.load(build, at, size)
+
+    def plus(self, total: Any, a: Any, x: Any) -> Any:
+        """total + a x."""
+        term = self.build.fmul(a, x, flags=FLAGS)
+        return self.build.fadd(total, term, flags=FLAGS)
