@@ -53,6 +53,13 @@ jax.tree_util.register_pytree_node(
 )
 
 
+class Shares(NamedTuple):
+    """A gradient as one term (n, *w) for each of n devices that samples are split over.
+    The terms are summed once, after all blocks."""
+
+    terms: jax.Array
+
+
 class TraceLayout(Protocol):
     """How the trace ε = ∂h/∂w of one site is stored between blocks, one array a
     component."""
@@ -144,6 +151,12 @@ class WeightUse(Protocol):
         """Whether y is a sum with w."""
         ...
 
+    @property
+    def sample_axes(self) -> tuple[int | None, ...] | None:
+        """The axis of samples of every operand, None for those without, and of y; None
+        if there is no such axis, or w has it."""
+        ...
+
     def operand_shape(self, operand: int) -> tuple[int, ...]:
         """Shape of one operand."""
         ...
@@ -161,6 +174,16 @@ class WeightUse(Protocol):
     ) -> jax.Array:
         """Σ_t of y_bars[t] · ∂y_t/∂w in the shape of w; ``box``: the part that
         ``y_bars`` holds."""
+        ...
+
+    def gradient_by_share(
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
+    ) -> jax.Array | Shares:
+        """The same before the sum over devices, where samples are split over some."""
         ...
 
     def gradient_of_factors(
@@ -205,8 +228,9 @@ class Tap:
 
     ``operands(constants, values)`` gives the operands that stay the same and those
     stacked over t. ``gradients(fixed, steps, y_bars, boxes)`` gives the gradient of
-    each weight, summed over t; ``cut_gradients[g]`` does so for paths into group g
-    where these differ. ``parameters``, ``by_weight``, ``operation``, ``source``,
+    each weight, summed over t, as an array or as :class:`Shares`; ``cut_gradients[g]``
+    does so for paths into group g where these differ. ``by_sample``: the first axis of
+    every operand of a step and of y counts the same samples. ``parameters``, ``by_weight``, ``operation``, ``source``,
     ``marked``: names for reports and for choosing what is traced. ``multiplies``: y is
     a product of its operands, so data of zero give a gradient of zero.
     """
@@ -225,6 +249,7 @@ class Tap:
     source: str = ''
     marked: bool = False
     multiplies: bool = False
+    by_sample: bool = False
 
 
 @dataclass(frozen=True)

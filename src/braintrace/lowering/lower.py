@@ -149,7 +149,21 @@ def _tap(stages: Stages, i: int, tap: TapEquation) -> Tap:
         source=source_line(tap.equation),
         marked=any(MARK in scope(e) for e in (tap.equation, *made)),
         multiplies=operation is not None and operation.multiplies,
+        by_sample=_is_by_sample(stages, tap),
     )
+
+
+def _is_by_sample(stages: Stages, tap: TapEquation) -> bool:
+    """Whether samples come first in the result and in all operands of a step."""
+    if len(tap.weights) > 1 or len(tap.results) > 1:
+        return False
+    equation, (result,) = tap.equation, tap.results
+    number = equation.outvars.index(result)
+    use = use_of(equation, *tap.weights, number, stages.dependence.constant)
+    axes = use.sample_axes
+    varies = lambda v: is_var(v) and v not in stages.fixed
+    operands = [k for k, v in enumerate(equation.invars) if varies(v)]
+    return axes is not None and all(axes[k] == 0 for k in (*operands, -1))
 
 
 def _sites(stages: Stages, i: int, tap: TapEquation) -> list[CompiledSite]:
@@ -233,7 +247,8 @@ def _gradients(
         use = use_of(equation, k, result, stages.dependence.constant)
         box = boxes.get(y)
         y_bar = y_bars[y] if box is None else y_bars[y][:, *box]
-        return Values({equation.invars[k]: use.gradient(fixed, steps, y_bar, box)})
+        gradient = use.gradient_by_share(fixed, steps, y_bar, box)
+        return Values({equation.invars[k]: gradient})
 
     def block(moving: Operands) -> list[Any]:
         def one(step: Operands) -> list[Any]:

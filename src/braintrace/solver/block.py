@@ -30,6 +30,7 @@ from ..compiled_step import (
     Values,
 )
 from .masking import Block, Mask, zero_at
+from .solved import plus
 
 
 def forward(
@@ -220,7 +221,7 @@ def weight_gradients(
             elif mine:
                 cut.append((tap.cut_gradients[g], mine))
         if block.mask is None and not _reaches_states(tap, local):
-            data = _without_silent_steps(data, y_bars)
+            data = _without_silence(data, y_bars, tap.by_sample)
         for gradients, bars in [(tap.gradients, y_bars), *cut]:
             total = _plus(total, gradients(fixed, data, bars, boxes))
     return total
@@ -230,17 +231,22 @@ def _reaches_states(tap: Tap, local: Sequence[Values]) -> bool:
     return any(y in bars for bars in local for y in tap.results)
 
 
-def _without_silent_steps(data: Operands, y_bars: Mapping[Key, jax.Array]) -> Operands:
-    """Operands with ones at steps that no gradient reaches: 0 · NaN would be NaN."""
-    rows = lambda x: x.reshape(len(x), -1)
-    silent = jnp.stack([jnp.all(rows(y) == 0, axis=1) for y in y_bars.values()]).all(
-        axis=0
-    )
+def _without_silence(
+    data: Operands, y_bars: Mapping[Key, jax.Array], by_sample: bool
+) -> Operands:
+    """Operands with ones at steps that no gradient reaches: 0 · NaN would be NaN.
+
+    ``by_sample``: at samples of a step, so that no device needs to know of others.
+    """
+    leading = 1 + by_sample
+    is_zero = lambda y: jnp.all(y == 0, axis=tuple(range(leading, y.ndim)))
+    silent = jnp.stack([is_zero(y) for y in y_bars.values()]).all(axis=0)
 
     def spare(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        return jnp.where(silent.reshape(-1, *(1,) * (x.ndim - 1)), jnp.ones_like(x), x)
+        here = silent.reshape(*silent.shape, *(1,) * (x.ndim - leading))
+        return jnp.where(here, jnp.ones_like(x), x)
 
     return {k: spare(x) for k, x in data.items()}
 
@@ -248,8 +254,8 @@ def _without_silent_steps(data: Operands, y_bars: Mapping[Key, jax.Array]) -> Op
 def _plus(total: Values, more: Values) -> Values:
     found = Values(total)
     for key, grad in more.items():
-        grad = grad.astype(sum_type(grad.dtype))
-        found[key] = found[key] + grad if key in found else grad
+        grad = jax.tree.map(lambda x: x.astype(sum_type(x.dtype)), grad)
+        found[key] = plus(found[key], grad) if key in found else grad
     return found
 
 

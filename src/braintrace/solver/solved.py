@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..arrays import sum_type
-from ..compiled_step import CompiledStep, Key, Values
-from .traces import Trace
+from ..compiled_step import CompiledStep, Key, Shares, Values
+from ..split import current_split
+
+if TYPE_CHECKING:
+    from .traces import Trace
 
 
 class Solved(NamedTuple):
@@ -51,9 +54,17 @@ class WeightSums:
         return constants.pick(self.step.weights)
 
     def zero(self) -> Values:
-        """No gradient yet."""
-        shapes = self.shapes.items()
-        return Values((key, jnp.zeros(x.shape, sum_type(x.dtype))) for key, x in shapes)
+        """No gradient yet. Where samples are split over devices, each has a sum of its
+        own."""
+        split = current_split()
+
+        def none(x: Any) -> jax.Array | Shares:
+            dtype = sum_type(x.dtype)
+            if split is None or split.shares == 1:
+                return jnp.zeros(x.shape, dtype)
+            return Shares(split.by_share(jnp.zeros((split.shares, *x.shape), dtype)))
+
+        return Values((key, none(x)) for key, x in self.shapes.items())
 
     def of_constants(self, cotangents: Sequence[jax.Array]) -> Values:
         """Gradients of targets that no data reaches, from cotangents (t, ...)."""
@@ -68,6 +79,7 @@ class WeightSums:
         self, parameters: Values, states: Values, total: Values
     ) -> Values:
         """Gradients of parameters from those of the weights that they determine."""
+        total = Values((key, _over_devices(x)) for key, x in total.items())
         pieces = self.step.pieces
         whole = [key for key in self.step.weights if key not in pieces]
         weights = lambda p: self.step.constants(p, states).pick(whole)
@@ -87,5 +99,23 @@ def add(total: Values, more: Mapping[Key, Any]) -> Values:
     """The sum of gradients; those that only ``more`` has are of no parameter that is
     asked for, and are left out."""
     return Values(
-        (key, x + more[key] if key in more else x) for key, x in total.items()
+        (key, plus(x, more[key]) if key in more else x) for key, x in total.items()
     )
+
+
+def plus(x: jax.Array | Shares, y: jax.Array | Shares) -> jax.Array | Shares:
+    """The sum of two gradients. One that is summed over devices already is added to the
+    term of the first."""
+    if isinstance(x, Shares) and isinstance(y, Shares):
+        return Shares(x.terms + y.terms)
+    if isinstance(y, Shares):
+        x, y = y, x
+    if not isinstance(x, Shares):
+        return x + y
+    is_first = jnp.arange(len(x.terms)) == 0
+    is_first = is_first.reshape(-1, *(1,) * (x.terms.ndim - 1))
+    return Shares(jnp.where(is_first, x.terms + y, x.terms))
+
+
+def _over_devices(x: jax.Array | Shares) -> jax.Array:
+    return jnp.sum(x.terms, axis=0) if isinstance(x, Shares) else x
