@@ -60,6 +60,17 @@ class Shares(NamedTuple):
     terms: jax.Array
 
 
+class LossTerms(NamedTuple):
+    """A loss as a function of a sum over samples.
+
+    ``of_step(constants, values)`` gives one term (b,) for each sample,
+    ``total(constants, terms)`` the loss.
+    """
+
+    of_step: Callable[[Values, Values], jax.Array]
+    total: Callable[[Values, jax.Array], jax.Array]
+
+
 class TraceLayout(Protocol):
     """How the trace ε = ∂h/∂w of one site is stored between blocks, one array a
     component."""
@@ -399,6 +410,8 @@ class CompiledStep:
     """Finds :attr:`readouts`, which few rules need."""
     find_links: Callable[[], tuple[Link, ...]] = tuple
     """Finds :attr:`links`."""
+    find_loss_terms: Callable[[], LossTerms | None] = lambda: None
+    """Finds :attr:`loss_terms`."""
     modulator: Callable[[Values, Values], jax.Array] | None = None
     """(constants, values): the modulator that the step itself computes, if it does."""
     shared_slopes: Callable[[Values, Values], list[Values]] | None = None
@@ -415,6 +428,11 @@ class CompiledStep:
     def links(self) -> tuple[Link, ...]:
         """Products that lead from groups to linear read-outs."""
         return self.find_links()
+
+    @cached_property
+    def loss_terms(self) -> LossTerms | None:
+        """The loss by sample, if it is a sum over samples or a function of one."""
+        return self.find_loss_terms()
 
     @property
     def written(self) -> tuple[Key, ...]:

@@ -32,6 +32,7 @@ from . import local_step, run
 from .effects import effect_box, effects_beyond
 from .links import ReadoutLinks
 from .local_step import LocalProgram
+from .loss_terms import loss_terms
 from .stages import Stages
 from .taps import TapEquation
 from .views import signals
@@ -67,6 +68,7 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
         advance=partial(run.advance, stages),
         complete=partial(run.complete, stages),
         outputs=partial(run.outputs, stages),
+        find_loss_terms=lambda: loss_terms(stages) if is_loss else None,
         signals=partial(signals, stages),
         transition=partial(local_step.transition, stages),
         pull=partial(local_step.pull, stages),

@@ -25,10 +25,12 @@ from ..compiled_step import (
     Components,
     Jacobian,
     Key,
+    LossTerms,
     Operands,
     Tap,
     Values,
 )
+from ..split import current_split
 from .masking import Block, Mask, zero_at
 from .solved import plus
 
@@ -72,7 +74,8 @@ def completed(
 class Derivatives(NamedTuple):
     """Signals L, direct reads R and transitions D by group, all with t first.
 
-    ``results`` holds the one-step gradients of tap results.
+    ``results`` holds the one-step gradients of tap results. ``losses``: the loss of
+    each step (t,), or its terms (t, b), see :func:`losses_of_steps`.
     """
 
     targets: list[jax.Array]
@@ -81,6 +84,7 @@ class Derivatives(NamedTuple):
     signals: list[Components]
     reads: list[Components]
     transitions: list[Jacobian]
+    losses: jax.Array | None = None
 
 
 def derivatives(
@@ -106,7 +110,28 @@ def derivatives(
 
     targets, aux, *found = jax.vmap(one)(block.values, block.safe, list(cotangents))
     matrices = transitions(step, constants, block.safe)
-    return Derivatives(targets, aux, *found, transitions=matrices)
+    losses = targets[0] if targets else None
+    if terms := _split_loss(step):
+        of_step = lambda values: terms.of_step(constants, values)
+        losses = jax.vmap(of_step)(block.values)
+    return Derivatives(targets, aux, *found, transitions=matrices, losses=losses)
+
+
+def _split_loss(step: CompiledStep) -> LossTerms | None:
+    """The loss by sample, if samples are split over devices."""
+    split = current_split()
+    return step.loss_terms if split is not None and split.shares > 1 else None
+
+
+def losses_of_steps(
+    step: CompiledStep, constants: Values, losses: jax.Array
+) -> jax.Array:
+    """The losses of all steps of a sequence. Where samples are split over devices,
+    blocks leave the terms of single samples, which are summed here at once."""
+    terms = _split_loss(step)
+    if terms is None:
+        return losses
+    return jax.vmap(lambda mine: terms.total(constants, mine))(losses)
 
 
 def transitions(step: CompiledStep, constants: Values, steps: Values) -> list[Jacobian]:

@@ -23,6 +23,7 @@ from .block import (
     derivatives,
     forward,
     length_of,
+    losses_of_steps,
     over_blocks,
     weight_gradients,
     with_new_states,
@@ -196,7 +197,7 @@ class BlockSolver:
             if drives:
                 # P continues in the same way: the traces wait for the end of the span.
                 driven, products = drive(traces_of, constants, now, view, products)
-            return (first, products, total, dead), (found.targets[0], found.aux, driven)
+            return (first, products, total, dead), (found.losses, found.aux, driven)
 
         units = unit_products(traces_of) if drives else []
         start = (traces_of.zero_credit(), units, total, jnp.asarray(True))
@@ -204,6 +205,7 @@ class BlockSolver:
         (credit, products, total, dead), (losses, aux, driven) = over_blocks(
             back, start, given, block, reverse=True
         )
+        losses = losses_of_steps(step, constants, losses)
         return _Span(losses, aux, driven, last, credit, products, total, dead)
 
     def one_pass(
@@ -230,7 +232,7 @@ class BlockSolver:
             carry, found = self.one_block.solve(
                 constants, states, traces, total, inputs, [weights], rule_state, masked
             )
-            return carry, (found.targets[0], found.aux)
+            return carry, (found.losses, found.aux)
 
         def by_span(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
             states, traces, total = carry
@@ -252,6 +254,8 @@ class BlockSolver:
         length = self.span_length(length_of(inputs), block)
         body = by_block if length == block else by_span
         carry, (losses, aux) = over_blocks(body, start, (inputs, weights), length)
+        if length == block:
+            losses = losses_of_steps(self.step, constants, losses)
         last, traces, total = carry
         gradients = self.sums.of_parameters(parameters, states, total)
         return Solved(gradients, losses, aux, states | last, traces)
