@@ -159,9 +159,9 @@ def _is_by_sample(stages: Stages, tap: TapEquation) -> bool:
     """Whether samples come first in the result and in all operands of a step."""
     if len(tap.weights) > 1 or len(tap.results) > 1:
         return False
-    equation, (result,) = tap.equation, tap.results
+    equation, (weight,), (result,) = tap.equation, tap.weights, tap.results
     number = equation.outvars.index(result)
-    use = use_of(equation, *tap.weights, number, stages.dependence.constant)
+    use = use_of(equation, weight, number, stages.dependence.constant)
     axes = use.sample_axes
     varies = lambda v: is_var(v) and v not in stages.fixed
     operands = [k for k, v in enumerate(equation.invars) if varies(v)]

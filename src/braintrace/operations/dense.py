@@ -96,8 +96,7 @@ class DenseUse(BaseUse):
         y_bars: jax.Array,
         box: Box | None,
     ) -> jax.Array | Shares:
-        samples = self.sample_letter
-        size = y_bars.shape[1] if samples else 0
+        size = y_bars.shape[1] if self.sample_letter else 0
         if self.input not in steps or self.axes.shared or not split.of_samples(size):
             return self.gradient(fixed, steps, y_bars, box)
         return Shares(self._gradient(steps, y_bars, box, by_share=True))
@@ -108,7 +107,7 @@ class DenseUse(BaseUse):
         """The product; ``by_share``: (n, *w), without the sum over devices."""
         x, weight, y, _, shared = self.axes
         boxes = {} if box is None else dict(zip(y, box, strict=True))
-        xs = steps[self.input][:, *(boxes.get(c, slice(None)) for c in x)]
+        xs = steps[1 - self.operand][:, *(boxes.get(c, slice(None)) for c in x)]
         xs, y_bars = factors_for(self.weight.dtype, xs, y_bars)
         dtype = sum_type(jnp.result_type(xs, y_bars))
         split = current_split()

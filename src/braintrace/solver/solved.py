@@ -106,15 +106,15 @@ def add(total: Values, more: Mapping[Key, Any]) -> Values:
 def plus(x: jax.Array | Shares, y: jax.Array | Shares) -> jax.Array | Shares:
     """The sum of two gradients. One that is summed over devices already is added to the
     term of the first."""
-    if isinstance(x, Shares) and isinstance(y, Shares):
-        return Shares(x.terms + y.terms)
-    if isinstance(y, Shares):
-        x, y = y, x
-    if not isinstance(x, Shares):
-        return x + y
-    is_first = jnp.arange(len(x.terms)) == 0
-    is_first = is_first.reshape(-1, *(1,) * (x.terms.ndim - 1))
-    return Shares(jnp.where(is_first, x.terms + y, x.terms))
+    if isinstance(x, Shares):
+        more = y.terms if isinstance(y, Shares) else _of_first_device(y, len(x.terms))
+        return Shares(x.terms + more)
+    return plus(y, x) if isinstance(y, Shares) else x + y
+
+
+def _of_first_device(x: jax.Array, count: int) -> jax.Array:
+    is_first = jnp.arange(count).reshape(-1, *(1,) * x.ndim) == 0
+    return jnp.where(is_first, x, jnp.zeros_like(x))
 
 
 def _over_devices(x: jax.Array | Shares) -> jax.Array:
