@@ -235,20 +235,23 @@ def exchanges(text):
 
 
 @has_devices
+@pytest.mark.parametrize(('rule', 'fresh'), [('d_rtrl', True), ('pp_prop', False)])
 @pytest.mark.parametrize('name', MODELS)
-def test_gradients_are_summed_once(name):
+def test_gradients_are_summed_once(name, rule, fresh):
     """If samples are split, one sum after all blocks has the gradients and the losses,
     and no loop over blocks or steps has anything to exchange."""
-    learner = made(name, mesh=mesh_of('data'), shard={'batch': 'data'}, block=2)
-    step = lambda x: jnp.mean((learner(x) - 0.5) ** 2)
-    found = learner.etrace_grad(inputs(), step_fn=step, fresh=True)
-    alone = made(name, block=2)
-    step = lambda x: jnp.mean((alone(x) - 0.5) ** 2)
-    assert_same(found, alone.etrace_grad(inputs(), step_fn=step, fresh=True))
-    every, repeated = exchanges(programs(learner, fresh=True))
+    found = []
+    for placed in ({}, {'mesh': mesh_of('data'), 'shard': {'batch': 'data'}}):
+        learner = made(name, rule, block=2, **placed)
+        step = lambda x, learner=learner: jnp.mean((learner(x) - 0.5) ** 2)
+        given = {'step_fn': step, 'fresh': fresh, 'return_value': True}
+        found.append([learner.etrace_grad(inputs(), **given) for _ in range(2)])
+    assert_same(found[1], found[0])
+    every, repeated = exchanges(programs(learner, fresh))
     assert sum('all-reduce' in line for line in every) == 1
-    # JAX joins the steps and samples of a convolution in one axis and gathers inputs.
-    if name == 'convolution':
+    # JAX joins the steps and samples of a convolution in one axis and gathers inputs;
+    # factors of an LSTM pick values of positions from an array of all samples.
+    if (name, fresh) in (('convolution', True), ('convolution', False), ('lstm', False)):
         repeated = [line for line in repeated if 'all-gather' not in line]
     assert repeated == []
 

@@ -209,6 +209,10 @@ class WeightUse(Protocol):
         it."""
         ...
 
+    def spread_by_share(self, y_bar: jax.Array) -> jax.Array | Shares:
+        """The same before the sum over devices, where samples are split over some."""
+        ...
+
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         """The storage of its trace; ``positions``: the position that each element of y
         reaches."""

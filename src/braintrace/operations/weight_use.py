@@ -191,9 +191,20 @@ class BaseUse(ABC):
 
     def spread(self, y_bar: jax.Array) -> jax.Array:
         """Sum, for each element of w, over the elements of y that share it."""
-        broadcast = lambda w: jnp.broadcast_to(w, self.result.shape)
+        broadcast = lambda w: jnp.broadcast_to(w, y_bar.shape)
         _, pull = jax.vjp(broadcast, jnp.zeros(self.weight.shape, y_bar.dtype))
         return pull(y_bar)[0]
+
+    def spread_by_share(self, y_bar: jax.Array) -> jax.Array | Shares:
+        """The same before the sum over devices, where samples are split over some."""
+        split = current_split()
+        if split is None or split.shares == 1 or self.sample_axes is None:
+            return self.spread(y_bar)
+        if not split.of_samples(len(y_bar)):
+            return self.spread(y_bar)
+        count = split.shares
+        bars = y_bar.reshape(count, len(y_bar) // count, *y_bar.shape[1:])
+        return Shares(split.by_share(jax.vmap(self.spread)(bars)))
 
     @abstractmethod
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
@@ -307,6 +318,10 @@ class SharedUse:
     def spread(self, y_bar: jax.Array) -> jax.Array:
         """Sum, for each element of w, over the elements of y' that share it."""
         return self.use.spread(self._summed(y_bar))
+
+    def spread_by_share(self, y_bar: jax.Array) -> jax.Array | Shares:
+        """The same before the sum over devices, where samples are split over some."""
+        return self.use.spread_by_share(self._summed(y_bar))
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         """The storage of its trace."""
@@ -493,21 +508,14 @@ class ElementwiseUse(BaseUse):
         box: Box | None,
     ) -> jax.Array | Shares:
         """ȳ · ∂y/∂w summed over steps, then over the samples of each share."""
-        count, size = split.shares, self.result.shape[:1]
-        is_split = self.sample_axes is not None and split.of_samples(*size)
-        if not is_split or is_complex(jnp.result_type(self.weight, self.result)):
+        is_real = not is_complex(jnp.result_type(self.weight, self.result))
+        if self.sample_axes is None or not is_real:
             return self.gradient(fixed, steps, y_bars, box)
         steps = {k: self._as_operand(k, x) for k, x in steps.items()}
         dtype = sum_type(self.weight.dtype)
         slopes = self.slopes(fixed, steps, len(y_bars)).astype(dtype)
         bars = jnp.sum(padded(y_bars, box, self.result.shape) * slopes, axis=0)
-        bars = bars.reshape(count, len(bars) // count, *bars.shape[1:])
-
-        def own(bar: jax.Array) -> jax.Array:
-            broadcast = lambda w: jnp.broadcast_to(w, bar.shape)
-            return jax.vjp(broadcast, jnp.zeros(self.weight.shape, dtype))[1](bar)[0]
-
-        return Shares(split.by_share(jax.vmap(own)(bars.astype(dtype))))
+        return self.spread_by_share(bars.astype(dtype))
 
     @property
     def factorises(self) -> bool:

@@ -101,9 +101,8 @@ class BlockSolver:
 
         A block that visits its traces reads and writes the gradients and all of the
         traces, so it may keep a quarter of what the former and half of what the latter
-        take. Each device has a cache of its own, and sums gradients with the others
-        after each block. A length that divides the steps needs no second program for
-        the rest.
+        take. Each device has a cache of its own. A length that divides the steps needs
+        no second program for the rest.
         """
         least, room = 8, 2**20
         if carried and not self._has_spans:
