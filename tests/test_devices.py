@@ -251,7 +251,11 @@ def test_gradients_are_summed_once(name, rule, fresh):
     assert sum('all-reduce' in line for line in every) == 1
     # JAX joins the steps and samples of a convolution in one axis and gathers inputs;
     # factors of an LSTM pick values of positions from an array of all samples.
-    if (name, fresh) in (('convolution', True), ('convolution', False), ('lstm', False)):
+    if (name, fresh) in (
+        ('convolution', True),
+        ('convolution', False),
+        ('lstm', False),
+    ):
         repeated = [line for line in repeated if 'all-gather' not in line]
     assert repeated == []
 

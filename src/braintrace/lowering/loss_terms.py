@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..compat import Equation, Var, is_var
 from ..compiled_step import LossTerms, Values
-from ..operations import run_equation
+from ..operations import operation_of, run_equation
 from .stages import Stages
 
 
@@ -54,8 +54,18 @@ def _last_sum(stages: Stages) -> tuple[Equation, list[Equation]] | None:
         ]
         if len(varying) != 1 or len(equation.outvars) != 1:
             return None
-        if equation.primitive.name == 'reduce_sum':
+        if _is_sum_over_axes(equation):
             return (equation, after[::-1]) if 0 in equation.params['axes'] else None
         after.append(equation)
         (v,) = varying
     return None
+
+
+def _is_sum_over_axes(equation: Equation) -> bool:
+    operation = operation_of(equation)
+    # No other reduction is linear.
+    return (
+        operation is not None
+        and operation.family == 'reduction'
+        and operation.is_linear(equation)
+    )

@@ -198,7 +198,7 @@ class BaseUse(ABC):
     def spread_by_share(self, y_bar: jax.Array) -> jax.Array | Shares:
         """The same before the sum over devices, where samples are split over some."""
         split = current_split()
-        if split is None or split.shares == 1 or self.sample_axes is None:
+        if split is None or self.sample_axes is None or split.shares == 1:
             return self.spread(y_bar)
         if not split.of_samples(len(y_bar)):
             return self.spread(y_bar)

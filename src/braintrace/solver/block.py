@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import all_zero, sum_type
+from ..arrays import all_zero, samples_are_split, sum_type
 from ..compiled_step import (
     Box,
     CompiledStep,
@@ -30,7 +30,6 @@ from ..compiled_step import (
     Tap,
     Values,
 )
-from ..split import current_split
 from .masking import Block, Mask, zero_at
 from .solved import plus
 
@@ -119,8 +118,7 @@ def derivatives(
 
 def _split_loss(step: CompiledStep) -> LossTerms | None:
     """The loss by sample, if samples are split over devices."""
-    split = current_split()
-    return step.loss_terms if split is not None and split.shares > 1 else None
+    return step.loss_terms if samples_are_split() else None
 
 
 def losses_of_steps(

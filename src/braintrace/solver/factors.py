@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import box_of, padded, picked, sum_type
+from ..arrays import box_of, padded, picked, samples_are_split, sum_type
 from ..compiled_step import (
     Box,
     CompiledSite,
@@ -29,7 +29,6 @@ from ..compiled_step import (
     Shares,
     WeightUse,
 )
-from ..split import current_split
 
 LARGE = 2**20
 """Bytes of an array of y from which on it is large."""
@@ -166,6 +165,6 @@ class FactorLayout:
             whole = padded(summed, self.box, self.use.result.shape)
             return self.use.spread_by_share(whole)
         steps = {**steps, self.use.input: xs}
-        if current_split() is not None:
+        if samples_are_split():
             return self.use.gradient_by_share(fixed, steps, y_bars, self.box)
         return self.use.gradient_of_factors(fixed, steps, y_bars, self.box)

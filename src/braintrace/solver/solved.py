@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import sum_type
+from ..arrays import sum_type, zero_gradient
 from ..compiled_step import CompiledStep, Key, Shares, Values
-from ..split import current_split
 
 if TYPE_CHECKING:
     from .traces import Trace
@@ -54,17 +53,10 @@ class WeightSums:
         return constants.pick(self.step.weights)
 
     def zero(self) -> Values:
-        """No gradient yet. Where samples are split over devices, each has a sum of its
-        own."""
-        split = current_split()
-
-        def none(x: Any) -> jax.Array | Shares:
-            dtype = sum_type(x.dtype)
-            if split is None or split.shares == 1:
-                return jnp.zeros(x.shape, dtype)
-            return Shares(split.by_share(jnp.zeros((split.shares, *x.shape), dtype)))
-
-        return Values((key, none(x)) for key, x in self.shapes.items())
+        """No gradient yet."""
+        shapes = self.shapes.items()
+        zero = lambda x: zero_gradient(x.shape, sum_type(x.dtype))
+        return Values((key, zero(x)) for key, x in shapes)
 
     def of_constants(self, cotangents: Sequence[jax.Array]) -> Values:
         """Gradients of targets that no data reaches, from cotangents (t, ...)."""
