@@ -177,14 +177,14 @@ def assert_same(found, wanted, limit=1e-6):
 # ---------------------------------------------------------------- equal to one device
 
 
-def programs(learner):
-    """The text of the compiled carried gradient."""
+def programs(learner, fresh=False):
+    """The text of the compiled gradient, with traces carried unless ``fresh``."""
     step = lambda x: jnp.mean((learner(x) - 0.5) ** 2)
     with synchronised(learner):
         xs = place_inputs(learner, (inputs(),), 1)
         binding = bind_step_fn(learner, step, xs)
-        solver, program = gradient_program_of(learner, binding, learner.rule, False)
-        traces = read_traces(learner, solver)
+        solver, program = gradient_program_of(learner, binding, learner.rule, fresh)
+        traces = [] if fresh else read_traces(learner, solver)
         given = (*binding.read(), traces, binding.inputs(xs), jnp.ones(T), 1.0)
         state = rule_value(learner)
         return program.lower(*given, state, masked=False).compile().as_text()
@@ -200,6 +200,64 @@ def gathered_sizes(text):
             sizes = [np.prod([int(n) for n in s.split(',') if n]) for s in shapes]
             found.append(int(max(sizes)))
     return found
+
+
+def exchanges(text):
+    """Operations between devices: those of the whole program, and of them those that
+    some loop repeats."""
+    lines_of, name = {}, ''
+    for line in text.splitlines():
+        head = re.match(r'(?:ENTRY )?%?([\w.-]+) .*\{$', line)
+        name = head[1] if head else name
+        lines_of.setdefault(name, []).append(line)
+    called = lambda line: re.findall(
+        r'(?:body|condition|calls|to_apply)=%?([\w.-]+)', line
+    )
+    todo = [
+        body
+        for lines in lines_of.values()
+        for line in lines
+        for body in re.findall(r' while\(.*body=%?([\w.-]+)', line)
+    ]
+    assert todo
+    repeated = set()
+    while todo:
+        name = todo.pop()
+        if name not in repeated:
+            repeated.add(name)
+            todo += [c for line in lines_of[name] for c in called(line)]
+    is_exchange = re.compile(
+        r' (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)'
+        r'(-start)?\('
+    ).search
+    of = lambda names: [x for n in names for x in lines_of[n] if is_exchange(x)]
+    return of(lines_of), of(repeated)
+
+
+@has_devices
+@pytest.mark.parametrize(('rule', 'fresh'), [('d_rtrl', True), ('pp_prop', False)])
+@pytest.mark.parametrize('name', MODELS)
+def test_gradients_are_summed_once(name, rule, fresh):
+    """If samples are split, one sum after all blocks has the gradients and the losses,
+    and no loop over blocks or steps has anything to exchange."""
+    found = []
+    for placed in ({}, {'mesh': mesh_of('data'), 'shard': {'batch': 'data'}}):
+        learner = made(name, rule, block=2, **placed)
+        step = lambda x, learner=learner: jnp.mean((learner(x) - 0.5) ** 2)
+        given = {'step_fn': step, 'fresh': fresh, 'return_value': True}
+        found.append([learner.etrace_grad(inputs(), **given) for _ in range(2)])
+    assert_same(found[1], found[0])
+    every, repeated = exchanges(programs(learner, fresh))
+    assert sum('all-reduce' in line for line in every) == 1
+    # JAX joins the steps and samples of a convolution in one axis and gathers inputs;
+    # factors of an LSTM pick values of positions from an array of all samples.
+    if (name, fresh) in (
+        ('convolution', True),
+        ('convolution', False),
+        ('lstm', False),
+    ):
+        repeated = [line for line in repeated if 'all-gather' not in line]
+    assert repeated == []
 
 
 @has_devices

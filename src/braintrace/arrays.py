@@ -14,13 +14,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .compiled_step import Box
+from .compiled_step import Box, Shares
+from .split import current_split
 
 
 def sum_type(dtype: Any) -> Any:
     """The type in which values of a type are summed: float32 for half precision."""
     dtype = jnp.dtype(dtype)
     return jnp.promote_types(dtype, jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def samples_are_split() -> bool:
+    """Whether the code that is traced now has its samples on several devices."""
+    split = current_split()
+    return split is not None and split.shares > 1
+
+
+def zero_gradient(shape: tuple[int, ...], dtype: Any) -> jax.Array | Shares:
+    """No gradient yet of a weight. Where samples are split over devices, each has a sum
+    of its own."""
+    split = current_split()
+    if split is None or split.shares == 1:
+        return jnp.zeros(shape, dtype)
+    return Shares(split.by_share(jnp.zeros((split.shares, *shape), dtype)))
 
 
 def is_complex(dtype: Any) -> bool:

@@ -53,6 +53,24 @@ jax.tree_util.register_pytree_node(
 )
 
 
+class Shares(NamedTuple):
+    """A gradient as one term (n, *w) for each of n devices that samples are split over.
+    The terms are summed once, after all blocks."""
+
+    terms: jax.Array
+
+
+class LossTerms(NamedTuple):
+    """A loss as a function of a sum over samples.
+
+    ``of_step(constants, values)`` gives one term (b,) for each sample,
+    ``total(constants, terms)`` the loss.
+    """
+
+    of_step: Callable[[Values, Values], jax.Array]
+    total: Callable[[Values, jax.Array], jax.Array]
+
+
 class TraceLayout(Protocol):
     """How the trace ε = ∂h/∂w of one site is stored between blocks, one array a
     component."""
@@ -143,6 +161,12 @@ class WeightUse(Protocol):
         """Whether y is a sum with w."""
         ...
 
+    @property
+    def sample_axes(self) -> tuple[int | None, ...] | None:
+        """The axis of samples of every operand, None for those without, and of y; None
+        if there is no such axis, or w has it."""
+        ...
+
     def operand_shape(self, operand: int) -> tuple[int, ...]:
         """Shape of one operand."""
         ...
@@ -162,6 +186,16 @@ class WeightUse(Protocol):
         ``y_bars`` holds."""
         ...
 
+    def gradient_by_share(
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
+    ) -> jax.Array | Shares:
+        """The same before the sum over devices, where samples are split over some."""
+        ...
+
     def gradient_of_factors(
         self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box
     ) -> jax.Array:
@@ -172,6 +206,10 @@ class WeightUse(Protocol):
     def spread(self, y_bar: jax.Array) -> jax.Array:
         """Sum, for each element of an element-wise w, over the elements of y that share
         it."""
+        ...
+
+    def spread_by_share(self, y_bar: jax.Array) -> jax.Array | Shares:
+        """The same before the sum over devices, where samples are split over some."""
         ...
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
@@ -204,8 +242,9 @@ class Tap:
 
     ``operands(constants, values)`` gives the operands that stay the same and those
     stacked over t. ``gradients(fixed, steps, y_bars, boxes)`` gives the gradient of
-    each weight, summed over t; ``cut_gradients[g]`` does so for paths into group g
-    where these differ. ``parameters``, ``by_weight``, ``operation``, ``source``,
+    each weight, summed over t, as an array or as :class:`Shares`; ``cut_gradients[g]``
+    does so for paths into group g where these differ. ``by_sample``: the first axis of
+    every operand of a step and of y counts the same samples. ``parameters``, ``by_weight``, ``operation``, ``source``,
     ``marked``: names for reports and for choosing what is traced. ``multiplies``: y is
     a product of its operands, so data of zero give a gradient of zero.
     """
@@ -224,6 +263,7 @@ class Tap:
     source: str = ''
     marked: bool = False
     multiplies: bool = False
+    by_sample: bool = False
 
 
 @dataclass(frozen=True)
@@ -376,6 +416,8 @@ class CompiledStep:
     """Finds :attr:`readouts`, which few rules need."""
     find_links: Callable[[], tuple[Link, ...]] = tuple
     """Finds :attr:`links`."""
+    find_loss_terms: Callable[[], LossTerms | None] = lambda: None
+    """Finds :attr:`loss_terms`."""
     modulator: Callable[[Values, Values], jax.Array] | None = None
     """(constants, values): the modulator that the step itself computes, if it does."""
     shared_slopes: Callable[[Values, Values], list[Values]] | None = None
@@ -392,6 +434,11 @@ class CompiledStep:
     def links(self) -> tuple[Link, ...]:
         """Products that lead from groups to linear read-outs."""
         return self.find_links()
+
+    @cached_property
+    def loss_terms(self) -> LossTerms | None:
+        """The loss by sample, if it is a sum over samples or a function of one."""
+        return self.find_loss_terms()
 
     @property
     def written(self) -> tuple[Key, ...]:

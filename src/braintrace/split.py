@@ -26,6 +26,19 @@ class Split:
     batch: tuple[str, ...] = ()
     neurons: tuple[str, ...] = ()
 
+    @property
+    def shares(self) -> int:
+        """Devices that samples are split over."""
+        return self._count(self.batch)
+
+    def by_share(self, terms: jax.Array) -> jax.Array:
+        """One term for each share of the samples (n, *w), each held where these samples
+        are; w may be split over neurons along its last axis."""
+        spec: list[Any] = [self.batch, *(None,) * (terms.ndim - 1)]
+        if terms.ndim > 1:
+            spec[-1] = self.of_neurons(terms.shape[-1]) or None
+        return jax.lax.with_sharding_constraint(terms, PartitionSpec(*spec))
+
     def of_samples(self, size: int) -> tuple[str, ...]:
         """Axes of the mesh for an axis of samples: none if devices do not divide it."""
         return self._dividing(self.batch, size)
@@ -35,8 +48,10 @@ class Split:
         return self._dividing(self.neurons, size)
 
     def _dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-        count = int(np.prod([self.mesh.shape[axis] for axis in axes]))
-        return axes if size and size % count == 0 else ()
+        return axes if size and size % self._count(axes) == 0 else ()
+
+    def _count(self, axes: tuple[str, ...]) -> int:
+        return int(np.prod([self.mesh.shape[axis] for axis in axes]))
 
     def on_each_device(
         self, function: Callable[..., Any], given: Any, found: Any

@@ -2,7 +2,8 @@
 
 The local step keeps positions, so states and traces split over samples and over
 neurons and never cross devices. What does: the activity that a recurrent product
-reads, errors of the read-out, and weight gradients, summed over samples.
+reads, errors of the read-out, and weight gradients. Each device sums those of its own
+samples over all blocks of a sequence; the sums of all devices are added at the end.
 
 Programs stay those of one device. Arrays that go in are split, what comes out is kept
 as it was split, and JAX's partitioner does the rest.

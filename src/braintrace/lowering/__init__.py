@@ -8,6 +8,7 @@ lower        the record that a solver sees: functions, groups, taps and their si
 run          the step forward: in parts, and as a whole
 views        the signal L and the direct read R
 local_step   the local step of a group: D, pull-backs and slopes
+loss_terms   a loss as a sum over samples
 replay       known results with the derivatives of their computation
 effects      which elements of a tap's result act on more than one group
 links        products by which states reach linear read-outs; link_paths their paths

@@ -31,6 +31,7 @@ from . import local_step, run
 from .effects import effect_box, effects_beyond
 from .links import ReadoutLinks
 from .local_step import LocalProgram
+from .loss_terms import loss_terms
 from .stages import Stages
 from .taps import TapEquation
 from .views import signals
@@ -67,6 +68,7 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
         advance_once=partial(run.advance_once, stages),
         complete=partial(run.complete, stages),
         outputs=partial(run.outputs, stages),
+        find_loss_terms=lambda: loss_terms(stages) if is_loss else None,
         signals=partial(signals, stages),
         transition=partial(local_step.transition, stages),
         pull=partial(local_step.pull, stages),
@@ -149,7 +151,21 @@ def _tap(stages: Stages, i: int, tap: TapEquation) -> Tap:
         source=source_line(tap.equation),
         marked=any(MARK in scope(e) for e in (tap.equation, *made)),
         multiplies=operation is not None and operation.multiplies,
+        by_sample=_is_by_sample(stages, tap),
     )
+
+
+def _is_by_sample(stages: Stages, tap: TapEquation) -> bool:
+    """Whether samples come first in the result and in all operands of a step."""
+    if len(tap.weights) > 1 or len(tap.results) > 1:
+        return False
+    equation, (weight,), (result,) = tap.equation, tap.weights, tap.results
+    number = equation.outvars.index(result)
+    use = use_of(equation, weight, number, stages.dependence.constant)
+    axes = use.sample_axes
+    varies = lambda v: is_var(v) and v not in stages.fixed
+    operands = [k for k, v in enumerate(equation.invars) if varies(v)]
+    return axes is not None and all(axes[k] == 0 for k in (*operands, -1))
 
 
 def _sites(stages: Stages, i: int, tap: TapEquation) -> list[CompiledSite]:
@@ -233,7 +249,8 @@ def _gradients(
         use = use_of(equation, k, result, stages.dependence.constant)
         box = boxes.get(y)
         y_bar = y_bars[y] if box is None else y_bars[y][:, *box]
-        return Values({equation.invars[k]: use.gradient(fixed, steps, y_bar, box)})
+        gradient = use.gradient_by_share(fixed, steps, y_bar, box)
+        return Values({equation.invars[k]: gradient})
 
     def block(moving: Operands) -> list[Any]:
         def one(step: Operands) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ..arrays import (
     cast,
@@ -20,7 +21,7 @@ from ..arrays import (
     sum_type,
 )
 from ..compat import Equation
-from ..compiled_step import Box, Operands, TraceLayout
+from ..compiled_step import Box, Operands, Shares, TraceLayout
 from ..split import Split, current_split, runs_on_mesh, spec_of, summed_over
 from .dense_traces import DenseTrace, SharedTrace, axes_of_mesh
 from .label_rules import AxisMap, axes, origins_along
@@ -85,9 +86,28 @@ class DenseUse(BaseUse):
         """Σ_t x_t ⊗ ȳ_t: one matrix product with all steps and samples as rows."""
         if self.input not in steps:
             return super().gradient(fixed, steps, y_bars, box)
+        return self._gradient(steps, y_bars, box, by_share=False)
+
+    def _shares(
+        self,
+        split: Split,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None,
+    ) -> jax.Array | Shares:
+        size = y_bars.shape[1] if self.sample_letter else 0
+        if self.input not in steps or self.axes.shared or not split.of_samples(size):
+            return self.gradient(fixed, steps, y_bars, box)
+        return Shares(self._gradient(steps, y_bars, box, by_share=True))
+
+    def _gradient(
+        self, steps: Operands, y_bars: jax.Array, box: Box | None, by_share: bool
+    ) -> jax.Array:
+        """The product; ``by_share``: (n, *w), without the sum over devices."""
         x, weight, y, _, shared = self.axes
         boxes = {} if box is None else dict(zip(y, box, strict=True))
-        xs = steps[self.input][:, *(boxes.get(c, slice(None)) for c in x)]
+        xs = steps[1 - self.operand][:, *(boxes.get(c, slice(None)) for c in x)]
         xs, y_bars = factors_for(self.weight.dtype, xs, y_bars)
         dtype = sum_type(jnp.result_type(xs, y_bars))
         split = current_split()
@@ -98,17 +118,24 @@ class DenseUse(BaseUse):
         elif split is None:
             gradient = self._as_one_product(xs, y_bars, dtype)
         else:
-            gradient = self._on_each_device(split, xs, y_bars, dtype)
+            gradient = self._product_on_each(split, xs, y_bars, dtype, by_share)
         gradient = cast(gradient, sum_type(self.weight.dtype))
-        if gradient.shape == self.weight.shape:
+        shape = (*gradient.shape[:by_share], *self.weight.shape)
+        if gradient.shape == shape:
             return gradient
         part = tuple(boxes.get(c, slice(None)) for c in weight)
-        return jnp.zeros(self.weight.shape, gradient.dtype).at[part].set(gradient)
+        return jnp.zeros(shape, gradient.dtype).at[..., *part].set(gradient)
 
-    def _on_each_device(
-        self, split: Split, xs: jax.Array, y_bars: jax.Array, dtype: Any
+    def _product_on_each(
+        self,
+        split: Split,
+        xs: jax.Array,
+        y_bars: jax.Array,
+        dtype: Any,
+        by_share: bool,
     ) -> jax.Array:
-        """The product of the samples of each device, and the sum of them."""
+        """The product of the samples of each device, and the sum of them; or all of
+        them, one after the other."""
         x, weight, y, _, _ = self.axes
         sizes = dict(zip(x, xs.shape[1:], strict=True))
         sizes |= dict(zip(y, y_bars.shape[1:], strict=True))
@@ -116,10 +143,22 @@ class DenseUse(BaseUse):
         samples = over.get(self.sample_letter, ())
 
         def own(xs: jax.Array, y_bars: jax.Array) -> jax.Array:
-            return summed_over(self._as_one_product(xs, y_bars, dtype), samples)
+            mine = self._as_one_product(xs, y_bars, dtype)
+            return mine[None] if by_share else summed_over(mine, samples)
 
         given = (spec_of(f't{x}', over), spec_of(f't{y}', over))
-        return split.on_each_device(own, given, spec_of(weight, over))(xs, y_bars)
+        found = spec_of(weight, over)
+        if by_share:
+            found = PartitionSpec(samples, *found)
+        return split.on_each_device(own, given, found)(xs, y_bars)
+
+    @property
+    def sample_axes(self) -> tuple[int | None, ...] | None:
+        sample = self.sample_letter
+        if not sample:
+            return None
+        x = self.axes.x.index(sample)
+        return (x, None, 0) if self.operand == 1 else (None, x, 0)
 
     @cached_property
     def sample_letter(self) -> str:

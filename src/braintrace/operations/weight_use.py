@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ..arrays import (
     cast,
@@ -34,10 +35,11 @@ from ..compiled_step import (
     Components,
     Jacobian,
     Operands,
+    Shares,
     TraceLayout,
     WeightUse,
 )
-from ..split import runs_on_mesh
+from ..split import Split, current_split, runs_on_mesh
 from .labels import NONE
 
 
@@ -105,6 +107,67 @@ class BaseUse(ABC):
         y, pull = jax.vjp(block, fixed[self.operand])
         return pull(cast(padded(y_bars, box, self.result.shape), y.dtype))[0]
 
+    def gradient_by_share(
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
+    ) -> jax.Array | Shares:
+        """The same before the sum over devices, where samples are split over some."""
+        split = current_split()
+        if split is None or split.shares == 1:
+            return self.gradient(fixed, steps, y_bars, box)
+        return self._shares(split, fixed, steps, y_bars, box)
+
+    def _shares(
+        self,
+        split: Split,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None,
+    ) -> jax.Array | Shares:
+        return self.gradient(fixed, steps, y_bars, box)
+
+    def _on_each_device(
+        self,
+        split: Split,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None,
+    ) -> jax.Array | Shares:
+        """Every device runs :meth:`gradient` on its own samples, where it works for any
+        number of them."""
+        axes = self.sample_axes
+        samples = () if axes is None else split.of_samples(self.result.shape[axes[-1]])
+        if axes is None or not samples or split.neurons:
+            return self.gradient(fixed, steps, y_bars, box)
+
+        def spec(axis: int | None, leading: int) -> PartitionSpec:
+            before = () if axis is None else (None,) * (axis + leading)
+            return PartitionSpec(*before, *(() if axis is None else (samples,)))
+
+        def own(fixed: Operands, steps: Operands, y_bars: jax.Array) -> jax.Array:
+            return self.gradient(fixed, steps, y_bars)[None]
+
+        given = (
+            {k: spec(axes[k], 0) for k in fixed},
+            {k: spec(axes[k], 1) for k in steps},
+            spec(axes[-1], 1),
+        )
+        fixed = {k: jnp.asarray(x) for k, x in fixed.items()}
+        y_bars = padded(y_bars, box, self.result.shape)
+        run = split.on_each_device(own, given, PartitionSpec(samples))
+        return Shares(run(fixed, steps, y_bars))
+
+    @property
+    def sample_axes(self) -> tuple[int | None, ...] | None:
+        """The axis of samples of every operand, None for those without, and of y; None
+        if there is no such axis, or w has it."""
+        return None
+
     def gradient_of_factors(
         self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box
     ) -> jax.Array:
@@ -128,9 +191,20 @@ class BaseUse(ABC):
 
     def spread(self, y_bar: jax.Array) -> jax.Array:
         """Sum, for each element of w, over the elements of y that share it."""
-        broadcast = lambda w: jnp.broadcast_to(w, self.result.shape)
+        broadcast = lambda w: jnp.broadcast_to(w, y_bar.shape)
         _, pull = jax.vjp(broadcast, jnp.zeros(self.weight.shape, y_bar.dtype))
         return pull(y_bar)[0]
+
+    def spread_by_share(self, y_bar: jax.Array) -> jax.Array | Shares:
+        """The same before the sum over devices, where samples are split over some."""
+        split = current_split()
+        if split is None or self.sample_axes is None or split.shares == 1:
+            return self.spread(y_bar)
+        if not split.of_samples(len(y_bar)):
+            return self.spread(y_bar)
+        count = split.shares
+        bars = y_bar.reshape(count, len(y_bar) // count, *y_bar.shape[1:])
+        return Shares(split.by_share(jax.vmap(self.spread)(bars)))
 
     @abstractmethod
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
@@ -193,6 +267,11 @@ class SharedUse:
         """Whether y is a sum with w."""
         return self.use.adds
 
+    @property
+    def sample_axes(self) -> tuple[int | None, ...] | None:
+        """Those of y, not of y'."""
+        return None
+
     def operand_shape(self, operand: int) -> tuple[int, ...]:
         """Shape of one operand."""
         return self.use.operand_shape(operand)
@@ -214,6 +293,17 @@ class SharedUse:
         whole = padded(y_bars, box, self.sources.shape)
         return self.use.gradient(fixed, steps, self._summed(whole))
 
+    def gradient_by_share(
+        self,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None = None,
+    ) -> jax.Array | Shares:
+        """The same before the sum over devices, where samples are split over some."""
+        whole = padded(y_bars, box, self.sources.shape)
+        return self.use.gradient_by_share(fixed, steps, self._summed(whole))
+
     def gradient_of_factors(
         self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box
     ) -> jax.Array:
@@ -228,6 +318,10 @@ class SharedUse:
     def spread(self, y_bar: jax.Array) -> jax.Array:
         """Sum, for each element of w, over the elements of y' that share it."""
         return self.use.spread(self._summed(y_bar))
+
+    def spread_by_share(self, y_bar: jax.Array) -> jax.Array | Shares:
+        """The same before the sum over devices, where samples are split over some."""
+        return self.use.spread_by_share(self._summed(y_bar))
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         """The storage of its trace."""
@@ -395,6 +489,33 @@ class ElementwiseUse(BaseUse):
     """A bias, gain, threshold, time constant or scalar."""
 
     is_sum: bool = False
+
+    @property
+    def sample_axes(self) -> tuple[int | None, ...] | None:
+        """The first axis, if the weight is the same along it."""
+        first = lambda shape: shape[0] if len(shape) == len(self.result.shape) else 1
+        sizes = [first(x.shape) for x in self.operands] if self.result.shape else []
+        if not sizes or sizes[self.operand] != 1 or self.result.shape[0] == 1:
+            return None
+        return *(None if size == 1 else 0 for size in sizes), 0
+
+    def _shares(
+        self,
+        split: Split,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None,
+    ) -> jax.Array | Shares:
+        """ȳ · ∂y/∂w summed over steps, then over the samples of each share."""
+        is_real = not is_complex(jnp.result_type(self.weight, self.result))
+        if self.sample_axes is None or not is_real:
+            return self.gradient(fixed, steps, y_bars, box)
+        steps = {k: self._as_operand(k, x) for k, x in steps.items()}
+        dtype = sum_type(self.weight.dtype)
+        slopes = self.slopes(fixed, steps, len(y_bars)).astype(dtype)
+        bars = jnp.sum(padded(y_bars, box, self.result.shape) * slopes, axis=0)
+        return self.spread_by_share(bars.astype(dtype))
 
     @property
     def factorises(self) -> bool:

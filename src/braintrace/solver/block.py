@@ -18,18 +18,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import all_zero, sum_type
+from ..arrays import all_zero, samples_are_split, sum_type
 from ..compiled_step import (
     Box,
     CompiledStep,
     Components,
     Jacobian,
     Key,
+    LossTerms,
     Operands,
     Tap,
     Values,
 )
 from .masking import FILL, Mask, finite, without_nan, zero_at
+from .solved import plus
 
 
 class Block(NamedTuple):
@@ -108,7 +110,8 @@ def completed(
 class Derivatives(NamedTuple):
     """Signals L, direct reads R and transitions D by group, all with t first.
 
-    ``results`` holds the one-step gradients of tap results.
+    ``results`` holds the one-step gradients of tap results. ``losses``: the loss of
+    each step (t,), or its terms (t, b), see :func:`losses_of_steps`.
     """
 
     targets: list[jax.Array]
@@ -117,6 +120,7 @@ class Derivatives(NamedTuple):
     signals: list[Components]
     reads: list[Components]
     transitions: list[Jacobian]
+    losses: jax.Array | None = None
 
 
 def derivatives(
@@ -142,7 +146,27 @@ def derivatives(
 
     targets, aux, *found = jax.vmap(one)(block.values, block.safe, list(cotangents))
     matrices = transitions(step, constants, block.safe)
-    return Derivatives(targets, aux, *found, transitions=matrices)
+    losses = targets[0] if targets else None
+    if terms := _split_loss(step):
+        of_step = lambda values: terms.of_step(constants, values)
+        losses = jax.vmap(of_step)(block.values)
+    return Derivatives(targets, aux, *found, transitions=matrices, losses=losses)
+
+
+def _split_loss(step: CompiledStep) -> LossTerms | None:
+    """The loss by sample, if samples are split over devices."""
+    return step.loss_terms if samples_are_split() else None
+
+
+def losses_of_steps(
+    step: CompiledStep, constants: Values, losses: jax.Array
+) -> jax.Array:
+    """The losses of all steps of a sequence. Where samples are split over devices,
+    blocks leave the terms of single samples, which are summed here at once."""
+    terms = _split_loss(step)
+    if terms is None:
+        return losses
+    return jax.vmap(lambda mine: terms.total(constants, mine))(losses)
 
 
 def transitions(step: CompiledStep, constants: Values, steps: Values) -> list[Jacobian]:
@@ -256,25 +280,30 @@ def weight_gradients(
                 cut.append((tap.cut_gradients[g], mine))
         reaches_states = any(y in bars for bars in local for y in tap.results)
         if block.mask is None and not reaches_states:
-            data = _without_silent_steps(data, y_bars)
+            data = _without_silence(data, y_bars, tap.by_sample)
         for gradients, bars in [(tap.gradients, y_bars), *cut]:
             for key, grad in gradients(fixed, data, bars, boxes).items():
-                grad = grad.astype(sum_type(grad.dtype))
-                total[key] = total[key] + grad if key in total else grad
+                grad = jax.tree.map(lambda x: x.astype(sum_type(x.dtype)), grad)
+                total[key] = plus(total[key], grad) if key in total else grad
     return total
 
 
-def _without_silent_steps(data: Operands, y_bars: Mapping[Key, jax.Array]) -> Operands:
-    """Operands with ones at steps that no gradient reaches: 0 · NaN would be NaN."""
-    rows = lambda x: x.reshape(len(x), -1)
-    silent = jnp.stack([jnp.all(rows(y) == 0, axis=1) for y in y_bars.values()]).all(
-        axis=0
-    )
+def _without_silence(
+    data: Operands, y_bars: Mapping[Key, jax.Array], by_sample: bool
+) -> Operands:
+    """Operands with ones at steps that no gradient reaches: 0 · NaN would be NaN.
+
+    ``by_sample``: at samples of a step, so that no device needs to know of others.
+    """
+    leading = 1 + by_sample
+    is_zero = lambda y: jnp.all(y == 0, axis=tuple(range(leading, y.ndim)))
+    silent = jnp.stack([is_zero(y) for y in y_bars.values()]).all(axis=0)
 
     def spare(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        return jnp.where(silent.reshape(-1, *(1,) * (x.ndim - 1)), jnp.ones_like(x), x)
+        here = silent.reshape(*silent.shape, *(1,) * (x.ndim - leading))
+        return jnp.where(here, jnp.ones_like(x), x)
 
     return {k: spare(x) for k, x in data.items()}
 

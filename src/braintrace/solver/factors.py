@@ -19,8 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import box_of, padded, picked, sum_type
-from ..compiled_step import Box, CompiledSite, Components, Jacobian, Operands, WeightUse
+from ..arrays import box_of, padded, picked, samples_are_split, sum_type
+from ..compiled_step import (
+    Box,
+    CompiledSite,
+    Components,
+    Jacobian,
+    Operands,
+    Shares,
+    WeightUse,
+)
 
 LARGE = 2**20
 """Bytes of an array of y from which on it is large."""
@@ -149,11 +157,14 @@ class FactorLayout:
 
     def gradient(
         self, fixed: Operands, steps: Operands, y_bars: jax.Array, xs: jax.Array
-    ) -> jax.Array:
+    ) -> jax.Array | Shares:
         """Σ_t ȳ_t ⊗ ε_x,t in the shape of w."""
         if self.use.input is None:
             time = 't...' if self.keeps_slopes else 't'
             summed = jnp.einsum(f't...,{time}->...', y_bars, xs)
-            return self.use.spread(padded(summed, self.box, self.use.result.shape))
+            whole = padded(summed, self.box, self.use.result.shape)
+            return self.use.spread_by_share(whole)
         steps = {**steps, self.use.input: xs}
+        if samples_are_split():
+            return self.use.gradient_by_share(fixed, steps, y_bars, self.box)
         return self.use.gradient_of_factors(fixed, steps, y_bars, self.box)

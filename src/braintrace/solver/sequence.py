@@ -27,6 +27,7 @@ from .block import (
     derivatives,
     forward,
     length_of,
+    losses_of_steps,
     over_blocks,
     pull,
     weight_gradients,
@@ -102,9 +103,8 @@ class BlockSolver:
 
         A block that visits its traces reads and writes the gradients and all of the
         traces, so it may keep a quarter of what the former and half of what the latter
-        take. Each device has a cache of its own, and sums gradients with the others
-        after each block. A length that divides the steps needs no second program for
-        the rest.
+        take. Each device has a cache of its own. A length that divides the steps needs
+        no second program for the rest.
         """
         least, room = 8, 2**20
         if carried and not self._has_spans:
@@ -323,7 +323,7 @@ class BlockSolver:
             if drives:
                 # P continues in the same way: the traces wait for the end of the span.
                 driven, products = drive(traces_of, constants, now, view, products)
-            return (first, products, total, dead), (found.targets[0], found.aux, driven)
+            return (first, products, total, dead), (found.losses, found.aux, driven)
 
         units = unit_products(traces_of) if drives else []
         zero = [recursion.zero_credit() for recursion in traces_of.recursions]
@@ -332,6 +332,7 @@ class BlockSolver:
         (credit, products, total, dead), (losses, aux, driven) = over_blocks(
             back, start, given, block, reverse=True
         )
+        losses = losses_of_steps(step, constants, losses)
         return _Span(losses, aux, driven, last, credit, products, total, dead)
 
     def one_pass(
@@ -358,7 +359,7 @@ class BlockSolver:
             carry, found = self.solve_block(
                 constants, states, traces, total, inputs, [weights], rule_state, masked
             )
-            return carry, (found.targets[0], found.aux)
+            return carry, (found.losses, found.aux)
 
         def by_span(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
             states, traces, total = carry
@@ -380,6 +381,8 @@ class BlockSolver:
         length = self.span_length(len(weights), block)
         body = by_block if length == block else by_span
         carry, (losses, aux) = over_blocks(body, start, (inputs, weights), length)
+        if length == block:
+            losses = losses_of_steps(self.step, constants, losses)
         last, traces, total = carry
         gradients = self.sums.of_parameters(parameters, states, total)
         return Solved(gradients, losses, aux, states | last, traces)

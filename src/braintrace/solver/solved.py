@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..arrays import sum_type
-from ..compiled_step import CompiledStep, Key, Values
-from .traces import Trace
+from ..arrays import sum_type, zero_gradient
+from ..compiled_step import CompiledStep, Key, Shares, Values
+
+if TYPE_CHECKING:
+    from .traces import Trace
 
 
 class Solved(NamedTuple):
@@ -53,7 +55,8 @@ class WeightSums:
     def zero(self) -> Values:
         """No gradient yet."""
         shapes = self.shapes.items()
-        return Values((key, jnp.zeros(x.shape, sum_type(x.dtype))) for key, x in shapes)
+        zero = lambda x: zero_gradient(x.shape, sum_type(x.dtype))
+        return Values((key, zero(x)) for key, x in shapes)
 
     def of_constants(self, cotangents: Sequence[jax.Array]) -> Values:
         """Gradients of targets that no data reaches, from cotangents (t, ...)."""
@@ -68,6 +71,7 @@ class WeightSums:
         self, parameters: Values, states: Values, total: Values
     ) -> Values:
         """Gradients of parameters from those of the weights that they determine."""
+        total = Values((key, _over_devices(x)) for key, x in total.items())
         pieces = self.step.pieces
         whole = [key for key in self.step.weights if key not in pieces]
         weights = lambda p: self.step.constants(p, states).pick(whole)
@@ -87,5 +91,23 @@ def add(total: Values, more: Mapping[Key, Any]) -> Values:
     """The sum of gradients; those that only ``more`` has are of no parameter that is
     asked for, and are left out."""
     return Values(
-        (key, x + more[key] if key in more else x) for key, x in total.items()
+        (key, plus(x, more[key]) if key in more else x) for key, x in total.items()
     )
+
+
+def plus(x: jax.Array | Shares, y: jax.Array | Shares) -> jax.Array | Shares:
+    """The sum of two gradients. One that is summed over devices already is added to the
+    term of the first."""
+    if isinstance(x, Shares):
+        more = y.terms if isinstance(y, Shares) else _of_first_device(y, len(x.terms))
+        return Shares(x.terms + more)
+    return plus(y, x) if isinstance(y, Shares) else x + y
+
+
+def _of_first_device(x: jax.Array, count: int) -> jax.Array:
+    is_first = jnp.arange(count).reshape(-1, *(1,) * x.ndim) == 0
+    return jnp.where(is_first, x, jnp.zeros_like(x))
+
+
+def _over_devices(x: jax.Array | Shares) -> jax.Array:
+    return jnp.sum(x.terms, axis=0) if isinstance(x, Shares) else x

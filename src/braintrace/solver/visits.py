@@ -25,6 +25,7 @@ from ..compiled_step import (
     Jacobian,
     Key,
     Operands,
+    Shares,
     Signals,
     SummingLayout,
     Values,
@@ -202,9 +203,12 @@ def take_in(
     return new, total
 
 
-def _add_gradient(total: Values, site: CompiledSite, gradient: jax.Array) -> Values:
+def _add_gradient(
+    total: Values, site: CompiledSite, gradient: jax.Array | Shares
+) -> Values:
     dtype = sum_type(site.use.weight.dtype)
-    return add(total, {site.weight: cast(gradient, dtype)})
+    found = jax.tree.map(lambda x: cast(x, dtype), gradient)
+    return add(total, {site.weight: found})
 
 
 def _advance_factors(
