@@ -1509,3 +1509,17 @@ def test_a_spike_without_a_surrogate():
 
     with pytest.warns(bt.CreditWarning, match='with a surrogate'):
         bt.compile(Spiking(), 'd_rtrl', X, batch_size=4)
+
+
+class Assigned(Leak):
+    def update(self, x):
+        self.h = 0.9 * self.h.value + x @ self.feed.value
+        return self.h
+
+
+def test_a_state_that_is_replaced_by_an_array():
+    with pytest.raises(bt.CompilationError) as error:
+        bt.compile(Assigned(), 'd_rtrl', X, batch_size=4)
+    written, _, fix = parts_of(error.value)
+    assert written.endswith('and only reads h')
+    assert 'self.h.value = ...; self.h = ... would put an array' in fix

@@ -103,14 +103,23 @@ def check_hidden(program: StepProgram) -> None:
                     f'brainstate.ShortTermState for {names}',
                 )
             )
+        fix = (
+            'keep values that the next step needs in a brainstate.HiddenState; '
+            'train a model without such values by jax.grad'
+        )
+        if read:
+            last = program.constant_hidden[0][-1]
+            fix = (
+                f'write the new value into the state, self.{last}.value = ...; '
+                f'self.{last} = ... would put an array in its place'
+            )
         raise CompilationError(
             three_parts(
                 'a model whose step writes no hidden state'
                 + (f' and only reads {read}' if read else ''),
                 'eligibility traces belong to states that depend on their own past '
                 'values, and there are none',
-                'keep values that the next step needs in a brainstate.HiddenState; '
-                'train a model without such values by jax.grad',
+                fix,
             )
         )
 
