@@ -987,6 +987,7 @@ class LeakyOut(nn.Module):
 
 
 def test_a_modulator_for_the_units_and_a_loss_for_the_readout():
+    brainstate.random.seed(0)
     rng = np.random.default_rng(0)
     xs, ys = (jnp.asarray(rng.normal(size=(T, B, n)), jnp.float32) for n in (I, O))
     with brainstate.environ.context(dt=1.0):
