@@ -169,7 +169,21 @@ class DenseTrace:
         credit: Components,
         y_bars: jax.Array | None,
     ) -> tuple[Components, jax.Array]:
-        """One visit by a kernel: samples, inputs and outputs have one axis each."""
+        """One visit by a kernel: the trace, and γ · ε in the shape of w."""
+        new, total = self._visit(trace, xs, rows, product, credit, y_bars)
+        return new, self._as_weight(total, self.use.axes.weight)
+
+    def _visit(
+        self,
+        trace: Components,
+        xs: jax.Array,
+        rows: Components,
+        product: Jacobian,
+        credit: Components,
+        y_bars: jax.Array | None = None,
+    ) -> tuple[Components, jax.Array]:
+        """The same for the part of y that the trace has: samples, inputs and outputs
+        have one axis each."""
         # llvmlite is optional.
         from .dense_kernels import visit
         from .span_kernels import visit_after_span
@@ -177,7 +191,9 @@ class DenseTrace:
         assert self._parts is not None
         samples, inputs, free = self._parts
         own = self.use.axes
-        sizes = dict(zip(self._axes, self.shape, strict=True))
+        # One device may have a part of the samples and of the outputs only.
+        stored = next(iter(trace.values())).shape
+        sizes = dict(zip(self._axes, stored, strict=True))
         size = lambda axes: math.prod(sizes[c] for c in axes)
         flat = lambda values, axes: values.reshape(-1, size(samples), size(axes))
         first = own.weight.startswith(inputs)
@@ -198,8 +214,7 @@ class DenseTrace:
         else:
             new, total = visit_after_span(old, xs, rows, factors, credits)
         total = total.reshape([sizes[c] for c in own.weight])
-        new = {s: e.reshape(self.shape) for s, e in new.items()}
-        return new, self._as_weight(total, own.weight)
+        return {s: e.reshape(stored) for s, e in new.items()}, total
 
     def _by_sample(
         self,
@@ -243,8 +258,16 @@ class DenseTrace:
         beside = spec_of(axes, {c: a for c, a in over.items() if c in y})
         specs = (spec_of(axes, over), spec_of(f't{x}', over), spec_of(f't{y}', over))
 
-        def own(*given: Any) -> tuple[Components, jax.Array]:
-            new, total = self._by_sample(*given)
+        def own(trace: Components, xs: jax.Array, *rest: Any) -> tuple:
+            given = (trace, xs, *rest)
+            stored = next(iter(trace.values())).shape
+            by_kernel = self._fits_kernel(len(xs)) and has_kernel(stored, given)
+            run = self._by_sample
+            if by_kernel and axes[1:] == self.use.axes.weight:
+                run = functools.partial(
+                    jax.lax.platform_dependent, cpu=self._visit, default=run
+                )
+            new, total = run(*given)
             return new, summed_over(total, samples)
 
         found = (spec_of(axes, over), spec_of(axes[1:], over))
