@@ -217,7 +217,7 @@ def page(
         '## How near to BPTT',
         '',
         f'Cosine of the whole gradient, mean [least, most] of {SEEDS} seeds: {UNITS} units, {STEPS} steps, random',
-        'weights, inputs and targets, the default options but for SnAp, which has n = 1; a cosine does not order how well nets learn.',
+        'weights, inputs and targets, the default options (SnAp: n = 1); a cosine does not order how well nets learn.',
         "SnAp, RTRL and UORO are read through the whole of a loss's own step, local traces through its own units.",
         '',
         f'| rule | {" | ".join(MODELS)} |',
