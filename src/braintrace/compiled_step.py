@@ -104,7 +104,7 @@ class SummingLayout(TraceLayout, Protocol):
     """A layout whose visit after a block can sum the one-step gradients as well."""
 
     def sums_steps(self, dtype: Any, length: int) -> bool:
-        """Whether it is worth while for traces stored in a type and so many steps."""
+        """Whether the visit sums them, for traces stored in a type and so many steps."""
         ...
 
     def solve(
@@ -244,9 +244,10 @@ class Tap:
     stacked over t. ``gradients(fixed, steps, y_bars, boxes)`` gives the gradient of
     each weight, summed over t, as an array or as :class:`Shares`; ``cut_gradients[g]``
     does so for paths into group g where these differ. ``by_sample``: the first axis of
-    every operand of a step and of y counts the same samples. ``parameters``, ``by_weight``, ``operation``, ``source``,
-    ``marked``: names for reports and for choosing what is traced. ``multiplies``: y is
-    a product of its operands, so data of zero give a gradient of zero.
+    every operand of a step and of y counts the same samples. ``parameters``,
+    ``by_weight``, ``operation``, ``source``, ``marked``: names for reports and for
+    choosing what is traced. ``multiplies``: y is a product of its operands, so data of
+    zero give a gradient of zero.
     """
 
     weights: tuple[Key, ...]
@@ -369,7 +370,8 @@ class CompiledStep:
     constant_targets: tuple[Key, ...]
     """Targets that no data reaches, as a penalty on weights alone."""
     kept_bytes: int
-    """Bytes that ``advance`` and the old states keep of one step."""
+    """Bytes that a block keeps of one step: old hidden states, projections that
+    derivatives read, and what ``advance`` keeps."""
 
     constants: Callable[[Values, Values], Values]
     """(parameters, states): everything that no data reaches."""

@@ -11,7 +11,7 @@ calls             how a call runs: steps and sequences
 online_training   ... with updates of the weights along a sequence
 chunks            sequences in windows that a step function takes whole
 stream            data that arrive one step at a time; stream_program its compiled call
-binding           a traced step bound to its model; what a call of the learner means in it
+binding           a traced step bound to its model; what the learner does in it
 sequences         what solves a step, and in which way a rule is run along a sequence
 programs          compiled programs, each made once
 online            a step whose reverse derivative is the online gradient

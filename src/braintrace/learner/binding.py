@@ -306,9 +306,6 @@ class StepBinding:
         return {p.name: gradients[p.invar] for p in self.info.program.parameters}
 
 
-# ---------------------------------------------------------------- what is refused
-
-
 # ---------------------------------------------------------------- of a learner
 
 
@@ -361,6 +358,9 @@ def bind_step_fn(
 def _slice_of(sequence: Any) -> jax.ShapeDtypeStruct:
     shape, dtype = shape_of(sequence)
     return jax.ShapeDtypeStruct(shape[1:], dtype)
+
+
+# ---------------------------------------------------------------- what is refused
 
 
 def check_loss(outputs: Sequence[Any]) -> None:

@@ -65,8 +65,9 @@ def train_online(
         mask, _ = loss_weights(mask, length_of(sequences), 'steps')
     inputs = sequences if mask is None else (*sequences, mask)
     call = OnlineCall(step_fn, optimizer, update_every, mask is not None, has_aux)
-    # Inside another program, and where a call may have to be undone, brainstate follows
-    # the states, which takes longer than 50 steps of a small network.
+    # brainstate's own loop is needed inside another program, and where a call may be
+    # undone. It tracks states in Python, which takes longer than 50 steps of a small
+    # network.
     if is_at_top() and not learner.check_finite:
         program = _program(learner, call, inputs)
         arrays = program.arrays()
@@ -84,7 +85,7 @@ def _program(learner: Learner, call: OnlineCall, inputs: tuple) -> StreamProgram
         parts = (call, shapes, *learner._held())
         return program_of(learner, 'online', parts, make, is_reusable)
 
-    known = stored(lambda: None, is_reusable=False)
+    known = stored(lambda: None, is_reusable=False)  # looks up only
     if known is not None:
         return known
     with undone_on_error(learner, call.optimizer):
@@ -115,8 +116,9 @@ def _loop(
     masked, size = call.masked, call.update_every
     length, sequences = length_of(inputs), inputs[:-1] if masked else inputs
     binding = bind_step_fn(learner, call.step_fn, sequences)
+    # Without has_aux, a pair (loss, aux) is accepted and its second part dropped.
     if call.has_aux:
-        check_aux(binding.out_tree, call.has_aux)
+        check_aux(binding.out_tree, True)
     step = online_step_of(learner, binding, masked)
     parameters = known_states(learner.model, brainstate.ParamState)
     update = update_by(call.optimizer, parameters, learner._kept.optimizers)
@@ -148,7 +150,7 @@ def online_step_of(
     """A function of a window and the weights of its losses that gives gradients; states
     and traces are read and written."""
     solver, program = gradient_program_of(learner, binding, learner.rule, fresh=False)
-    read_traces(learner, solver)
+    read_traces(learner, solver)  # makes them before a program is traced
 
     def step(window: tuple, weights: jax.Array) -> Solved:
         traces, inputs = read_traces(learner, solver), binding.inputs(window)

@@ -114,8 +114,8 @@ class Stream:
         self.chunk = chunk
         self.decay = decay
         self._programs: dict[tuple, StreamProgram] = {}
-        self._last: QuickCall | None = None
-        self._latest: StreamProgram | None = None
+        self._quick_call: QuickCall | None = None
+        self._latest_program: StreamProgram | None = None
         self._written = WrittenValues()
         self._with_outputs: dict[Callable, Callable] = {}
         self._scalars: dict[Callable, Callable] = {}
@@ -141,15 +141,15 @@ class Stream:
 
     def __call__(self, *inputs: Any) -> StreamStep:
         """Learn from one step; with ``chunk``, from a few: inputs have time first."""
-        found = None if self._last is None else self._last(inputs)
+        found = None if self._quick_call is None else self._quick_call(inputs)
         if found is not None:
             return StreamStep(*found)
         given = inputs
         inputs = self.learner._placed(inputs, 0 if self.chunk is None else 1)
         if self.chunk is None:
             found = self._run('learn', self._learning, inputs)
-            assert self._latest is not None
-            self._last = QuickCall.like(self.learner, self._latest, given)
+            assert self._latest_program is not None
+            self._quick_call = QuickCall.like(self.learner, self._latest_program, given)
             return StreamStep(*found)
         length, most = len(jax.tree.leaves(inputs)[0]), self.chunk
         if not 1 <= length <= most:
@@ -402,7 +402,7 @@ class Stream:
                 self._programs[key] = program
                 arrays = program.arrays() or []
             args = inputs if count is None else (count, *inputs)
-            self._latest = program
+            self._latest_program = program
             return program(arrays, *args)
 
     def _program(

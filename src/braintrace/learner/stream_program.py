@@ -1,5 +1,5 @@
-"""A function that reads and writes states, compiled as one call that is quick to
-make."""
+"""A function that reads and writes states, as one compiled call with little Python
+around it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .learner import Learner
 
 SEQUENTIAL_BYTES = 4 * 2**20
-"""With smaller states, XLA need not order the operations for several threads."""
+"""Programs with smaller states are compiled for one thread: passing an operation to
+another thread would take longer than the operation."""
 
 
 class WrittenValues:
@@ -37,8 +38,8 @@ class WrittenValues:
         self._last: StreamProgram | None = None
 
     def note(self, program: StreamProgram) -> None:
-        """A program has run. As a rule it is the same as before, so that there is
-        nothing to do."""
+        """Record that a program has run. Usually it is the same one as before, and
+        nothing changes."""
         if program is not self._last:
             self._values = self.by_state()
             self._last = program

@@ -1,5 +1,5 @@
-"""A loss as a sum over samples, so that devices that hold different samples need to
-exchange it only once for all steps."""
+"""A loss as a function of a sum over samples, so that devices exchange it once for all
+steps and not once a block."""
 
 from __future__ import annotations
 

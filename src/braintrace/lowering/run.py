@@ -67,9 +67,9 @@ def advance(stages: Stages, constants: Values, values: Values) -> tuple[Values, 
 def advance_once(
     stages: Stages, constants: Values, values: Values
 ) -> tuple[Values, Values]:
-    """The same with what inputs alone determine, of one step without any loop. Nothing
-    leaves the loop by splitting products of joined inputs, so these stay whole: each
-    part of a weight would be copied."""
+    """``project`` and ``advance`` of one step without a loop. Products of concatenated
+    inputs are not split: nothing would leave the loop, and each part of the weight
+    would be copied."""
     left = [*stages.projected, *stages.kept]
     wanted = [*(new for _, new in stages.carried), *left]
     env = stages.compute(wanted, constants | values, unsplit=stages.unsplit)

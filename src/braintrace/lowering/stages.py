@@ -6,9 +6,9 @@
     the rest    losses, read-outs, derivatives: once a block, all steps together
 
 A tap is an equation where parameters meet data, y = op(x, w). Derivative programs start
-at y, so that each weight gets one product a block. The time loop keeps new states and
-anchors, the values that derivatives need; the result of a tap is kept only if it is one
-of them, and no product is run again.
+at y, so that each weight gets one product a block. The time loop keeps the old states
+and what derivatives need (``kept``: anchors, and some results of taps), so that no
+product is run again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Stages:
     equations: Sequence[Equation]
     """Those of the program."""
     unsplit: dict[Var, Equation]
-    """Products of joined inputs before they were split, by their results."""
+    """Products of concatenated inputs before they were split, by their results."""
 
     taps: dict[int, TapEquation]
     """All taps by the index of their equation."""
@@ -142,9 +142,9 @@ class Stages:
         run: Run | None = None,
         unsplit: Mapping[Var, Equation] = {},
     ) -> Values:
-        """The environment with the targets added: runs just the equations that lead to
-        them; ``run``: in another way than they are; ``unsplit``: equations that take
-        the place of those with the same result."""
+        """The environment with the targets added. Only the equations that lead to them
+        are run. ``run(i, operands)`` replaces the way an equation is run; ``unsplit``
+        gives equations to run in place of those with the same result."""
         env = Values(env)
         for i in self.needed(targets, env, unsplit):
             eqn, prepared = self._equation(i, unsplit), self.prepared.get(i)

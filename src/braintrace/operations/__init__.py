@@ -1,5 +1,22 @@
 """Operations: one record a family of primitives, one registry.
 
+    record            the record of an operation, and the registry
+    labels            label arrays; label_rules, rules that several families share
+    elementwise, movement, reduction, gather, convolution, mixing    families
+    dense             products; dense_traces, how their traces are stored and advanced
+    weight_use        uses of weights; traces of element-wise weights and of any use
+    sparse            products of brainevent; sparse_product, how equations hold them
+    sparse_weights    their gradients and traces; synapses, the products as primitives
+
+Kernels for CPUs:
+
+    native            loops compiled by LLVM and called by XLA
+    dense_kernels     a visit of a dense trace after one step; span_kernels, after many
+    sparse_kernels    a visit of a sparse trace
+    product_kernels   sparse products; row_kernel, those of large arrays
+    spike_bits        inputs as bits; transpose_kernel, transposed copies
+    computed_once     constants that XLA must not compute again
+
 A primitive of your own is treated like JAX's once it is registered with such a record:
 
     record = braintrace.operations.product('bi,io->bo')

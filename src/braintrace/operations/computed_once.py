@@ -1,9 +1,9 @@
 """Arrays that a compiled program computes once and then reads, on CPUs.
 
-XLA computes a value again in every operation that reads it, if all of these can be
-joined with it. For sin, cos or exp of a parameter, which a step of a stream reads in
-many places, that takes longer than the rest of the step. A call that does nothing, with
-its results where its operands are, keeps the arrays apart from what reads them.
+XLA fuses a value into every operation that reads it and then computes it in each of
+them. For sin, cos or exp of a parameter that many operations of a step read, this takes
+longer than the rest of the step. XLA cannot fuse across a foreign call, so the values
+pass through one that does nothing and returns its operands in the same memory.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ def computed_once(values: Sequence[jax.Array]) -> list[jax.Array]:
     if not values or not is_one_cpu or importlib.util.find_spec('llvmlite') is None:
         return list(values)
     known = jax.lax.platform_dependent(
-        *map(jax.lax.stop_gradient, values), cpu=_apart, default=lambda *same: same
+        *map(jax.lax.stop_gradient, values),
+        cpu=_through_a_call,
+        default=lambda *same: same,
     )
     return [known_value(a, b) for a, b in zip(known, values, strict=True)]
 
 
-def _apart(*values: jax.Array) -> tuple[jax.Array, ...]:
+def _through_a_call(*values: jax.Array) -> tuple[jax.Array, ...]:
     # llvmlite is optional.
     from .native import number_type, register
 
     count = len(values)
+    # Nothing is read, so one function serves arrays of any type.
     name = f'braintrace_computed_once_{count}'
     register(name, number_type(values[0].dtype), (count, count), lambda *_: None)
     call = jax.ffi.ffi_call(

@@ -96,7 +96,7 @@ class DenseTrace:
             return jax.lax.platform_dependent(
                 *given, y_bars, cpu=self._by_kernel, default=self._at_once
             )
-        new, total = self._without_kernel(*given)
+        new, total = self._by_sample_or_device(*given)
         if y_bars is not None:
             total = total + self.use.gradient(fixed, steps, y_bars)
         return new, total
@@ -113,8 +113,9 @@ class DenseTrace:
         stored = jax.ShapeDtypeStruct(self.shape, dtype)
         return whole and self._fits_kernel(1) and has_kernel(self.shape, stored)
 
-    def _without_kernel(self, *given: Any) -> tuple[Components, jax.Array]:
-        """The trace after a block and γ · ε before it in the shape of w."""
+    def _by_sample_or_device(self, *given: Any) -> tuple[Components, jax.Array]:
+        """The trace after a block and γ · ε before it in the shape of w: sample by
+        sample, or on each device for its own part."""
         split, sample = current_split(), self.use.sample_letter
         if not sample or (runs_on_mesh() and split is None):
             return self._at_once(*given)
@@ -248,7 +249,8 @@ class DenseTrace:
     def _on_each_device(
         self, split: Split, trace: Components, *given: Any
     ) -> tuple[Components, jax.Array]:
-        """The same on each device, for its own samples and neurons."""
+        """The same on each device, for its own samples and neurons; by the kernel where
+        there is one."""
         x, _, y, _, _ = self.use.axes
         sample, axes = y[0], self._axes
         sizes = dict(zip(axes, self.shape, strict=True))

@@ -62,7 +62,7 @@ class Buffer:
         self._sizes = words_at(build, words, DIMENSIONS)
 
     def holding(self, number: Any) -> Buffer:
-        """The same memory for other numbers of the same size."""
+        """The same memory read as numbers of another type."""
         other = copy.copy(self)
         other._number = number
         other._data = self._build.bitcast(self._data, number.as_pointer())

@@ -34,22 +34,22 @@ from .dense_kernels import (
     repeated,
     sum_of,
 )
-from .native import WORD, Buffer, loop, rest_of, several, word
+from .native import WORD, Buffer, loop, rest_of, running, running_all, several, word
 
 WIDTHS = {1: 64, 2: 32}
 """Outputs that are taken together, by the number of components: their sums are kept in
 registers."""
+LEAST_WIDTH = 16
+"""The same where there are more components, and for the remaining outputs."""
 TOGETHER = 4
 """Inputs that are taken together if they are seldom zero."""
 LINE = 16
 """Inputs whose values lie beside each other."""
 LEAST_FOR_LISTS = 128
 """Outputs from which on inputs of zero are skipped."""
-LEAST_WIDTH = 16
-"""The same for more components, and for what is left over."""
 
 
-class _Span:
+class _SpanVisit:
     """The instructions of a visit.
 
     Operands: x, rows, factors, credits, old traces; results: new traces, which lie
@@ -88,7 +88,7 @@ class _Span:
         for size in (_width(self.made), LEAST_WIDTH, 1):
             with loop(self.build, done, self.outputs, size) as f:
                 self._copy_rows(n, f, size)
-                self._every_input(n, f, size, first)
+                self._visit_inputs(n, f, size, first)
             done = rest_of(self.build, self.outputs, size)
 
     # ------------------------------------------------------------ 1. lists
@@ -113,20 +113,15 @@ class _Span:
     def _list_one_input(self, c: Any) -> None:
         build = self.build
         place, start = self._place_of(c), build.mul(c, self.steps)
-        before = build.block
-        with loop(build, word(0), self.steps, 1) as t:
-            body = build.block
-            build.position_after(t)
-            count = build.phi(WORD)
-            build.position_at_end(body)
-            count.add_incoming(word(0), before)
+        with running(build, word(0), self.steps, 1, word(0)) as (t, count):
             value = self.values.load(build, self._after(place, t), 1)
             # The next one is written over it if this one is zero.
-            self.times.store(build, self._whole(t), build.add(start, count), 1)
+            at = build.add(start, count.value)
+            self.times.store(build, self._whole(t), at, 1)
             # True for NaN as well.
             is_listed = build.fcmp_unordered('!=', value, ir.Constant(self.number, 0))
-            count.add_incoming(build.add(count, build.zext(is_listed, WORD)), body)
-        self.counts.store(build, self._whole(count), c, 1)
+            count.value = build.add(count.value, build.zext(is_listed, WORD))
+        self.counts.store(build, self._whole(count.value), c, 1)
 
     def _place_of(self, c: Any) -> Any:
         """Where the values of an input begin: inputs of one line of the cache lie
@@ -156,13 +151,13 @@ class _Span:
                 to = build.add(build.mul(t, word(count * size)), word(k * size))
                 self.copied.store(build, drive.load(build, at, size), to, size)
 
-    def _every_input(self, n: Any, f: Any, size: int, first: bool) -> None:
+    def _visit_inputs(self, n: Any, f: Any, size: int, first: bool) -> None:
         build = self.build
         at = build.add(build.mul(n, self.outputs), f)
         beside = {name: v.load(build, at, size) for name, v in self.vectors.items()}
         given = (f, size, beside, first)
         if not self.made.skips_zeros:
-            self._all_inputs(n, given)
+            self._visit_inputs_without_lists(n, given)
             return
         with loop(build, word(0), self.inputs, TOGETHER) as c:
             branches = build.if_else(self._are_dense(c))
@@ -174,7 +169,7 @@ class _Span:
         with loop(build, rest_of(build, self.inputs, TOGETHER), self.inputs, 1) as c:
             self._some_inputs(n, c, 1, *given)
 
-    def _all_inputs(self, n: Any, given: tuple) -> None:
+    def _visit_inputs_without_lists(self, n: Any, given: tuple) -> None:
         build = self.build
         done = word(0)
         for count in (TOGETHER, 1):
@@ -202,7 +197,8 @@ class _Span:
         for k in range(count):
             row = build.add(build.add(build.mul(n, self.inputs), c), word(k))
             places.append(build.add(build.mul(row, self.outputs), f))
-            # The sums over steps are too long for the processor to look beyond them.
+            # The loop over steps is too long for the processor to prefetch the next
+            # trace by itself.
             next_ = build.add(places[k], build.mul(word(count), self.outputs))
             for trace in self.traces.values():
                 trace.prefetch(build, next_, size)
@@ -226,13 +222,7 @@ class _Span:
         by_list = count == 1 and self.made.skips_zeros
         if by_list:
             total = self._word(self.counts.load(build, c, 1))
-        before = build.block
-        with loop(build, word(0), total, 1) as entry:
-            # The sums so far come from before the loop or from its last round.
-            body = build.block
-            build.position_after(entry)
-            sums = {key: build.phi(several(self.number, size)) for key in new}
-            build.position_at_end(body)
+        with running_all(build, word(0), total, 1, new) as (entry, sums):
             # Several inputs take part in every step.
             t = entry
             if by_list:
@@ -246,10 +236,8 @@ class _Span:
                 x = repeated(build, x, self.number, size)
                 for s in rows:
                     term = build.fmul(found[s], x, flags=FLAGS)
-                    more = build.fadd(sums[k, s], term, flags=FLAGS)
-                    sums[k, s].add_incoming(new[k, s], before)
-                    sums[k, s].add_incoming(more, body)
-        return sums
+                    sums[k, s].value = build.fadd(sums[k, s].value, term, flags=FLAGS)
+        return {key: total.value for key, total in sums.items()}
 
     def _add_gradient(
         self, beside: dict, old: dict, c: Any, f: Any, size: int, first: bool
@@ -288,5 +276,5 @@ def visit_after_span(
     lines = -(-inputs // LINE)
     memory = [(inputs,), (inputs, steps), (lines, steps, LINE), copied]
     shapes = [*(e.shape for e in old), old[0].shape[1:], *memory]
-    found = call_in_place(_Span, made, f'{made.name}_span', given, shapes)
+    found = call_in_place(_SpanVisit, made, f'{made.name}_span', given, shapes)
     return dict(zip(trace, found, strict=False)), found[len(old)]

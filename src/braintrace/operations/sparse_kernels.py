@@ -13,8 +13,8 @@ Each trace is read and written once, in place, in the order of ``post``:
     2. for some neurons ``post`` at a time, their values are copied in the same way to a
        tile that stays in the first caches; then come their synapses
 
-Samples are taken in whole vectors, as in ``product_kernels``. Entries of spikes that are
-zero are skipped.
+Samples are taken in whole vectors, as in ``product_kernels``. Where x is bits, rows at
+zeros are not added, whatever they hold.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Visit:
         x.prefetch(x.place(synapses.column(later)))
         e = place
         if self.order is not None:
-            self._ask_for_trace(synapses.entry(self.order, later))
+            self._prefetch_trace(synapses.entry(self.order, later))
             e = synapses.entry(self.order, place)
         total: Any = ir.Constant(several(self.number, WIDTH), None)
         done = word(0)
@@ -150,7 +150,7 @@ class _Visit:
             done = rest_of(build, self.samples, size)
         self.gradient.store(build, add_up(build, total), e, 1)
 
-    def _ask_for_trace(self, e: Any) -> None:
+    def _prefetch_trace(self, e: Any) -> None:
         """Ask for the traces of a later synapse, which lie anywhere in memory."""
         at = self.build.mul(e, self.samples)
         for trace in self.traces:

@@ -24,7 +24,7 @@ BITS = 32
 """Samples of a word."""
 TOGETHER = 32
 """Neurons that are taken together."""
-MOST_ASKED = 32
+MOST_PREFETCHED = 32
 """Numbers of a neuron that are asked for in advance: the processor sees by itself that
 the others follow."""
 
@@ -159,7 +159,8 @@ class SpikeBits:
         )
 
     def plus(self, total: Any, a: Any, fired: Any) -> Any:
-        """total + a x: where the neuron did not fire, a is not read."""
+        """total + a x: where the neuron did not fire, a is not added, so that it may be
+        infinite or NaN."""
         more = self.build.fadd(total, a, flags=FLAGS)
         return self.build.select(fired, more, total)
 
@@ -177,7 +178,7 @@ class Numbers:
 
     def prefetch(self, place: Any) -> None:
         """Ask for the first numbers of the neuron of a place."""
-        self.values.prefetch(self.build, place, MOST_ASKED)
+        self.values.prefetch(self.build, place, MOST_PREFETCHED)
 
     def at(self, place: Any, t: Any, k: Any, size: int) -> Any:
         """``size`` samples from k on of the neuron of a place."""

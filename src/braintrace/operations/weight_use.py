@@ -352,8 +352,10 @@ LEAST_FOR_KERNEL = 2**11
 
 
 def has_kernel(shape: tuple[int, ...], given: Any) -> bool:
-    """Whether a trace of a shape is visited by a kernel, in one pass over it, with all
-    arrays of a tree of one type, on one device."""
+    """Whether a trace of a shape is visited by a kernel, in one pass over it: all
+    arrays of a tree have one type, the trace is large enough, and the code that is
+    traced now runs on one CPU device (also inside of
+    :meth:`Split.on_each_device`)."""
     dtypes = {x.dtype for x in jax.tree.leaves(given)}
     fits = dtypes in ({jnp.dtype('float32')}, {jnp.dtype('float64')})
     is_one_cpu = jax.default_backend() == 'cpu' and not runs_on_mesh()

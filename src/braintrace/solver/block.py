@@ -44,7 +44,8 @@ class Block(NamedTuple):
 
     @classmethod
     def of(cls, values: Values, mask: Mask | None) -> Block:
-        """The same with NaN replaced at silent steps."""
+        """A block of steps; derivatives read a copy in which NaN is replaced at silent
+        steps."""
         return cls(
             values, values if mask is None else without_nan(values, mask.silent), mask
         )
@@ -73,7 +74,8 @@ def forward(
     states."""
     old_keys = [old for old, _ in step.hidden]
     if length_of(inputs) == 1:
-        # What is prepared for the loop over steps is not worth its making for one step.
+        # Preparing weights for the time loop takes longer than it saves in one
+        # step.
         constants = constants.pick(k for k in constants if k not in step.prepared)
         if step.advance_once is not None:
             xs = jax.tree.map(lambda x: x[0], inputs)
@@ -114,7 +116,6 @@ class Derivatives(NamedTuple):
     each step (t,), or its terms (t, b), see :func:`losses_of_steps`.
     """
 
-    targets: list[jax.Array]
     aux: Values
     results: Values
     signals: list[Components]
@@ -150,7 +151,7 @@ def derivatives(
     if terms := _split_loss(step):
         of_step = lambda values: terms.of_step(constants, values)
         losses = jax.vmap(of_step)(block.values)
-    return Derivatives(targets, aux, *found, transitions=matrices, losses=losses)
+    return Derivatives(aux, *found, transitions=matrices, losses=losses)
 
 
 def _split_loss(step: CompiledStep) -> LossTerms | None:

@@ -42,7 +42,7 @@ from .window import run_window
 from .window_solver import WindowSolver
 
 
-class _Span(NamedTuple):
+class _SolvedSpan(NamedTuple):
     """What a few blocks give, forward and in reverse: results of every step, the states
     after them, and credit, products P_0 and gradients before them."""
 
@@ -273,11 +273,11 @@ class BlockSolver:
         constants = self.step.constants(parameters, states)
         old = states.pick(self.step.written)
         given = (constants, old, self.sums.zero(), inputs, weights, block)
-        span = self._there_and_back(*given, rule_state, masked)
+        span = self._forward_and_back(*given, rule_state, masked)
         gradients = self.sums.of_parameters(parameters, states, span.total)
         return Solved(gradients, span.losses, span.aux, states | span.states, [])
 
-    def _there_and_back(
+    def _forward_and_back(
         self,
         constants: Values,
         states: Values,
@@ -288,7 +288,7 @@ class BlockSolver:
         rule_state: Any,
         masked: bool,
         drives: bool = False,
-    ) -> _Span:
+    ) -> _SolvedSpan:
         """Blocks forward keeping old states, then in reverse carrying credit.
 
         ``drives``: also what the steps add to the traces, for one visit after them.
@@ -321,7 +321,8 @@ class BlockSolver:
             dead = dead if mask is None else mask.dead[0]
             driven: list[Driven] = []
             if drives:
-                # P continues in the same way: the traces wait for the end of the span.
+                # P continues in the same way, because the traces are advanced once,
+                # after the span.
                 driven, products = drive(traces_of, constants, now, view, products)
             return (first, products, total, dead), (found.losses, found.aux, driven)
 
@@ -333,7 +334,7 @@ class BlockSolver:
             back, start, given, block, reverse=True
         )
         losses = losses_of_steps(step, constants, losses)
-        return _Span(losses, aux, driven, last, credit, products, total, dead)
+        return _SolvedSpan(losses, aux, driven, last, credit, products, total, dead)
 
     def one_pass(
         self,
@@ -364,7 +365,7 @@ class BlockSolver:
         def by_span(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
             states, traces, total = carry
             given = (constants, states, total, *at, block, rule_state, masked)
-            span = self._there_and_back(*given, drives=True)
+            span = self._forward_and_back(*given, drives=True)
             traces, total = take_in(
                 self.traces,
                 constants,

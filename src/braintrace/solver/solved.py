@@ -88,16 +88,16 @@ class WeightSums:
 
 
 def add(total: Values, more: Mapping[Key, Any]) -> Values:
-    """The sum of gradients; those that only ``more`` has are of no parameter that is
-    asked for, and are left out."""
+    """The sum of gradients for the keys of ``total``. Gradients of other weights in
+    ``more`` are not used."""
     return Values(
         (key, plus(x, more[key]) if key in more else x) for key, x in total.items()
     )
 
 
 def plus(x: jax.Array | Shares, y: jax.Array | Shares) -> jax.Array | Shares:
-    """The sum of two gradients. One that is summed over devices already is added to the
-    term of the first."""
+    """The sum of two gradients. A plain one, which is summed over devices already, is
+    added to the term of the first device only."""
     if isinstance(x, Shares):
         more = y.terms if isinstance(y, Shares) else _of_first_device(y, len(x.terms))
         return Shares(x.terms + more)

@@ -79,7 +79,8 @@ def advance(
 
     ``credit``: γ_0. ``y_bars``: gradients of results that the visits also sum.
     """
-    operands = [_operands(traced, constants, block) for traced in traces_of.sites]
+    sites, factorised = traces_of.sites, traces_of.factorised
+    operands = {n: _operands(sites[n], constants, block) for n in factorised}
     new, total = _advance_factors(
         traces_of, constants, operands, block, view, traces, total
     )
@@ -214,7 +215,7 @@ def _add_gradient(
 def _advance_factors(
     traces_of: Traces,
     constants: Values,
-    operands: list[tuple[Operands, Operands]],
+    operands: Mapping[int, tuple[Operands, Operands]],
     block: Block,
     view: RecursionView,
     traces: Trace,
@@ -304,9 +305,7 @@ def advance_silently(
         for group in traces_of.step.groups
     ]
     matrices = transitions(traces_of.step, constants, block.safe)
-    found = Derivatives(
-        [], Values(), Values(), silent, traces_of.empty_credit, matrices
-    )
+    found = Derivatives(Values(), Values(), silent, traces_of.empty_credit, matrices)
     slopes = traces_of.link_slopes(constants, block.safe)
     learning = Signals(Values(), silent, traces_of.empty_credit)
     view = traces_of.view(found, learning, slopes, [[] for _ in traces_of.step.groups])
