@@ -73,17 +73,18 @@ def _record(**facts: Any) -> Operation:
     return Operation('elementwise', origins=elementwise_origins, **facts)
 
 
-ELEMENTWISE = _record(opens=_opens)
+# A function that is not known is taken for a costly one.
+ELEMENTWISE = _record(costly=True, opens=_opens)
 FAMILIES['elementwise'] = ELEMENTWISE
 register(
-    ELEMENTWISE,
+    _record(opens=_opens),
     'abs and bitcast_convert_type clamp clz complex conj device_put eq ge gt imag '
     'integer_pow is_finite le lt max min name ne not or population_count real '
     'reduce_precision rem rsqrt shift_left shift_right_arithmetic '
     'shift_right_logical sqrt square xor',
 )
 register(
-    _record(costly=True, opens=_opens),
+    ELEMENTWISE,
     'acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh '
     'digamma erf erf_inv erfc exp exp2 expm1 exprel igamma igamma_grad_a igammac '
     'lgamma log log1p logistic polygamma pow random_gamma_grad '
