@@ -10,7 +10,8 @@ once:
 The last sum is a product of matrices for each sample. Only inputs that are not zero
 take part in it, so that spikes cost as much as there are of them. For one sample:
 
-    1. for each input, list the steps at which it is not zero
+    1. for each input, list the steps at which it is not zero, unless most inputs of the
+       first step are not
     2. for some outputs at a time, copy the rows of all steps, so that they stay in the
        first cache; then for each input, add the rows that its list names
 
@@ -106,9 +107,27 @@ class _SpanVisit:
                     value = self.x.load(build, at, size)
                     self.values.store(build, value, self._after(place, t), size)
             done = rest_of(build, self.inputs, size)
-        if self.made.skips_zeros:
-            with loop(build, word(0), self.inputs, 1) as c:
-                self._list_one_input(c)
+        if not self.made.skips_zeros:
+            return
+        first_listed = build.select(
+            self._is_dense_at_first(), rest_of(build, self.inputs, TOGETHER), word(0)
+        )
+        # The inputs before it count as if they were never zero.
+        with loop(build, word(0), first_listed, 1) as c:
+            self.counts.store(build, self._whole(self.steps), c, 1)
+        with loop(build, first_listed, self.inputs, 1) as c:
+            self._list_one_input(c)
+
+    def _is_dense_at_first(self) -> Any:
+        """Whether most inputs differ from zero at the first step. Then they do so at
+        most steps as a rule, and lists would take longer than they save."""
+        build = self.build
+        with running(build, word(0), self.inputs, 1, word(0)) as (c, count):
+            value = self.values.load(build, self._place_of(c), 1)
+            differs = build.fcmp_unordered('!=', value, ir.Constant(self.number, 0))
+            count.value = build.add(count.value, build.zext(differs, WORD))
+        twice = build.mul(count.value, word(2))
+        return build.icmp_signed('>', twice, self.inputs)
 
     def _list_one_input(self, c: Any) -> None:
         build = self.build
