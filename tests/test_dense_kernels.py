@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import braintrace
-from braintrace.operations import dense_kernels, span_kernels, weight_use
+from braintrace.operations import dense_kernels, span_kernels, whole_traces
 
 INPUTS, UNITS, T = 3, 5, 6
 
@@ -76,7 +76,7 @@ def test_a_kernel_gives_the_numbers_of_the_plain_path(model, samples, monkeypatc
     monkeypatch.setattr(dense_kernels, 'visit', counted)
     plain = trained(model, samples)
     assert not calls
-    monkeypatch.setattr(weight_use, 'LEAST_FOR_KERNEL', 1)
+    monkeypatch.setattr(whole_traces, 'LEAST_FOR_KERNEL', 1)
     by_kernel = trained(model, samples)
     assert {x for x, _ in calls} == ({True, False} if model is Adaptive else {True})
     # Of the gates only a part has a trace, so their one-step gradient is apart.
@@ -119,7 +119,7 @@ def test_traces_of_filters_by_a_kernel(monkeypatch):
         return jax.tree.leaves(jax.tree.map(np.asarray, (found, traces)))
 
     plain = carried()
-    monkeypatch.setattr(weight_use, 'LEAST_FOR_KERNEL', 1)
+    monkeypatch.setattr(whole_traces, 'LEAST_FOR_KERNEL', 1)
     by_kernel = carried()
     for a, b in zip(plain, by_kernel, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(a).max())
@@ -193,7 +193,7 @@ def test_carried_traces_by_a_kernel(model, monkeypatch):
     visit = span_kernels.visit_after_span
     counted = lambda *given: calls.append(1) or visit(*given)
     monkeypatch.setattr(span_kernels, 'visit_after_span', counted)
-    monkeypatch.setattr(weight_use, 'LEAST_FOR_KERNEL', 1)
+    monkeypatch.setattr(whole_traces, 'LEAST_FOR_KERNEL', 1)
     by_kernel = carried()
     assert calls
     for a, b in zip(plain, by_kernel, strict=True):

@@ -23,7 +23,7 @@ from braintrace.learner.binding import bind_step_fn
 from braintrace.learner.carried import read_traces, rule_value
 from braintrace.learner.placement import Placement
 from braintrace.learner.sequences import gradient_program_of
-from braintrace.operations import weight_use
+from braintrace.operations import whole_traces
 
 DEVICES = 8
 has_devices = pytest.mark.skipif(
@@ -291,7 +291,7 @@ def test_equal_to_one_device(name, split):
 def test_each_device_visits_its_own_traces_by_a_kernel(name, split, monkeypatch):
     wanted = on_one_device(name)
     learner = made(name, mesh=mesh_of(split), shard=SPLITS[split][1])
-    monkeypatch.setattr(weight_use, 'LEAST_FOR_KERNEL', 1)
+    monkeypatch.setattr(whole_traces, 'LEAST_FOR_KERNEL', 1)
     assert_same(results(learner, inputs()), wanted)
     assert 'braintrace_visit' in programs(learner)
 

@@ -4,7 +4,7 @@
     labels            label arrays; label_rules, rules that several families share
     elementwise, movement, reduction, gather, convolution, mixing    families
     dense             products; dense_traces, how their traces are stored and advanced
-    weight_use        uses of weights; traces of element-wise weights and of any use
+    weight_use        uses of weights; whole_traces, traces solved in one piece
     sparse            products of brainevent; sparse_product, how equations hold them
     sparse_weights    their gradients and traces; synapses, the products as primitives
 

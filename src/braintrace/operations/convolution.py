@@ -22,7 +22,8 @@ from ..split import Split
 from .label_rules import only, shape_of, windows
 from .labels import Labels, project
 from .record import Const, Operation, register
-from .weight_use import BaseUse, WholeTrace, bind, has_kernel
+from .weight_use import BaseUse, bind
+from .whole_traces import WholeTrace, has_kernel
 
 
 def _labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:

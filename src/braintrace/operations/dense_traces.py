@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import box_of, factors_for, picked, sum_type, summed_by
 from ..compiled_step import Box, Components, Jacobian, Operands
 from ..split import Split, current_split, runs_on_mesh, spec_of, summed_over
-from .weight_use import has_kernel
+from .whole_traces import has_kernel
 
 if TYPE_CHECKING:
     from .dense import DenseUse

@@ -16,7 +16,8 @@ from ..compiled_step import Operands, TraceLayout
 from .label_rules import only, shape_of
 from .labels import NONE, Labels, gather_back, project
 from .record import Const, Operation, register
-from .weight_use import BaseUse, WholeTrace, bind
+from .weight_use import BaseUse, bind
+from .whole_traces import WholeTrace
 
 
 @dataclass(frozen=True)

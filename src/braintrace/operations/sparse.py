@@ -21,7 +21,8 @@ from .record import Const, Operation, UseRule, register
 from .sparse_product import SparseProduct, multiply
 from .sparse_weights import OneWeightUse, SynapseUse
 from .synapses import has_kernels
-from .weight_use import BaseUse, FullTrace, bind
+from .weight_use import BaseUse, bind
+from .whole_traces import FullTrace
 
 
 def _run(product: SparseProduct) -> Callable[[Equation], Callable[..., list] | None]:

@@ -27,7 +27,8 @@ from .synapses import (
     neurons_last,
     side_by_side,
 )
-from .weight_use import BaseUse, FullTrace, WholeTrace
+from .weight_use import BaseUse
+from .whole_traces import FullTrace, WholeTrace
 
 MANY_SAMPLES = 16
 """From so many samples on, those of a neuron fill a line of the cache."""

@@ -1,5 +1,5 @@
-"""Uses of weights: y = op(x, w) as the solver sees it, and the traces of element-wise
-weights and of operations of any kind.
+"""Uses of weights: y = op(x, w) as the solver sees it; those of element-wise weights and
+of operations of any kind.
 
 A trace has one array a component of the states that y can reach. D acts at the position
 that each element of y reaches, so every layout keeps the order of y. Letters: t steps,
@@ -8,12 +8,9 @@ y elements of the result, w elements of the weight, p positions of the group.
 
 from __future__ import annotations
 
-import importlib.util
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
@@ -32,15 +29,14 @@ from ..arrays import (
 from ..compat import Equation, evaluate_equation
 from ..compiled_step import (
     Box,
-    Components,
-    Jacobian,
     Operands,
     Shares,
     TraceLayout,
     WeightUse,
 )
-from ..split import Split, current_split, runs_on_mesh
+from ..split import Split, current_split
 from .labels import NONE
+from .whole_traces import ElementwiseTrace, FullTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,145 +341,12 @@ def bind(
     )
 
 
-# ---------------------------------------------------------------- layouts
-
-LEAST_FOR_KERNEL = 2**11
-"""Elements of a trace from which on ``dense_kernels`` is used."""
-
-
-def has_kernel(shape: tuple[int, ...], given: Any) -> bool:
-    """Whether a trace of a shape is visited by a kernel, in one pass over it: all
-    arrays of a tree have one type, the trace is large enough, and the code that is
-    traced now runs on one CPU device (also inside of
-    :meth:`Split.on_each_device`)."""
-    dtypes = {x.dtype for x in jax.tree.leaves(given)}
-    fits = dtypes in ({jnp.dtype('float32')}, {jnp.dtype('float64')})
-    is_one_cpu = jax.default_backend() == 'cpu' and not runs_on_mesh()
-    is_large = math.prod(shape) >= LEAST_FOR_KERNEL
-    has_llvm = importlib.util.find_spec('llvmlite') is not None
-    return fits and is_one_cpu and is_large and has_llvm
-
-
-@dataclass(frozen=True, eq=False)
-class WholeTrace(ABC):
-    """A trace that is solved in one piece: all samples together.
-
-    ``positions``: the position that each element of y reaches, -1 for none.
-    """
-
-    use: Any
-    positions: np.ndarray
-    group_shape: tuple[int, ...]
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Shape of each component's array."""
-
-    @abstractmethod
-    def plus(
-        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
-    ) -> jax.Array:
-        """A component's trace with Σ_t P_t ∂h_t/∂w added."""
-
-    @abstractmethod
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        """A component's trace times one factor a position."""
-
-    @abstractmethod
-    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
-        """γ · ε of one component in the shape of w."""
-
-    def at_result(self, values: jax.Array) -> jax.Array:
-        """Values of the positions at the elements of y."""
-        return picked(values, self.positions)
-
-    def solve(
-        self,
-        trace: Components,
-        fixed: Operands,
-        steps: Operands,
-        rows: Components,
-        product: Jacobian,
-        credit: Components,
-    ) -> tuple[Components, jax.Array]:
-        """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`TraceLayout`."""
-        old = {s: e.astype(sum_type(self.use.trace_dtype)) for s, e in trace.items()}
-        new = {}
-        for s in trace:
-            terms = [
-                self.scaled(e, product[s, r])
-                for r, e in old.items()
-                if (s, r) in product
-            ]
-            total = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(old[s])
-            if s in rows:
-                total = self.plus(total, fixed, steps, rows[s])
-            new[s] = total.astype(trace[s].dtype)
-        found = [self.gradient(e, credit[s]) for s, e in old.items() if s in credit]
-        zero = jnp.zeros(self.use.weight.shape, self.use.weight.dtype)
-        return new, sum(found[1:], found[0]) if found else zero
-
-
-@dataclass(frozen=True, eq=False)
-class FullTrace(WholeTrace):
-    """(p, w): the influence of every element of w on every position."""
-
-    @cached_property
-    def _places(self) -> int:
-        return int(np.prod(self.group_shape))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self._places, *self.use.weight.shape)
-
-    def plus(
-        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
-    ) -> jax.Array:
-        positions = jnp.asarray(self.positions)
-
-        def influence(place: jax.Array) -> Any:
-            here = (positions == place).astype(rows.dtype)
-            return cast(self.use.gradient(fixed, steps, rows * here), trace.dtype)
-
-        return trace + jax.lax.map(influence, jnp.arange(self._places))
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return factor.reshape(-1, *(1,) * (trace.ndim - 1)) * trace
-
-    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
-        return jnp.einsum('p,p...->...', credit.reshape(-1), trace)
-
-
 class AnyUse(BaseUse):
     """An operation of any kind: gradients by reverse mode, the full influence as a
     trace."""
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return FullTrace(self, positions, shape)
-
-
-@dataclass(frozen=True, eq=False)
-class ElementwiseTrace(WholeTrace):
-    """(y,): a weight meets each element of y by itself, broadcast or not."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.use.result.shape
-
-    def plus(
-        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
-    ) -> jax.Array:
-        slopes = self.use.slopes(fixed, steps, len(rows))
-        return trace + jnp.sum(
-            cast(rows * slopes.astype(rows.dtype), trace.dtype), axis=0
-        )
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.at_result(factor) * trace
-
-    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
-        return self.use.spread(self.scaled(trace, credit))
 
 
 @dataclass(frozen=True, eq=False)
