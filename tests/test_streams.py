@@ -571,7 +571,7 @@ def test_sine_and_cosine_of_a_parameter_are_computed_once_a_step():
     learner = braintrace.compile(net, 'd_rtrl', xs[0], batch_size=B)
     stream = learner.stream(lambda x: jnp.mean(learner(x) ** 2), optax.sgd(1e-2))
     stream(xs[0])
-    program = stream._latest_program_program
+    program = stream._latest_program
     given = (program.leaves, xs[1])
     text = program._compiled.lower(*given).compile().as_text()
     # Once for the step, and once for the gradient of each of the two parameters.
