@@ -532,3 +532,40 @@ def test_a_module_may_hold_its_sparse_matrix():
         losses = learner.etrace_online(xs, step_fn=step, optimizer=optax.sgd(0.1))
         found.append((outputs, gradients, losses, learner.evaluate(xs)))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.parametrize('samples', [1, 7])
+def test_visits_by_row(samples):
+    """The kernel for few samples, in the order of the matrix."""
+    from braintrace.operations.row_visit_kernel import RowStructure, visit_by_row
+
+    starts = np.array([0, 3, 3, 8], np.int32)
+    post = rng(4).integers(0, 6, 8).astype(np.int32)
+    pre = np.repeat(np.arange(3), np.diff(starts))
+    normal = lambda seed, *shape: rng(seed).normal(size=shape).astype(np.float32)
+    x, row = normal(1, 3, T, samples), normal(2, 6, T, samples)
+    factors = {(0, 0): normal(3, 6, samples), (1, 0): normal(5, 6, samples)}
+    credit, old = normal(6, 6, samples), [normal(s, 8, samples) for s in (7, 8)]
+    made = RowStructure(2, True, (0,), tuple(factors), (1,))
+    steps = [v.reshape(len(v), -1) for v in (x, row)]
+    given = [*steps, *factors.values(), credit]
+    traces = [jnp.asarray(e) for e in old]
+    *new, gradient = visit_by_row(made, post, starts, given, traces)
+    drive = np.einsum('etk,etk->ek', row[post], x[pre])
+    near = {'rtol': 1e-4, 'atol': 1e-5}
+    np.testing.assert_allclose(new[0], factors[0, 0][post] * old[0] + drive, **near)
+    np.testing.assert_allclose(new[1], factors[1, 0][post] * old[0], **near)
+    np.testing.assert_allclose(gradient, np.sum(credit[post] * old[1], 1), **near)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_both_orders_of_a_visit_give_the_same(name, monkeypatch):
+    """Carried traces of few samples: in the order of the matrix, and in that of
+    ``post``, which many samples have."""
+    found = []
+    for few in (0, 10**6):
+        monkeypatch.setattr(sparse_weights, 'FEW_SAMPLES', few)
+        found.append(gradients('d_rtrl', **MODELS[name]))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        assert np.any(a)
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)

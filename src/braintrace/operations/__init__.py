@@ -12,7 +12,7 @@ Kernels for CPUs:
 
     native            loops compiled by LLVM and called by XLA
     dense_kernels     a visit of a dense trace after one step; span_kernels, after many
-    sparse_kernels    a visit of a sparse trace
+    sparse_kernels    a visit of a sparse trace; row_visit_kernel, with few samples
     product_kernels   sparse products; row_kernel, those of large arrays
     spike_bits        inputs as bits; transpose_kernel, transposed copies
     computed_once     constants that XLA must not compute again

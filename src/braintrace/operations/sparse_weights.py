@@ -25,6 +25,7 @@ from .synapses import (
     at_synapses,
     has_kernels,
     neurons_last,
+    samples_last,
     side_by_side,
 )
 from .weight_use import BaseUse
@@ -32,6 +33,8 @@ from .whole_traces import FullTrace, WholeTrace
 
 MANY_SAMPLES = 16
 """From so many samples on, those of a neuron fill a line of the cache."""
+FEW_SAMPLES = 8
+"""With fewer, traces are visited in the order of the matrix."""
 
 
 def _by_neuron(values: jax.Array) -> jax.Array:
@@ -233,9 +236,11 @@ class SynapseTrace(WholeTrace):
         return self.use.as_weight(found)
 
     def sums_steps(self, dtype: Any, length: int) -> bool:
-        """Where kernels visit the trace."""
+        """Where kernels visit the trace in the order of ``post``."""
         del length
-        return has_kernels(dtype, self.use.result.dtype, self.use.weight.dtype)
+        return not self._is_visited_by_row and has_kernels(
+            dtype, self.use.result.dtype, self.use.weight.dtype
+        )
 
     def solve(
         self,
@@ -296,6 +301,10 @@ class SynapseTrace(WholeTrace):
             {s: at_post(v) for s, v in credit.items() if s in states},
         )
         split = current_split()
+        if self._is_visited_by_row:
+            structure = use.product.kept_structure(fixed, steps)
+            new, gradient = self._visit_by_row(*given, *structure)
+            return new, use.as_weight(gradient)
         if split is None:
             new, gradient = self._visit_own((), *given, *use.by_post(1))
             return new, use.as_weight(gradient)
@@ -310,6 +319,42 @@ class SynapseTrace(WholeTrace):
         devices = math.prod(split.mesh.shape[axis] for axis in synapses)
         new, gradient = run(*given, *use.by_post(devices))
         return new, use.as_weight(gradient)
+
+    @property
+    def _is_visited_by_row(self) -> bool:
+        return not runs_on_mesh() and math.prod(self.shape[1:]) < FEW_SAMPLES
+
+    def _visit_by_row(
+        self,
+        trace: Components,
+        x: jax.Array,
+        rows: Components,
+        y_bars: jax.Array | None,
+        factors: Jacobian,
+        credit: Components,
+        indices: jax.Array,
+        starts: jax.Array,
+    ) -> tuple[Components, jax.Array]:
+        """The visit for few samples; gradients of steps are summed elsewhere."""
+        # llvmlite is optional.
+        from .row_visit_kernel import RowStructure, visit_by_row
+
+        states, shape = tuple(trace), next(iter(trace.values())).shape
+        samples = math.prod(shape[1:])
+        numbers = {s: n for n, s in enumerate(states)}
+        made = RowStructure(
+            len(states),
+            self.use.to_columns,
+            tuple(numbers[s] for s in rows),
+            tuple((numbers[s], numbers[r]) for s, r in factors),
+            tuple(numbers[s] for s in credit),
+        )
+        values = [side_by_side(v) for v in (x, *rows.values())]
+        of_block = (*factors.values(), *credit.values())
+        values += [samples_last(v.reshape(-1, samples)) for v in of_block]
+        old = [e.reshape(-1, samples) for e in trace.values()]
+        *new, gradient = visit_by_row(made, indices, starts, values, old)
+        return {s: e.reshape(shape) for s, e in zip(states, new, strict=True)}, gradient
 
     def _visit_own(
         self,
