@@ -140,8 +140,8 @@ TRACES: dict[type, str] = {
     PerParameter: 'one for each parameter',
     Factorised: 'two factors',
     RandomProjection: 'rank one',
-    Coupled: 'all on all',
-    CoupledWithin: 'what is reached',
+    Coupled: 'influence on all states',
+    CoupledWithin: 'influence within n steps',
 }
 
 
@@ -155,7 +155,7 @@ def described(rule: Rule) -> str:
     if rule.is_modulated:
         needs = 'a modulator'
     elif rule.predictor is not None:
-        needs = 'a predictor that learns along'
+        needs = 'a predictor, trained at the same time'
     elif isinstance(rule.signal, RandomFeedback):
         needs = 'fixed random weights'
     memory, time = rule.cost
@@ -199,16 +199,23 @@ def page(
         '',
         '<!-- made by `make rules`; the words are those of `braintrace.rules` -->',
         '',
-        'Start with `D_RTRL`. If its traces are too large, use `pp_prop`; if credit between units over time matters',
-        'and the net is small, `SnAp` or `RTRL`; if there is no loss but a reward, `ThreeFactor`. Below a leaky',
-        "read-out use `D_RTRL` with `reach='readout'`, or `EProp`, which is the same with symmetric feedback.",
-        "`learner.gradient_check(..., rules=['d_rtrl', 'pp_prop'])` compares them on your own model, and",
-        "`.plot('rules.png')` draws it; `braintrace.SnAp(net, n=2)` in the list is a rule with its options.",
-        'Each rule has a page with its formula, its options, a figure and its paper.',
+        'This page helps you to choose a learning rule. Start with `D_RTRL`.',
         '',
-        'B batch, I inputs, H units, S states of a unit, T steps. Whatever the rule, read-outs and every other',
-        'parameter without a trace get the whole one-step gradient. `learner.report` says which parameters of your',
-        "model get a gradient equal to BPTT's under the rule, and what replaces part of it for the others.",
+        '| situation | rule |',
+        '| --- | --- |',
+        '| the traces of `D_RTRL` are too large | `pp_prop` |',
+        "| a leaky read-out | `D_RTRL` with `reach='readout'`, or `EProp`; with symmetric feedback both are the same |",
+        '| credit between units over time matters, and the network is small | `SnAp` or `RTRL` |',
+        '| a reward instead of a loss | `ThreeFactor` |',
+        '',
+        "`learner.gradient_check(..., rules=['d_rtrl', 'pp_prop'])` compares rules on your own model, and",
+        "`.plot('rules.png')` draws the result. To set the options of a rule, put a learner into the list, for example",
+        '`braintrace.SnAp(net, n=2)`. Each rule has a page with its formula, its options, a figure and its paper.',
+        '',
+        'Under every rule, read-outs and all other parameters without a trace get the whole one-step gradient.',
+        '`learner.report` says which parameters of your model get a gradient equal to BPTT, and what the rule replaces',
+        'for the others. In the table, B is the batch size, I the number of inputs, H of units, S of states of a unit,',
+        'and T of steps.',
         '',
         *table(PAGE.read_text()),
     ]
@@ -216,9 +223,12 @@ def page(
         '',
         '## How near to BPTT',
         '',
-        f'Cosine of the whole gradient, mean [least, most] of {SEEDS} seeds: {UNITS} units, {STEPS} steps, random',
-        'weights, inputs and targets, the default options (SnAp: n = 1); a cosine does not order how well nets learn.',
-        "SnAp, RTRL and UORO are read through the whole of a loss's own step, local traces through its own units.",
+        'The table has the cosine between the whole gradient of a rule and the gradient of BPTT: the mean [lowest,',
+        f'highest] of {SEEDS} seeds. Networks have {UNITS} units, {STEPS} steps, and random weights, inputs and targets. The',
+        'options are the defaults (SnAp: n = 1). A higher cosine does not always mean better learning.',
+        '',
+        'In the step of a loss, SnAp, RTRL and UORO carry the credit of earlier steps along all paths, also from one',
+        'unit to another. Rules with local traces carry it inside each position.',
         '',
         f'| rule | {" | ".join(MODELS)} |',
         f'| --- | {" | ".join("---" for _ in MODELS)} |',
@@ -230,12 +240,14 @@ def page(
     ]
     lines += [
         '',
-        '## What it costs, measured',
+        '## Measured cost',
         '',
-        f'How much longer a gradient of an adaptive LIF net takes ({STEPS} steps, batch {BATCH}, one pass;',
-        'medians of ratios) if its units double, beside the ratio of the formula above with the units among the',
-        'inputs; and if its steps double. That traces grow as stated is a test. More than stated is memory: from',
-        '256 to 512 units, whose traces are nearer to the caches, D_RTRL grows by 3.1 and UORO by 3.2.',
+        'The table shows how much longer a gradient of an adaptive LIF network takes if the number of units doubles',
+        '(*found*), or if the number of steps doubles (*steps*). *Stated* is the ratio that the formula for time gives,',
+        f'where the units count among the inputs. The numbers are medians of ratios, with {STEPS} steps, batch {BATCH} and one pass.',
+        '',
+        'Ratios above the stated one come from memory access: from 256 to 512 units, where more of the traces fit into',
+        'the caches, D_RTRL grows by 3.1 and UORO by 3.2. A test checks that the size of traces grows as stated.',
         '',
         '| rule | units | stated | found | steps |',
         '| --- | --- | --- | --- | --- |',
@@ -246,7 +258,8 @@ def page(
         '',
         '## Parts',
         '',
-        'A rule is a combination, and `ETraceConfig` makes new ones; combinations without a meaning are refused.',
+        'A rule is a combination of parts. `ETraceConfig` makes new combinations. A combination without a meaning raises',
+        'an error.',
         '',
         '```python',
         'import brainstate, braintrace, jax.numpy as jnp',

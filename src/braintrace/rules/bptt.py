@@ -9,8 +9,8 @@ from .rule import NoTrace, Rule, Window
 
 @register('BPTT')
 def bptt() -> Rule:
-    """Plain backpropagation through the whole sequence: the baseline. A call
-    ``learner(x)`` alone is a window of one step."""
+    """Backpropagation through the whole sequence: the baseline. A single call
+    ``learner(x)`` is a window of one step."""
     return Rule(
         'BPTT',
         NoTrace(),
@@ -23,7 +23,8 @@ def bptt() -> Rule:
 
 @register('TBPTT', check={'k': 2})
 def tbptt(k: int = 20) -> Rule:
-    """Backpropagation inside windows of k steps, nothing across them."""
+    """Backpropagation inside windows of k steps. No credit passes from one window to
+    another."""
     k = as_count('k', k)
     return Rule(
         f'TBPTT({k})',

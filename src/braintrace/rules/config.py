@@ -44,16 +44,16 @@ SIDES = {'x': ('scalar_leak', 'none'), 'f': ('jacobian', 'scalar_leak', 'none')}
 
 @dataclass(frozen=True)
 class ETraceConfig:
-    """A learning rule put together from its parts.
+    """A learning rule as a combination of parts.
 
-    ``decay``: of factorised traces (a decay, a rank, or a pair) or the number of a
-    scalar leak. ``trace_filter='readout'`` filters traces as leaky read-outs are;
-    ``'kappa'`` does so by the number ``kappa``. Factorised traces have a
-    ``temporal_recursion`` for each factor, a pair (x, f) such as ``('scalar_leak',
-    'none')``; one word is that of f.
+    ``decay``: for factorised traces a decay, a rank, or a pair; for a scalar leak its
+    number. ``trace_filter='readout'`` filters traces like the leaky read-outs, and
+    ``'kappa'`` filters them by the number ``kappa``. For factorised traces,
+    ``temporal_recursion`` may be a pair (x, f) for the two factors, such as
+    ``('scalar_leak', 'none')``. A single word is for f.
 
-    Configurations of the same rule are equal: ``kappa=0.0`` is no filter, and a leak of
-    0 is no recursion.
+    Configurations of the same rule are equal: ``kappa=0.0`` means no filter, and a leak
+    of 0 means no recursion.
     """
 
     trace_factorization: str = 'per_param'

@@ -8,7 +8,8 @@ from .rule import Rule
 
 @register('D_RTRL')
 def d_rtrl() -> Rule:
-    """One trace for each weight, carried through each position's own states."""
+    """One trace for each weight, carried forward through the states of its own
+    position."""
     return Rule(
         'D_RTRL', use='the default: spiking and gated units with memory of their own'
     )

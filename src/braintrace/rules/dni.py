@@ -16,11 +16,12 @@ def dni(synthesizer: Any = None, *, window: int = 10, predictor: Any = None) -> 
     """Exact gradients inside windows of k steps; a predictor estimates the credit of
     the steps after a window.
 
-    The predictor learns whenever the learner is given a sequence, from the credit that
-    comes back to each window's start. ``learner(x)`` alone is a window of one step: it
-    uses the predictor but does not train it, and expects the credit of losses that are
-    neither scaled nor masked. ``predictor``, or ``synthesizer`` by its other name: a
-    :class:`SyntheticGradient`.
+    The predictor learns at every call with a sequence, from the credit at the start of
+    each window. ``learner(x)`` alone is a window of one step: it uses the predictor but
+    does not train it. The predicted credit is that of losses that are neither scaled
+    nor masked.
+
+    ``predictor``: a :class:`SyntheticGradient`. ``synthesizer`` is another name for it.
     """
     window = as_count('window', window)
     predictor = synthesizer if predictor is None else predictor

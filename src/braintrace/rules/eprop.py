@@ -20,28 +20,36 @@ def eprop(
     random_feedback_key: Any = 0,
     kappa: Literal['readout'] | float | KappaFilter | None = 'readout',
 ) -> Rule:
-    """The trace of D_RTRL, filtered in time as the read-out filters, times the error at
-    the read-out.
+    """The trace of D_RTRL, filtered in time like the read-out, times the error at the
+    read-out.
 
-    ``feedback``: 'symmetric' sends the error back by the read-out's own weights,
-    'random' by fixed random ones, 'adaptive' by random ones whose distance to the
-    read-out's shrinks with every call; a :class:`FixedRandomFeedback`; an array in the
-    shape of the read-out's weights or of their transpose, or a list of such arrays, one
-    for each read-out in the order of the program. Between layers it goes back by their
-    own weights.
+    ``feedback``: the weights that send the error back from the read-out. Between
+    layers, the error passes back through the weights of the layers.
 
-    ``kappa``: κ of the filter ē_t = κ ē_{t-1} + (∂u_t/∂h_t) ε_t, where u is what the
-    read-out's weights multiply (spikes, for instance). 'readout' takes κ from leaky
-    read-outs, one for each decay there is, and filters nothing below a read-out without
-    memory. A number is used for all read-outs, with memory or without; None means no
-    filter. The traces of the read-out's own weights and losses that do not pass the
-    read-out, as firing-rate penalties, are never filtered. ``kappa_filter_decay``: the
-    same by another name, where 0.0 means no filter. In a model without a read-out a
-    number filters all traces.
-    ``random_feedback_key``: a whole number or a key of JAX.
+    - 'symmetric': the weights of the read-out.
+    - 'random': fixed random weights.
+    - 'adaptive': random weights that move towards those of the read-out at every call.
+    - a :class:`FixedRandomFeedback`.
+    - an array with the shape of the read-out weights or of their transpose, or a list
+      with one array for each read-out, in the order of the program.
 
-    With symmetric feedback and no leaky read-out this is D_RTRL; with a leaky one and
-    κ from it, D_RTRL with ``reach='readout'``.
+    ``kappa``: κ of the filter ē_t = κ ē_{t-1} + (∂u_t/∂h_t) ε_t, where u is the value
+    that the read-out weights multiply, for example spikes.
+
+    - 'readout': κ is the decay of each leaky read-out. Below a read-out without memory
+      there is no filter.
+    - a number: κ for all read-outs, with or without memory. In a model without a
+      read-out, it filters all traces.
+    - None: no filter.
+
+    The traces of the read-out weights are never filtered. Losses that do not depend on
+    the read-out, such as firing-rate penalties, use traces without the filter.
+
+    ``kappa_filter_decay``: another name for ``kappa``; 0.0 means no filter.
+    ``random_feedback_key``: an integer or a JAX key.
+
+    With symmetric feedback and no leaky read-out, this rule is D_RTRL. With a leaky
+    read-out and its κ, it is D_RTRL with ``reach='readout'``.
     """
     filter_ = _filter_of(kappa, kappa_filter_decay)
     signal = feedback_signal(feedback, random_feedback_key)

@@ -12,15 +12,15 @@ from .rule import Rule
 
 @register('OSTLRecurrent')
 def ostl_recurrent() -> Rule:
-    """Online spatio-temporal learning with the Jacobian of the unit's own states:
-    D_RTRL's trace."""
+    """Online spatio-temporal learning with the Jacobian of the states of each unit: the
+    trace of D_RTRL."""
     return Rule('OSTLRecurrent', use='the same trace under the name of its paper')
 
 
 @register('OSTLFeedforward')
 def ostl_feedforward(decay_or_rank: Any = 1e-6) -> Rule:
-    """Separate traces of inputs and of states that decay by one fixed number; with the
-    default they hold the last step only."""
+    """One trace for inputs and one for states, which decay by a fixed number. With the
+    default number they contain only the last step."""
     return Rule(
         'OSTLFeedforward',
         Factorised(as_decays('decay_or_rank', decay_or_rank)),

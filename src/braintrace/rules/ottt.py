@@ -11,8 +11,8 @@ from .rule import Rule
 
 @register('OTTT')
 def ottt(leak: float = 0.9) -> Rule:
-    """A leaky trace of the inputs, times the derivative of the current step: memory
-    linear in inputs."""
+    """A leaky trace of the inputs, times the derivative of the current step. The memory
+    is linear in the number of inputs."""
     return Rule(
         'OTTT',
         Factorised((as_decay('leak', leak), 0.0)),

@@ -17,13 +17,14 @@ from .numbers import as_count, as_decay, as_positive, as_seed
 
 @dataclass(frozen=True)
 class FixedRandomFeedback:
-    """Weights that carry errors back from a read-out: random, of the read-out's own
-    shape, and kept.
+    """Random weights that send errors back from a read-out. They have the shape of the
+    read-out weights.
 
-    ``scale``: their standard deviation; by default one over the root of the read-out's
-    inputs. ``align``: the fraction of their distance to the read-out's weights that
-    remains after each call of the learner; they follow changes of those weights at
-    once, as in the updates of Kolen and Pollack; None keeps them as they are.
+    ``scale``: their standard deviation; by default 1/√(number of inputs of the
+    read-out). ``align``: the fraction of their distance to the read-out weights that
+    remains after each call of the learner. When the read-out weights change, these
+    weights change by the same amount, as in the updates of Kolen and Pollack. With
+    ``align=None`` they are constant.
     """
 
     key: int = 0
@@ -107,8 +108,8 @@ class GradExpon:
     """A running mean of gradients: ḡ = decay · ḡ + (1 - decay) · g, corrected for its
     start at zero.
 
-    A pure function of trees: ``mean, state = GradExpon(0.9)(gradients, state)``, first
-    with ``state=None``.
+    A pure function of trees: ``mean, state = GradExpon(0.9)(gradients, state)``. Use
+    ``state=None`` at the first call.
     """
 
     decay: float
@@ -132,12 +133,13 @@ class GradExpon:
 
 @dataclass(frozen=True)
 class SyntheticGradient:
-    """A predictor of the credit that a group's states get from the future: one hidden
-    layer over its units.
+    """A network with one hidden layer that predicts the credit of later steps for the
+    states of a group.
 
-    ``width``: of the hidden layer; ``rate``: 1 takes the largest step that a bound of
-    the error's curvature allows, whatever the size of states and credit. It starts by
-    predicting nothing, so that learning starts as truncated BPTT.
+    ``width``: the width of the hidden layer. ``rate``: the learning rate; 1 is the
+    largest step that a bound on the curvature of the error allows, independent of the
+    scale of states and credit. At first the predictor returns zeros, so learning starts
+    as truncated BPTT.
     """
 
     width: int = 64

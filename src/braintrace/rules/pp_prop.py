@@ -12,11 +12,11 @@ from .rule import Rule
 
 @register('pp_prop', 'ES_D_RTRL')
 def pp_prop(decay_or_rank: Any = 0.9) -> Rule:
-    """Separate traces of inputs and of states, each with its own decay: memory linear
-    in neurons.
+    """One trace for inputs and one for states, each with its own decay. The memory is
+    linear in the number of neurons.
 
-    ``decay_or_rank``: a decay in (0, 1), a rank r that means (r - 1)/(r + 1), or a pair
-    (x side, f side).
+    ``decay_or_rank``: a decay in (0, 1), or a rank r that means (r - 1)/(r + 1), or a
+    pair of these for inputs and states.
     """
     return Rule(
         'pp_prop',

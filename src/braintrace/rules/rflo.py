@@ -17,10 +17,10 @@ def rflo(
     feedback: FeedbackOption = 'symmetric',
     random_feedback_key: Any = 0,
 ) -> Rule:
-    """One trace for each weight, which decays by a fixed number: random feedback local
-    online learning.
+    """Random feedback local online learning: one trace for each weight, which decays by
+    a fixed number.
 
-    ``feedback='random'`` is the rule of the paper; see :class:`EProp` for the others.
+    ``feedback='random'`` is the rule of the paper. See :class:`EProp` for other values.
     """
     signal = feedback_signal(feedback, random_feedback_key)
     when = 'units that leak by `leak`, with no other memory and no weights between them'

@@ -9,8 +9,8 @@ from .rule import Coupled, Rule
 
 @register('RTRL')
 def rtrl() -> Rule:
-    """The whole influence of parameters on states: BPTT's gradient, forward in time,
-    for small models."""
+    """The influence of all parameters on all states: the gradient of BPTT, computed
+    forward in time, for small models."""
     return Rule(
         'RTRL',
         Coupled(),

@@ -12,8 +12,8 @@ from .rule import CoupledWithin, Rule
 def snap(n: int = 2) -> Rule:
     """The influence of each parameter on the states that it reaches within n steps.
 
-    What is kept is that of the paper; a loss reads it through the whole of its own
-    step, and not only through what will be kept.
+    The stored influence is that of the paper. In the step of a loss, it is used along
+    all paths to the loss, not only along the paths that the mask keeps.
     """
     n = as_count('n', n)
     return Rule(

@@ -11,16 +11,19 @@ from .rule import Rule
 
 @register('ThreeFactor')
 def three_factor(*, kappa_filter_decay: float | KappaFilter | None = None) -> Rule:
-    """The trace of D_RTRL multiplied by a modulator in place of ∂loss/∂h: one number,
-    one for each sample or neuron.
+    """The trace of D_RTRL, multiplied by a modulator instead of ∂loss/∂h. The modulator
+    is one number, or one number for each sample or neuron.
 
-    A constant one by ``modulator=`` here or ``learner.modulator``; another for a
-    step by ``learner(x, modulator=m)``, also inside a ``step_fn``, where it may be
-    computed from anything known by then, or by ``learner.modulator = m`` after the
-    call, from its output too. The modulator is minimised, so pass the negative reward.
-    Parameters beyond the traces keep the gradient of the loss; those of a leaky
-    read-out, which is a state too, are multiplied by the modulator unless
-    ``trace=lambda path: path[0] != 'out'`` leaves them out.
+    The modulator is minimised, so pass the negative reward. There are three ways to set
+    it:
+
+    - a constant: ``modulator=`` of this class, or ``learner.modulator``;
+    - for one step: ``learner(x, modulator=m)``, also inside ``step_fn``;
+    - after the call of a step: ``learner.modulator = m``, which may use its output.
+
+    Parameters without a trace keep the gradient of the loss. The weights of a leaky
+    read-out have a trace, so they are multiplied by the modulator as well. To exclude
+    them, use ``trace=lambda path: path[0] != 'out'``.
     """
     return Rule(
         'ThreeFactor',

@@ -11,10 +11,10 @@ from .rule import RandomProjection, Rule
 
 @register('UORO', vjp_method='multi-step')
 def uoro(*, seed: Any = 0) -> Rule:
-    """A random projection in place of the whole influence: noisy, but without bias.
+    """A random projection instead of the whole influence: noisy, but without bias.
 
-    No two calls draw the same: the signs come from ``seed`` and from how often the
-    learner was called.
+    The random signs depend on ``seed`` and on the number of calls of the learner, so
+    every call draws new signs.
     """
     return Rule(
         'UORO',
