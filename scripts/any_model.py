@@ -24,21 +24,24 @@ HEAD = """# Any model
 
 <!-- made by `make models` from tests/zoo; the words are those of the compiler -->
 
-Most models can be compiled as they are. If part of the credit is lost, the report says where. If a model cannot be
-compiled, the error says why.
+On this page you can look up what gradient your kind of model gets. Most models compile without changes. If part of the
+credit is lost, the report says where. If a model cannot be compiled, the error says why.
 
-Each row below is a model of the tests in `tests/zoo`. *Hidden groups* are the states that depend on each other unit by
-unit. *Parameters* counts the [credit classes](concepts.md#credit-classes). The *verdict* is the lowest class among the
-parameters that could get credit, with the first reason. The tests compare all of this with results that were written by
-hand, and the derivatives with dense Jacobians.
+Each row is a model from the tests in `tests/zoo`:
+
+- *Hidden groups*: the states that depend on each other position by position.
+- *Parameters*: the number of parameters in each [credit class](concepts.md#credit-classes).
+- *Verdict*: the lowest class among the parameters that could get credit, with the first reason.
+
+The tests compare these columns with results that were written by hand, and the derivatives with dense Jacobians.
 
 | verdict | meaning |
 | --- | --- |
-| exact | no path is cut: under D-RTRL the gradient of every parameter is equal to that of BPTT |
-| local | credit passes through time inside each unit; the first path that is cut is named |
-| instantaneous | some parameter gets only the gradient of the current step |
-| none | some parameter gets no gradient: no output of its step depends on it, and paths to later steps are cut |
-| refused | the model cannot be compiled; the error says what was written, why it does not work and how to fix it |
+| exact | No path is cut: under D-RTRL the gradient of every parameter is equal to BPTT. |
+| local | Credit passes through time inside each position. The table names the first path that is cut. |
+| instantaneous | At least one parameter gets only the one-step gradient. |
+| none | At least one parameter gets no gradient: no output of its step depends on it, and later paths are cut. |
+| refused | The model cannot be compiled. The error says what was written, why it does not work and how to fix it. |
 """
 LOSSES = (DiagnosticKind.MISSING_RULE, DiagnosticKind.NOT_DIFFERENTIABLE)
 ORDER = ('none', 'instantaneous', 'local', 'exact')

@@ -91,19 +91,20 @@ HEAD = """# Versions
 
 <!-- made by `make versions` -->
 
-These combinations of packages were installed and tested. *Lowest* has the oldest version
-of every package that `pyproject.toml` allows, on the oldest Python. *Newest* has the
-versions that pip installs on each Python. The last rows count tests: passed / run.
+This page lists the versions of Python and of other packages with which this package was
+tested. *Lowest* has the oldest versions that `pyproject.toml` allows, on the oldest Python.
+*Newest* has the versions that pip installs on each Python. The last rows have the numbers
+of tests: passed / run.
 
 """
 
 TAIL = """
-Update packages together. An old Flax or Equinox, for example, cannot be imported with a
-much newer JAX.
+Update packages together. For example, an old Flax or Equinox cannot be imported with a much
+newer JAX.
 
-Importing braintrace does not change `jax_enable_x64`. brainstate sets it to its own
-default when it is imported; braintrace restores your value. To get parameters of
-brainstate in double precision, use `brainstate.environ.set(precision=64)`.
+Importing braintrace does not change `jax_enable_x64`. brainstate sets it to its own default
+when it is imported, and braintrace restores your value. To create brainstate parameters in
+double precision, use `brainstate.environ.set(precision=64)`.
 """
 
 

@@ -29,45 +29,50 @@ HEAD = """# Reliability
 
 <!-- made by `make torture ARGS=--write-page` from the last runs -->
 
-This page says what happens when a training is killed, a disk is full, a file is damaged,
-or a learner is used from several threads. `make torture` causes these faults on purpose
-and checks the result. The table has the counts of the last runs, of a few minutes for each
-part. `ARGS='--part kills --seed 0 --minutes 10 --resume'` continues a run. A case that
-fails prints the command that runs it alone. The daily tests include a few cases of each
-part except the command.
+This page says what happens if a training is killed, a disk is full, a file is damaged, or
+a learner is used from several threads. [What must hold](#what-must-hold) lists what you can
+rely on. `make torture` causes these faults on purpose and checks the result.
+
+The table has the counts of the last runs, which took a few minutes for each part.
+`make torture ARGS='--part kills --seed 0 --minutes 10 --resume'` continues the run of one
+part. If a case fails, it prints the command that repeats it. The daily tests include a few
+cases of each part except **command**.
 
 """
 
 TAIL = """
-`make fuzz` is a check of its own: random step programs with complex and mixed types. The
-gradient of one step must be that of `jax.grad`, D-RTRL the dense recursion in blocks of any
-length, and each credit class what it says: `exact` is BPTT, `instantaneous` the sum of
-one-step gradients, `none` zero. The last run, seeds 0 to 99, had 10,000 programs and no
-failure.
+`make fuzz` tests random step programs with complex and mixed types:
+
+- The gradient of one step must be equal to `jax.grad`.
+- The gradient of D-RTRL must be equal to the dense recursion, for blocks of any length.
+- Each credit class must be right: `exact` is BPTT, `instantaneous` is the sum of one-step
+  gradients, and `none` is zero.
+
+The last run, with seeds 0 to 99, had 10,000 programs and no failure.
 
 ## What must hold
 
 Each case above checks one of these:
 
-- **Kill and resume.** A training may be killed at any moment. It can then be resumed from
-  its folder, or started again if nothing was written yet. The result is that of an
-  uninterrupted run, bit for bit: weights, states, traces, optimiser, random numbers.
-- **Damaged checkpoints.** A checkpoint has a checksum of its values. Loading gives the
-  values that were written, or an error that says which folder to delete. After an error,
-  the states of the learner are as before.
+- **Kill and resume.** A training may be killed at any moment. You can then resume it from
+  its folder, or start it again if nothing was written yet. The result is the same as
+  without the interruption, bit for bit: weights, states, traces, optimiser, random numbers.
+- **Damaged checkpoints.** A checkpoint has a checksum of its values. Loading restores the
+  saved values, or raises an error that says which folder to delete. An error does not
+  change the learner.
 - **Full disks.** The training ends with the error of the file system. Earlier checkpoints
-  are kept, and the training can be resumed when there is space.
-- **Threads.** Calls of the learners of one model wait for each other. Learners of
-  different models run at the same time. There is one exception: `brainstate.random` is one
-  generator for all threads, so models that draw from it must not be compiled at the same
-  time. Give each model a `brainstate.random.RandomState` of its own.
-- **Processes.** A learner cannot be used after a fork; a call raises an error. Use
+  are kept. You can resume the training when there is space.
+- **Threads.** If several learners use the same model, their calls wait for each other.
+  Learners of different models run at the same time. There is one exception:
+  `brainstate.random` is one generator for all threads, so do not compile models that draw
+  from it at the same time. Use a separate `brainstate.random.RandomState` for each model.
+- **Processes.** A learner cannot be used after a fork: a call raises an error. Use
   `multiprocessing.get_context('spawn')`.
 - **Long runs.** Steps add no memory and no compiled programs. Orbax keeps some 20 KB of
   memory for each checkpoint.
-- **Interrupts.** After Ctrl-C in a call, weights, states and traces are all as before the
-  call or all as after it. If Ctrl-C comes while a compiled program is running on carried
-  traces, the traces start again from zero, and the states are as before.
+- **Interrupts.** If Ctrl-C interrupts a call, weights, states and traces are all those from
+  before the call, or all those from after it. If Ctrl-C comes while a compiled program runs
+  on carried traces, the traces are reset to zero, and the states are those from before.
 """
 
 
