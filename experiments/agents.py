@@ -33,21 +33,29 @@ AGENTS = {
 """By name; ``rtu one step`` is a control, whose cell learns without traces."""
 
 PUBLISHED = """Published success at 64 units for delays 10, 20, 40: RTU .99 / .81 / .61, exact RTRL .90 / .64 / .50,
-SnAp-1 .58 / .50 / .49, TBPTT .71 / .27 / .17. Those come from mazes, rewards and numbers of steps of their own, so
-they show the order of difficulty and are no baseline for the rows above.
+SnAp-1 .58 / .50 / .49, TBPTT .71 / .27 / .17. These results have other mazes, rewards and numbers of steps. They show
+which delays are difficult, but they are not a baseline for the rows above.
 
-How the settings were chosen: by a separate simulation of the same task and algorithm, written by hand, with other
-random numbers, three seeds each: with 32 units 24 settings of rate, λ, entropy and Adam's ε at delay 10 and 8 of
-rate, λ and entropy at each of delays 20 and 40, with 64 units 3 rates at delay 10. So the settings have seen all three
-delays; the seeds above are new draws, not new tasks. Settings of the GRU were not searched.
+|λ| of the RTU starts between 0.9 and 0.999, so it can hold the cue for a while before it learns. The rows
+`rtu one step` show the success without traces.
 
-Earlier runs by the stream had read-outs that started with a standard deviation of 1 in place of 0.01, by mistake. They
-are not in the table (RTU, delay 10): 64 units, rate 5e-4, 3000 episodes: 0.50, 0.48, 1.00 for seeds 0, 1, 2; rate 1e-3,
-2000 episodes: 0.60, 1.00, 1.00; 32 units, rate 3e-3, λ 0.9, 500 episodes, one seed: 0.00; and two runs of 300 episodes
-that measured time.
+The settings were chosen with a separate, hand-written simulation of the same task and algorithm, with other random
+numbers and three seeds each:
 
-|λ| of the RTU starts between 0.9 and 0.999, so it holds the cue for a while before it learns. The rows `rtu one step`
-show what that alone is worth."""
+- 32 units, delay 10: 24 settings of rate, λ, entropy and Adam's ε;
+- 32 units, delays 20 and 40: 8 settings of rate, λ and entropy for each delay;
+- 64 units, delay 10: 3 rates.
+
+So all three delays were used to choose the settings. The seeds in the table are new, the tasks are not. No settings
+were searched for the GRU.
+
+Some earlier runs of the RTU at delay 10 are not in the table. By mistake, their read-outs started with a standard
+deviation of 1 instead of 0.01:
+
+- 64 units, rate 5e-4, 3000 episodes: 0.50, 0.48, 1.00 for seeds 0, 1, 2;
+- rate 1e-3, 2000 episodes: 0.60, 1.00, 1.00;
+- 32 units, rate 3e-3, λ 0.9, 500 episodes, one seed: 0.00;
+- two runs of 300 episodes that measured time."""
 
 
 def run(agent: str, *, delay: int, seed: int, **options: Any) -> dict:
@@ -71,10 +79,11 @@ def section(runs: list[dict]) -> str:
     lines = [
         HEADING,
         '',
-        'Made by `python experiments/agents.py`: the T-maze of `examples/t_maze.py`, an',
-        'actor-critic with an update at every step. Success in the last tenth of the',
-        'episodes, while learning goes on; mean [least, most] over seeds. Chance is 0.5 for',
-        'an agent that walks to the junction. Combinations that are missing were not run.',
+        '`python experiments/agents.py` writes this table. The task is the T-maze of',
+        '`examples/t_maze.py`, and the agent is an actor-critic with an update at every step.',
+        '*Success* is the rate in the last tenth of the episodes, during learning: the mean',
+        '[lowest, highest] over seeds. Chance is 0.5 for an agent that walks to the junction.',
+        'Missing combinations were not run.',
         '',
         '| agent | units | rate | delay | episodes | seeds | success | seconds a run |',
         '| --- | --- | --- | --- | --- | --- | --- | --- |',

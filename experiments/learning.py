@@ -81,51 +81,72 @@ CONTROLS = {
 alone; errors that come back by random weights, with traces and without."""
 
 
-BEHIND = """What is behind the settings; those of matching were chosen by seed 0:
+BEHIND = """## Do traces help?
 
-- seconds are wall time. The runs of e-prop and of the controls on matching, and of `random_one_step` and `readout_only`
-  on evidence, shared a busy machine and were paused at times.
-- evidence by pp_prop needs units whose memory has the sign of its cause. Its two factors pair the cues with all that a
-  unit's states did since, and so with the direct effect on V, which an adapting threshold turns round: on the network
-  of the other rules decays of 0.999 and 0.9997 gave 0.45 and 0.47 after 100 updates, and 0.2 on the way. With a slow
-  current that excites, the reference is reached within 100; D-RTRL then has 0.97 after 60.
-- evidence by BPTT needs recurrent weights that stay small. Its gradient through 2250 steps of recurrent spikes is large
-  and changes direction: with all weights learning (one seed each) a rate of 5e-3 stayed at chance, 1.5e-3 gave 0.82
-  after 400 updates, 5e-4 0.72 after 500; with gradients scaled to norm 1e-3 a rate of 2e-3 gave 0.79 in 100 updates
-  but chance in 400; a start from a fifth or a tenth of the weights (gain 0.2, 0.1): 0.74 at best, then chance.
-- matching starts from weak recurrent weights (gain 0.02). From 0.5, at half the rate, D-RTRL had 0.94 to 0.95 after 300
-  and 400 updates, and 0.80 to 0.85 between 180 and 280 of 800; from 0.05 it had 0.952 and e-prop 0.955 after 400. With
-  a slow current of -0.1 a spike in place of -0.3, a gain of 0.5 and a rate of 1e-3: 0.93 after 800. e-prop needed
-  more updates: one seed had 0.941 after 300.
-- e-prop has random feedback on evidence and matching, drawn apart for each seed. On evidence it reaches the reference
-  in 200 updates. On matching it does not in 400: 0.595, 0.894 and 0.909, where the last two still rise. With symmetric
-  feedback, which this row had by mistake in an earlier version, it had 0.959, 0.964 and 0.976. A longer training and
-  other scales of the feedback were not tried.
-- matching by pp_prop: with recurrent weights that learn 0.943 after 300 updates, and 0.92 after 600, so that a longer
-  training at a high rate leads it astray. After 40 updates of D-RTRL its gradient of the input weights has a cosine of
-  0.6 with D-RTRL's for decays of 0.9 to 0.995, and less for longer ones. With a current that excites: 0.86, and chance
-  from weak recurrent weights.
+The controls train the same network for the same time:
 
-What traces are worth. Controls train the same network for the same time: `one_step` has the gradient of each step
-alone, `readout_only` trains the read-out, `random` is e-prop with random feedback, `random_one_step` the same without
-traces.
+- `one_step`: the gradient of each step alone, without traces;
+- `readout_only`: only the read-out is trained;
+- `random`: e-prop with random feedback;
+- `random_one_step`: random feedback without traces.
 
-- evidence: traces are needed. Gradients of one step reach 0.59 to 0.69 in 200 updates, no more than a read-out alone
-  (0.60 to 0.69), and with random feedback 0.50 to 0.59, where e-prop with random feedback has 0.94 to 0.96.
-- matching: traces do not help much. Gradients of one step end at 0.91, 0.97 and 0.95 after 300 updates, D-RTRL at 0.96,
-  0.98 and 0.95, and a read-out alone at 0.67 to 0.75. So hidden weights must learn here, but the rows of D-RTRL are
-  hardly evidence for traces. A likely reason, not tested: the slow currents of this network hold the sample whatever
-  is learned, and the loss counts while the test is shown. With random feedback traces do not help either: after 400
-  updates e-prop has 0.60, 0.89 and 0.91, and without traces 0.80, 0.90 and 0.72; the seeds differ more than the rules.
-- copying: traces are needed. Without them the loss stays that of chance (2.08), with any feedback; random feedback
-  with traces reaches 1.94 to 1.96, symmetric feedback 1.84 to 1.92.
-- mackey_glass, lorenz, henon: traces do not help, and D-RTRL and e-prop have none. A state of this tanh network
-  reaches the next step through the recurrent weights only, so nothing is carried at a position, and the two rules
-  give the one-step gradient: their rows and `one_step` differ by rounding (Hénon: not in four digits). The rows show
-  that such updates at every of 15,000 steps are enough here; they are no evidence for traces. Those of pp_prop and
-  RFLO decay by a number of their own, and end no better, but for pp_prop on Hénon. A read-out alone is two to five
-  times worse on the first two and fails on Hénon (0.69). Random feedback is worse than symmetric feedback on
-  Mackey-Glass and Lorenz.
+Results by task:
+
+- evidence: traces are needed. `one_step` reaches 0.59 to 0.69 in 200 updates, no more than `readout_only` (0.60 to
+  0.69). `random_one_step` reaches 0.50 to 0.59, and e-prop with random feedback 0.94 to 0.96.
+- copying: traces are needed. Without them the loss stays at chance (2.08), with any feedback. With traces, random
+  feedback reaches 1.94 to 1.96, and symmetric feedback 1.84 to 1.92.
+- matching: traces do not help much. After 300 updates, `one_step` has 0.91, 0.97 and 0.95, D-RTRL has 0.96, 0.98 and
+  0.95, and `readout_only` has 0.67 to 0.75. So hidden weights must learn, but the rows of D-RTRL are hardly evidence
+  for traces. A likely reason, which was not tested: the slow currents of this network store the sample without
+  learning, and the loss counts while the test is shown. With random feedback, traces do not help either. After 400
+  updates e-prop has 0.60, 0.89 and 0.91, and `random_one_step` has 0.80, 0.90 and 0.72. The seeds differ more than
+  the rules.
+- mackey_glass, lorenz, henon: traces do not help. D-RTRL and e-prop have no traces here: a state of this tanh network
+  reaches the next step only through the recurrent weights, so both rules give the one-step gradient. Their rows differ
+  from `one_step` by rounding (on Hénon, not in four digits). One-step updates at each of 15,000 steps are enough for
+  these tasks. The traces of pp_prop and RFLO decay by a fixed number. They give no better results, except pp_prop on
+  Hénon. `readout_only` is two to five times worse on the first two tasks and fails on Hénon (0.69). Random feedback is
+  worse than symmetric feedback on Mackey-Glass and Lorenz.
+
+## How the settings were chosen
+
+The settings of matching were chosen with seed 0. Seconds are wall time. Some runs shared a busy machine and were paused
+at times: e-prop and the controls on matching, and `random_one_step` and `readout_only` on evidence.
+
+- evidence, pp_prop: the slow state of a unit must have the same sign as its cause. pp_prop multiplies an average of
+  the cues by an average of all state changes. This average includes the direct effect on V, and an adapting threshold
+  has the opposite sign. On the network of the other rules, decays of 0.999 and 0.9997 gave 0.45 and 0.47 after 100
+  updates, and 0.2 before that. With a slow excitatory current, the reference is reached within 100 updates. D-RTRL then
+  has 0.97 after 60.
+- evidence, BPTT: the recurrent weights must stay small. The gradient through 2250 steps of recurrent spikes is large
+  and changes direction. These settings were tried with all weights trained, one seed each:
+
+    | setting | accuracy |
+    | --- | --- |
+    | rate 5e-3 | chance |
+    | rate 1.5e-3 | 0.82 after 400 updates |
+    | rate 5e-4 | 0.72 after 500 updates |
+    | rate 2e-3, gradients scaled to norm 1e-3 | 0.79 after 100 updates, chance after 400 |
+    | initial weights of a fifth or a tenth (gain 0.2, 0.1) | 0.74 at best, then chance |
+
+- matching: the recurrent weights start small (gain 0.02). Other settings:
+
+    | gain | setting | accuracy |
+    | --- | --- | --- |
+    | 0.5 | D-RTRL, half the rate | 0.94 to 0.95 after 300 and 400 updates; 0.80 to 0.85 between 180 and 280 of 800 |
+    | 0.05 | D-RTRL and e-prop | 0.952 and 0.955 after 400 |
+    | 0.5 | slow current of -0.1 for each spike instead of -0.3, rate 1e-3 | 0.93 after 800 |
+
+    e-prop needed more updates: one seed had 0.941 after 300.
+- e-prop: on evidence and matching it has random feedback, drawn separately for each seed. On evidence it reaches the
+  reference in 200 updates. On matching it does not reach it in 400: it has 0.595, 0.894 and 0.909, and the last two
+  are still rising. With symmetric feedback it had 0.959, 0.964 and 0.976. Longer trainings and other scales of the
+  feedback were not tried.
+- matching, pp_prop: with trained recurrent weights it had 0.943 after 300 updates and 0.92 after 600. A longer training
+  at a high rate makes it worse. After 40 updates of D-RTRL, its gradient of the input weights has a cosine of 0.6 with
+  D-RTRL for decays of 0.9 to 0.995, and a smaller cosine for longer decays. With an excitatory current it had 0.86, and
+  chance if the recurrent weights start small.
 """
 SERIES = ('rflo', 'eprop', 'pp_prop', 'd_rtrl', 'bptt')
 EXPERIMENTS = {
@@ -335,7 +356,9 @@ def table() -> str:
     lines = [
         '# Learning',
         '',
-        'Made by `python experiments/learning.py`; mean [least, most] over seeds.',
+        'This page shows how well rules learn tasks with published results. `python experiments/learning.py` writes it.',
+        'Results are the mean [lowest, highest] over seeds. *Wanted* is the reference, and *reached* counts the seeds',
+        'that reach it.',
         '',
     ]
     lines += [
@@ -375,7 +398,7 @@ def table() -> str:
         for name, e in EXPERIMENTS.items()
         if (HERE / f'{name}.json').exists()
     ]
-    lines += ['', BEHIND, 'References:', '', *references]
+    lines += ['', BEHIND, '## References', '', *references]
     return '\n'.join(lines) + '\n'
 
 
