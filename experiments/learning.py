@@ -356,7 +356,7 @@ def table() -> str:
     lines = [
         '# Learning',
         '',
-        'This page shows how well rules learn tasks with published results. `python experiments/learning.py` writes it.',
+        'This page shows how well rules learn tasks with published results. `python experiments/learning.py` makes it.',
         'Results are the mean [lowest, highest] over seeds. *Wanted* is the reference, and *reached* counts the seeds',
         'that reach it.',
         '',
