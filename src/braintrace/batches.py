@@ -1,7 +1,7 @@
-"""Batches for training from functions, lists, iterators and loaders of other packages.
+"""Batches for training, from functions, lists, iterators and loaders of other packages.
 
-No package of loaders is imported: what counts is whether an object can be called,
-indexed or iterated, and what its arrays offer.
+No package of loaders is imported. The code tests whether an object can be called,
+indexed or iterated, and how its arrays can be converted.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _FUNCTION, _ITEMS, _ITERABLE, _ITERATOR = 'function', 'items', 'iterable', 'iter
 
 
 class Batches:
-    """The batches of all updates, from one of these:
+    """The batches of all updates, made from one of these:
 
     - a function of the number of the update, counted from 0, that returns a tuple of
       sequences;
     - a list of batches, or another object with a length and items (a Grain
-      ``MapDataset``): update i takes item i, and after the last the first again;
-    - an object that can be iterated again (a PyTorch or Grain loader): when it ends it
-      is iterated anew;
-    - an iterator or a generator, which must not end before the training does.
+      ``MapDataset``). Update i uses item i. After the last item, the first one follows;
+    - an object that can be iterated again (a PyTorch or Grain loader). When it ends, it
+      is iterated again;
+    - an iterator or a generator. It must not end before the training ends.
 
-    A batch is a tuple or a list of sequences; anything else, such as an array or a
-    dictionary of arrays, is one sequence. Arrays may be those of NumPy, JAX or PyTorch,
-    or of any package that offers ``numpy()``, ``__array__`` or DLPack. ``transform`` is
-    called with the parts of a batch as NumPy arrays and returns the tuple of sequences,
-    time first: ``lambda x, label: (x.swapaxes(0, 1), ...)``.
+    A batch is a tuple or a list of sequences. Anything else, such as an array or a
+    dictionary of arrays, is one sequence. Arrays may come from NumPy, JAX, PyTorch, or
+    any package with ``numpy()``, ``__array__`` or DLPack. ``transform`` gets the parts
+    of a batch as NumPy arrays and returns the tuple of sequences, time first: ``lambda
+    x, label: (x.swapaxes(0, 1), ...)``.
 
     >>> import numpy as np
     >>> zeros, ones = np.zeros((5, 2)), np.ones((5, 2))
@@ -69,7 +69,7 @@ class Batches:
         return self._last[1]
 
     def peek(self) -> tuple:
-        """The sequences of some update, none taken."""
+        """The sequences of one update, without consuming them."""
         if self.kind in (_FUNCTION, _ITEMS):
             return self(0)
         if self._last is not None:
@@ -80,7 +80,7 @@ class Batches:
         return self._sequences(self._peeked[0])
 
     def resumed_at(self, update: int) -> str | None:
-        """Continue a training at an update; how exact that is, if it may not be."""
+        """Continue a training at an update. Returns a notice if the data may differ."""
         if self.kind in (_FUNCTION, _ITEMS) or not update:
             return None
         if self.kind == _ITERATOR and not self._is_unbegun:
@@ -156,7 +156,7 @@ class Batches:
 
 
 def as_array(x: Any) -> Any:
-    """An array of any package as one of NumPy or JAX."""
+    """Convert an array of any package to NumPy or JAX."""
     if isinstance(x, (np.ndarray, np.generic, jax.Array, int, float, complex, bool)):
         return x
     if hasattr(x, 'detach'):  # a tensor that PyTorch may differentiate

@@ -1,5 +1,5 @@
-"""Checkpoints of a learner and its optimiser, kept by orbax: written whole or not at
-all."""
+"""Checkpoints of a learner and its optimiser. Orbax writes them: a checkpoint is
+complete, or it does not exist."""
 
 from __future__ import annotations
 
@@ -275,13 +275,14 @@ Model = TypeVar('Model', bound=brainstate.nn.Module)
 
 
 def load(path: str | Path, model: Model, *, states: bool = False) -> Model:
-    """Put the weights that a learner saved into a model, for inference; the model.
+    """Load saved weights into a model, for inference, and return the model.
 
-    ``path``: what :meth:`Learner.save` or :meth:`Learner.save_weights` wrote, or the
-    folder of :func:`fit` or of a stream. No learner and no rule are needed. Parameters
-    and long-term states, as running means of a normalisation, are set. ``states``: so
-    are hidden and other short-term states, which must have the batch size of then;
-    otherwise they stay as they are.
+    ``path``: a folder or file that :meth:`Learner.save` or :meth:`Learner.save_weights`
+    wrote, or the folder of :func:`fit` or of a stream. You need no learner and no rule.
+
+    Parameters and long-term states, such as the running means of a normalisation, are
+    set. ``states=True`` also sets hidden and other short-term states, which must have
+    the same batch size as when they were saved. Otherwise these states do not change.
 
     >>> import brainstate, braintrace, jax.numpy as jnp, tempfile
     >>> learner = braintrace.compile(brainstate.nn.GRUCell(2, 3), 'd_rtrl', jnp.ones(2))

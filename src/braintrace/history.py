@@ -1,4 +1,4 @@
-"""The records of a training: in memory, in ``metrics.jsonl``, and when to stop."""
+"""The records of a training: in memory, in ``metrics.jsonl``, and early stopping."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class History:
     """The records of a training, and why it ended: 'finished', 'stopped early' or
     'interrupted'.
 
-    ``updates``: how many were done, those before a resumption included. There are fewer
-    records if lines of ``metrics.jsonl`` were lost.
+    ``updates``: the number of updates, those before a resumption included. There are
+    fewer records if lines of ``metrics.jsonl`` were lost.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -58,8 +58,8 @@ class History:
 
 
 class EarlyStop:
-    """Stop when a metric has not become better for ``patience`` of its measurements, or
-    is good enough."""
+    """Stop if a metric has not improved for ``patience`` measurements, or if it is good
+    enough."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Callbacks of :func:`braintrace.fit` that write the record of every update somewhere.
+"""Callbacks of :func:`braintrace.fit` that write the record of every update.
 
-Any function of a record is a callback too; one that returns True stops the training.
+Any function of a record can be a callback. If it returns True, training stops.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class JSONLines:
 
 
 class TensorBoard:
-    """Writes each number of a record as a scalar that TensorBoard shows, by update.
+    """Writes each number of a record as a scalar for TensorBoard, by update.
 
-    ``folder``: a run of ``tensorboard --logdir``. ``prefix``: in front of the names,
+    ``folder``: a run of ``tensorboard --logdir``. ``prefix``: a text before the names,
     e.g. ``'d_rtrl/'``. Needs the extra ``tensorboard``.
     """
 
@@ -78,14 +78,14 @@ class TensorBoard:
                 self._writer.add_scalar(f'{self.prefix}{name}', value, update)
 
     def replay(self, records: Sequence[Record]) -> None:
-        """Continue a training that is resumed: TensorBoard drops later updates of the
-        files that are there."""
+        """Continue a resumed training. TensorBoard drops later updates from the
+        existing files."""
         self.close()
         last = int(records[-1]['update']) if records else 0
         self._purge = last + 1
 
     def close(self) -> None:
-        """Write what is buffered; :func:`braintrace.fit` does this at its end."""
+        """Write buffered values. :func:`braintrace.fit` calls this at the end."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,8 +1,8 @@
-"""Footprint, sparsity and synaptic operations by the names of NeuroBench.
+"""Footprint, sparsity and synaptic operations, as NeuroBench defines them.
 
-A synaptic operation is one weight times one value that it reads. The products of a step
-(matrix products, convolutions, sparse products) are found in its program, whatever
-layers it is written with; look-ups of an embedding have none. An operand that depends
+A synaptic operation is the product of a weight and a value. The products of a step
+(matrix products, convolutions, sparse products) are found in its JAX program, so any
+layers can be used. The look-up of an embedding has no product. An operand that depends
 on no input and no state is a weight, trained or not.
 """
 
@@ -52,12 +52,12 @@ __all__ = ['Inference', 'SynapticOperations', 'Update', 'inference', 'update']
 
 @dataclass(frozen=True)
 class SynapticOperations:
-    """Operations of one step and sample.
+    """Operations of one step and one sample.
 
-    ``dense``: those of all weights and values. ``effective_macs``: those in which
-    neither is zero, multiply-accumulates; ``effective_acs``: the same for products
-    whose values are spikes (-1, 0 or 1 in the whole sequence), where a weight is added
-    and nothing is multiplied.
+    ``dense``: products of all weights and values. ``effective_macs``: products in which
+    neither is zero (multiply-accumulate operations). ``effective_acs``: the same number
+    for operations whose values are spikes (-1, 0 or 1 in the whole sequence), where no
+    multiplication is needed (accumulate operations).
     """
 
     dense: float
@@ -67,11 +67,12 @@ class SynapticOperations:
 
 @dataclass(frozen=True)
 class Inference:
-    """What running a model costs.
+    """The cost of running a model.
 
     ``footprint``: bytes of parameters and states. ``connection_sparsity``: the share of
     weights that are zero. ``activation_sparsity``: the share of zeros among the values
-    that weights read, those of the model's inputs aside; NaN if there are none.
+    that are multiplied by weights, without the inputs of the model; NaN if there are
+    none.
     """
 
     footprint: int
@@ -96,12 +97,11 @@ class Inference:
 
 @dataclass(frozen=True)
 class Update:
-    """What one update costs: the gradient of a sequence, all of its steps.
+    """The cost of one update: the gradient of a whole sequence.
 
-    ``memory``: bytes that are kept from update to update, by what they are.
-    ``forward``: dense synaptic operations of running the model. ``learning``: those of
-    the products that the gradient adds, for weights and signals, and for traces that
-    are carried to a next sequence.
+    ``memory``: bytes that are kept from update to update, by kind. ``forward``: dense
+    synaptic operations of running the model. ``learning``: the operations that the
+    gradient adds, for weights, signals and carried traces.
     """
 
     memory: dict[str, int]
@@ -110,8 +110,7 @@ class Update:
 
     @property
     def footprint(self) -> int:
-        """Bytes of parameters, states, traces, the rule's own state and the
-        optimiser."""
+        """Bytes of parameters, states, traces, the rule state and the optimiser."""
         return sum(self.memory.values())
 
     @property
@@ -135,8 +134,9 @@ def inference(
 ) -> Inference:
     """Measure a model, or the model of a learner, on a sequence, time first.
 
-    Operations are those of a step, divided by ``batch_size``. Nothing is changed. A
-    learner starts from the states of a fresh sequence, a model from its current ones.
+    Operations are those of one step, divided by ``batch_size``. A learner starts from
+    the states of a fresh sequence, and a model from its current states. Nothing is
+    changed.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> net = brainstate.nn.GRUCell(2, 3)
@@ -178,9 +178,9 @@ def update(
 ) -> Update:
     """Measure one update: :meth:`Learner.etrace_grad` of a sequence, time first.
 
-    ``fresh``: as there; without it traces are carried on, which costs operations.
-    ``optimizer``: its state counts to the footprint. Operations are divided by
-    ``batch_size``. Nothing is computed or changed.
+    ``fresh``: as in :meth:`Learner.etrace_grad`. Without it, traces are carried, which
+    adds operations. ``optimizer``: its state is part of the footprint. Operations are
+    divided by ``batch_size``. Nothing is computed or changed.
     """
     length = length_of(sequences)
     with synchronised(learner), learner.unmoved():

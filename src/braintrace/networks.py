@@ -1,4 +1,5 @@
-"""Networks of the reference results: plain brainstate modules, nothing marked."""
+"""The networks of the reference results: brainstate modules without marked
+operations."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .nn import FiringRate, LinearAttention, SelectiveSSM
 
 @jax.custom_jvp
 def fire(v: jax.Array) -> jax.Array:
-    """A spike where v is positive; in derivatives a triangle of height 0.3."""
+    """A spike where v is positive. Its surrogate derivative is a triangle of height
+    0.3."""
     return (v > 0).astype(v.dtype)
 
 
@@ -77,8 +79,8 @@ class ALIF(SpikingNetwork):
     """LIF units, half of them with an adaptive threshold (Bellec 2020, evidence
     accumulation).
 
-    ``gain``: of the recurrent weights at first; with 1 the gradient of BPTT overflows
-    within 2,000 steps.
+    ``gain``: the scale of the initial recurrent weights. With 1, the gradient of BPTT
+    overflows within 2,000 steps.
     """
 
     def __init__(
@@ -126,11 +128,12 @@ class ALIF(SpikingNetwork):
 
 
 class GIF(SpikingNetwork):
-    """Generalised integrate-and-fire units: each has a slow current that its spikes
-    change.
+    """Generalised integrate-and-fire units. Each unit has a slow current that its
+    spikes change.
 
-    ``after``: what one spike adds to it; below zero a spike makes the unit less
-    excitable, above zero more. ``gain``: of the recurrent weights at first.
+    ``after``: the change of the current at each spike. If it is negative, a spike makes
+    the unit less excitable; if it is positive, more excitable. ``gain``: the scale of
+    the initial recurrent weights.
     """
 
     def __init__(
@@ -165,8 +168,8 @@ class GIF(SpikingNetwork):
 
 
 class Recurrent(brainstate.nn.Module):
-    """A stock cell and a linear read-out. ``slow`` closes the update gate of a GRU: its
-    states then decay more slowly."""
+    """A stock cell and a linear read-out. ``slow`` closes the update gate of a GRU, so
+    that its states decay more slowly."""
 
     def __init__(
         self,
@@ -194,7 +197,7 @@ class Recurrent(brainstate.nn.Module):
 
 
 class StateSpace(brainstate.nn.Module):
-    """A state-space layer or linear attention, tanh, and a linear read-out: units do
+    """A state-space layer or linear attention, tanh, and a linear read-out. Units do
     not feed each other, so D-RTRL gives the gradient of BPTT. ``cell`` is called with
     inputs, units and the other options."""
 

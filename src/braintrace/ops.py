@@ -1,9 +1,10 @@
-"""The marked ops: ordinary array functions that mark one argument as a weight.
+"""Marked operations: array functions that mark one argument as a weight.
 
-A mark is a name scope, ``etrace:matmul`` and so on, around the equations of the op; it
-changes neither values nor derivatives, and ``trace='marked'`` looks for it in their
-name stack. Arguments are plain arrays or quantities with units. Axes: ``i`` inputs,
-``o`` outputs, ``g`` groups, ``r`` rank; ``...`` is any number of leading batch axes.
+A mark is a name scope, such as ``etrace:matmul``, around the equations of the
+operation. It changes neither values nor derivatives. ``trace='marked'`` looks for it in
+the name stack of the equations. Arguments are arrays or quantities with units. Axes:
+``i`` inputs, ``o`` outputs, ``g`` groups, ``r`` rank; ``...`` is any number of batch
+axes in front.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from braintrace.errors import ArgumentError, three_parts
 
 
 class UnitError(u.UnitMismatchError, ValueError):
-    """Arguments of an op whose units do not fit."""
+    """The units of the arguments of an operation do not match."""
 
 
 Value = ArrayLike | u.Quantity
@@ -32,7 +33,7 @@ ValueFn = Callable[[Any], Any] | None
 
 
 def mark(name: str) -> AbstractContextManager[None]:
-    """The scope that marks the equations written inside it as the op `name`."""
+    """The scope that marks the equations inside it as the operation `name`."""
     return jax.named_scope(MARK + name)
 
 
@@ -62,8 +63,8 @@ def grouped_matmul(
     weight_fn: ValueFn = None,
     bias_fn: ValueFn = None,
 ) -> Result:
-    """One matrix product per group: `x` (..., g, i), `weight` (g, i, o), result (...,
-    g, o)."""
+    """One matrix product for each group: `x` (..., g, i), `weight` (g, i, o), result
+    (..., g, o)."""
     with mark('grouped_matmul'):
         weight = _apply(weight_fn, weight)
         x_shape, w_shape = jnp.shape(x), jnp.shape(weight)
@@ -83,8 +84,8 @@ def grouped_matmul(
 def einsum(
     equation: str, x: Value, weight: Value, *, weight_fn: ValueFn = None
 ) -> Result:
-    """``jnp.einsum(equation, x, weight_fn(weight))``: the first operand is data, the
-    second the weight."""
+    """``jnp.einsum(equation, x, weight_fn(weight))``. The first operand is data, and
+    the second one is the weight."""
     with mark('einsum'):
         weight = _apply(weight_fn, weight)
         try:
@@ -102,7 +103,7 @@ def einsum(
 def embedding(
     indices: ArrayLike, weight: Value, *, weight_fn: ValueFn = None
 ) -> Result:
-    """Rows ``weight_fn(weight)[indices]`` of a table `weight` (n, ...), for integer
+    """The rows ``weight_fn(weight)[indices]`` of a table `weight` (n, ...), for integer
     `indices` of any shape."""
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer) or jnp.ndim(weight) == 0:
@@ -120,8 +121,8 @@ def embedding(
 
 
 def element_wise(weight: Value, *, weight_fn: ValueFn = None) -> Result:
-    """``weight_fn(weight)``, for a weight used element by element: a decay, a gain, a
-    threshold."""
+    """``weight_fn(weight)``, for a weight that is used element by element, such as a
+    decay, a gain or a threshold."""
     with mark('element_wise'):
         value = _apply(weight_fn, weight)
         # Returned as it is, the weight would leave no equation to carry the mark.
@@ -143,11 +144,11 @@ def conv(
     kernel_fn: ValueFn = None,
     bias_fn: ValueFn = None,
 ) -> Result:
-    """Convolution with any number of spatial axes; layouts as in
+    """A convolution with any number of spatial axes. Layouts are those of
     `jax.lax.conv_general_dilated`.
 
-    `x` may come without its batch axis. A bias with one axis is added along the output
-    channels, any other must broadcast to the batched output.
+    `x` may have no batch axis. A bias with one axis is added along the output channels.
+    Any other bias must broadcast to the batched output.
     """
     with mark('conv'):
         kernel, bias = _apply(kernel_fn, kernel), _apply(bias_fn, bias)
@@ -217,8 +218,8 @@ def sparse_matmul(
     """``x @ sparse_mat.with_data(weight_fn(weight)) + bias_fn(bias)`` for `x` (..., i)
     and a sparse matrix (i, o).
 
-    `sparse_mat` (of brainevent or brainunit) says where the entries are, `weight` what
-    they are.
+    `sparse_mat` (of brainevent or brainunit) holds the positions of the entries, and
+    `weight` holds their values.
     """
     if not hasattr(sparse_mat, 'with_data'):
         raise _refusal(
@@ -271,10 +272,10 @@ def lora_matmul(
     """``alpha * x @ (b_fn(B) @ a_fn(A)) + bias_fn(bias)`` for `x` (..., i), `B` (i, r)
     and `A` (r, o).
 
-    The product of the factors is formed first, in weight space: one matmul then stands
-    between the weights and the hidden state, and both factors get full credit through
-    time. Written ``(x @ B) @ A``, the second matmul mixes positions and `B` would keep
-    its one-step gradient only.
+    The product of the factors is computed first. There is then only one product between
+    the weights and the hidden state, and both factors get credit through time. In ``(x
+    @ B) @ A``, the second product would mix positions, and `B` would get only its
+    one-step gradient.
     """
     b_shape, a_shape = jnp.shape(B), jnp.shape(A)
     if len(b_shape) != 2 or len(a_shape) != 2 or b_shape[1] != a_shape[0]:

@@ -1,5 +1,5 @@
-"""One picture of a training for a slide: the task, the activity, what the traces hold,
-the answer, and the learning."""
+"""One picture that summarises a training: the task, the activity, the traces, the
+answer, and the learning curves."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ DARK = Style(
 
 
 class Overview:
-    """One trial of a task, with the traces along it, beside the learning curves.
+    """One trial of a task, with the traces during the trial, and the learning curves.
 
-    ``trial``: inputs and targets of a batch, whose first sample is shown, and the
-    weights of the steps' losses if they differ. The
-    learner is afterwards as it was before. Made once, it is drawn in several styles.
+    ``trial``: inputs and targets of a batch, and optionally the weights of the losses.
+    The first sample is shown. The learner is not changed. One object can be drawn in
+    several styles.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Overview:
     def save(
         self, file: str | Path, title: str = '', note: str = '', dark: bool = False
     ) -> None:
-        """Draw it for a slide of 16:9; ``title`` and ``note`` stand above it."""
+        """Draw the picture for a 16:9 slide, with ``title`` and ``note`` above it."""
         import matplotlib
 
         style = DARK if dark else LIGHT
@@ -113,11 +113,11 @@ def _settings(style: Style) -> dict[str, Any]:
 
 
 class TracesInTime:
-    """The traces of the input weights of one sample along a sequence.
+    """The traces of the input weights of one sample during a sequence.
 
-    ``steps``: at which step each was read. ``states``: for each state that they are
-    carried on, (time, channels): the mean of |ε| over units. ``last``: units × channels
-    at the end, by state.
+    ``steps``: the steps at which the traces were read. ``states``: for each state with
+    traces, an array (time, channels): the mean of |ε| over units. ``last``: units ×
+    channels at the end, by state.
     """
 
     def __init__(self, learner: Learner, inputs: np.ndarray, reads: int = 90):

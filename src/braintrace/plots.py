@@ -1,4 +1,5 @@
-"""Pictures of a training: learning curves, the activity of the network, its traces."""
+"""Figures of a training: learning curves, the activity of the network, and its
+traces."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def _legend(ax: Any) -> None:
 
 
 def running_mean(values: np.ndarray, width: int = 10) -> np.ndarray:
-    """A running mean over what is there."""
+    """A running mean over the existing values."""
     return np.array(
         [np.nanmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
     )
@@ -75,11 +76,11 @@ def running_mean(values: np.ndarray, width: int = 10) -> np.ndarray:
 def learning_curves(
     histories: History | Mapping[str, History | Sequence[History]], file: str | Path
 ) -> None:
-    """Every metric over updates, one line for each name; several histories as their
-    mean and range.
+    """Plot every metric over updates, with one line for each name. Several histories
+    are shown as their mean and range.
 
-    ``histories``: what :func:`fit` returned, or such histories by name, one or several
-    for each: ``{'d_rtrl': history, 'bptt': [first, second]}``.
+    ``histories``: the result of :func:`fit`, or a dictionary of results by name, with
+    one or several for each name: ``{'d_rtrl': history, 'bptt': [first, second]}``.
     """
     histories = _by_label(histories)
     names = [
@@ -137,10 +138,10 @@ class Recorded:
 
 
 def record(learner: Learner, inputs: Any) -> dict[str, np.ndarray]:
-    """Outputs and hidden states, and spikes if the model has a method ``spikes``, of
-    the first sample along a fresh sequence, by name: time × units.
+    """Outputs and hidden states of the first sample along a fresh sequence, by name:
+    time × units. Spikes are included if the model has a method ``spikes``.
 
-    States with a unit are given as numbers in that unit.
+    States with a unit are returned as numbers in that unit.
     """
     return {name: found.values for name, found in recorded(learner, inputs).items()}
 
@@ -160,7 +161,7 @@ class _RecordedStep:
 
 
 def recorded(learner: Learner, inputs: Any) -> dict[str, Recorded]:
-    """What :func:`record` gives, with units."""
+    """The same as :func:`record`, with units."""
     found = learner.evaluate(inputs, step_fn=_RecordedStep(learner))
     batched = has_batch(learner)
     return {name: _one_recorded(value, batched) for name, value in found.items()}
@@ -199,7 +200,8 @@ KINDS = ('classes', 'decision', 'values')
 
 
 def parts_of(trial: Sequence[Any], kind: str) -> tuple[np.ndarray, ...]:
-    """Inputs, targets and weights of a trial; steps without weights count alike."""
+    """Inputs, targets and weights of a trial. Without weights, all steps have the same
+    weight."""
     if kind not in KINDS:
         why = 'outputs are drawn beside their targets'
         raise ValueError(three_parts(f'kind={kind!r}', why, one_of(KINDS, kind)))
@@ -219,12 +221,12 @@ def parts_of(trial: Sequence[Any], kind: str) -> tuple[np.ndarray, ...]:
 def activity(
     learner: Learner, trial: Sequence[Any], kind: str, file: str | Path
 ) -> None:
-    """One trial: inputs, spikes or units, a few units' states in time, outputs beside
-    targets.
+    """Plot one trial: inputs, spikes or units, the states of a few units over time, and
+    outputs with targets.
 
-    ``trial``: inputs and targets of a batch, time first, whose first sample is drawn,
-    and the weights of the steps' losses if they differ. ``kind`` of the targets:
-    'classes' at every step, one 'decision' for each trial, or 'values'.
+    ``trial``: inputs and targets of a batch, time first, and optionally the weights of
+    the losses. The first sample is drawn. ``kind`` of the targets: 'classes' at every
+    step, one 'decision' for each trial, or 'values'.
     """
     inputs, targets, weights = parts_of(trial, kind)
     batched = has_batch(learner)
@@ -328,10 +330,10 @@ def _answers(
 
 
 def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
-    """The eligibility traces after a sequence, as heat maps of inputs × units; false if
-    there are none to draw.
+    """Plot the eligibility traces after a fresh sequence, as heat maps of inputs ×
+    units. Returns False if there are no traces to draw.
 
-    The sequence is a fresh one; the learner is afterwards as it was before.
+    The learner is not changed.
     """
     with learner.unmoved():
         learner.reset_state()
@@ -357,8 +359,8 @@ def traces(learner: Learner, inputs: Any, file: str | Path) -> bool:
 
 
 def trace_maps(learner: Learner, path: Any) -> list[tuple[str, np.ndarray]]:
-    """The traces of a parameter as they are, for the first sample: units × inputs for
-    each state, by the names of parameter and state."""
+    """The traces of a parameter for the first sample: units × inputs for each state, by
+    the names of parameter and state."""
     found = learner.traces_of(path)
     inputs, traces = found if isinstance(found, tuple) else ({}, found)
     batched = has_batch(learner)

@@ -1,4 +1,4 @@
-"""A task with a learner, in the parts that training takes."""
+"""A task with a learner, as arguments of `fit`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _no_task(given: Any) -> str:
 
 
 class Supervised:
-    """A task for a learner, in the parts that :func:`fit` takes: :meth:`batches`,
-    :meth:`step_fn`, :meth:`metrics`.
+    """A task for a learner, with the arguments that :func:`fit` needs: :meth:`batches`,
+    :meth:`step_fn` and :meth:`metrics`.
 
-    ``penalty``: called after each step, its value is added to the loss; for instance of
-    a :class:`braintrace.nn.FiringRate`.
+    ``penalty``: a function that is called after each step. Its value is added to the
+    loss. An example is the penalty of a :class:`braintrace.nn.FiringRate`.
 
     >>> import braintrace, jax.numpy as jnp, optax
     >>> task = braintrace.tasks.Copying(length=2, lag=3)
@@ -83,7 +83,7 @@ class Supervised:
         }
 
     def batches(self, update: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs, targets and weights of one update; weights are 1 in the mean."""
+        """Inputs, targets and weights of one update. The mean of the weights is 1."""
         inputs, targets, weights = self.task.batch(
             np.random.default_rng([self.seed, update]), self.batch_size
         )
@@ -94,7 +94,7 @@ class Supervised:
     def step_fn(
         self, x: jax.Array, y: jax.Array, weight: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Loss and outputs of one step: cross-entropy of classes, squared distance of
+        """Loss and outputs of one step: cross-entropy for classes, squared error for
         values."""
         outputs = self.learner(x)
         if self.task.kind == 'values':
@@ -110,7 +110,7 @@ class Supervised:
     def metrics(
         self, outputs: jax.Array, inputs: Any, targets: Any, weights: Any
     ) -> dict[str, jax.Array]:
-        """Accuracy of classes; the squared error of values over their variance."""
+        """Accuracy for classes, squared error divided by the variance for values."""
         mean = lambda x: jnp.average(x, axis=0, weights=weights)
         if self.task.kind == 'values':
             squares = mean(

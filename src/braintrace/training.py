@@ -1,4 +1,4 @@
-"""A training loop with progress, validation, checkpoints and early stop."""
+"""A training loop with progress, validation, checkpoints and early stopping."""
 
 from __future__ import annotations
 
@@ -46,29 +46,39 @@ def fit(
     resume: bool = False,
     show: bool = True,
 ) -> History:
-    """Train a learner.
+    """Train a learner, and return a :class:`History`.
 
-    ``batches(i)``: the sequences of update i, time first; drawn by a generator seeded
-    with i, so that a resumed training sees what it would have seen. Lists, iterators
-    and loaders of batches are taken as well (:class:`Batches`). ``step_fn`` is that of
-    :meth:`Learner.etrace_grad`: the loss of one step; if there are ``metrics``, it
-    returns ``(loss, outputs)``, and ``metrics(outputs, *sequences)`` gives numbers by
-    name. Each batch is a fresh sequence and one update, unless ``update_every`` says
-    after how many steps weights change. ``optimizer``: one of braintools, or any optax
-    transformation, with its schedule. ``validate(i)``: sequences to be measured, not
-    learned, every ``validate_every`` updates: ``valid_loss`` and so on; of an iterable
-    the next batch each time. ``certificate_every``: before the first of so many
-    updates, the descent certificate of the batch (:meth:`Learner.certificate`) adds
-    ``descent`` and ``cosine`` to the record, with a warning if the rule's gradient does
-    not point downhill. ``callbacks`` are called with the record of every update, e.g.
-    :class:`JSONLines` or :class:`TensorBoard`; one that returns True stops, e.g.
-    :class:`EarlyStop`. A callback with a method ``replay`` gets the earlier records of
-    a training that is resumed, and one with a method ``close`` is closed at the end.
+    ``batches(i)``: returns the sequences of update i, time first. Use i as the seed, so
+    that a resumed training gets the same data. Lists, iterators and loaders are also
+    accepted (:class:`Batches`).
+
+    ``step_fn``: the loss of one step, as in :meth:`Learner.etrace_grad`. With
+    ``metrics``, it returns ``(loss, outputs)``, and ``metrics(outputs, *sequences)``
+    returns a dictionary of numbers.
+
+    ``optimizer``: an optimiser of braintools or optax. Each batch is a fresh sequence
+    with one update. With ``update_every``, weights change every so many steps.
+
+    ``validate(i)``: sequences that are measured and not learned, every
+    ``validate_every`` updates (``valid_loss`` and so on). An iterable gives its next
+    batch each time.
+
+    ``certificate_every``: every so many updates, the descent certificate of the batch
+    (:meth:`Learner.certificate`) adds ``descent`` and ``cosine`` to the record. There
+    is a warning if the gradient does not point downhill.
+
+    ``callbacks``: called with the record of every update, for example
+    :class:`JSONLines` or :class:`TensorBoard`. If one returns True, training stops, as
+    with :class:`EarlyStop`. When a training is resumed, a method ``replay`` of a
+    callback gets the earlier records. A method ``close`` is called at the end.
+
     ``out``: a folder for ``metrics.jsonl`` and checkpoints, every ``save_every``
-    updates and at the end; with ``resume`` training goes on from the newest, or starts
-    again if it was ended before its first checkpoint was complete. Ctrl-C ends after
-    the update under way, with a checkpoint. A :class:`braintrace.CreditWarning` names
-    parameters that the loss of ``step_fn`` gives no gradient, or little of it.
+    updates and at the end. ``resume``: continue from the newest checkpoint, or start
+    again if the training ended before its first checkpoint was complete. Ctrl-C ends
+    the training after the current update, with a checkpoint.
+
+    A :class:`braintrace.CreditWarning` names parameters that get no gradient from the
+    loss of ``step_fn``, or lose most of it.
 
     >>> import brainstate, braintrace, jax.numpy as jnp, numpy as np, optax
     >>> net = brainstate.nn.GRUCell(1, 4)

@@ -1,4 +1,4 @@
-"""The one call that makes a learner, and a learner class for every rule."""
+"""`compile`, which makes a learner, and a learner class for every rule."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ RandomProjectionVjpAlgorithm = _base('uoro', 'RandomProjectionVjpAlgorithm')
 
 
 def family(rule: Rule) -> type[Learner]:
-    """The class of learners with such traces."""
+    """The class of learners that have such traces."""
     if isinstance(rule.trace, Factorised):
         return IODimVjpAlgorithm
     if isinstance(rule.trace, RandomProjection):
@@ -208,7 +208,8 @@ def family(rule: Rule) -> type[Learner]:
 
 @functools.cache
 def learner_class(preset: Preset) -> type[Learner]:
-    """The learner of a rule: its class has the rule's name, options and docstring."""
+    """The learner class of a rule. It has the name, the options and the docstring of
+    the rule."""
     return _new_class(preset, family(preset.default))
 
 
@@ -232,7 +233,7 @@ RULES = {name: learner_class(preset) for name, preset in PRESETS.items()}
 
 
 class Configured(Learner):
-    """A rule of windows put together from parts."""
+    """A rule with windows, made from parts."""
 
     def __init__(
         self, model: brainstate.nn.Module, config: ETraceConfig, **options: Any
@@ -251,20 +252,29 @@ def compile(
     state: Any = None,
     **options: Any,
 ) -> Learner:
-    """Initialise a model's states, compile it, and give it a learning rule.
+    """Initialise the states of a model, compile it, and return a learner.
 
-    ``rule`` is a learner class, its name in any case, or an :class:`ETraceConfig`;
-    ``algorithm=`` is another name of it. ``options`` go to the learner. ``seed``: of
-    brainstate's random numbers, and of a rule that draws. With ``vmap`` the model is of
-    one sample, and the learner maps over a batch of ``batch_size``; the example inputs
-    are those of a batch, or of one sample. A :class:`CreditWarning` names parameters
-    that get no gradient, or little of it.
+    ``model``:
 
-    ``model``: a brainstate module; a module of Flax NNX or Equinox, with ``state``
-    where it takes one as an argument; a function ``step(params, state, *inputs) ->
-    (state, out)``, whose params and state come first among the examples. Learners of
-    these last three give gradients in the framework's own structure, and have
-    ``params`` and ``state`` (docs/frameworks.md).
+    - a brainstate module;
+    - a module of Flax NNX or Equinox, with ``state`` if the module takes its state as
+      an argument;
+    - a function ``step(params, state, *inputs) -> (state, out)``. Pass the first params
+      and state before the example inputs.
+
+    For models other than brainstate modules, gradients have the structure of the
+    framework, and the learner has ``params`` and ``state`` (docs/frameworks.md).
+
+    ``rule``: a learner class, its name, or an :class:`ETraceConfig`. ``algorithm=`` is
+    another name for ``rule``.
+
+    ``vmap``: the model describes one sample, and the learner maps it over a batch of
+    ``batch_size``. The example inputs may be those of a batch or of one sample.
+
+    ``seed``: for the random numbers of brainstate, and for rules that draw random
+    numbers. ``options`` are passed to the :class:`Learner`.
+
+    A :class:`CreditWarning` names parameters that get no gradient or lose most of it.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> net = brainstate.nn.GRUCell(3, 4)
@@ -403,10 +413,10 @@ def _made(kind: Any, model: Any, vmap: bool, options: dict[str, Any]) -> Learner
 def train_synthetic_gradient(
     learner: Learner, *sequences: Any, step_fn: Any, updates: int = 100
 ) -> list[float]:
-    """Train the predictor of a :class:`DNI` learner on whole sequences; the weights
-    stay.
+    """Train the predictor of a :class:`DNI` learner on whole sequences, without
+    changing the weights of the model.
 
-    Returns its mean squared distance to the right credit before each update.
+    Returns the mean squared error of the predicted credit before each update.
     """
     window = learner.rule.window
     if learner.rule.predictor is None or window is None or window.steps is None:

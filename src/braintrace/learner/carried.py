@@ -36,8 +36,8 @@ _VALUE: Any = brainstate.ShortTermState.value
 class EligibilityTrace(brainstate.ShortTermState):
     """The state that holds one trace.
 
-    Its arrays are donated to the next call, which writes the new ones into the same
-    memory; once someone else has read them, a copy is donated.
+    Its arrays are donated to the next call, which writes the new values into the same
+    memory. If other code has read the arrays, a copy is donated.
     """
 
     was_read = False

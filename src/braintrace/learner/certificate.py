@@ -32,12 +32,12 @@ _COVERED = 0.9
 
 @dataclass(frozen=True)
 class CertificateRow:
-    """The gradient of some parameters against the true one.
+    """Compares the gradient g of some parameters with the true gradient.
 
-    ``descent``: ⟨g_true, g⟩/|g|², exact up to rounding: 1 where g is the true gradient,
-    positive where the loss falls along -g, NaN if g is zero. ``cosine``: estimated;
-    ``cosine_low`` and ``cosine_high`` hold it in 90 of 100 seeds. ``norm``: |g|.
-    ``true_norm``: |g_true|, estimated.
+    ``descent``: ⟨g_true, g⟩/|g|², exact up to rounding. It is 1 if g is the true
+    gradient, positive if the loss falls along -g, and NaN if g is zero. ``cosine``: an
+    estimate; the true cosine lies between ``cosine_low`` and ``cosine_high`` for 90 of
+    100 seeds. ``norm``: |g|. ``true_norm``: |g_true|, estimated.
     """
 
     name: str
@@ -50,21 +50,22 @@ class CertificateRow:
 
     @property
     def descends(self) -> bool:
-        """Whether a small enough step along -g lowers the loss."""
+        """Whether a small step along -g lowers the loss."""
         return self.descent > 0
 
     @property
     def cosine_error(self) -> float:
-        """Half the width of the interval."""
+        """Half the width of the interval of the cosine."""
         return (self.cosine_high - self.cosine_low) / 2
 
 
 @dataclass(frozen=True, repr=False)
 class Certificate(CertificateRow):
-    """All parameters together; ``rows`` are groups of them, if asked for.
+    """The comparison for all parameters together. ``rows`` are groups of parameters, if
+    requested.
 
-    ``name``: of the rule. ``steps``: length of the sequence. ``directions``: how many
-    random ones.
+    ``name``: the rule. ``steps``: the length of the sequence. ``directions``: the
+    number of random directions.
     """
 
     steps: int

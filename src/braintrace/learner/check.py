@@ -1,4 +1,4 @@
-"""Comparing a learner's gradient with BPTT's."""
+"""Comparing the gradient of a learner with BPTT."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..errors import UnknownName, one_of, printable, three_parts
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One parameter array: its credit class, how its gradient compares with BPTT's, the
-    norm of the latter.
+    """One parameter array: its credit class, the comparison of its gradient with BPTT,
+    and the norm of the gradient of BPTT.
 
-    ``gradient``: what the rule gives it, as the report of a learner says.
+    ``gradient``: the gradient that the rule gives it, in the words of the report.
     """
 
     name: str
@@ -29,7 +29,7 @@ class CheckRow:
 
     @property
     def is_zero(self) -> bool:
-        """Whether both gradients are zero, so that there is nothing to compare."""
+        """Whether both gradients are zero, so that they cannot be compared."""
         return self.norm == 0 and self.relative_error == 0
 
 
@@ -42,7 +42,7 @@ class GradientCheck:
 
     @property
     def cosine(self) -> float:
-        """The cosine of all parameters taken together."""
+        """The cosine of all parameters together."""
         dot = sum(r.cosine * r.norm_ratio * r.norm**2 for r in self.rows)
         mine = sum((r.norm_ratio * r.norm) ** 2 for r in self.rows)
         exact = sum(r.norm**2 for r in self.rows)
@@ -66,7 +66,7 @@ class GradientCheck:
         return '\n'.join(lines)
 
     def plot(self, file: Any = None) -> Any:
-        """As :meth:`RuleComparison.plot`, of this rule alone."""
+        """Like :meth:`RuleComparison.plot`, for this rule alone."""
         return RuleComparison((self,)).plot(file)
 
 
@@ -90,7 +90,8 @@ def _cut_short(name: str) -> str:
 
 @dataclass(frozen=True)
 class RuleComparison:
-    """Several rules against BPTT on one model: a :class:`GradientCheck` each."""
+    """Several rules compared with BPTT on one model: a :class:`GradientCheck` for
+    each."""
 
     checks: tuple[GradientCheck, ...]
 
@@ -117,8 +118,8 @@ class RuleComparison:
         )
 
     def plot(self, file: Any = None) -> Any:
-        """Draw cosines and norms by rule and parameter; to a file, or as a figure of
-        matplotlib."""
+        """Draw cosines and norms by rule and parameter. Write a file, or return a
+        matplotlib figure."""
         from matplotlib.figure import Figure
 
         names = [row.name for row in self.checks[0].rows]

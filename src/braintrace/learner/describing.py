@@ -1,4 +1,4 @@
-"""The calls of a :class:`Learner` that show it: its report, its graph, its traces."""
+"""The methods of a :class:`Learner` that show its report, its graph and its traces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 def report_of(learner: Learner) -> CompilationReport:
-    """What the compiler found, what the rule gives each parameter, and its traces."""
+    """The findings of the compiler, the gradient that the rule gives each parameter,
+    and the traces."""
     found, rule = learner.graph.report, learner.rule
     binding = bind_model(learner, learner._example)
     solver = solver_of(learner, binding, rule, loss=False)
@@ -56,7 +57,8 @@ def report_of(learner: Learner) -> CompilationReport:
 def show_graph(
     learner: Learner, verbose: bool = True, return_msg: bool = False
 ) -> str | None:
-    """Print groups, parameters with what the rule gives them, and other states."""
+    """Print the groups, the parameters with the gradient that the rule gives them, and
+    the other states."""
     message = learner.executor.graph_text(learner.report.etrace_weights)
     if verbose:
         print(message)
@@ -64,21 +66,22 @@ def show_graph(
 
 
 def get_etrace_of(learner: Learner, weight: Path | str | brainstate.State) -> Any:
-    """The traces of one parameter as the published package gives them: one array for
-    each operation, hidden group and array of the parameter, states last.
+    """The traces of one parameter in the form of the published package: one array for
+    each operation, hidden group and array of the parameter, with the states on the last
+    axis.
 
-    :meth:`traces_of` gives them as they are held.
+    :meth:`traces_of` returns them as they are stored.
     """
     return member(learner, 'get_etrace_of')(weight)
 
 
 def traces_of(learner: Learner, weight: Path | str | brainstate.State) -> Any:
-    """The traces of one parameter as they are held, by their names.
+    """The traces of one parameter as they are stored, by name.
 
-    A name holds parameters, operation and hidden states; a trace is one array for
-    each of these states that it is carried on, by number. A rule with factorised
-    traces, such as pp_prop, gives two such dictionaries: ε_x, one array each, and
-    ε_f.
+    A name consists of parameters, operation and hidden states. A trace is a dictionary
+    with one array for each of these states, by the number of the state. For a rule with
+    factorised traces, such as pp_prop, there are two such dictionaries: ε_x, with one
+    array for each name, and ε_f.
     """
     learner.check_compiled()
     path = path_of_parameter(weight, learner.param_states)
@@ -95,19 +98,19 @@ def traces_of(learner: Learner, weight: Path | str | brainstate.State) -> Any:
 
 
 def write_report(learner: Learner, file: Any, steps: int | None = None) -> None:
-    """Write the report as a page; ``steps`` adds what a sequence so long needs in
-    memory."""
+    """Write the report as an HTML page. ``steps`` adds the memory that a sequence of
+    this length needs."""
     memory = None if steps is None else learner.memory_plan(steps)
     learner.report.to_html(file, memory=memory)
 
 
 def html(learner: Learner) -> str | None:
-    """The report as notebooks show it; None before compiling."""
+    """The report as notebooks show it, or None before compiling."""
     return learner.report._repr_html_() if learner._example else None
 
 
 def described(learner: Learner) -> str:
-    """The learner as it is printed."""
+    """The text that is printed for a learner."""
     rule, model = type(learner).__name__, type(learner.model).__name__
     if not learner.is_compiled:
         return f'{rule} learner of {model}, not compiled'

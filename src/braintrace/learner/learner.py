@@ -1,9 +1,9 @@
 """The learner: a compiled model that trains forward in time.
 
-:class:`Learner` is made here, with all that its calls share: the model with its rule,
-the programs made so far, and the states that calls read and write. What a user calls is
-in a file for each purpose: ``training.py``, ``measuring.py``, ``saving.py`` and
-``describing.py``. Their functions take the learner first, and are its methods.
+:class:`Learner` holds what its calls share: the model with its rule, the compiled
+programs, and the states that calls read and write. The public methods are functions in
+files by purpose: ``training.py``, ``measuring.py``, ``saving.py`` and
+``describing.py``. Their first argument is the learner.
 """
 
 from __future__ import annotations
@@ -64,30 +64,43 @@ if TYPE_CHECKING:
 class Learner(brainstate.nn.Module):
     """A model with a learning rule.
 
-    Call it in place of the model inside a ``step_fn``; :meth:`etrace_grad`
-    differentiates a whole sequence.
+    Call it instead of the model inside ``step_fn``. :meth:`etrace_grad` computes the
+    gradient of a sequence.
 
-    ``reach``: 'local'; 'readout' for credit through the memory of leaky linear
-    read-outs, carried in the traces (:class:`D_RTRL`, :class:`OSTLRecurrent` and
-    :class:`EProp`, which has it by default); or 'deep' for credit that passes from
-    layer to layer inside a window. ``vjp_method``: 'single-step', or 'multi-step',
-    where every call is a window: reverse mode through the whole of its steps, and the
-    credit of the states at its start is multiplied by the traces. A
-    :class:`MultiStepData` call is one window. All others (``learner(x)``, and sequences
-    without ``chunk_size``) are windows of one step: a loss reaches the traces of all
-    states that the step reads, other units' included. A rule with a signal or a
-    recursion of its own (random feedback, κ, a modulator, a scalar leak) takes the
-    steps of a window one by one. ``vmap``: the model describes one sample; its states
-    have a batch axis in front and it is mapped over them. ``block``: steps solved
-    together; chosen automatically and never visible in a result. ``passes``: 1 carries
-    traces, 2 keeps the states of a fresh sequence and carries none; by default
-    whichever fits. ``trace``: 'auto', 'marked' (parameters used through marked
-    operations), 'credited' (those to which the model's outputs give credit; 'auto'
-    carries traces of the others too, since a later loss may read any state) or a
-    predicate on paths; the others keep their one-step gradient. A fresh sequence has no
-    traces of parameters on which its loss never depends.
-    ``trace_dtype``: storage type of the traces; more than ``max_trace_bytes`` is
-    refused. ``check_finite``: raise on a loss or gradient that is not finite.
+    ``reach``: which paths credit takes.
+
+    - 'local': inside each position.
+    - 'readout': also through the memory of leaky linear read-outs (:class:`D_RTRL`,
+      :class:`OSTLRecurrent`, and :class:`EProp` by default).
+    - 'deep': also from layer to layer inside a window.
+
+    ``trace``: which parameters have traces. The others keep their one-step gradient. A
+    fresh sequence never has traces of parameters on which its loss does not depend.
+
+    - 'auto': all parameters that need one.
+    - 'marked': parameters of marked operations.
+    - 'credited': parameters that get a gradient through the outputs of the model. With
+      'auto', other parameters have traces as well, because a later loss may depend on
+      any state.
+    - a function of the path that returns True or False.
+
+    ``vjp_method``: 'single-step' or 'multi-step'. With 'multi-step' every call is a
+    window. Reverse mode runs through all paths of the window, and the credit of the
+    states at its start is multiplied by the traces. A :class:`MultiStepData` call is
+    one window. Other calls are windows of one step: ``learner(x)``, and sequences
+    without ``chunk_size``. Rules with another signal or recursion (random feedback, κ,
+    a modulator, a scalar leak) run the steps of a window one by one.
+
+    ``passes``: 1 carries traces; 2 stores the states of a fresh sequence and needs no
+    traces. By default the learner chooses by memory. ``block``: the number of steps
+    that are solved together. It does not change results, and is chosen automatically.
+
+    ``vmap``: the model describes one sample. Its states get a batch axis in front, and
+    the model is mapped over it.
+
+    ``trace_dtype``: the type in which traces are stored. ``max_trace_bytes``: larger
+    traces raise an error. ``check_finite``: a loss or gradient that is not finite
+    raises an error.
     """
 
     __signature__: inspect.Signature
@@ -172,7 +185,7 @@ class Learner(brainstate.nn.Module):
     def compile_graph(self, *args: Any) -> None:
         """Compile the model for example inputs of one step.
 
-        Its current states are where a fresh sequence starts.
+        Fresh sequences start from the current states of the model.
         """
         with followed(self):
             compiling.compile_learner(self, first_step(args))
@@ -218,19 +231,19 @@ class Learner(brainstate.nn.Module):
 
     @property
     def report(self) -> CompilationReport:
-        """What the compiler found, what this rule gives each parameter, and its
-        traces."""
+        """The findings of the compiler, the gradient that the rule gives each
+        parameter, and the traces."""
         return describing.report_of(self)
 
     # ------------------------------------------------------------ what there is
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a graph was compiled."""
+        """Whether the learner is compiled."""
         return bool(self._compiled_for)
 
     def check_compiled(self) -> None:
-        """Raise unless a graph was compiled."""
+        """Raise an error unless the learner is compiled."""
         if not self.executor.is_compiled:
             raise compiling.not_compiled(type(self).__name__)
 
@@ -242,12 +255,12 @@ class Learner(brainstate.nn.Module):
 
     @property
     def param_states(self) -> FlattedDict:
-        """The model's parameters by path."""
+        """The parameters of the model by path."""
         return FlattedDict(module_states(self.model, brainstate.ParamState))
 
     @property
     def hidden_states(self) -> FlattedDict:
-        """The model's hidden states by path."""
+        """The hidden states of the model by path."""
         return FlattedDict(module_states(self.model, brainstate.HiddenState))
 
     @property
@@ -259,8 +272,9 @@ class Learner(brainstate.nn.Module):
 
     @property
     def params(self) -> Any:
-        """The parameters of a model that is no brainstate module, as its framework
-        holds them: a State of Params, an Equinox model, the params of a function."""
+        """The parameters of a model other than a brainstate module, in the structure of
+        its framework: a State of Params, an Equinox module, or the params of a
+        function."""
         with followed(self):
             return interface_of(self.model).params
 
@@ -271,8 +285,7 @@ class Learner(brainstate.nn.Module):
 
     @property
     def state(self) -> Any:
-        """What such a model carries from step to step, in the structure in which it was
-        given."""
+        """The states of such a model, in the structure in which they were passed."""
         with followed(self):
             return interface_of(self.model).state
 
@@ -304,7 +317,7 @@ class Learner(brainstate.nn.Module):
         self.running_index.value = self.running_index.value + calls
 
     def optimizer_states(self, optimizer: Any) -> dict[str, brainstate.State]:
-        """The states of an optimiser as this learner uses it, by name."""
+        """The states that an optimiser has for this learner, by name."""
         update_by(check_optimizer(optimizer), self.param_states, self._kept.optimizers)
         if optimizer in self._kept.optimizers:
             return {'state': self._kept.optimizers[optimizer]}
@@ -320,7 +333,8 @@ class Learner(brainstate.nn.Module):
 
     @property
     def own_samples(self) -> slice:
-        """The samples of a batch that this process brings; all if it is alone."""
+        """The slice of the batch that belongs to this process. With one process it is
+        the whole batch."""
         return slice(None) if self.placement is None else self.placement.own_samples
 
     def step_solver(
@@ -337,7 +351,8 @@ class Learner(brainstate.nn.Module):
             return binding, solver_of(self, binding, self.rule, loss)
 
     def is_news(self, text: str) -> bool:
-        """Whether a text was not yet said about this learner; it counts as said now."""
+        """Whether this text was not yet shown for this learner. Calling this function
+        marks it as shown."""
         new = text not in self._kept.said
         self._kept.said.add(text)
         return new
@@ -346,7 +361,7 @@ class Learner(brainstate.nn.Module):
 
     @property
     def modulator(self) -> Any:
-        """The standing modulator; None for a rule without one."""
+        """The constant modulator. It is None for rules without a modulator."""
         return rule_value(self) if self.rule.is_modulated else None
 
     @modulator.setter
@@ -360,10 +375,11 @@ class Learner(brainstate.nn.Module):
     # ------------------------------------------------------------ starting again
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        """Reset: the model's states as they were compiled, traces zero.
+        """Reset the states of the model to those at which it was compiled, and the
+        traces to zero.
 
-        With a ``batch_size`` new states are made for it, and that is where fresh
-        sequences start from then on.
+        With ``batch_size``, new states are created for this batch size. Fresh sequences
+        then start from them.
         """
         check_batch_size(batch_size)
         with followed(self):

@@ -1,4 +1,4 @@
-"""The calls of a :class:`Learner` that measure; nothing of it is changed."""
+"""The methods of a :class:`Learner` that measure without changing it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 def evaluate(
     learner: Learner, *sequences: Any, step_fn: Callable[..., Any] | None = None
 ) -> Any:
-    """What ``step_fn``, by default the learner, gives at every step of a fresh
-    sequence.
+    """Run a fresh sequence forward and return the outputs of all steps, stacked over
+    time.
 
-    Stacked over time. Forward only: nothing is learned, and states, traces and
-    random numbers stay as they are.
+    ``step_fn``: called at every step instead of the learner. Nothing is learned, and
+    states, traces and random numbers do not change.
     """
     length_of(sequences, step_fn)
     with synchronised(learner):
@@ -93,12 +93,12 @@ def gradient_check(
     mask: Any = None,
     reduction: str = 'mean',
 ) -> GradientCheck | RuleComparison:
-    """Compare gradients of a fresh sequence with BPTT's: this rule's, or those of
+    """Compare the gradient of a fresh sequence with BPTT, for this rule or for several
     ``rules``.
 
-    Nothing is changed. ``rules``: names or classes of rules, with the options they
-    have by default, :class:`ETraceConfig`, or learners for their rule with its
-    options, as ``braintrace.SnAp(model, n=2)``, its modulator or its predictor.
+    ``rules``: names or classes of rules (with default options), :class:`ETraceConfig`,
+    or learners such as ``braintrace.SnAp(model, n=2)``, whose rule, options, modulator
+    and predictor are used. Nothing is changed.
     """
     check_choice('reduction', reduction, ('mean', 'sum'))
     own = (learner.rule, rule_value(learner))
@@ -121,17 +121,18 @@ def certificate(
     groups: Mapping[str, Sequence[Path]] | None = None,
     seed: int = 0,
 ) -> Certificate:
-    """Whether the rule's gradient of a fresh sequence points downhill.
+    """Test whether the gradient of a fresh sequence points downhill.
 
-    ⟨g_true, g⟩/|g|², where g is the gradient of :meth:`etrace_grad` and g_true that
-    of BPTT, by forward mode through the uncut steps: exact, at the cost of a few
-    forward passes, and in memory that does not grow with the sequence for rules
-    that carry traces. Random ``directions`` beside it estimate the cosine.
+    The result is ⟨g_true, g⟩/|g|², where g is the gradient of :meth:`etrace_grad` and
+    g_true is the gradient of BPTT. It is computed by forward mode through steps without
+    cuts. It is exact and costs a few forward passes. For rules that carry traces,
+    memory does not grow with the sequence. Derivatives along random ``directions``
+    estimate the cosine.
 
-    ``per_parameter``: a row for each parameter array. ``groups``: a row for each of
-    these lists of paths, by name; a path stands for all parameters below it.
-    ``step_fn``, ``mask`` and ``reduction`` as in :meth:`etrace_grad`; auxiliary
-    values are ignored. Nothing is changed.
+    ``per_parameter``: add a row for each parameter array. ``groups``: add a row for
+    each named list of paths; a path includes all parameters below it. ``step_fn``,
+    ``mask`` and ``reduction``: as in :meth:`etrace_grad`; auxiliary values are ignored.
+    Nothing is changed.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> net = brainstate.nn.GRUCell(3, 4)
@@ -158,8 +159,11 @@ def memory_plan(
     mesh: Any = None,
     shard: Mapping[str, Any] | None = None,
 ) -> MemoryPlan:
-    """Bytes that a sequence of the compiled inputs needs on each device, before any
-    is allocated; ``mesh`` and ``shard``: on other devices, as for ``compile``."""
+    """Compute the bytes that a sequence of ``steps`` needs on each device, before
+    anything is allocated.
+
+    ``mesh`` and ``shard``: plan for other devices, as in ``compile``.
+    """
     if not isinstance(steps, (int, np.integer)) or steps < 1:
         why = 'a sequence has at least one step'
         fix = 'a whole number of at least 1'
@@ -190,11 +194,8 @@ def memory_plan(
 
 @contextlib.contextmanager
 def unmoved(learner: Learner) -> Iterator[None]:
-    """Measure inside: afterwards states, traces and random numbers are as they were
-    before.
-
-    This covers every state that is read or written inside, of the learner or not.
-    """
+    """A context that restores all states that are read or written inside it, the random
+    numbers included."""
     with followed(learner):
         touched: Any = brainstate.StateTraceStack()
         try:

@@ -1,4 +1,4 @@
-"""What a sequence will need in memory, before any of it is allocated."""
+"""The memory that a sequence needs, computed before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from .sequences import SequenceOptions
 
 @dataclass(frozen=True, repr=False)
 class MemoryPlan:
-    """Bytes that a sequence of ``steps`` needs on each device, by way of running it."""
+    """The bytes that a sequence of ``steps`` needs on each device, for each way of
+    running it."""
 
     steps: int
     traces: dict[tuple, int]
@@ -34,7 +35,7 @@ class MemoryPlan:
 
     @property
     def ways(self) -> list[tuple[str, int]]:
-        """Ways of running the sequence, and what each needs."""
+        """The ways of running the sequence, and the bytes that each needs."""
         once = 'one pass, traces carried' if self.traces else 'one pass, in windows'
         found = [(once, self.one_pass)]
         if self.two_pass is not None:
@@ -74,8 +75,8 @@ def plan_memory(
     options: SequenceOptions,
     rule_state: Any,
 ) -> MemoryPlan:
-    """Bytes that a sequence of so many steps needs on each device, for each way of
-    running it."""
+    """The bytes that a sequence of this many steps needs on each device, for each way
+    of running it."""
     placement = options.placement
     parameters, states = jax.eval_shape(binding.read)
     stack = lambda x: jax.ShapeDtypeStruct((steps, *x.shape), x.dtype)

@@ -1,4 +1,4 @@
-"""The calls of a :class:`Learner` that save, load and copy it."""
+"""The methods of a :class:`Learner` that save, load and copy it."""
 
 from __future__ import annotations
 
@@ -27,41 +27,42 @@ if TYPE_CHECKING:
 
 
 def weights(learner: Learner) -> Weights:
-    """Copies of the parameters as NumPy arrays, by path.
+    """Return copies of the parameters as NumPy arrays, by path.
 
-    A parameter that is a structure of arrays, as the weight and the bias of a
-    layer, is the same structure of NumPy arrays.
+    A parameter that is a structure of arrays, such as the weight and the bias of a
+    layer, is returned as the same structure of NumPy arrays.
     """
     with synchronised(learner):
         return read_weights(learner.param_states)
 
 
 def set_weights(learner: Learner, weights: Mapping[Any, Any]) -> None:
-    """Set parameters to arrays as :meth:`weights` gives them; others stay.
+    """Set parameters to arrays as :meth:`weights` returns them. Other parameters do not
+    change.
 
-    The names of reports, as ``'layers.1.weight.bias'``, are keys too.
+    Keys may also be the names of reports, such as ``'layers.1.weight.bias'``.
     """
     with synchronised(learner):
         write_weights(learner.param_states, weights)
 
 
 def save_weights(learner: Learner, file: str | FilePath) -> None:
-    """Write the parameters to a file of safetensors, by the names of reports."""
+    """Write the parameters to a safetensors file, with the names of reports."""
     with synchronised(learner):
         write_safetensors(learner.param_states, file)
 
 
 def load_weights(learner: Learner, file: str | FilePath) -> None:
-    """Set all parameters to those that :meth:`save_weights` wrote."""
+    """Set all parameters to those of a file that :meth:`save_weights` wrote."""
     with synchronised(learner):
         read_safetensors(learner.param_states, file)
 
 
 def save(learner: Learner, folder: str | FilePath, optimizer: Any = None) -> None:
-    """Write weights, states, traces, the rule's own state and random numbers to a
-    folder, and the state of an optimiser if one is given.
+    """Write weights, states, traces, the rule state and random numbers to a folder. If
+    an optimiser is passed, its state is written as well.
 
-    The newest two that were written to a folder are kept.
+    A folder keeps the two newest saves.
     """
     from ..checkpoint import save_learner
 
@@ -79,10 +80,11 @@ def save(learner: Learner, folder: str | FilePath, optimizer: Any = None) -> Non
 
 
 def load(learner: Learner, folder: str | FilePath, optimizer: Any = None) -> None:
-    """Continue from what :meth:`save`, a stream or :func:`fit` wrote.
+    """Load from a folder that :meth:`save`, a stream or :func:`fit` wrote, and continue
+    from there.
 
-    The learner must be compiled as the one that wrote it: the same model, rule and
-    batch size. An error leaves everything as it was.
+    The learner must have the same model, rule and batch size as the one that was saved.
+    If there is an error, nothing changes.
     """
     from ..checkpoint import load_learner
 
@@ -98,7 +100,7 @@ def copied(learner: Learner) -> Any:
 
 
 def refuse_pickling(learner: Learner, protocol: Any) -> Any:
-    """Refuses to be pickled."""
+    """Raise an error: a learner cannot be pickled."""
     raise TypeError(
         three_parts(
             f'pickling a {type(learner).__name__} learner',
@@ -110,8 +112,8 @@ def refuse_pickling(learner: Learner, protocol: Any) -> Any:
 
 
 def deeply_copied(learner: Learner, memo: Any = None) -> Any:
-    """A learner of its own on a copy of the model: weights, states, traces, optax
-    states."""
+    """An independent learner on a copy of the model, with copies of weights, states,
+    traces and states of optimisers."""
     interface_of(learner.model).check_copied()
     # This copies the states of the tree and shares all else.
     copied = brainstate.nn.Module.__deepcopy__(learner, memo)

@@ -42,7 +42,8 @@ Gradients = dict[Path, Any]
 
 
 class StreamStep(NamedTuple):
-    """What a step gives: its loss, and the outputs of the model (or of ``step_fn``)."""
+    """The result of a step: its loss, and the outputs of the model (or of
+    ``step_fn``)."""
 
     loss: jax.Array
     outputs: Any
@@ -51,10 +52,10 @@ class StreamStep(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StreamGradient:
-    """An online gradient, the scalar it is the gradient of, and the outputs.
+    """An online gradient, the scalar that was differentiated, and the outputs.
 
-    The gradient has the structure that ``etrace_grad`` gives: by path, or that of the
-    model's framework. It unpacks as ``outputs, gradient``.
+    The gradient has the same structure as that of ``etrace_grad``. The object unpacks
+    as ``outputs, gradient``.
     """
 
     outputs: Any
@@ -66,11 +67,11 @@ class StreamGradient:
 
 
 class Stream:
-    """Learns step by step; made by :meth:`Learner.stream`.
+    """Learns step by step. Use :meth:`Learner.stream` to create one.
 
-    ``stream(x, y)`` calls ``step_fn(x, y)``, updates the weights by its gradient and
-    gives a :class:`StreamStep`. The arrays of weights, states and traces are written
-    over by the next call: copy what you want to keep.
+    ``stream(x, y)`` calls ``step_fn(x, y)``, updates the weights and returns a
+    :class:`StreamStep`. The next call overwrites the arrays of weights, states and
+    traces, so copy the arrays that you want to keep.
     """
 
     def __init__(
@@ -140,7 +141,8 @@ class Stream:
     # ------------------------------------------------------------ steps
 
     def __call__(self, *inputs: Any) -> StreamStep:
-        """Learn from one step; with ``chunk``, from a few: inputs have time first."""
+        """Learn from one step. With ``chunk``, learn from several steps; inputs have
+        time first."""
         found = None if self._quick_call is None else self._quick_call(inputs)
         if found is not None:
             return StreamStep(*found)
@@ -167,7 +169,8 @@ class Stream:
         return StreamStep(*found)
 
     def predict(self, *inputs: Any) -> Any:
-        """The outputs of the model; states and traces advance, weights stay."""
+        """Return the outputs of the model. States and traces advance, and weights do
+        not change."""
         inputs = self.learner._placed(inputs, 0)
         return self._run('predict', self._predicting, inputs)
 
@@ -177,12 +180,13 @@ class Stream:
         step_fn: Callable[..., Any] | None = None,
         of: Callable[[Any], Any] | None = None,
     ) -> StreamGradient:
-        """The online gradient of the scalar that ``step_fn(*inputs)`` returns, as a
-        log-probability or a value; states and traces advance, weights stay.
+        """Compute the online gradient of the scalar that ``step_fn(*inputs)`` returns,
+        for example a log-probability or a value. States and traces advance, and weights
+        do not change.
 
-        ``of``: instead of a step function, a scalar function of the model's outputs,
-        whose inputs are then the model's. With ``decay`` the gradient is added to the
-        eligibility, which :meth:`apply` uses.
+        ``of``: a scalar function of the outputs of the model, instead of a step
+        function. The inputs are then those of the model. With ``decay``, the gradient
+        is added to the eligibility, which :meth:`apply` uses.
         """
         if of is not None and step_fn is not None:
             raise ValueError(
@@ -213,10 +217,11 @@ class Stream:
         return self._scalars[of]
 
     def apply(self, gradient: Any = None, scale: Any = 1.0) -> None:
-        """Update the weights by ``scale`` times a gradient, as a reward or a TD error.
+        """Update the weights by ``scale`` times a gradient. The scale may be a reward
+        or a TD error.
 
-        Without a gradient the eligibility is used. The optimiser minimises, so what is
-        to grow has a negative scale.
+        Without a gradient, the eligibility is used. The optimiser minimises, so use a
+        negative scale to increase a value.
         """
         scale = jnp.asarray(scale)
         if gradient is not None:
@@ -235,15 +240,16 @@ class Stream:
 
     @property
     def eligibility(self) -> Any:
-        """The decayed sum of all gradients since the last reset, if it is kept, in the
-        structure of a gradient."""
+        """The decayed sum of all gradients since the last reset, in the structure of a
+        gradient. It exists only with ``decay``."""
         if self._eligibility is None:
             return None
         kept = jax.tree.map(jnp.copy, self._eligibility.value)
         return interface_of(self.learner.model).gradients(kept)
 
     def reset(self) -> None:
-        """Start a new episode: states as compiled, traces and eligibility zero."""
+        """Start a new episode: reset the states to those at compilation, and traces and
+        eligibility to zero."""
         self.learner.reset_state()
         if self._eligibility is not None:
             zero = jax.tree.map(jnp.zeros_like, self._eligibility.value)
@@ -251,8 +257,8 @@ class Stream:
 
     @property
     def states(self) -> dict[str, brainstate.State]:
-        """The states of the stream's own, by name: what a checkpoint needs beside those
-        of the learner and of the optimiser."""
+        """The states of the stream itself, by name. A checkpoint needs them besides the
+        states of the learner and of the optimiser."""
         kept = self._eligibility
         return {} if kept is None else {'eligibility': kept}
 
@@ -263,14 +269,14 @@ class Stream:
         save_stream(self, folder)
 
     def load(self, folder: str | FilePath) -> None:
-        """Continue from what :meth:`save` wrote."""
+        """Load what :meth:`save` wrote, and continue from there."""
         from ..checkpoint import load_stream
 
         load_stream(self, folder)
 
     @property
     def program_count(self) -> int:
-        """How many programs this stream has compiled."""
+        """The number of programs that this stream has compiled."""
         return sum(program.count for program in self._programs.values())
 
     # ------------------------------------------------------------ what a step does

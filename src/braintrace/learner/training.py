@@ -1,6 +1,6 @@
-"""The calls of a :class:`Learner` that train it or move it on.
+"""The methods of a :class:`Learner` that train it or advance its states.
 
-They check their arguments; how they run is in ``calls.py``.
+They check their arguments. ``calls.py`` runs them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 def update(learner: Learner, *args: Any, modulator: Any = None) -> Any:
-    """One step: the model's output; states and traces advance.
+    """Run one step and return the outputs of the model. States and traces advance.
 
-    Under ``brainstate.transform.grad`` the parameters' gradient is the rule's
-    online gradient. Inputs wrapped in :class:`MultiStepData` are a window of steps:
-    with ``vjp_method='multi-step'`` exact reverse mode inside, traces across. A
-    plain call is a window of one step then. Inside a ``step_fn`` this is the call
-    that is traced. ``modulator``: see :class:`ThreeFactor`.
+    Under ``brainstate.transform.grad``, the gradients of parameters are those of the
+    rule. Inputs wrapped in :class:`MultiStepData` are a window of steps. With
+    ``vjp_method='multi-step'``, reverse mode is exact inside a window and traces carry
+    credit from window to window; a plain call is then a window of one step.
+    ``modulator``: see :class:`ThreeFactor`.
     """
     window = any(isinstance(a, MultiStepData) for a in args)
     wrapped = (SingleStepData, MultiStepData)
@@ -113,31 +113,39 @@ def etrace_grad(
     fresh: bool = False,
     params: Any = None,
 ) -> Any:
-    """Gradients of a whole sequence, by path; those of a model that is no
-    brainstate module in the structure that its framework's optimisers take.
+    """Compute the gradients of a sequence.
 
-    ``step_fn(*slices)`` calls the learner and returns a scalar loss (or ``(loss,
-    aux)``). ``mask`` (T,) weights the losses; 'mean' divides by max(Σ mask, 1). A
-    loss of mask 0 contributes nothing, even if it or the inputs of its step are
-    NaN. ``fresh=True``: the sequence is whole, so states start from where they were
-    compiled and the traces are discarded afterwards. ``weights`` selects
-    parameters: a list of paths or states, or a mapping to states, whose keys the
-    gradients then have.
+    Gradients are a dictionary by path. For models other than brainstate modules, they
+    have the structure that the optimisers of the framework use.
 
-    ``chunk_size=k`` passes windows of k steps to ``step_fn``, which wraps them in
-    :class:`MultiStepData` and returns the k losses of a window, or one for the
-    whole of it; then ``mask`` has one weight for each window. Reverse mode is exact
-    inside each window, whatever ``vjp_method`` says, and traces go across. Without
-    it, or with 1, a learner with ``vjp_method='multi-step'`` takes windows of one
-    step.
+    ``step_fn(*slices)`` calls the learner and returns a scalar loss, or ``(loss, aux)``
+    with ``has_aux``.
 
-    ``params`` (a Flax or Equinox module, or the params of a function): a fresh
-    sequence with these weights, nothing of the learner changed; this also works
-    inside ``jax.jit`` and the like.
+    ``fresh=True``: the sequence is whole. It starts from the states at which the
+    learner was compiled, and the traces are discarded afterwards. Otherwise states and
+    traces continue from the last call.
 
-    With ``return_value`` the losses follow: as they are ('per_step'), times their
-    mask ('masked') or reduced to one number ('scalar'). With ``has_aux`` the
-    auxiliary values follow, stacked over time.
+    ``mask`` (T,): a weight for the loss of each step. The mean divides by max(Σ mask,
+    1). A step with weight 0 contributes nothing, even if its loss or its inputs are
+    NaN.
+
+    ``weights``: which parameters get a gradient: a list of paths or states, or a
+    mapping to states, whose keys the gradients then have.
+
+    ``chunk_size=k``: ``step_fn`` gets windows of k steps. It wraps them in
+    :class:`MultiStepData` and returns the k losses of the window, or one loss for the
+    whole window; in the latter case ``mask`` has one weight for each window. Reverse
+    mode is exact inside each window, with any ``vjp_method``, and traces carry credit
+    from window to window. Without ``chunk_size``, or with 1, a learner with
+    ``vjp_method='multi-step'`` uses windows of one step.
+
+    ``params`` (a Flax or Equinox module, or the params of a function): use these
+    weights in a fresh sequence, without changing the learner. This also works inside
+    ``jax.jit``.
+
+    With ``return_value`` the losses are returned as well: 'per_step', multiplied by the
+    mask ('masked'), or reduced to one number ('scalar'), as ``loss_output`` says. With
+    ``has_aux`` the auxiliary values are returned as well, stacked over time.
     """
     check_choice('loss_output', loss_output, LOSS_OUTPUTS)
     check_choice('reduction', reduction, ('mean', 'sum'))
@@ -168,10 +176,10 @@ def etrace_evolve(
 ) -> Any:
     """Advance states and traces along a sequence without a loss.
 
-    ``step_fn(*slices)`` calls the learner, by default on all of them; what it
-    returns is given, stacked over time, if ``return_outputs``. ``chunk_size=k``
-    hands windows of k steps to it, as :meth:`etrace_grad` does; outputs are stacked
-    over windows then.
+    ``step_fn(*slices)`` calls the learner. By default, the learner is called on all
+    slices. With ``return_outputs``, the results are returned, stacked over time.
+    ``chunk_size=k``: ``step_fn`` gets windows of k steps, as in :meth:`etrace_grad`,
+    and results are stacked over windows.
     """
     with synchronised(learner):
         sequences = place_inputs(learner, sequences, 1)
@@ -214,15 +222,17 @@ def etrace_online(
     mask: Any = None,
     has_aux: bool = False,
 ) -> Any:
-    """Train along a sequence: weights change every ``update_every`` steps inside
+    """Train along a sequence. The weights change every ``update_every`` steps, inside
     the compiled loop.
 
-    ``optimizer``: one of braintools, or any optax transformation; it is given the
-    sum of the steps' gradients, and its state is kept from call to call. A masked
-    step does not contribute to the gradient, and if all steps since the last update
-    are masked, there is no update; states and traces advance. Returns the loss of
-    every step; with ``has_aux`` the step function returns ``(loss, aux)``, and the
-    auxiliary values follow, stacked over time.
+    ``optimizer``: an optimiser of braintools or optax. It gets the sum of the gradients
+    since the last update. Its state is kept from call to call.
+
+    A masked step does not contribute to the gradient, but states and traces advance. If
+    all steps since the last update are masked, there is no update.
+
+    Returns the loss of every step. With ``has_aux``, ``step_fn`` returns ``(loss,
+    aux)``, and the auxiliary values are returned as well, stacked over time.
     """
     interface_of(learner.model).check_loop_optimizer(optimizer)
     check_optimizer(optimizer)
@@ -251,13 +261,13 @@ def stream(
     chunk: int | None = None,
     decay: float | None = None,
 ) -> Stream:
-    """Learn from data that arrive one step at a time.
+    """Return a :class:`Stream`, which learns from data that arrive one step at a time.
 
     ``step_fn(*inputs)`` calls the learner and returns a scalar loss, or ``(loss,
-    aux)``. ``optimizer``: as for :meth:`etrace_online`; None if weights are not to
-    change. ``chunk``: calls bring 1 to so many steps, time first. ``decay``:
-    gradients of :meth:`Stream.gradient` are added up, the sum multiplied by this
-    number at every step, for rewards that come later.
+    aux)``. ``optimizer``: as in :meth:`etrace_online`; None if weights do not change.
+    ``chunk``: calls pass 1 to ``chunk`` steps, time first. ``decay``: the stream sums
+    the gradients of :meth:`Stream.gradient` and multiplies the sum by this number at
+    every step, for rewards that come later.
     """
     learner.check_compiled()
     return Stream(learner, step_fn, optimizer, chunk=chunk, decay=decay)
@@ -267,10 +277,10 @@ def stream(
 
 
 def apply(learner: Learner, gradients: dict[Path, Any], optimizer: Any) -> None:
-    """Change the parameters by an optimiser of braintools or optax, whose state is
-    kept.
+    """Update the parameters with an optimiser of braintools or optax. The state of the
+    optimiser is kept.
 
-    Parameters without a gradient stay as they are.
+    Parameters without a gradient do not change.
     """
     parameters = learner.param_states
     if isinstance(optimizer, Mapping) and not isinstance(gradients, Mapping):
@@ -300,8 +310,8 @@ def apply(learner: Learner, gradients: dict[Path, Any], optimizer: Any) -> None:
 def update_predictor(
     learner: Learner, sequences: tuple, step_fn: Callable[..., Any]
 ) -> float:
-    """One update of the rule's predictor from a fresh sequence, nothing else
-    changed; its error."""
+    """Update the predictor of the rule once, from a fresh sequence, and return its
+    error. Nothing else changes."""
     with synchronised(learner):
         solved = calls.solve(learner, GradientCall(sequences, step_fn)).solved
         write_rule_state(learner, next_rule_state(learner, solved))

@@ -1,7 +1,7 @@
 """Models from and to files of the Neuromorphic Intermediate Representation (NIR).
 
-:func:`read` makes a model of one time step of a graph, :func:`write` a file of a model.
-Both need the package ``nir`` (``pip install 'braintrace-online[nir]'``).
+:func:`read` turns a graph into a model of one time step. :func:`write` writes a model
+to a file. Both need the package ``nir`` (``pip install 'braintrace-online[nir]'``).
 """
 
 from .._brainstate import brainstate as brainstate

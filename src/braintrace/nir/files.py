@@ -1,4 +1,4 @@
-"""Graphs of the package ``nir`` as models, and models as graphs."""
+"""Conversion between graphs of the package ``nir`` and models."""
 
 from __future__ import annotations
 
@@ -65,17 +65,18 @@ def read(
     surrogate: Surrogate = fire,
     dtype: Any = None,
 ) -> Model:
-    """A model of one time step from a NIR file, or from a graph of the package ``nir``.
+    """Read a model of one time step from a NIR file, or from a graph of the package
+    ``nir``.
 
-    ``dt``: the time step, in the unit of the graph's time constants and delays, which
-    is seconds in the specification. A file that :func:`write` made holds it, and it may
-    be left out. ``train``: names of the arrays that are parameters
-    (:class:`brainstate.ParamState`), e.g. ``('weight', 'tau')``; the others are
-    constants. ``surrogate``: a step function with a derivative, of (v - threshold) /
-    |threshold|. ``dtype``: of parameters and states.
+    ``dt``: the time step, in the unit of the time constants and delays of the graph
+    (seconds in the specification). A file that :func:`write` wrote contains it, so it
+    may be omitted. ``train``: names of the arrays that are parameters
+    (:class:`brainstate.ParamState`), e.g. ``('weight', 'tau')``. All others are
+    constants. ``surrogate``: a step function of (v - threshold) / |threshold| with its
+    own derivative. ``dtype``: the type of parameters and states.
 
-    Between two steps the input is constant and the equations are solved exactly. A
-    spike resets the potential to v_reset. Zero potentials at first.
+    The equations are solved exactly, with an input that is constant during a step. A
+    spike resets the potential to v_reset. Potentials start at zero.
     """
     if isinstance(source, (str, os.PathLike)):
         nir = _package()
@@ -117,7 +118,7 @@ def from_graph(
     surrogate: Surrogate = fire,
     dtype: Any = None,
 ) -> Model:
-    """What :func:`read` gives, from a graph of the package ``nir``."""
+    """The same as :func:`read`, from a graph of the package ``nir``."""
     dt = _time_step(graph, dt)
     trainable = [kind for kind in NODES.values() if kind is not Delay]
     known = {name for kind in trainable for name in kind.arrays}
@@ -188,11 +189,12 @@ def _flat(graph: Any, name: str, wiring: Wiring) -> dict[str, Any]:
 
 
 def write(path: str | os.PathLike, model: brainstate.nn.Module) -> None:
-    """Write a model to a NIR file: one that :func:`read` made, or a chain of layers.
+    """Write a model to a NIR file: a model that :func:`read` returned, or a chain of
+    layers.
 
-    Trained arrays are written as they are now. A chain is a
-    :class:`brainstate.nn.Sequential` of linear layers and of nodes of this module. The
-    time step is in the metadata of the file.
+    Arrays are written with their current values. A chain is a
+    :class:`brainstate.nn.Sequential` of linear layers and nodes of this module. The
+    time step is stored in the metadata of the file.
     """
     if isinstance(path, brainstate.nn.Module):
         raise TypeError(

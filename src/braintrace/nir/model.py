@@ -1,7 +1,7 @@
 """A graph of NIR nodes as a model of one time step.
 
-Nodes are run in an order in which every edge leads forward. An edge that closes a cycle
-is a delay of one step: its value is what the node gave at the step before.
+Nodes run in an order in which every edge leads forward. An edge that closes a cycle has
+a delay of one step: it passes on the value of the previous step.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Wiring:
 
 
 class Model(brainstate.nn.Module):
-    """One time step of a graph; made by :func:`braintrace.nir.read`.
+    """One time step of a graph. :func:`braintrace.nir.read` returns it.
 
-    Called with one array for each Input node, in the order of their names; gives the
-    array of the Output node, or a dictionary of arrays by name if there are several.
-    ``parts``: the nodes by name. ``dt``: the time step.
+    Call it with one array for each Input node, in the order of their names. It returns
+    the array of the Output node, or a dictionary of arrays by name if there are
+    several. ``parts``: the nodes by name. ``dt``: the time step.
     """
 
     def __init__(self, wiring: Wiring, parts: Mapping[str, Node], dt: float):

@@ -1,10 +1,10 @@
-"""The nodes of the NIR specification with a state: neurons, and delays.
+"""The nodes of the NIR specification with a state: neurons and delays.
 
-Between two steps the input is constant, and the differential equations are solved
-exactly: with α = exp(-dt/τ), a leak takes v to α v + (1 - α) (v_leak + R I).
+The differential equations are solved exactly, with an input that is constant during a
+step: with α = exp(-dt/τ), a leak takes v to α v + (1 - α) (v_leak + R I).
 
-A neuron that spikes holds its potential from before the reset, so that its spikes are a
-function of its state; the next step starts from the potential after the reset.
+A neuron stores its potential before the reset, so that its spikes are a function of its
+state. The next step starts from the potential after the reset.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class LIF(_Spiking, LI):
 class CubaLI(_Neuron):
     """τ_syn dI/dt = -I + w_in S and τ_mem dv/dt = v_leak - v + R I.
 
-    Both are solved together: inside a step the current moves, and the potential follows
-    it.
+    Both equations are solved together: the current changes during a step, and the
+    potential follows it.
     """
 
     arrays: ClassVar = {
@@ -136,9 +136,9 @@ class CubaLIF(_Spiking, CubaLI):
 
 
 class Delay(Node):
-    """y(t) = x(t - delay), each element by its own number of whole steps.
+    """y(t) = x(t - delay), with a number of whole steps for each element.
 
-    The last inputs are the states of one position, so a trace carries credit through
+    The past inputs are states of the same position, so a trace carries credit through
     the delay.
     """
 

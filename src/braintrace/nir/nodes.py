@@ -1,5 +1,5 @@
-"""The nodes of the NIR specification that have no state, each a module of one time step;
-those with a state are in ``neurons.py``.
+"""The nodes of the NIR specification without a state. Each is a module of one time
+step. Nodes with a state are in ``neurons.py``.
 
 Inputs and outputs have the shape of the node, with any batch axes in front.
 """
@@ -25,11 +25,11 @@ Surrogate = Callable[[jax.Array], jax.Array]
 
 
 class Node(brainstate.nn.Module):
-    """A node of a graph: its arrays by the names of the specification.
+    """A node of a graph, with its arrays by the names of the specification.
 
-    ``dt``: the time step, in the unit of the time constants. ``train``: names of arrays
-    that are parameters (:class:`brainstate.ParamState`); the others are constants.
-    ``settings``: the other fields of the specification.
+    ``dt``: the time step, in the unit of the time constants. ``train``: names of the
+    arrays that are parameters (:class:`brainstate.ParamState`). All others are
+    constants. ``settings``: the other fields of the specification.
     """
 
     arrays: ClassVar[Mapping[str, Any]] = {}
@@ -202,7 +202,7 @@ class Conv2d(_Conv):
 
 
 class SumPool2d(Node):
-    """Sums over windows of the last two axes; what is padded is zero."""
+    """Sums over windows of the last two axes. The padding is zero."""
 
     settings: ClassVar = ('kernel_size', 'stride', 'padding')
     kernel_size: Any
@@ -223,15 +223,16 @@ class SumPool2d(Node):
 
 
 class AvgPool2d(SumPool2d):
-    """Means over windows of the last two axes; zeros that are padded count."""
+    """Means over windows of the last two axes. Zeros of the padding are included in the
+    means."""
 
     def update(self, x: Any) -> Any:
         return self._sums(jnp.asarray(x)) / math.prod(_pair(self.kernel_size, 2))
 
 
 class Flatten(Node):
-    """Joins the axes of its input from ``start_dim`` to ``end_dim``, both included;
-    batch axes are not counted."""
+    """Joins the axes of its input from ``start_dim`` to ``end_dim``, both included.
+    Batch axes are not counted."""
 
     settings: ClassVar = ('input_type', 'start_dim', 'end_dim')
     input_type: Any
@@ -261,7 +262,7 @@ class Flatten(Node):
 
 
 class Threshold(Node):
-    """A spike where the input is above the threshold."""
+    """A spike if the input is above the threshold."""
 
     arrays: ClassVar = {'threshold': None}
 

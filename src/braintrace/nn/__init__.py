@@ -1,8 +1,7 @@
-"""Layers whose weights are used through the marked ops of `braintrace.ops`.
+"""Layers that use their weights through the marked operations of `braintrace.ops`.
 
-Every other public name of `brainstate.nn` is found here as well, unchanged: an
-unmodified layer is traced just as well, it only carries no mark for ``trace='marked'``
-to find.
+All other public names of `brainstate.nn` are available here as well, unchanged.
+Unmodified layers have traces too, but no mark for ``trace='marked'``.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from braintrace import ops
 
 
 class Embedding(brainstate.nn.Embedding):
-    """Integer indices to rows of `weight`, through `ops.embedding`.
+    """Maps integer indices to rows of `weight`, through `ops.embedding`.
 
-    The row of `padding_idx` gets no gradient. With `max_norm` or `scale_grad_by_freq`
-    the lookup of brainstate, which has its own gradient, runs under the same mark.
+    The row of `padding_idx` gets no gradient. With `max_norm` or `scale_grad_by_freq`,
+    the lookup of brainstate, which has its own gradient, is used with the same mark.
     """
 
     def update(self, indices: Any) -> ops.Result:

@@ -30,10 +30,10 @@ class Linear(brainstate.nn.Linear):
 
 
 class GroupedLinear(brainstate.nn.Module):
-    """One linear map per group, through `ops.grouped_matmul`.
+    """One linear map for each group, through `ops.grouped_matmul`.
 
-    Inputs come as (..., groups, inputs). `w_init` is called once per group, or is the
-    whole (groups, inputs, outputs).
+    Inputs have the shape (..., groups, inputs). `w_init` is called once for each group,
+    or is the whole array (groups, inputs, outputs).
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class SparseLinear(brainstate.nn.SparseLinear):
 
 
 class LoRA(brainstate.nn.LoRA):
-    """A low-rank map ``x @ (lora_a @ lora_b) / rank``, added to `base_module(x)` where
-    one is given."""
+    """A low-rank map ``x @ (lora_a @ lora_b) / rank``. If `base_module` is given,
+    `base_module(x)` is added."""
 
     def __call__(self, x: ArrayLike) -> ops.Result:
         if self.base_module is not None and not callable(self.base_module):

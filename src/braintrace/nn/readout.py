@@ -1,4 +1,4 @@
-"""Read-outs with a memory of their own."""
+"""Read-outs with a memory of their own, and firing rates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LeakyRateReadout(brainstate.nn.Module):
 
     @property
     def decay(self) -> jax.Array:
-        """What a step leaves of r, by the `dt` of the environment."""
+        """The factor by which r decays in a step, from the `dt` of the environment."""
         dt = brainstate.environ.get_dt()
         if not u.have_same_dim(dt, self.tau):
             raise ValueError(
@@ -69,11 +69,11 @@ class LeakyRateReadout(brainstate.nn.Module):
 
 
 class FiringRate(brainstate.nn.Module):
-    """A running mean of spikes, ``r = decay * r + (1 - decay) * spikes``, to hold
+    """A running mean of spikes, ``r = decay * r + (1 - decay) * spikes``, to keep
     firing rates near a target.
 
-    Add :meth:`penalty` to the loss of a step: every parameter then gets its part,
-    traced like the rest.
+    Add :meth:`penalty` to the loss of a step. Every parameter then gets its part of the
+    gradient.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class FiringRate(brainstate.nn.Module):
         return self.r.value
 
     def penalty(self, target: float) -> jax.Array:
-        """Half the mean squared distance to a target rate, in spikes a step, of each
-        unit's mean over the batch."""
+        """Half the mean squared distance between the rates and a target, in spikes for
+        each step. The rate of a unit is its mean over the batch."""
         if not isinstance(target, jax.core.Tracer) and not target > 0:
             raise ValueError(
                 three_parts(
@@ -113,11 +113,13 @@ class FiringRate(brainstate.nn.Module):
 
 
 class WindowRate(brainstate.nn.Module):
-    """Spikes of each unit over a window of steps, divided by its length.
+    """The number of spikes of each unit in a window of steps, divided by the length of
+    the window.
 
-    Add :meth:`penalty` to the loss of every step, after the call of the module: it is
-    zero but at the last step of a window, where it holds the rates of the whole window
-    near a target. Counting starts again with the next window, and after a reset.
+    Call the module at every step, and then add :meth:`penalty` to the loss of the step.
+    The penalty is zero except at the last step of a window, where it keeps the rates of
+    the whole window near a target. Counting starts again with the next window and after
+    a reset.
     """
 
     def __init__(self, size: int | Sequence[int], window: int, name: str | None = None):
@@ -149,8 +151,8 @@ class WindowRate(brainstate.nn.Module):
         return self.r.value
 
     def penalty(self, target: float) -> jax.Array:
-        """Half the squared distance of rates to a target, in spikes a step, at the end
-        of a window: the sum over units, the mean over samples."""
+        """Half the squared distance between the rates and a target, in spikes for each
+        step, at the end of a window: the sum over units and the mean over samples."""
         squares = jnp.square(jnp.asarray(self.r.value) - target)
         samples = squares.reshape(-1, *self.out_size).shape[0]  # type: ignore[misc]
         is_end = self.count.value == 0

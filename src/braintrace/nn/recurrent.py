@@ -1,9 +1,8 @@
-"""Recurrent cells built from the marked `Linear`.
+"""Recurrent cells that use the marked `Linear`.
 
-Functions, parameter names and shapes are those of the published package's cells, so
-weights that were saved there can be loaded here: `tests/test_published.py` compares
-both. Each cell maps `x` (..., inputs) to (..., units); ``[x, h]`` in a docstring is
-concatenation on the last axis.
+Functions, parameter names and shapes are those of the published package, so its saved
+weights can be loaded; `tests/test_published.py` compares both. Each cell maps `x` (...,
+inputs) to (..., units). ``[x, h]`` in a docstring is concatenation on the last axis.
 """
 
 from __future__ import annotations
@@ -266,8 +265,8 @@ class _Minimal(_Cell):
 class MiniGRU(_Minimal):
     """``z = sigmoid(W_z [x, h])``; ``h = (1 - z) h + z W_x x``.
 
-    The candidate reads the input only (after Feng et al. 2024, arXiv 2410.01201, whose
-    gate reads the input only too).
+    The candidate reads only the input (after Feng et al. 2024, arXiv 2410.01201, where
+    the gate also reads only the input).
     """
 
     def _build(self, linear: Layer) -> None:
@@ -282,8 +281,8 @@ class MiniGRU(_Minimal):
 
 
 class MiniLSTM(_Minimal):
-    """``f, i = sigmoid(W_f [x, h]), sigmoid(W_i [x, h])``; ``h = f h + i W_x x`` (as
-    `MiniGRU`)."""
+    """``f, i = sigmoid(W_f [x, h]), sigmoid(W_i [x, h])``; ``h = f h + i W_x x``. The
+    candidate is as in `MiniGRU`."""
 
     def _build(self, linear: Layer) -> None:
         self.W_x = linear(self.num_in, self.num_out)
@@ -322,9 +321,9 @@ class LRUCell(_Cell):
 
     ``s = λ s + g B x``; ``y = Re(C s) + D x``, with a complex diagonal ``λ =
     exp(-exp(nu_log) + i exp(theta_log))``, ``g = exp(gamma_log)`` and one number of `D`
-    for each input. Inputs and outputs have the size `d_model`. The complex state `s`
-    of size `d_hidden` is held as two real ones, `h_re` and `h_im`. At the start |λ|
-    lies between `r_min` and `r_max` and the angle of λ between 0 and `max_phase`.
+    for each input. Inputs and outputs have the size `d_model`. The complex state `s` of
+    size `d_hidden` is stored as two real states, `h_re` and `h_im`. The initial |λ|
+    lies between `r_min` and `r_max`, and the angle of λ between 0 and `max_phase`.
     """
 
     h_re: brainstate.HiddenState
@@ -380,13 +379,13 @@ class RTU(_Cell):
     (Elelimy et al. 2024, arXiv 2409.01449).
 
     ``s = λ s + g W x`` with ``λ = exp(-exp(nu_log) + i exp(theta_log))`` and ``g =
-    sqrt(1 - |λ|²)``, in real numbers: the two parts of `s` are the states `h_re` and
-    `h_im`. The output has both, ``activation([h_re, h_im])``, so it has twice as many
-    numbers as there are `units`. With ``linear=False`` the activation is in the
-    recurrence, ``s = activation(λ s + g W x)``, and the output is ``[h_re, h_im]``.
+    sqrt(1 - |λ|²)``. The real and imaginary parts of `s` are the states `h_re` and
+    `h_im`. The output is ``activation([h_re, h_im])``, with two numbers for each unit.
+    With ``linear=False`` the activation is inside the recurrence, ``s = activation(λ s
+    + g W x)``, and the output is ``[h_re, h_im]``.
 
-    No unit reads another, so D-RTRL gives the gradient of BPTT. At the start |λ| lies
-    between `r_min` and `r_max`, the angle of λ between 0 and `max_phase`.
+    No unit reads another, so D-RTRL gives the gradient of BPTT. The initial |λ| lies
+    between `r_min` and `r_max`, and the angle of λ between 0 and `max_phase`.
     """
 
     h_re: brainstate.HiddenState

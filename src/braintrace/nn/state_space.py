@@ -1,7 +1,8 @@
 """State-space models and linear attention: cells whose units do not feed each other.
 
-All that a state reads is made from the input of its step, so under D-RTRL the gradient
-of every parameter is that of BPTT. Each cell maps `x` (..., inputs) to (..., outputs).
+The values that a state reads are computed from the input of the same step. Therefore,
+under D-RTRL, the gradient of every parameter is equal to BPTT. Each cell maps `x` (...,
+inputs) to (..., outputs).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from .recurrent import Init, Layer, Size, _Cell
 
 
 class SelectiveSSM(_Cell):
-    """Selective state-space layer: Δ, B and C are read from the input (after Gu & Dao
-    2023, arXiv 2312.00752, without their convolution and gate).
+    """Selective state-space layer: Δ, B and C are computed from the input (after Gu &
+    Dao 2023, arXiv 2312.00752, without their convolution and gate).
 
     ``u = in_proj(x)``; ``Δ = softplus(dt_proj(x))``; ``B, C = B_proj(x), C_proj(x)``;
     ``h = exp(Δ A) h + Δ u B`` for every channel and each of its states, with ``A =
     -exp(A_log)``; ``y = out_proj(Σ h C + D u)``. The state `h` has shape (`d_inner`,
-    `d_state`); `d_inner` channels, as many as outputs if not given. At the start Δ lies
-    between `dt_min` and `dt_max` for an input of zero.
+    `d_state`). `d_inner` is the number of channels, by default the number of outputs.
+    For an input of zero, the initial Δ lies between `dt_min` and `dt_max`.
     """
 
     usual_w_init = init.LecunNormal()
@@ -98,16 +99,16 @@ class SelectiveSSM(_Cell):
 
 
 class LinearAttention(_Cell):
-    """Linear attention with a decay for each head, read from the input (after
+    """Linear attention with a decay for each head, computed from the input (after
     Katharopoulos et al. 2020, arXiv 2006.16236, and Yang et al. 2024, arXiv
     2312.06635).
 
-    ``q, k, v`` are ``Wq, Wk, Wv`` of x, for each head; ``g = sigmoid(Wg(x))``, one
-    number a head; ``h = g h + k vᵀ``; ``y = Wo(hᵀ q / sqrt(key_size))``. The state `h`
-    has shape (`num_heads`, `key_size`, `value_size`); sizes are those of one head, and
-    if not given the outputs are split among the heads. `feature_map` is applied to q
-    and k element by element. At the start the decays of the heads lie between `g_min`
-    and `g_max` for an input of zero.
+    For each head, ``q, k, v`` are ``Wq, Wk, Wv`` of x; ``g = sigmoid(Wg(x))`` is one
+    number; ``h = g h + k vᵀ``; ``y = Wo(hᵀ q / sqrt(key_size))``. The state `h` has
+    shape (`num_heads`, `key_size`, `value_size`). Sizes are those of one head. By
+    default, the outputs are split among the heads. `feature_map` is applied to q and k
+    element by element. For an input of zero, the initial decays of the heads lie
+    between `g_min` and `g_max`.
     """
 
     usual_w_init = init.LecunNormal()

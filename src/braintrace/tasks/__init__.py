@@ -1,7 +1,8 @@
-"""Tasks for an ordinary computer, drawn from a NumPy generator.
+"""Tasks that run on an ordinary computer. Trials are drawn from a NumPy generator.
 
-Every task gives :class:`Trials`: inputs (time, batch, channels), targets of every step,
-and the weight of its loss. ``reference`` says what others reached, and how.
+Every task returns :class:`Trials`: inputs (time, batch, channels), a target for every
+step, and a weight for the loss of each step. ``reference`` names published results, and
+how they were obtained.
 """
 
 from dataclasses import fields
@@ -59,7 +60,7 @@ TASKS: dict[str, Any] = {
 
 
 def task(name: str, **options: Any) -> Task:
-    """A task by its name, with options of its own.
+    """A task by its name, with its options.
 
     >>> task('copying', lag=5).steps
     25

@@ -1,6 +1,6 @@
-"""Recordings of event cameras and silicon cochleas, as arrays of events that Tonic and
-others give: structured NumPy arrays with fields t, x, and where there are any y and
-p."""
+"""Recordings of event cameras and silicon cochleas as arrays of events, for example
+from Tonic. These are structured NumPy arrays with the fields t and x, and optionally y
+and p."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def events_to_steps(
     binary: bool = False,
     flat: bool = True,
 ) -> np.ndarray:
-    """Count the events of each channel in each of so many steps of time.
+    """Count the events of each channel in each step.
 
     ``events``: a structured array with fields ``t`` and ``x``, and ``y`` and ``p`` if
     the sensor has rows and polarities; or a list of such arrays, one for each sample.
-    ``sensor_size``: columns, rows and polarities, as Tonic has it; with one polarity
-    all events count alike. ``step``: the length of a step in the unit of ``t``
-    (microseconds for Tonic); by default the time from ``start`` to the last event is
-    divided. ``start``: the time at which the first step begins; None: the first event.
-    Events before it, or after the last step, are left out. ``binary``: 1 for any number
-    of events.
+    ``sensor_size``: columns, rows and polarities, as in Tonic. With one polarity, the
+    polarity of events is ignored. ``step``: the length of a step in the unit of ``t``
+    (microseconds for Tonic). By default, the time from ``start`` to the last event is
+    divided into equal steps. ``start``: the time at which the first step begins; None
+    means the first event. Events before ``start`` or after the last step are ignored.
+    ``binary``: count any number of events as 1.
 
-    Gives float32 (steps, channels), or (steps, batch, channels) for a list. A channel
-    is a polarity, row and column; ``flat=False`` keeps these as three axes.
+    Returns float32 (steps, channels), or (steps, batch, channels) for a list. A channel
+    is a polarity, row and column. ``flat=False`` keeps these as three axes.
 
     >>> kinds = [('x', int), ('y', int), ('t', int), ('p', int)]
     >>> events = np.array([(0, 0, 5, 1), (1, 0, 12, 0), (1, 0, 13, 0)], kinds)
@@ -127,11 +127,10 @@ def _step_numbers(
 
 @dataclass(frozen=True, eq=False)
 class EventRecordings:
-    """Recordings with a class each, as a task: a dataset of Tonic, or any list of
-    (events, label).
+    """Classify recordings: a dataset of Tonic, or any list of (events, label).
 
-    ``sensor_size``, ``step``, ``start`` and ``binary`` as in :func:`events_to_steps`.
-    The answer counts in the second half of the steps.
+    ``sensor_size``, ``step``, ``start`` and ``binary``: as in :func:`events_to_steps`.
+    The loss counts in the second half of the steps.
     """
 
     recordings: Any

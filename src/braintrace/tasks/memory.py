@@ -1,4 +1,4 @@
-"""Trials that need memory: cues, symbols or numbers now, the answer later."""
+"""Tasks that need memory: cues, symbols or numbers come first, and the answer later."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def poisson(rng: np.random.Generator, rates: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EvidenceAccumulation:
-    """Cues to the left and to the right, a pause, then the question: which side had
-    more?
+    """Decide after a delay whether the left or the right side had more cues.
 
     Forty Poisson inputs in four groups: left, right, recall, noise. Steps are
     milliseconds.
@@ -60,7 +59,7 @@ class EvidenceAccumulation:
         return self.cues * self.every + self.delay + self.recall
 
     def batch(self, rng: np.random.Generator, size: int) -> Trials:
-        """Draw trials; the target is 0 for more cues on the left."""
+        """Draw trials. The target is 0 if there are more cues on the left."""
         likely = rng.integers(0, 2, size)
         sides = np.where(rng.random((self.cues, size)) < self.rarer, 1 - likely, likely)
         rates = np.zeros((self.steps, size, 4, self.group), np.float32)
@@ -83,8 +82,10 @@ class EvidenceAccumulation:
 
 @dataclass(frozen=True)
 class DelayedMatchToSample:
-    """A sample direction, a delay, a test direction: do they match? Poisson inputs
-    tuned to directions."""
+    """Decide whether two directions, separated by a delay, are the same.
+
+    The inputs are Poisson spikes, tuned to directions.
+    """
 
     channels: int = 100
     directions: int = 8
@@ -111,8 +112,7 @@ class DelayedMatchToSample:
         return self.fixation + 2 * self.shown + self.delay
 
     def batch(self, rng: np.random.Generator, size: int) -> Trials:
-        """Draw trials; half of them match. The answer counts while the test is
-        shown."""
+        """Draw trials. Half of them match. The loss counts while the test is shown."""
         match = rng.integers(0, 2, size)
         first = rng.integers(0, self.directions, size)
         second = np.where(
@@ -139,7 +139,7 @@ class DelayedMatchToSample:
 
 @dataclass(frozen=True)
 class Copying:
-    """Symbols to be repeated after a lag."""
+    """Repeat symbols after a lag."""
 
     length: int = 10
     symbols: int = 8
@@ -182,7 +182,7 @@ class Copying:
 
 @dataclass(frozen=True)
 class Adding:
-    """Two marked numbers of a long sequence, to be added up at its end."""
+    """Add two marked numbers of a long sequence, at its end."""
 
     steps: int = 100
 
@@ -209,8 +209,7 @@ class Adding:
 
 @dataclass(frozen=True)
 class PatternGeneration:
-    """A sum of sines to be generated over time, from Poisson inputs that are the same
-    in every trial."""
+    """Generate a sum of sines from Poisson inputs that are the same in every trial."""
 
     steps: int = 1000
     channels: int = 20

@@ -13,12 +13,12 @@ from .trials import Trials
 
 @dataclass(frozen=True)
 class Randman:
-    """Each class is a smooth random manifold of spike times: every unit fires once, at
-    a time its manifold gives.
+    """Classify spike patterns on smooth random manifolds, one manifold for each class.
 
-    A point of a class is ``dimensions`` numbers; the time of a unit is a sum of sines
-    of them, fading with the frequency by ``smoothness``. Classes differ in when units
-    fire, not in how often.
+    Every unit spikes once, at a time that depends on the class and on a random point of
+    ``dimensions`` numbers. The time of a unit is a sum of sines of these numbers, whose
+    amplitudes fall with the frequency as ``smoothness`` says. Classes differ in spike
+    times, not in spike counts.
     """
 
     classes: int = 10
@@ -66,7 +66,7 @@ class Randman:
         )
 
     def batch(self, rng: np.random.Generator, size: int) -> Trials:
-        """Draw trials; the answer counts at every step."""
+        """Draw trials. The loss counts at every step."""
         labels = rng.integers(0, self.classes, size)
         times = self.times(labels, rng.random((size, self.dimensions)))
         when = np.minimum((times * self.steps).astype(int), self.steps - 1)

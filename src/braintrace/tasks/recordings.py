@@ -1,5 +1,5 @@
-"""Recorded data: digits that ship with scikit-learn, and loaders for files of SHD and
-N-MNIST that are on disk."""
+"""Recorded data: the digits of scikit-learn, and loaders for files of SHD and N-MNIST
+on disk."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def decisions(inputs: np.ndarray, labels: np.ndarray, last: int) -> Trials:
 
 @dataclass(frozen=True)
 class Digits:
-    """Handwritten digits of 8 × 8, read pixel by pixel or row by row; a fifth is held
-    out by ``test``."""
+    """Classify handwritten digits of 8 × 8 pixels, read pixel by pixel or row by row.
+
+    ``test`` selects a fifth of the data that is not used for training.
+    """
 
     by: str = 'pixel'
     test: bool = False
@@ -87,8 +89,10 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class SHD:
-    """Spoken digits as spikes of 700 channels (Heidelberg, Cramer 2020), from its HDF5
-    file on disk."""
+    """Classify spoken digits as spikes of 700 channels, from an HDF5 file on disk.
+
+    Spiking Heidelberg Digits (Cramer 2020).
+    """
 
     file: str | Path
     steps: int = 100
@@ -153,8 +157,11 @@ def _read_shd(file: str) -> tuple[Any, Any, np.ndarray]:
 
 @dataclass(frozen=True)
 class NMNIST:
-    """Digits seen by a moving event camera, 34 × 34 × 2 (Orchard 2015), from the folder
-    of one part on disk."""
+    """Classify digits seen by a moving event camera, from a folder on disk.
+
+    N-MNIST (Orchard 2015), 34 × 34 pixels and 2 polarities. The folder holds one part,
+    'Train' or 'Test'.
+    """
 
     folder: str | Path
     steps: int = 100

@@ -1,4 +1,4 @@
-"""Chaotic series, to be predicted one step ahead."""
+"""Chaotic series that are predicted one step ahead."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from .trials import Trials
 
 @dataclass(frozen=True)
 class Series:
-    """The next value of a chaotic series, each sample on a stretch of its own; mean 0
-    and variance 1."""
+    """Predict the next value of a chaotic series with mean 0 and variance 1.
+
+    Each sample is a different part of the series.
+    """
 
     name: str = 'mackey_glass'
     steps: int = 1000

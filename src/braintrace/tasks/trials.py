@@ -1,4 +1,4 @@
-"""What every task gives."""
+"""The interface of a task."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Trials(NamedTuple):
 class Task(Protocol):
     """A source of trials.
 
-    ``kind``: 'classes', one of ``outputs`` at every step; 'decision', one for each
-    trial; 'values', ``outputs`` numbers at every step. ``reference``: what others
-    reached, and how. For pictures a task may have a ``step_unit``, as 'ms', and
-    ``channel_groups``: names of its inputs, each with a slice of channels.
+    ``kind``: 'classes', one of ``outputs`` classes at every step; 'decision', one class
+    for each trial; or 'values', ``outputs`` numbers at every step. ``reference``:
+    published results, and how they were obtained. For figures a task may have a
+    ``step_unit``, such as 'ms', and ``channel_groups``, which gives names to slices of
+    its input channels.
     """
 
     kind: ClassVar[str]
