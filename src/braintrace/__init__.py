@@ -1,8 +1,7 @@
-"""Online learning for recurrent and spiking networks: eligibility traces, compiled from
-plain models.
+"""Online learning for recurrent and spiking networks, by eligibility traces compiled
+from plain models.
 
-Importing the package takes no time; its names, JAX and brainstate are loaded when one
-of the names is first used.
+Names of the package, JAX and brainstate are loaded when one of the names is first used.
 """
 
 import sys as _sys

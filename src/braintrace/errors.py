@@ -57,8 +57,8 @@ class UnknownName(KeyError):
 class ArgumentError(ValueError, TypeError, AssertionError):
     """An argument with a wrong value or type.
 
-    Code may catch it by each of these types: JAX and packages for which models are
-    written raise one or another of them for the same mistake.
+    It can be caught as each of its base types, because JAX and other packages raise
+    different types for the same mistake.
     """
 
 
@@ -75,19 +75,20 @@ class CompilationError(Exception):
 
 
 class InputError(CompilationError, ValueError, TypeError):
-    """Inputs or a step function that do not fit a model's step.
+    """Inputs or a step function that do not match the step of a model.
 
-    Code may catch it by each of these types, as :class:`ArgumentError`.
+    It can be caught as each of its base types, like :class:`ArgumentError`.
     """
 
 
 class NotSupportedError(Exception):
-    """A well-formed request that this package does not serve."""
+    """A valid request that this package does not support."""
 
 
 class RecompilationWarning(UserWarning):
-    """A program is compiled again and again that could be compiled once."""
+    """A program is compiled again and again, although one compilation would be
+    enough."""
 
 
 class CreditWarning(UserWarning):
-    """Some parameters of a compiled model get no gradient, or little of it."""
+    """Some parameters of a compiled model get no gradient, or lose most of it."""

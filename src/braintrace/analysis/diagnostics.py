@@ -9,7 +9,7 @@ from ..program.step import Path
 
 
 class DiagnosticKind(enum.StrEnum):
-    """What a record is about."""
+    """The kind of a record."""
 
     CREDIT = 'credit'
     CUT = 'cut'
@@ -121,8 +121,8 @@ LEVELS = {
 
 
 class ParameterGradient(NamedTuple):
-    """What a parameter gets, and why: ``kind`` is a credit class, or what a learning
-    rule gives.
+    """The gradient that a parameter gets, and why. ``kind`` is a credit class, or the
+    gradient that a learning rule gives.
 
     A rule gives 'equal to BPTT', 'local', 'approximate', 'one step' or 'none'.
     """

@@ -28,8 +28,7 @@ Groups = tuple[list[HiddenGroup], GroupsByPath]
 
 
 class ETraceGraph(NamedTuple):
-    """A compiled model: its hidden groups, the uses of its parameters, and the paths
-    that were cut."""
+    """A compiled model: its hidden groups, the uses of its parameters, and the cuts."""
 
     module_info: Any
     hidden_groups: list[HiddenGroup]
@@ -45,7 +44,8 @@ class ETraceGraph(NamedTuple):
         hidden_path: Path | None = None,
         kind: DiagnosticKind | str | None = None,
     ) -> tuple[CompilationRecord, ...]:
-        """Records in the order they were found; filters combine."""
+        """The records in the order in which they were found. Filters can be
+        combined."""
         kind = None if kind is None else DiagnosticKind(kind)
         return tuple(
             r
@@ -91,10 +91,11 @@ class ETraceGraph(NamedTuple):
         perturb_data: Sequence[Any],
         old_state_vals: Sequence[Any] | None = None,
     ) -> Any:
-        """The model's outputs with perturbed new hidden states; no state is written.
+        """The outputs of the model with perturbed new hidden states. No state is
+        written.
 
-        ``args``: the inputs as compiled; those given by keyword follow the others, in
-        the order of their names. An ``AssertionError`` on a graph that was compiled
+        ``args``: the inputs as compiled. Keyword arguments follow the others, in the
+        order of their names. Raises an ``AssertionError`` if the graph was compiled
         without a perturbed program.
         """
         if self.hidden_perturb is None:
@@ -137,10 +138,11 @@ def compile_etrace_graph(
 ) -> ETraceGraph:
     """Compile one step of a model into its eligibility-trace graph.
 
-    ``model`` is a ``brainstate.nn.Module`` called with the arguments that follow, a
-    module of Flax NNX or Equinox (``state=`` where it takes one), or a plain function
-    ``step(params, state, *inputs) -> (state, out)`` with examples of its arguments. A
-    step that reads no parameter has a graph too; only a learner for it is refused.
+    ``model``: a ``brainstate.nn.Module``, which is called with the arguments that
+    follow; a module of Flax NNX or Equinox (with ``state=`` if it takes its state as an
+    argument); or a function ``step(params, state, *inputs) -> (state, out)`` with
+    examples of its arguments. A step without parameters has a graph as well, but it
+    cannot have a learner.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> gru = brainstate.nn.GRUCell(3, 4)
@@ -236,12 +238,12 @@ def find_hidden_groups_from_jaxpr(
     outvar_to_hidden_path: Mapping[Var, Path],
     path_to_state: Mapping[Path, Any],
 ) -> Groups:
-    """Hidden groups of a bare program, and the group of each path, in the order of
+    """Hidden groups of a jaxpr, and the group of each path, in the order of
     ``path_to_state``.
 
-    The mappings are those of :class:`ModuleInfo`; ``path_to_state`` may hold other
-    states too. Constants of an open program have no known values: give a closed one
-    where indices are constants.
+    The mappings are those of :class:`ModuleInfo`. ``path_to_state`` may also contain
+    other states. The constants of an open jaxpr have no known values, so pass a closed
+    jaxpr if indices are constants.
     """
     program = program_of_jaxpr(
         jaxpr,
@@ -258,8 +260,8 @@ def find_hidden_groups_from_jaxpr(
 def find_hidden_param_op_relations_from_minfo(
     minfo: Any, hid_path_to_group: GroupsByPath | None = None
 ) -> list[HiddenParamOpRelation]:
-    """Relations of a traced module; with ``hid_path_to_group`` only those into these
-    groups."""
+    """Relations of a traced module. With ``hid_path_to_group``, only relations into
+    these groups."""
     relations = analyse(minfo.program).relations
     if hid_path_to_group is None:
         return relations
@@ -299,7 +301,7 @@ def add_hidden_perturbation_in_jaxpr(
     outvar_to_hidden_path: Mapping[Var, Path],
     path_to_state: Mapping[Path, Any],
 ) -> HiddenPerturbation:
-    """The perturbed form of a bare program; arguments as in
+    """The perturbed form of a jaxpr. Arguments are those of
     :func:`find_hidden_groups_from_jaxpr`."""
     return add_perturbation(
         program_of_jaxpr(

@@ -27,8 +27,9 @@ def jacrev_last_dim(
     """Jacobian along the last axis only: ``[..., i, j] = ∂fn_i/∂hid_j`` at each leading
     index.
 
-    Right when ``fn`` keeps leading indices apart: one reverse pass for each state.
-    An ``AssertionError`` unless there are as many new states as old ones.
+    The result is correct if ``fn`` does not mix leading indices. It takes one reverse
+    pass for each state. Raises an ``AssertionError`` if the numbers of new and old
+    states differ.
 
     >>> import jax.numpy as jnp
     >>> jacrev_last_dim(lambda h: h[..., ::-1] ** 2, jnp.array([[1.0, 2.0]])).tolist()
@@ -56,8 +57,7 @@ def group_merging(
 ) -> list[frozenset[T]]:
     """Merge sets that intersect, until none do.
 
-    ``version`` is 0 or 1, for code that chooses between two algorithms; here one serves
-    both.
+    ``version``: 0 or 1, for compatibility. Both give the same result.
 
     >>> [sorted(g) for g in group_merging([{1, 2}, {2, 3}, {4}])]
     [[1, 2, 3], [4]]
@@ -95,11 +95,11 @@ def _is_complex(aval: Any) -> bool:
 
 
 class HiddenGroup(NamedTuple):
-    """Hidden states of one shape, coupled position by position.
+    """Hidden states of one shape that depend on each other position by position.
 
-    ``transition_jaxpr`` leads from old to new values along position-keeping paths;
-    everything else it reads is in ``transition_jaxpr_constvars``. Complex states count
-    as two: real and imaginary.
+    ``transition_jaxpr`` computes new values from old values along paths that keep
+    positions. Its other inputs are in ``transition_jaxpr_constvars``. A complex state
+    counts as two states: real and imaginary part.
     """
 
     index: int  # type: ignore[assignment]
@@ -112,7 +112,7 @@ class HiddenGroup(NamedTuple):
 
     @property
     def varshape(self) -> tuple[int, ...]:
-        """Shape of the positions."""
+        """The shape of the positions."""
         if not self.hidden_invars:
             return _position_shape(self.hidden_states[0])
         shape = self.hidden_invars[0].aval.shape
@@ -120,7 +120,7 @@ class HiddenGroup(NamedTuple):
 
     @property
     def num_state(self) -> int:
-        """States per position."""
+        """The number of states at each position."""
         return sum(self._widths)
 
     @property
@@ -168,7 +168,7 @@ class HiddenGroup(NamedTuple):
     def transition(
         self, hidden_vals: Sequence[jax.Array], input_vals: Sequence[Any]
     ) -> list[jax.Array]:
-        """New hidden values from old ones; ``input_vals`` in the order of the
+        """New hidden values from old ones. ``input_vals`` are in the order of the
         constvars."""
         return evaluate(self.transition_jaxpr, input_vals, *hidden_vals)
 

@@ -27,9 +27,8 @@ from .groups import HiddenGroup
 class HiddenPerturbation(NamedTuple):
     """The step program with a perturbation added to every new hidden state.
 
-    Everything later in the step that reads a new state reads the perturbed one. The
-    perturbations are the last inputs of ``perturb_jaxpr``, in the order of
-    ``perturb_vars``.
+    Later equations of the step read the perturbed states. The perturbations are the
+    last inputs of ``perturb_jaxpr``, in the order of ``perturb_vars``.
     """
 
     perturb_vars: list[Var]
@@ -40,8 +39,7 @@ class HiddenPerturbation(NamedTuple):
     def eval_jaxpr(
         self, inputs: Sequence[Any], perturb_data: Sequence[Any]
     ) -> list[jax.Array]:
-        """Results of the step for flat inputs and one perturbation for each hidden
-        state."""
+        """Run the step on flat inputs and one perturbation for each hidden state."""
         self._check(perturb_data, ValueError)
         return evaluate(
             self.perturb_jaxpr.jaxpr, self.perturb_jaxpr.consts, *inputs, *perturb_data
@@ -54,9 +52,10 @@ class HiddenPerturbation(NamedTuple):
     def perturb_data_to_hidden_group_data(
         self, perturb_data: Sequence[Any], hidden_groups: Sequence[HiddenGroup]
     ) -> list[jax.Array]:
-        """One array for each group, its states along the last axis, without units.
+        """One array for each group, with its states along the last axis, without units.
 
-        An ``AssertionError`` unless there is one perturbation for each hidden state.
+        Raises an ``AssertionError`` unless there is one perturbation for each hidden
+        state.
         """
         self._check(perturb_data, AssertionError)
         by_path = dict(zip(self.perturb_hidden_paths, perturb_data, strict=True))

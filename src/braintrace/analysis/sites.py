@@ -231,13 +231,12 @@ class PathByRole(dict[str, Path]):
 class HiddenParamOpRelation(NamedTuple):
     """One operation: parameters → y → hidden groups.
 
-    ``y_to_hidden_group_jaxprs[g]`` leads from y to the new states of
-    ``hidden_groups[g]``. ``path_classification`` says of each connected hidden state
-    how the parameters reach it: 'all_direct', or 'mixed' if another way of theirs into
-    the same group is cut. What is known of the parameters is by role: 'weight', 'bias',
-    or their names where one operand is made of several.
-    ``trainable_processing_chains``: the primitives between a parameter and the
-    operation. ``sites``: its uses of parameters.
+    ``y_to_hidden_group_jaxprs[g]`` computes the new states of ``hidden_groups[g]`` from
+    y. ``path_classification`` says for each connected hidden state how the parameters
+    reach it: 'all_direct', or 'mixed' if another path into the same group is cut.
+    Mappings of parameters are by role: 'weight', 'bias', or the names of the parameters
+    if one operand is computed from several. ``trainable_processing_chains``: the
+    primitives between a parameter and the operation. ``sites``: its uses of parameters.
     """
 
     primitive: Any

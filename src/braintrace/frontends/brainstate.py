@@ -40,8 +40,8 @@ class StateChanged(CompilationError):
 
 
 class ModuleInfo(NamedTuple):
-    """One traced step of a module: its program, its states and which variable is
-    which."""
+    """One traced step of a module: its program, its states, and the role of each
+    variable."""
 
     stateful_model: brainstate.transform.StatefulFunction
     closed_jaxpr: ClosedJaxpr
@@ -95,8 +95,8 @@ class ModuleInfo(NamedTuple):
     def flat_inputs(
         self, args: Sequence[Any], old_state_vals: Sequence[Any] | None, kwargs: dict
     ) -> list[jax.Array]:
-        """Arguments and state values in the order of the jaxpr's inputs, checked
-        against it."""
+        """Arguments and values of states in the order of the inputs of the jaxpr, after
+        a check."""
         values = self.read_states() if old_state_vals is None else old_state_vals
         flat = jax.tree.leaves((tuple(args), kwargs, list(values)))
         check_shapes(self.closed_jaxpr, flat)
@@ -105,11 +105,11 @@ class ModuleInfo(NamedTuple):
     def jaxpr_call(
         self, *args: Any, old_state_vals: Sequence[Any] | None = None, **kwargs: Any
     ) -> tuple:
-        """Run the step: outputs, new hidden values, new values of the other states,
-        extra outputs.
+        """Run the step and return outputs, new hidden values, new values of the other
+        states, and extra outputs.
 
-        States are dictionaries by path, extra outputs one by variable. No state is
-        written.
+        States are dictionaries by path. Extra outputs are a dictionary by variable. No
+        state is written.
         """
         flat = self.flat_inputs(args, old_state_vals, kwargs)
         return self.arrange(evaluate(self.jaxpr, self.closed_jaxpr.consts, *flat))

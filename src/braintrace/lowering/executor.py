@@ -1,4 +1,4 @@
-"""The executor: compiles a module's graph and runs its derivative programs for one
+"""The executor: compiles the graph of a module and runs the derivative programs of one
 step."""
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ class SiteJacobian(NamedTuple):
     """∂h/∂θ of one relation in parts: its input x, its weight operand, and ∂h/∂y for
     each group.
 
-    ``hidden_to_y[g]`` has shape ``(*y.shape, num_state)``: element e of y reaches one
-    position of the group, and the last axis holds the derivative of each state there.
-    Where elements of y reach several positions it has shape ``(*varshape, num_state)``:
-    the derivative at every position by the element that reaches it, ``y_sources``.
-    Where y has elements of both kinds it is a pair: by elements, with zeros for those
-    that reach several positions, and by positions, with zeros where no such element is.
+    The form of ``hidden_to_y[g]`` depends on how elements of y reach positions:
+
+    - If each element of y reaches one position, the shape is ``(*y.shape, num_state)``.
+      The last axis has the derivative of each state at this position.
+    - If elements of y reach several positions, the shape is ``(*varshape, num_state)``:
+      the derivative at every position with respect to the element that reaches it,
+      ``y_sources``.
+    - If y has elements of both kinds, it is a pair of both forms, with zeros for the
+      elements and positions of the other kind.
     """
 
     x: jax.Array | None
@@ -97,11 +100,11 @@ def mixed_jacobian(
 
 
 class ETraceGraphExecutor:
-    """Compiles a module once and solves the Jacobians of its steps.
+    """Compiles a module once and computes the Jacobians of its steps.
 
-    ``call`` advances the module in place of ``model(...)``, e.g. mapped over a batch.
-    ``trained``: the module is to be trained, so a step that reads no parameter is
-    refused. ``vjp_method``: that of its learner.
+    ``call`` runs the module instead of ``model(...)``, for example mapped over a batch.
+    ``trained``: the module is trained, so a step without parameters raises an error.
+    ``vjp_method``: that of its learner.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> gru = brainstate.nn.GRUCell(3, 4)
@@ -142,8 +145,8 @@ class ETraceGraphExecutor:
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
         """Trace and analyse one step on example inputs.
 
-        They may be wrapped in :class:`SingleStepData`, or in :class:`MultiStepData`, of
-        which the first step counts.
+        The inputs may be wrapped in :class:`SingleStepData`, or in
+        :class:`MultiStepData`, whose first step is used.
         """
         args, kwargs = first_step((args, kwargs))
         with compiling():
@@ -192,7 +195,8 @@ class ETraceGraphExecutor:
         return {id(state): path for path, state in self.path_to_states.items()}
 
     def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
-        """Groups, dynamic other states, parameters tied to groups and the others."""
+        """Print the groups, the dynamic other states, the parameters tied to groups,
+        and the other parameters."""
         message = self.graph_text()
         if verbose:
             print(message)
@@ -274,10 +278,10 @@ class ETraceGraphExecutor:
         return SiteJacobian(x, weight, jacobians)
 
     def solve_h2w_h2h_jacobian(self, *args: Any, **kwargs: Any) -> tuple:
-        """One step: outputs, new hidden values, other states, ∂h/∂θ of every relation,
-        D_t of every group.
+        """Run one step and return outputs, new hidden values, other states, ∂h/∂θ of
+        every relation, and D_t of every group.
 
-        Starts from the current states and writes none of them.
+        It starts from the current states and writes no state.
         """
         results, env, _ = self._run(args, kwargs)
         return (*results, *self._jacobians(env))
@@ -300,10 +304,10 @@ class ETraceGraphExecutor:
         return h2w, h2h
 
     def solve_h2w_h2h_l2h_jacobian(self, *args: Any, **kwargs: Any) -> tuple:
-        """The same and the loss-to-hidden residuals.
+        """The same, and a function that computes learning signals.
 
-        The residuals are a function: cotangents of the outputs in, the signal of every
-        group out, each ``(*varshape, num_state)``.
+        The function takes cotangents of the outputs and returns the signal of every
+        group, each of shape ``(*varshape, num_state)``.
         """
         results, env, flat = self._run(args, kwargs)
         graph, analysed = self.graph, self.analysed

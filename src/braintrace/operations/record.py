@@ -1,8 +1,8 @@
-"""The record of an operation, and the registry of all that are known.
+"""The record of an operation, and the registry of all records.
 
-One record serves a family of primitives. The analysis reads how elements of operands
-reach elements of results (labels); the lowering and the solver read how a weight is
-used. No other file asks for the name of a primitive to decide what to do with it.
+One record serves a family of primitives. The analysis uses it to find how elements of
+operands reach elements of results (labels). The lowering and the solver use it to find
+how a weight is used. No other file makes decisions by the name of a primitive.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Const = Callable[[Any], np.ndarray | None]
 
 
 class LabelRule(Protocol):
-    """Labels of an equation's operands from those of its results.
+    """Computes the labels of an equation's operands from the labels of its results.
 
-    Sound if no element of an operand reaches a result element whose label differs from
-    its own. ``outs`` holds None for a result that reaches nothing.
+    The rule is correct if no element of an operand reaches a result element with
+    another label. ``outs`` has None for a result that reaches nothing.
     """
 
     def __call__(
@@ -36,9 +36,11 @@ class LabelRule(Protocol):
 
 
 class OriginRule(Protocol):
-    """For every element of each result, the one element of an operand it comes from.
+    """Computes, for every element of each result, the one element of an operand that it
+    comes from.
 
-    NONE where it comes from none; None if some element comes from several.
+    NONE if it comes from no element. The rule returns None if some element comes from
+    several.
     """
 
     def __call__(
@@ -47,7 +49,8 @@ class OriginRule(Protocol):
 
 
 class Kernel(NamedTuple):
-    """A faster way to run a product in a loop: the weight is prepared once a call."""
+    """A faster way to run a product in a loop. The weight is prepared once for each
+    call."""
 
     prepare: Callable[[Any], Any]
     apply: Callable[[Any, Any], Any]
@@ -55,8 +58,7 @@ class Kernel(NamedTuple):
 
 
 class UseRule(Protocol):
-    """How an equation uses a weight; None where the family has no better way than any
-    other."""
+    """Describes how an equation uses a weight. None means the general way."""
 
     def __call__(
         self, eqn: Equation, operand: int, result: int, const: Const
@@ -65,24 +67,30 @@ class UseRule(Protocol):
 
 @dataclass(frozen=True)
 class Operation:
-    """What the compiler knows about a family of primitives.
+    """The description of a family of primitives for the compiler.
 
-    ``labels``: which elements of the operands reach which of the results. ``origins``:
-    the same seen from the results, for operations that repeat elements of an operand.
-    ``constant_operands``: operands without a derivative, or a function of the equation
-    that gives them; None for all of them. ``linear``: whether derivatives need no value
-    of an operand, or a function of the equation. ``sum``: the result is the sum of the
-    operands. ``multiplies``: it is their product. ``costly``: an element of the result
-    takes many times as long as a sum. ``use``: trace layout, weight
-    gradient and factors of a weight among the operands. ``opens``: which operands a
-    change passes through at their own element when every choice and gate is open; None
-    if the derivative itself says so. ``kernel``: a faster way to run the equation with
-    this operand as a weight, if there is one. ``split``: for an equation whose data
-    operand was made by another, ``maker``: a function of the weight and the maker's
-    operands that gives parts whose sum is the result, or None. ``run``: a function of
-    the equation that gives another way to run it, operands to results with the same
-    derivatives; None where it runs as it is. ``part``: the rectangular part of its only
-    operand that the result of an equation is, or None.
+    - ``labels``: which elements of the operands reach which elements of the results.
+    - ``origins``: the same relation, from results to operands, for operations that
+      repeat elements of an operand.
+    - ``constant_operands``: operands without a derivative, or a function of the
+      equation that returns them; None for all operands.
+    - ``linear``: True if the derivatives need no value of an operand, or a function of
+      the equation.
+    - ``sum``: the result is the sum of the operands.
+    - ``multiplies``: the result is the product of the operands.
+    - ``costly``: an element of the result takes many times as long as a sum.
+    - ``use``: trace layout, weight gradient and factors of a weight among the operands.
+    - ``opens``: the operands through which a change passes at its own element if every
+      choice and gate is open; None if the derivative shows this.
+    - ``kernel``: a faster way to run the equation with this operand as a weight, or
+      None.
+    - ``split``: for an equation whose data operand was computed by the equation
+      ``maker``: a function of the weight and the operands of ``maker`` that returns
+      parts whose sum is the result, or None.
+    - ``run``: a function of the equation that returns another way to run it, with the
+      same derivatives, or None.
+    - ``part``: if the result is a rectangular part of the only operand, this part;
+      otherwise None.
     """
 
     family: str
@@ -212,13 +220,17 @@ def register_primitive(
     *,
     constant_operands: tuple[int, ...] = (),
 ) -> None:
-    """Tell the compiler about a primitive of your own.
+    """Declare a primitive of your own to the compiler.
 
-    ``operation`` is an :class:`Operation`, e.g. ``operations.product('bi,io->bo')``;
-    the name of a family, ``'elementwise'`` (element e of every operand reaches element
-    e of the result) or ``'mixing'`` (any element may reach any other); or a function
-    that gives labels. ``constant_operands`` are those without a derivative, for a name
-    or a function.
+    ``operation`` is one of these:
+
+    - an :class:`Operation`, e.g. ``operations.product('bi,io->bo')``;
+    - ``'elementwise'``: element e of every operand reaches element e of the result;
+    - ``'mixing'``: any element may reach any other;
+    - a function that computes labels.
+
+    ``constant_operands``: operands without a derivative, if ``operation`` is a name or
+    a function.
     """
     name = primitive if isinstance(primitive, str) else primitive.name
     if isinstance(operation, str):

@@ -68,12 +68,13 @@ class Counts(dict[str, int]):
 
 @dataclass(frozen=True, repr=False)
 class CompilationReport:
-    """The findings of a compilation, as text and as a page.
+    """The findings of a compilation, as text and as an HTML page.
 
-    ``etrace_weights`` maps parameters with a site to their credit class, in a learner's
-    report to what its rule gives them; ``excluded_weights`` those without one to the
-    reason. A learner adds its ``rule``, the shapes and types of its ``traces``, by
-    their names, and what the rule ``gives`` each parameter array.
+    ``etrace_weights`` maps parameters with a site to their credit class, or in the
+    report of a learner to the gradient that its rule gives them. ``excluded_weights``
+    maps the other parameters to the reason. The report of a learner also has its
+    ``rule``, the shapes and types of its ``traces`` by name, and the gradient that the
+    rule ``gives`` each parameter array.
     """
 
     hidden_groups: Sequence[HiddenGroup]
@@ -111,8 +112,8 @@ class CompilationReport:
 
     @property
     def gradients(self) -> dict[str, ParameterGradient]:
-        """What every parameter array gets, by name: from the rule of a learner; else
-        its credit class."""
+        """The gradient that every parameter array gets, by name. Without a learner, its
+        credit class."""
         classes = {
             r.context['name']: ParameterGradient(
                 r.context['credit'], r.context['reason']
@@ -138,8 +139,8 @@ class CompilationReport:
     def to_str(
         self, level: DiagnosticLevel | str | int = DiagnosticLevel.NOTICE
     ) -> str:
-        """The report as text, with diagnostics of at least the given level: its name,
-        or its number from 0."""
+        """The report as text, with diagnostics of at least the given level (its name,
+        or its number from 0)."""
         level = _level_of(level)
         lines = []
         if self.rule is not None:
@@ -253,10 +254,10 @@ class CompilationReport:
         print(self.to_str(level), file=file or sys.stdout)
 
     def to_html(self, file: Any = None, *, memory: Any = None) -> str:
-        """The report as one self-contained page; written to a file (a path, or open for
-        text) if one is given.
+        """The report as one self-contained HTML page. It is written to a file if a path
+        or an open text file is given.
 
-        ``memory``: a plan of :meth:`Learner.memory_plan`, to be drawn as bars.
+        ``memory``: a plan of :meth:`Learner.memory_plan`, which is drawn as bars.
         """
         text = page(self, memory)
         if hasattr(file, 'write'):
