@@ -33,6 +33,13 @@ SHARED = (
 )
 """Packages that both sides have in the same version."""
 MARK, END = '<!-- from published/results.md -->', '<!-- end -->'
+HEAD = """# The same scripts on both packages
+
+`make published` runs the scripts of `published/scripts` on this package (*here*) and on the
+published package 0.2.6, and writes this table. `docs/from-published.md` explains the
+columns.
+
+"""
 """What stands around the table in docs/from-published.md."""
 EQUAL = 1e-4
 """Losses with a smaller relative difference count as equal."""
@@ -114,7 +121,7 @@ def row(name, here, there):
 
 def write(table):
     """Put the table into its file and into the page of what changes."""
-    (HERE / 'results.md').write_text('\n'.join(table) + '\n')
+    (HERE / 'results.md').write_text(HEAD + '\n'.join(table) + '\n')
     page = ROOT / 'docs' / 'from-published.md'
     text = page.read_text()
     start = text.index(MARK) + len(MARK)
@@ -134,7 +141,7 @@ def main(scripts):
     print('on ours ...', flush=True)
     here = results(sys.executable, scripts, ours=True)
     table = [
-        '| script | runs here | runs there | losses, here : there | error to BPTT | nearer |',
+        '| script | runs here | runs on 0.2.6 | losses, here : 0.2.6 | error to BPTT, here : 0.2.6 | nearer to BPTT |',
         '| --- | --- | --- | --- | --- | --- |',
         *(row(name, here[name], there[name]) for name in scripts),
     ]
