@@ -69,8 +69,8 @@ class _OfLearners(type):
 
 
 class ETraceVjpGraphExecutor(ETraceGraphExecutor, metaclass=_OfLearners):
-    """An :class:`ETraceGraphExecutor` that knows how its learner differentiates, and
-    gives Jacobians as the published one does.
+    """An :class:`ETraceGraphExecutor` that returns Jacobians in the form of the
+    published package.
 
     ``full_jacobian``: hidden-to-hidden Jacobians with all their zeros.
     """
@@ -118,11 +118,11 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor, metaclass=_OfLearners):
         init_etrace: Any = None,
         **kwargs: Any,
     ) -> tuple:
-        """One step: outputs, new hidden values, other states, hidden-to-weight and
-        hidden-to-hidden Jacobians, and None in place of stepped traces.
+        """Run one step and return outputs, new hidden values, other states,
+        hidden-to-weight and hidden-to-hidden Jacobians, and None for the traces.
 
         Hidden-to-weight Jacobians are two dictionaries: inputs of sites by the identity
-        of their variable, and ∂h/∂y by that of y and the name of the group.
+        of their variable, and ∂h/∂y by the identity of y and the name of the group.
         """
         self._check_stepper(etrace_stepper, init_etrace)
         results, env, _ = self._run(args, kwargs)
@@ -135,8 +135,8 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor, metaclass=_OfLearners):
         init_etrace: Any = None,
         **kwargs: Any,
     ) -> tuple:
-        """The same, with the loss-to-hidden residuals before the last: a function of
-        the outputs' cotangents."""
+        """The same, with the loss-to-hidden residuals as the result before the last: a
+        function of the cotangents of the outputs."""
         self._check_stepper(etrace_stepper, init_etrace)
         _, env, _ = self._run(args, kwargs)
         found = super().solve_h2w_h2h_l2h_jacobian(*args, **kwargs)

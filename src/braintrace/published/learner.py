@@ -24,7 +24,7 @@ from . import traces
 
 
 def init_etrace_state(learner: Any, *args: Any, **kwargs: Any) -> None:
-    """Start the traces again from zero; the model's states stay as they are."""
+    """Reset the traces to zero. The states of the model do not change."""
     _ = learner.graph  # refuses a learner that was not compiled
     make_traces(learner)
     learner._clear_traces()

@@ -1,7 +1,8 @@
-"""Filters, feedback, running means and predictors that hold states of their own.
+"""Filters, feedback, running means and predictors with states, as in the published
+package.
 
-The published package has objects with states where parts of a rule here are records
-without any, under the same names. Which of both is meant shows in the arguments.
+In this package, parts of a rule with the same names are records without states. The
+arguments decide which of the two is created.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .learner import group_signal_shapes
 
 
 class EitherKind(type):
-    """A name of two classes; the arguments say which is made."""
+    """A name for two classes. The arguments decide which one is created."""
 
     ours: type
     with_states: type
@@ -148,11 +149,11 @@ PARTS = ('synth_w', 'synth_b')
 
 
 class LinearSynthesizer(brainstate.nn.Module):
-    """A linear map for each group, from its states to the credit that they will get.
+    """A linear map for each group, from its states to their credit from later steps.
 
-    ``group_shapes``: of every group's credit, states last, as
-    ``learner.group_signal_shapes()`` gives them. ``scale``: of the weights at first; 0
-    predicts nothing.
+    ``group_shapes``: the shapes of the credit of all groups, states last, as
+    ``learner.group_signal_shapes()`` returns them. ``scale``: the scale of the initial
+    weights; with 0 the prediction is zero.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class LinearSynthesizer(brainstate.nn.Module):
 
 class SyntheticGradient(metaclass=EitherKind):
     """``SyntheticGradient(width, rate, seed)``: a predictor with one hidden layer that
-    learns as it is used. ``SyntheticGradient(group_shapes, ...)``: a linear one."""
+    learns during use. ``SyntheticGradient(group_shapes, ...)``: a linear predictor."""
 
     ours, with_states = parts.SyntheticGradient, LinearSynthesizer
 
@@ -257,14 +258,15 @@ def train_synthetic_gradient(
     reset: bool = True,
     batch_size: int | None = None,
 ) -> list[float]:
-    """Train the predictor of a :class:`DNI` learner; the model's weights stay.
+    """Train the predictor of a :class:`DNI` learner, without changing the weights of
+    the model.
 
-    With ``step_fn``: see :func:`braintrace.learner.train_synthetic_gradient`. Without:
-    ``inputs`` is a sequence, or a tuple of some, cut into windows of ``chunk_size``
-    steps; ``loss_fn`` is that of a window's outputs, by default the mean of their
-    squares. The credit that the loss of the next window gives the states between both,
-    plus what the predictor expects beyond, is what it learns. Returns the mean squared
-    distance to it in every epoch.
+    With ``step_fn``: see :func:`braintrace.learner.train_synthetic_gradient`. Without
+    ``step_fn``: ``inputs`` is a sequence, or a tuple of sequences, which is split into
+    windows of ``chunk_size`` steps. ``loss_fn`` is a loss of the outputs of a window,
+    by default the mean of their squares. The predictor learns the credit that the next
+    window gives the states at its start, plus the prediction at the end of the next
+    window. Returns the mean squared error in every epoch.
     """
     if step_fn is not None:
         return by_rule.train_synthetic_gradient(

@@ -10,8 +10,9 @@ from ..learner.arguments import check_choice
 
 @dataclass(frozen=True)
 class ControlFlowPolicy:
-    """How its compiler treats branches and loops. Accepted and not needed: branches and
-    loops are entered here as they are, with labels to a fixed point."""
+    """How the compiler of the published package treats branches and loops. It is
+    accepted and not needed: this package analyses branches and loops without converting
+    them."""
 
     cond: str = 'convert'
     scan_unroll_limit: int | None = 16

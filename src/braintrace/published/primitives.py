@@ -174,12 +174,12 @@ _OWN = {
 def register_primitive(
     primitive: Any = None, operation: Any = None, **options: Any
 ) -> Any:
-    """Tell the compiler about an operation of your own.
+    """Declare an operation of your own to the compiler.
 
-    ``register_primitive(primitive, operation)``: a primitive of JAX and what the
-    compiler is to know of it; see :func:`braintrace.operations.register_primitive`.
-    ``register_primitive(name, impl_fn, *, batched, ...)``, as the published package has
-    it: an operation made of a function, which is called by its ``bind``.
+    ``register_primitive(primitive, operation)``: a primitive of JAX and its
+    description; see :func:`braintrace.operations.register_primitive`.
+    ``register_primitive(name, impl_fn, *, batched, ...)``, as in the published package:
+    an operation made from a function, which is called by its ``bind``.
     """
     primitive = options.pop('name', primitive)
     operation = options.pop('impl_fn', operation)

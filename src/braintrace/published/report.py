@@ -101,7 +101,7 @@ def _level_of(number: int) -> DiagnosticLevel:
 
 class CompilationReport(metaclass=EitherKind):
     """``CompilationReport(graph)``: the findings as lists of pairs. With fields by
-    name: the report that graphs and learners have."""
+    name: the report of graphs and learners."""
 
     ours, with_states = report.CompilationReport, GraphReport
 

@@ -1,7 +1,7 @@
-"""Learners mapped over a batch by hand, with drivers of sequences.
+"""Learners mapped over a batch by the user, and functions that run them over sequences.
 
-``braintrace.compile(..., vmap=True)`` does all of this, and its sequences are solved in
-blocks. These drivers call any learner step by step.
+``braintrace.compile(..., vmap=True)`` does the same and solves sequences in blocks. The
+functions of this file call any learner step by step.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _WithLearners(type(brainstate.nn.Module)):  # type: ignore[misc]
 
 
 class SequenceDriverMixin(metaclass=_WithLearners):
-    """``etrace_grad`` and ``etrace_evolve`` of anything that is called step by step.
+    """``etrace_grad`` and ``etrace_evolve`` for any object that is called step by step.
 
-    Every learner has both of its own, and so counts as one.
+    Every learner has both methods and is an instance of this class.
     """
 
     is_driver = True
@@ -122,8 +122,8 @@ class SequenceDriverMixin(metaclass=_WithLearners):
 
 
 class ETraceVmap(SequenceDriverMixin, brainstate.nn.Vmap, metaclass=_WithLearners):
-    """A learner mapped over a batch; those of ``compile(..., vmap=True)`` count as
-    such."""
+    """A learner mapped over a batch. Learners of ``compile(..., vmap=True)`` are
+    instances of this class."""
 
     is_driver = False
 
