@@ -34,7 +34,9 @@ def with_output(markdown: str, page: Path) -> tuple[str, dict[str, bytes]]:
         output = next(ran)
         parts = [block[0]]
         if output.printed:
-            parts.append(f'```text\n{output.printed}\n```')
+            # Where packages are installed is no matter of the reader.
+            printed = re.sub(r'\S*/site-packages/', '', output.printed)
+            parts.append(f'```text\n{printed}\n```')
         if output.picture is not None:
             name = f'{page.stem}-{len(pictures)}.svg'
             pictures[name] = base64.b64decode(output.picture)
@@ -101,7 +103,7 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for everything that has a docstring."""
-        if obj.docstring is not None:
+        if obj.docstring is not None and '```pycon' not in obj.docstring.value:
             text = re.sub(r':\w+:`~?([^`]*)`', r'`\1`', obj.docstring.value)
             obj.docstring.value = re.sub(
                 r'(^|\n)(>>> .*?)(?=\n\n|$)',
