@@ -30,7 +30,6 @@ WORDS = {
 }
 BASELINES = ('forward', 'bptt')
 MIB = 2**20
-BAR = 0.11
 
 
 @dataclass(frozen=True)
@@ -396,27 +395,33 @@ def draw(measured: list[dict], file: Path) -> None:
     layout = [['time', 'time']] * bool(single) + [['memory', 'growth']] * any(
         series.values()
     )
+    heights = [1.2 + 0.42 * len(single)] * bool(single) + [4] * any(series.values())
     figure, axes = plt.subplot_mosaic(
-        layout, figsize=(12, 4.5 * len(layout)), layout='constrained'
+        layout,
+        figsize=(9, sum(heights) + 0.8),
+        height_ratios=heights,
+        layout='constrained',
     )
     curves = [('ours', v) for v in NAMES] + [
         ('peer', v) for v in NAMES if v not in BASELINES
     ]
-    colours = dict(zip(NAMES, ('0.75', '0.4', 'C0', 'C1', 'C2', 'C3'), strict=True))
+    colours = dict(zip(NAMES, ('0.65', '0.25', 'C0', 'C1', 'C2', 'C3'), strict=True))
+    beside = {v: 0.08 * (k - 2) for k, v in enumerate(NAMES)}
     handles = {}
     for side, variant in curves:
         name = NAMES[variant] if side == 'ours' else f'{NAMES[variant]} (published)'
-        style = {'color': colours[variant], 'alpha': 1.0 if side == 'ours' else 0.4}
+        style = {'color': colours[variant], 'marker': 'o', 'markersize': 7}
+        if side == 'peer':
+            style |= {'markerfacecolor': 'white', 'linestyle': '--'}
         if single:
             points = [
-                (bar_place(w, side, variant, i), milliseconds_of(w, side, variant))
+                (milliseconds_of(w, side, variant), i + beside[variant])
                 for i, w in enumerate(single)
             ]
-            points = [(x, y) for x, y in points if y]
+            points = [(x, y) for x, y in points if x]
             if points:
-                handles[name] = axes['time'].bar(
-                    *zip(*points, strict=True), BAR, **style
-                )
+                dots = style | {'linestyle': ''}
+                (handles[name],) = axes['time'].plot(*zip(*points, strict=True), **dots)
         for panel, along, value in (
             ('memory', 'steps', peak_of),
             ('growth', 'units', milliseconds_of),
@@ -427,45 +432,37 @@ def draw(measured: list[dict], file: Path) -> None:
             ]
             points = [(x, y) for x, y in points if y]
             if points:
-                line = '-' if side == 'ours' else '--'
-                handles[name] = axes[panel].plot(
-                    *zip(*points, strict=True), marker='o', linestyle=line, **style
-                )[0]
+                (line,) = axes[panel].plot(*zip(*points, strict=True), **style)
+                handles.setdefault(name, line)
     if single:
         axes['time'].set(
-            yscale='log', ylabel='ms a sequence', title='time of a sequence'
+            xscale='log', xlabel='ms a sequence', title='Time of a sequence'
         )
-        axes['time'].set_xticks(
-            range(len(single)),
-            [textwrap.fill(w['title'], 16) for w in single],
-            fontsize=7,
+        axes['time'].set_yticks(
+            range(len(single)), [textwrap.fill(w['title'], 36) for w in single]
         )
-    if any(series.values()):
-        axes['memory'].set(
-            xscale='log',
-            yscale='log',
-            xlabel='steps',
-            ylabel='MiB',
-            title='peak memory, inputs aside',
-        )
-        axes['growth'].set(
-            xscale='log',
-            yscale='log',
-            xlabel='units',
-            ylabel='ms a sequence',
-            title='growth',
-        )
-    figure.legend(
-        handles.values(), handles, loc='outside lower center', ncols=5, fontsize=8
-    )
+        axes['time'].invert_yaxis()
+        axes['time'].grid(alpha=0.3)
+    for panel, along, before, unit, title in (
+        ('memory', 'steps', ', T', 'MiB', 'Peak memory without inputs'),
+        ('growth', 'units', '', 'ms a sequence', 'Time of a sequence'),
+    ):
+        if series[panel]:
+            sizes = [w['sizes'].get(along, w['steps']) for w in series[panel]]
+            network = series[panel][0]['title'].replace(f'{before} {sizes[0]}', '')
+            axis = axes[panel]
+            axis.set(
+                xscale='log',
+                yscale='log',
+                xlabel=along,
+                ylabel=unit,
+                title=f'{title}\n{network}',
+            )
+            axis.set_xticks(sizes, [f'{size:,}' for size in sizes])
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+    figure.legend(handles.values(), handles, loc='outside lower center', ncols=3)
     figure.savefig(file, metadata={'Date': None})
-
-
-def bar_place(workload: dict, side: str, variant: str, index: int) -> float:
-    """Where a bar stands: those of a workload next to each other, in the middle of its place."""
-    present = [(s, v) for s in ('ours', 'peer') for v in workload.get(s, {})]
-    place = present.index((side, variant)) if (side, variant) in present else 0
-    return index + (place - (len(present) - 1) / 2) * BAR
 
 
 def milliseconds_of(workload: dict, side: str, variant: str) -> float | None:

@@ -1,5 +1,5 @@
-"""What mkdocs needs: pages marked ``execute: true`` show what their code prints, and
-docstrings are read as Markdown, with methods that are functions of another file."""
+"""What mkdocs needs: pages marked ``execute: true`` show what their code prints, long
+lines of output are folded, and docstrings are read as Markdown, with methods that are functions of another file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import base64
 import copy
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from run_pages import BLOCK, ROOT, last_run
 
 EVERY_RULE = '<!-- every rule -->'
+TEXT = re.compile(r'(?<=^```text\n).*?(?=^```$)', re.DOTALL | re.MULTILINE)
+COLUMNS = 88
+"""The width of a code block on a page."""
 
 
 def with_output(markdown: str, page: Path) -> tuple[str, dict[str, bytes]]:
@@ -30,7 +34,9 @@ def with_output(markdown: str, page: Path) -> tuple[str, dict[str, bytes]]:
         output = next(ran)
         parts = [block[0]]
         if output.printed:
-            parts.append(f'```text\n{output.printed}\n```')
+            # Where packages are installed is no matter of the reader.
+            printed = re.sub(r'\S*/site-packages/', '', output.printed)
+            parts.append(f'```text\n{printed}\n```')
         if output.picture is not None:
             name = f'{page.stem}-{len(pictures)}.svg'
             pictures[name] = base64.b64decode(output.picture)
@@ -38,6 +44,24 @@ def with_output(markdown: str, page: Path) -> tuple[str, dict[str, bytes]]:
         return '\n\n'.join(parts)
 
     return BLOCK.sub(shown, markdown), pictures
+
+
+def folded(text: str) -> str:
+    """Printed lines folded at the width of a page, below the last column of a table."""
+    return '\n'.join(_folded(line) for line in text.split('\n'))
+
+
+def _folded(line: str) -> str:
+    columns = [gap.end() for gap in re.finditer(r'^ +|  +', line)]
+    indent = max((c for c in columns if c <= COLUMNS // 2), default=0)
+    return textwrap.fill(
+        line,
+        COLUMNS,
+        subsequent_indent=' ' * (indent if len(columns) > 1 else indent + 2),
+        replace_whitespace=False,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def on_files(files: Any, config: Any) -> None:
@@ -65,14 +89,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     prints."""
     listed = '\n'.join(f'::: {name}' for name in registered_rules())
     markdown = markdown.replace(EVERY_RULE, listed)
-    if not page.meta.get('execute'):
-        return markdown
-    markdown, pictures = with_output(markdown, Path(page.file.abs_src_path))
-    folder = Path(page.file.src_uri).parent
-    for name, content in pictures.items():
-        beside = (folder / name).as_posix()
-        files.append(File.generated(config, beside, content=content))
-    return markdown
+    if page.meta.get('execute'):
+        markdown, pictures = with_output(markdown, Path(page.file.abs_src_path))
+        folder = Path(page.file.src_uri).parent
+        for name, content in pictures.items():
+            beside = (folder / name).as_posix()
+            files.append(File.generated(config, beside, content=content))
+    return TEXT.sub(lambda block: folded(block[0]), markdown)
 
 
 class Docstrings(griffe.Extension):
@@ -80,7 +103,7 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for everything that has a docstring."""
-        if obj.docstring is not None:
+        if obj.docstring is not None and '```pycon' not in obj.docstring.value:
             text = re.sub(r':\w+:`~?([^`]*)`', r'`\1`', obj.docstring.value)
             obj.docstring.value = re.sub(
                 r'(^|\n)(>>> .*?)(?=\n\n|$)',

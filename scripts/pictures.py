@@ -8,7 +8,7 @@ FOLDER = Path(__file__).parent.parent / 'docs' / 'pictures'
 TEAL, RED, GREY, BLUE, SAND, WHITE = (
     '#00796b',
     '#c62828',
-    '#607d8b',
+    '#546e7a',
     '#e3f2fd',
     '#fff3e0',
     '#ffffff',
@@ -77,7 +77,8 @@ class Drawing:
         )
         FOLDER.mkdir(parents=True, exist_ok=True)
         (FOLDER / f'{name}.svg').write_text(
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">\n'
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{1.2 * width:.0f}" '
+            f'viewBox="0 0 {width} {height}" font-family="sans-serif">\n'
             f'<defs>{heads}</defs><rect width="{width}" height="{height}" rx="8" fill="{WHITE}"/>\n'
             + '\n'.join(self.parts)
             + '\n</svg>\n'
@@ -86,92 +87,84 @@ class Drawing:
 
 def step() -> None:
     """One step as a graph: roles of what goes in and comes out."""
-    d = Drawing(760, 300)
+    d = Drawing(560, 250)
     for y, text in [
-        (30, 'hidden states h(t-1)'),
-        (100, 'parameters θ'),
-        (170, 'inputs x(t)'),
-        (240, 'other states'),
+        (15, 'hidden states h(t-1)'),
+        (75, 'parameters θ'),
+        (135, 'inputs x(t)'),
+        (195, 'other states'),
     ]:
-        d.box(20, y, 170, 40, text, SAND if 'param' in text else BLUE)
-        d.arrow(190, y + 20, 290, 150)
-    d.box(290, 60, 180, 180, '', '#f5f5f5')
+        d.box(10, y, 150, 40, text, SAND if 'param' in text else BLUE)
+        d.arrow(160, y + 20, 208, 85 + y / 3)
+    d.box(210, 50, 140, 150, '', '#f5f5f5')
     for y, text in [
-        (100, 'your update(),'),
-        (122, 'traced to a'),
-        (144, 'list of operations:'),
-        (176, 'x @ w, tanh, +, …'),
+        (85, 'your update(),'),
+        (107, 'traced to a'),
+        (129, 'list of operations:'),
+        (161, 'x @ w, tanh, +, …'),
     ]:
-        d.text(380, y, text)
+        d.text(280, y, text)
     for y, text in [
-        (30, 'hidden states h(t)'),
-        (100, 'outputs'),
-        (170, 'loss ℓ(t)'),
-        (240, 'other states'),
+        (15, 'hidden states h(t)'),
+        (75, 'outputs'),
+        (135, 'loss ℓ(t)'),
+        (195, 'other states'),
     ]:
-        d.box(570, y, 170, 40, text)
-        d.arrow(470, 150, 570, y + 20)
+        d.box(400, y, 150, 40, text)
+        d.arrow(350, 85 + y / 3, 398, y + 20)
     d.write('step')
 
 
 def groups() -> None:
     """Positions of a hidden group, what keeps them and what mixes them."""
-    d = Drawing(760, 330)
-    d.text(200, 28, 't-1')
-    d.text(520, 28, 't')
+    d = Drawing(560, 340)
+    d.text(149, 24, 't-1')
+    d.text(471, 24, 't')
     for i in range(3):
-        y = 45 + 92 * i
-        for x in (120, 440):
-            d.box(x, y, 170, 66, '', '#fafafa')
-            d.box(x + 12, y + 14, 68, 38, f'V{i + 1}')
-            d.box(x + 92, y + 14, 68, 38, f'a{i + 1}')
-        d.text(60, y + 38, f'neuron {i + 1}')
-        d.arrow(292, y + 26, 438, y + 26, TEAL)
-    d.arrow(292, 86, 438, 162, RED, cut=True)
-    d.arrow(292, 178, 438, 258, RED, cut=True)
-    d.text(630, 75, 'a position: (V, a)', size=13, at='start')
-    d.text(630, 95, 'of one neuron', size=13, at='start')
-    d.text(630, 165, 'kept: through', TEAL, 13, 'start')
-    d.text(630, 185, 'its own states', TEAL, 13, 'start')
-    d.text(630, 255, 'cut: from neuron', RED, 13, 'start')
-    d.text(630, 275, 'to neuron', RED, 13, 'start')
+        y = 36 + 84 * i
+        for x in (78, 400):
+            d.box(x, y, 142, 62, '', '#fafafa')
+            d.box(x + 10, y + 12, 56, 38, f'V{i + 1}')
+            d.box(x + 76, y + 12, 56, 38, f'a{i + 1}')
+        d.text(68, y + 36, f'neuron {i + 1}', at='end')
+        d.arrow(222, y + 22, 398, y + 22, TEAL)
+    for y in (80, 164):
+        d.arrow(222, y, 398, y + 82, RED, cut=True)
+    d.text(10, 312, 'A position: the states (V, a) of one neuron.', at='start')
+    d.text(10, 332, 'Kept: through its own states.', TEAL, at='start')
+    d.text(290, 332, 'Cut: from neuron to neuron.', RED, at='start')
     d.write('groups')
 
 
 def time() -> None:
     """A trace is carried forward, BPTT comes back."""
-    d = Drawing(760, 330)
-    for row, (y, name) in enumerate([(60, 'BPTT'), (220, 'traces')]):
-        d.text(50, y + 25, name, size=16)
+    d = Drawing(560, 270)
+    for row, (y, name) in enumerate([(50, 'BPTT'), (164, 'traces')]):
+        d.text(10, y + 25, name, size=16, at='start')
         for i in range(5):
-            x = 110 + 130 * i
-            d.box(x, y, 70, 40, f'h({i + 1})')
+            x = 70 + 105 * i
+            d.box(x, y, 60, 40, f'h({i + 1})')
             if i < 4:
-                d.arrow(x + 70, y + 12, x + 130, y + 12)
+                d.arrow(x + 60, y + 12, x + 104, y + 12)
                 if row == 0:
-                    d.arrow(x + 130, y + 30, x + 72, y + 30, RED)
+                    d.arrow(x + 104, y + 30, x + 61, y + 30, RED)
                 else:
-                    d.arrow(x + 70, y + 72, x + 130, y + 72, TEAL)
+                    d.arrow(x + 60, y + 72, x + 104, y + 72, TEAL)
             if row == 1:
-                d.box(x, y + 54, 70, 36, f'ε({i + 1})', '#e0f2f1', TEAL)
-    d.text(
-        400,
-        30,
-        'forward through all steps, all states stored, then backward: memory grows with time',
-        RED,
-    )
-    d.text(
-        400,
-        190,
-        'a trace ε is carried beside the states: nothing is stored for a backward pass',
-        TEAL,
-    )
+                d.box(x, y + 54, 60, 36, f'ε({i + 1})', '#e0f2f1', TEAL)
+    for y, text, color in [
+        (18, 'Forward, all states stored, then backward:', RED),
+        (38, 'memory grows with the length of the sequence.', RED),
+        (132, 'A trace ε is carried beside the states:', TEAL),
+        (152, 'nothing is stored for a backward pass.', TEAL),
+    ]:
+        d.text(70, y, text, color, 15, 'start')
     d.write('time')
 
 
 def credit() -> None:
     """Four parameters and their classes."""
-    d = Drawing(760, 300)
+    d = Drawing(560, 270)
     rows = [
         (
             'exact',
@@ -199,11 +192,11 @@ def credit() -> None:
         ),
     ]
     for i, (name, which, what, color) in enumerate(rows):
-        y = 20 + 70 * i
-        d.box(20, y, 130, 46, name, SAND)
-        d.arrow(150, y + 23, 240, y + 23, color, cut=name == 'none')
-        d.text(255, y + 18, which, at='start')
-        d.text(255, y + 38, what, color, 13, 'start')
+        y = 14 + 65 * i
+        d.box(10, y, 116, 46, name, SAND)
+        d.arrow(126, y + 23, 198, y + 23, color, cut=name == 'none')
+        d.text(210, y + 19, which, at='start')
+        d.text(210, y + 39, what, color, 14, 'start')
     d.write('credit')
 
 
@@ -215,7 +208,7 @@ def memory(steps: tuple[int, ...] = (50, 100, 200, 400, 800)) -> None:
 
     import braintrace
 
-    figure = Figure(figsize=(7.6, 3.4), layout='constrained')
+    figure = Figure(figsize=(6.4, 3.4), layout='constrained')
     ax = figure.subplots()
     lines: dict[str, list[float]] = {}
     for rule in ('d_rtrl', 'pp_prop'):

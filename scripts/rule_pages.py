@@ -113,14 +113,14 @@ def skeleton(preset: Preset) -> str:
 
 def figure(title: str, cosines: Cosines) -> str:
     """A bar for each network with its mean, and a line from least to most, as SVG."""
-    left, width, row = 190, 400, 30
+    left, width, row = 165, 330, 30
     height = 44 + row * len(cosines) + 30
     place = lambda value: left + width * max(value, 0.0)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {height}" '
-        'font-family="sans-serif" font-size="14">',
-        f'<rect width="680" height="{height}" rx="8" fill="#ffffff"/>',
-        f'<text x="20" y="26" fill="{DARK}">{title}: cosine with the gradient of '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="672" '
+        f'viewBox="0 0 560 {height}" font-family="sans-serif" font-size="14">',
+        f'<rect width="560" height="{height}" rx="8" fill="#ffffff"/>',
+        f'<text x="14" y="26" fill="{DARK}">{title}: cosine with the gradient of '
         'BPTT</text>',
     ]
     bottom = 44 + row * len(cosines)
@@ -150,7 +150,7 @@ def figure(title: str, cosines: Cosines) -> str:
 
 def three_factor() -> str:
     """A trace that decays after a cue, and a modulator that comes later, as SVG."""
-    left, step, base = 70, 10, 130
+    left, step, base = 20, 9, 130
     points = []
     for t in range(56):
         size = 0.0 if t < 8 else 80 * 0.97 ** (t - 8)
@@ -159,9 +159,9 @@ def three_factor() -> str:
     text = f'fill="{DARK}" text-anchor="middle"'
     return '\n'.join(
         [
-            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 200" '
-            'font-family="sans-serif" font-size="14">',
-            '<rect width="680" height="200" rx="8" fill="#ffffff"/>',
+            '<svg xmlns="http://www.w3.org/2000/svg" width="672" '
+            'viewBox="0 0 560 190" font-family="sans-serif" font-size="14">',
+            '<rect width="560" height="190" rx="8" fill="#ffffff"/>',
             f'<polyline points="{" ".join(points)}" fill="none" stroke="{TEAL}" '
             'stroke-width="3"/>',
             f'<line x1="{cue}" y1="{base}" x2="{cue}" y2="150" stroke="{DARK}" '
@@ -171,9 +171,9 @@ def three_factor() -> str:
             f'<text x="{cue}" y="172" {text}>cue</text>',
             f'<text x="{reward}" y="172" {text}>modulator</text>',
             f'<text x="{cue + 120}" y="50" {text}>trace ε(t)</text>',
-            f'<text x="{reward + 110}" y="80" {text}>change = modulator · ε</text>',
-            f'<line x1="{left}" y1="{base}" x2="630" y2="{base}" stroke="{GREY}"/>',
-            f'<text x="640" y="{base + 5}" {text}>t</text>',
+            f'<text x="{reward + 70}" y="80" {text}>change = modulator · ε</text>',
+            f'<line x1="{left}" y1="{base}" x2="524" y2="{base}" stroke="{GREY}"/>',
+            f'<text x="536" y="{base + 5}" {text}>t</text>',
             '</svg>',
             '',
         ]

@@ -108,6 +108,19 @@ def test_what_counts_as_the_output_shown():
     assert matches(second, '2')
 
 
+def test_long_lines_of_output_are_folded():
+    from docs import COLUMNS, folded
+
+    reason = 'a reason of many words ' * 5
+    table, error, short = f'  weight  local  {reason}', f'  Why: {reason}', 'a   row'
+    lines = folded('\n'.join([table, error, short])).split('\n')
+    assert max(map(len, lines)) <= COLUMNS
+    assert lines[1].startswith(' ' * len('  weight  local  ') + 'reason')
+    assert lines[3].startswith('    many')
+    assert lines[4] == short
+    assert ' '.join(lines).split() == f'{table} {error} {short}'.split()
+
+
 def test_page_of_rules_has_the_row_of_every_rule():
     file = ROOT / 'experiments' / 'rules.py'
     spec = importlib.util.spec_from_file_location('experiments_rules', file)

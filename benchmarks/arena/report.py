@@ -90,7 +90,7 @@ def draw(results: dict) -> None:
     matplotlib.use('svg')
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({'svg.hashsalt': 'arena', 'font.size': 9})
+    plt.rcParams.update({'svg.hashsalt': 'arena', 'font.size': 10})
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout='constrained')
     for axis, (size, title) in zip(axes, TITLES.items(), strict=True):
         names = [n for n in worker.LIBRARIES if f'{size}/1/{n}' in results][::-1]
@@ -99,8 +99,10 @@ def draw(results: dict) -> None:
         colors = ['#9aa5b1' if n in others else '#0b6e4f' for n in names]
         bars = axis.barh(names, times, color=colors)
         axis.bar_label(bars, [f'{t:,.0f}' for t in times], padding=3)
-        axis.set(title=title, xlabel='gradient of a sequence on one core, ms')
-        axis.margins(x=0.16)
+        axis.set(title=title, xlabel='ms a gradient, on one core')
+        axis.margins(x=0.18)
+        axis.xaxis.set_major_locator(plt.MaxNLocator(4))
+        axis.xaxis.set_major_formatter('{x:,.0f}')
         axis.spines[['top', 'right']].set_visible(False)
     axes[1].tick_params(labelleft=False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in ('#0b6e4f', '#9aa5b1')]
