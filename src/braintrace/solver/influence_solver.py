@@ -6,6 +6,7 @@ Letters: t steps, n numbers that parameters are made of, m numbers that states a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -34,13 +35,13 @@ def _in_types_of(parameters: Values, gradients: Values) -> Values:
     )
 
 
+@dataclass(frozen=True, eq=False)
 class InfluenceSolver:
     """Solves sequences of one step by carrying an influence forward. Pure, as a
     BlockSolver is."""
 
-    def __init__(self, step: CompiledStep, influence: Influence):
-        self.step = step
-        self.influence = influence
+    step: CompiledStep
+    influence: Influence
 
     owner = (0,)
     """Its one trace shares nothing."""
