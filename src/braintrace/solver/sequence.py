@@ -206,7 +206,7 @@ class BlockSolver:
         given = SignalInputs(block, found, cotangents, traces_of, rule_state)
         view = view_of(traces_of.recursions, block, found, *self.signal(given))
         # γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t back to the start, and (∂h_t/∂y_t)ᵀ γ_t.
-        is_visited, first = credit is None, credit or []
+        first: list[Components] = credit or []
         is_plain = traces_of.is_plain and isinstance(self.signal, Symmetric)
         local: list[Values] = [Values() for _ in self.step.groups]
         if traces_of.has_block_traces or not is_plain:
@@ -218,7 +218,7 @@ class BlockSolver:
         boxes: Mapping[Key, Box | None] = {}
         if traces_of.factorised:
             results, boxes = less_factorised(traces_of, block, found, local)
-        if is_visited:
+        if credit is None:
             y_bars = summed_in_visits(traces_of, block, results, local)
         gradients = weight_gradients(block, results, local, boxes, y_bars)
         total = add(add(total, self.sums.of_constants(cotangents)), gradients)
@@ -245,8 +245,9 @@ class BlockSolver:
         old = states.pick(self.step.written)
         given = (constants, old, self.sums.zero(), inputs, weights, block)
         span = self._forward_and_back(*given, rule_state, masked)
+        losses = losses_of_steps(self.step, constants, span.losses)
         gradients = self.sums.of_parameters(parameters, states, span.total)
-        return Solved(gradients, span.losses, span.aux, states | span.states, [])
+        return Solved(gradients, losses, span.aux, states | span.states, [])
 
     def _forward_and_back(
         self,
@@ -302,7 +303,6 @@ class BlockSolver:
         (credit, products, total, dead), (losses, aux, driven) = over_blocks(
             back, start, given, block, reverse=True
         )
-        losses = losses_of_steps(step, constants, losses)
         return _SolvedSpan(losses, aux, driven, last, credit, products, total, dead)
 
     def one_pass(
@@ -351,8 +351,7 @@ class BlockSolver:
         length = self.span_length(len(weights), block)
         body = by_block if length == block else by_span
         carry, (losses, aux) = over_blocks(body, start, (inputs, weights), length)
-        if length == block:
-            losses = losses_of_steps(self.step, constants, losses)
+        losses = losses_of_steps(self.step, constants, losses)
         last, traces, total = carry
         gradients = self.sums.of_parameters(parameters, states, total)
         return Solved(gradients, losses, aux, states | last, traces)
