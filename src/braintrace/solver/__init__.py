@@ -8,9 +8,10 @@ order in which to read:
     block            K steps: forward, derivatives, gradients of weights; the loop over
                      blocks
     signals          what traces are multiplied by
-    block_credit     credit back through the steps of a block, and what it adds
-    recursion        how the trace of a position continues from step to step; what
-                     leaky read-outs remember, as further components of traces
+    recursion        how the trace of a position continues from step to step, and
+                     credit in reverse; what leaky read-outs remember, as further
+                     components of traces
+    block_credit     a block as the recursion sees it, and what its credit adds
     traces           which traces a step has, and how they are stored
     visits           how a block advances the traces, and the gradient they give
     factors          traces held as an input part and a state part

@@ -1,39 +1,21 @@
-"""The credit of one block under a rule: the signals and matrices that the rule uses, γ
-back through the steps, and what it adds to the gradients of tap results.
+"""The credit of one block under a rule: the signals and matrices that the rule uses, and
+what γ adds to the gradients of tap results.
 
-    γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t
-
-Values of a group are kept apart by component, so products of small matrices are written
-out and entries that are zero by structure never appear. Letters: t steps of the block,
-h positions, s components of a position, y results of taps.
+Letters: t steps of the block, h positions, s components of a position, y results of
+taps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..compiled_step import Box, Components, Feedback, Jacobian, Key, Signals, Values
+from ..compiled_step import Box, Components, Feedback, Key, Signals, Values
 from .block import Block, Derivatives
-from .masking import zero_at
-from .recursion import LinkSlopes, Recursion, sum_of
+from .recursion import Recursion, RecursionView
 from .traces import Traces
-
-
-class RecursionView(NamedTuple):
-    """The derivatives of a block in the components that traces have, with the matrices
-    by which the rule carries traces from step to step.
-
-    ``link_slopes``: ∂u/∂h of what leaky read-outs remember, by group.
-    """
-
-    signals: list[Components]
-    reads: list[Components]
-    transitions: list[Jacobian]
-    link_slopes: Sequence[LinkSlopes]
 
 
 def view_of(
@@ -73,43 +55,6 @@ def silent_view(recursions: Sequence[Recursion], block: Block) -> RecursionView:
     signals = Signals(Values(), silent, [{} for _ in groups])
     found = Derivatives(Values(), *signals, matrices)
     return view_of(recursions, block, found, signals, None)
-
-
-def no_credit(recursions: Sequence[Recursion]) -> list[Components]:
-    """Zero for every living component of each group."""
-    return [recursion.zero_credit() for recursion in recursions]
-
-
-def backward_credit(
-    view: RecursionView, block: Block, last: Sequence[Components]
-) -> tuple[list[Components], list[Components]]:
-    """γ_t of every step and group from γ at the block's end; and γ at its start."""
-
-    def one(
-        credit: list[Components], at: tuple
-    ) -> tuple[list[Components], list[Components]]:
-        earlier = []
-        *parts, dead = at
-        for later, signal, read, jacobian in zip(credit, *parts, strict=True):
-            total = dict(later)
-            for i, x in signal.items():
-                total[i] = x + later[i] if i in later else x
-            mine = {}
-            for j, like in later.items():
-                terms = [
-                    d * total[i]
-                    for (i, k), d in jacobian.items()
-                    if k == j and i in total
-                ]
-                terms += [read[j]] if j in read else []
-                mine[j] = sum_of(terms, like)
-            earlier.append(mine)
-        return earlier if dead is None else zero_at(earlier, dead), credit
-
-    dead = None if block.mask is None else block.mask.dead
-    at = (view.signals, view.reads, view.transitions, dead)
-    first, every = jax.lax.scan(one, list(last), at, block.length, reverse=True)
-    return every, first
 
 
 def local_gradients(

@@ -15,9 +15,15 @@ same kind,
     (ε, ē)_t = ((M, 0), (M, κ)) (ε, ē)_{t-1} + (1, 1) ∂h_t/∂θ
     (ε, m)_t = ((M, 0), (κ (U M + V), κ)) (ε, m)_{t-1} + (1, κ U) ∂h_t/∂θ
 
-so that blocks, layouts and both passes treat every rule alike. Letters: t steps of a
-block, h positions of a group; i, j, k, s components of a position; n the components
-that are added; y results of taps.
+so that blocks, layouts and both passes treat every rule alike. With M in place of D,
+
+    γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t   credit, backward in the block
+    P_t = D_K … D_{t+1} = ∂h_K/∂h_t    what traces need of each step
+
+Values of a group are kept apart by component, so products of small matrices are written
+out and entries that are zero by structure never appear. Letters: t steps of a block, h
+positions of a group; i, j, k, s components of a position; n the components that are
+added; y results of taps.
 """
 
 from __future__ import annotations
@@ -42,6 +48,7 @@ from ..compiled_step import (
     Values,
 )
 from .block import Block
+from .masking import zero_at
 
 
 @dataclass(frozen=True)
@@ -326,14 +333,14 @@ def products_to_end(
                 for (k, m), d in now.items()
                 if m == j and (i, k) in product
             ]
-            earlier[i, j] = sum_of(terms, product[i, j])
+            earlier[i, j] = _sum(terms, product[i, j])
         return earlier, product
 
     first, every = jax.lax.scan(one, after, transition, length, reverse=True)
     return every, first
 
 
-def sum_of(terms: Sequence[jax.Array], like: jax.Array) -> jax.Array:
+def _sum(terms: Sequence[jax.Array], like: jax.Array) -> jax.Array:
     """The sum in the type of another array; zero without any terms."""
     if not terms:
         return jnp.zeros_like(like)
@@ -368,3 +375,53 @@ def _memories(links: Iterable[Link], kappa: float | None) -> tuple[Memory, ...]:
             known = found.get(key, Memory(decay, link.states, link.old_states))
             found[key] = replace(known, links=(*known.links, (link, positions)))
     return tuple(found.values())
+
+
+class RecursionView(NamedTuple):
+    """The derivatives of a block in the components that traces have, with the matrices
+    by which the rule carries traces from step to step.
+
+    ``link_slopes``: ∂u/∂h of what leaky read-outs remember, by group.
+    """
+
+    signals: list[Components]
+    reads: list[Components]
+    transitions: list[Jacobian]
+    link_slopes: Sequence[LinkSlopes]
+
+
+def no_credit(recursions: Sequence[Recursion]) -> list[Components]:
+    """Zero for every living component of each group."""
+    return [recursion.zero_credit() for recursion in recursions]
+
+
+def backward_credit(
+    view: RecursionView, block: Block, last: Sequence[Components]
+) -> tuple[list[Components], list[Components]]:
+    """γ_t of every step and group from γ at the block's end; and γ at its start."""
+
+    def one(
+        credit: list[Components], at: tuple
+    ) -> tuple[list[Components], list[Components]]:
+        earlier = []
+        *parts, dead = at
+        for later, signal, read, jacobian in zip(credit, *parts, strict=True):
+            total = dict(later)
+            for i, x in signal.items():
+                total[i] = x + later[i] if i in later else x
+            mine = {}
+            for j, like in later.items():
+                terms = [
+                    d * total[i]
+                    for (i, k), d in jacobian.items()
+                    if k == j and i in total
+                ]
+                terms += [read[j]] if j in read else []
+                mine[j] = _sum(terms, like)
+            earlier.append(mine)
+        return earlier if dead is None else zero_at(earlier, dead), credit
+
+    dead = None if block.mask is None else block.mask.dead
+    at = (view.signals, view.reads, view.transitions, dead)
+    first, every = jax.lax.scan(one, list(last), at, block.length, reverse=True)
+    return every, first

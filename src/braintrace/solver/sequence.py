@@ -31,15 +31,9 @@ from .block import (
     weight_gradients,
     with_new_states,
 )
-from .block_credit import (
-    RecursionView,
-    backward_credit,
-    less_factorised,
-    local_gradients,
-    no_credit,
-    view_of,
-)
+from .block_credit import less_factorised, local_gradients, view_of
 from .masking import Mask
+from .recursion import JacobianRecursion, RecursionView, backward_credit, no_credit
 from .signals import Modulated, RandomFeedback, SignalInputs, Symmetric
 from .solved import Solved, WeightSums, add
 from .traces import Trace, Traces
@@ -162,6 +156,13 @@ class BlockSolver:
 
     # ------------------------------------------------------------ one block
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether traces follow D, and the true signal reads them as they are."""
+        unfiltered = self.traces.kappa is None or self.traces.to_readouts
+        follow = isinstance(self.traces.kind, JacobianRecursion)
+        return follow and unfiltered and isinstance(self.signal, Symmetric)
+
     def solve_block(
         self,
         constants: Values,
@@ -207,12 +208,11 @@ class BlockSolver:
         view = view_of(traces_of.recursions, block, found, *self.signal(given))
         # γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t back to the start, and (∂h_t/∂y_t)ᵀ γ_t.
         first: list[Components] = credit or []
-        is_plain = traces_of.is_plain and isinstance(self.signal, Symmetric)
         local: list[Values] = [Values() for _ in self.step.groups]
-        if traces_of.has_block_traces or not is_plain:
+        if traces_of.has_block_traces or not self.is_plain:
             last = no_credit(traces_of.recursions) if credit is None else credit
             every, first = backward_credit(view, block, last)
-            local = local_gradients(traces_of, block, found, view, every, is_plain)
+            local = local_gradients(traces_of, block, found, view, every, self.is_plain)
         # One product for each weight.
         results, y_bars = found.results, Values()
         boxes: Mapping[Key, Box | None] = {}

@@ -82,12 +82,6 @@ class Traces:
     every_component: bool = False
     to_readouts: bool = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether traces follow D and are read as they are."""
-        unfiltered = self.kappa is None or self.to_readouts
-        return isinstance(self.kind, JacobianRecursion) and unfiltered
-
     @cached_property
     def recursions(self) -> tuple[Recursion, ...]:
         """The recursion of every group."""

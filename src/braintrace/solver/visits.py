@@ -30,9 +30,10 @@ from ..compiled_step import (
     Values,
 )
 from .block import Block
-from .block_credit import RecursionView, silent_view
+from .block_credit import silent_view
 from .factors import FactorLayout, FactorTrace
 from .masking import finite, zero_at
+from .recursion import RecursionView
 from .solved import add
 from .traces import Trace, TracedSite, Traces
 
