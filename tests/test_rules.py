@@ -745,6 +745,39 @@ def test_factors_of_one_sum_share_their_states_side():
         close(shown[2], shown[0])
 
 
+class Symbols(brainstate.nn.Module):
+    """Leaky units driven by the sum of a dense layer, which factorises, and of an
+    embedding, which does not."""
+
+    def __init__(self):
+        super().__init__()
+        draw = np.random.default_rng(0).normal
+        self.w = brainstate.ParamState(jnp.asarray(draw(size=(3, 4)), 'float32'))
+        self.u = brainstate.ParamState(jnp.asarray(draw(size=(3, 4)), 'float32'))
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, 4)))
+
+    def update(self, x):
+        drive = x @ self.w.value + self.u.value[jnp.argmax(x, axis=-1)]
+        self.h.value = 0.9 * self.h.value + jnp.tanh(drive)
+        return self.h.value
+
+
+def test_a_weight_without_factors_has_its_own_trace_beside_factors():
+    """Both enter one sum; the trace of the embedding was empty after a call."""
+    xs = jnp.asarray(np.random.default_rng(1).normal(size=(8, 2, 3)), 'float32')
+
+    def gradients(rule):
+        learner = braintrace.compile(Symbols(), rule, xs[0], batch_size=2)
+        step_fn = lambda x: jnp.sum(learner(x) ** 2)
+        parts = [learner.etrace_grad(x, step_fn=step_fn) for x in (xs[:4], xs[4:])]
+        return [part['u',] for part in parts]
+
+    for found, wanted in zip(gradients('pp_prop'), gradients('d_rtrl'), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 class Turning(brainstate.nn.Module):
     """Complex states and weights, and a conjugate on the way: not holomorphic."""
 

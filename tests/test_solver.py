@@ -29,9 +29,8 @@ from braintrace.solver import (
     PerParameter,
     ScalarLeak,
     Traces,
-    visits,
 )
-from braintrace.solver.block import products_to_end
+from braintrace.solver.recursion import products_to_end
 
 B, N_IN, H, T = 2, 3, 4, 7
 shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
@@ -394,9 +393,9 @@ def test_a_single_step_has_no_products_with_a_unit_matrix():
     random = np.random.default_rng(0)
     entries = sorted(recursion.pattern)
     matrix = {at: jnp.asarray(random.normal(size=(1, *shape))) for at in entries}
-    (unit,) = visits.unit_products(traces)
+    unit = recursion.unit_product()
     wanted_ends, wanted = products_to_end(matrix, unit, 1)
-    ends, product = visits._products(recursion, matrix, None, 1)
+    ends, product = recursion.products(matrix, None, 1)
     assert set(ends) == {(i, i) for i in recursion.alive}
     for at, x in wanted_ends.items():
         np.testing.assert_array_equal(x, ends.get(at, jnp.zeros_like(x)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from ..errors import ArgumentError, one_of, three_parts
@@ -16,7 +17,7 @@ from ..solver import (
     ScalarLeak,
     Symmetric,
 )
-from .numbers import as_count, as_decay, as_decays
+from .numbers import as_count, as_decay, as_decays, set_fields
 from .parts import FixedRandomFeedback, SyntheticGradient
 from .rule import (
     Coupled,
@@ -75,17 +76,13 @@ class ETraceConfig:
             elif value not in allowed:
                 raise _no_part(part, value, allowed)
         if self.kappa is not None and as_decay('kappa', self.kappa) == 0:
-            self._set(trace_filter='none', kappa=None)
+            set_fields(self, trace_filter='none', kappa=None)
         for is_wrong, why, instead in self._contradictions():
             if is_wrong:
                 raise ArgumentError(three_parts(self.name, why, instead))
-        self._set(**self._one_spelling())
+        set_fields(self, **self._one_spelling())
         # Making the rule refuses parts that do not fit together, and wrong numbers.
         _ = self.rule
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
     def _check_sides(self, pair: Any) -> None:
         if self.trace_factorization != 'io_factorized' or len(pair) != 2:
@@ -170,22 +167,17 @@ class ETraceConfig:
 
     def describe(self) -> str:
         """The kind of trace, and all parts that are not the usual ones."""
-        shown = [f'trace_factorization={self.trace_factorization!r}']
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                shown.append(f'{field.name}={value!r}')
-        return ', '.join(shown)
+        kind = f'trace_factorization={self.trace_factorization!r}'
+        return ', '.join([kind, *self._unusual(fields(self)[1:])])
 
     @property
     def name(self) -> str:
         """The parts that are not the default ones."""
-        given = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                given.append(f'{field.name}={value!r}')
-        return f'ETraceConfig({", ".join(given)})'
+        return f'ETraceConfig({", ".join(self._unusual(fields(self)))})'
+
+    def _unusual(self, parts: Iterable[Field]) -> list[str]:
+        values = [(part, getattr(self, part.name)) for part in parts]
+        return [f'{part.name}={x!r}' for part, x in values if x != part.default]
 
     def _contradictions(self) -> list[tuple[bool, str, str]]:
         """(whether parts and numbers disagree, why, the fix)."""

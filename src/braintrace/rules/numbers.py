@@ -24,6 +24,12 @@ def _refused(name: str, value: Any, why: str, fix: str) -> ArgumentError:
     return ArgumentError(three_parts(f'{name}={value!r}', why, fix))
 
 
+def set_fields(record: Any, **values: Any) -> None:
+    """Write fields of a frozen record while it is made."""
+    for name, value in values.items():
+        object.__setattr__(record, name, value)
+
+
 def as_decays(name: str, value: Any) -> tuple[float, float]:
     """The decays of both sides, from one, a rank, or a pair."""
     pair = tuple(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import three_parts
-from .numbers import as_count, as_decay, as_positive, as_seed
+from .numbers import as_count, as_decay, as_positive, as_seed, set_fields
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class FixedRandomFeedback:
     align: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, 'key', as_seed('key', self.key))
+        set_fields(self, key=as_seed('key', self.key))
         if self.scale is not None:
-            object.__setattr__(self, 'scale', as_positive('scale', self.scale))
+            set_fields(self, scale=as_positive('scale', self.scale))
         if self.align is not None:
-            object.__setattr__(self, 'align', as_decay('align', self.align))
+            set_fields(self, align=as_decay('align', self.align))
 
     def __call__(self, place: int, shape: Sequence[int], dtype: Any) -> jax.Array:
         """The weights of one read-out of a model."""
@@ -92,7 +92,7 @@ class KappaFilter:
     kappa: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, 'kappa', as_decay('kappa', self.kappa))
+        set_fields(self, kappa=as_decay('kappa', self.kappa))
 
 
 def as_filter(value: float | KappaFilter | None) -> float | None:
@@ -115,7 +115,7 @@ class GradExpon:
     decay: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, 'decay', as_decay('decay', self.decay))
+        set_fields(self, decay=as_decay('decay', self.decay))
 
     def __call__(self, gradients: Any, state: Any = None) -> tuple[Any, Any]:
         """The mean after these gradients, and the state for the next."""
@@ -147,9 +147,12 @@ class SyntheticGradient:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, 'width', as_count('width', self.width))
-        object.__setattr__(self, 'rate', as_positive('rate', self.rate))
-        object.__setattr__(self, 'seed', as_seed('seed', self.seed))
+        set_fields(
+            self,
+            width=as_count('width', self.width),
+            rate=as_positive('rate', self.rate),
+            seed=as_seed('seed', self.seed),
+        )
 
     def init(
         self, shapes: Sequence[tuple[int, tuple[int, ...], Any]]

@@ -3,20 +3,22 @@
 It reads a :class:`CompiledStep` and knows nothing of where that comes from. In the
 order in which to read:
 
-    block            the formulas of K steps: forward, derivatives, credit, products P;
-                     the loop over blocks
-    recursion        how the trace of a position continues from step to step; what
-                     leaky read-outs remember, as further components of traces
+    sequence         one block, all of its parts in order; whole sequences: one pass
+                     with traces, two passes without
+    block            K steps: forward, derivatives, gradients of weights; the loop over
+                     blocks
     signals          what traces are multiplied by
-    traces           which traces a step has, how they are stored, the credit they get
-    factors          traces held as an input part and a state part
+    recursion        how the trace of a position continues from step to step, and
+                     credit in reverse; what leaky read-outs remember, as further
+                     components of traces
+    block_credit     a block as the recursion sees it, and what its credit adds
+    traces           which traces a step has, and how they are stored
     visits           how a block advances the traces, and the gradient they give
+    factors          traces held as an input part and a state part
     masking          steps that contribute nothing, whatever values they hold
     solved           sums of gradients by weight, those of parameters, the result
     window           reverse mode through consecutive steps
     window_solver    sequences of windows, traces or a predictor across them
-    sequence         one block, all of the above in order; whole sequences: one pass
-                     with traces, two passes without
     influence        RTRL, SnAp and UORO: parameters on states, nothing cut
     influence_solver sequences solved by an influence
     forward          the true derivative along a direction, for certificates

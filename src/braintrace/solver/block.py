@@ -1,13 +1,10 @@
 """One block: K consecutive steps, forward in time and then all derivatives at once; and
 the one loop over blocks.
 
-Letters: t steps of the block, h positions, s components of a position, y results of
-taps. Values of a group are kept apart by component, so products of small matrices are
-written out and entries that are zero by structure never appear.
-
-    γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t                   credit, backward in the block
     gradient = Σ_t ∂ℓ_t/∂θ + Σ_t (∂h_t/∂θ|local)ᵀ γ_t  one product for each weight
-    P_t = D_K … D_{t+1} = ∂h_K/∂h_t                    what traces need of each step
+
+Letters: t steps of the block, h positions, s components of a position, y results of
+taps.
 """
 
 from __future__ import annotations
@@ -32,39 +29,6 @@ from ..compiled_step import (
 )
 from .masking import FILL, Mask, finite, without_nan, zero_at
 from .solved import plus
-
-
-class Block(NamedTuple):
-    """The steps of a block: values as they are, values that derivatives may read, and
-    the mask."""
-
-    values: Values
-    safe: Values
-    mask: Mask | None
-
-    @classmethod
-    def of(cls, values: Values, mask: Mask | None) -> Block:
-        """A block of steps; derivatives read a copy in which NaN is replaced at silent
-        steps."""
-        return cls(
-            values, values if mask is None else without_nan(values, mask.silent), mask
-        )
-
-    def operands(self, tap: Tap, constants: Values) -> tuple[Operands, Operands]:
-        """Operands of a tap that stay the same, and those of each step, finite at
-        silent ones."""
-        fixed, data = tap.operands(constants, self.values)
-        if self.mask is not None:
-            data = finite(data, self.mask.silent, 0.0 if tap.multiplies else FILL)
-        return fixed, data
-
-    def zero_if_dead(self, tree: Any) -> Any:
-        """Arrays with t first, zero at dead steps."""
-        return tree if self.mask is None else zero_at(tree, self.mask.dead)
-
-    def zero_if_silent(self, tree: Any) -> Any:
-        """Arrays with t first, zero at silent steps."""
-        return tree if self.mask is None else zero_at(tree, self.mask.silent)
 
 
 def forward(
@@ -101,12 +65,72 @@ def with_new_states(step: CompiledStep, steps: Values, last: Values) -> Values:
     return steps | new
 
 
-def completed(
-    step: CompiledStep, constants: Values, steps: Values, last: Values
-) -> Values:
-    """Everything that derivative programs read, for all steps of a block at once."""
-    steps = with_new_states(step, steps, last)
-    return jax.vmap(step.complete, (None, 0))(constants, steps)
+class Block(NamedTuple):
+    """The completed steps of a block, with t first: values as they are, values that
+    derivatives may read, and the mask."""
+
+    step: CompiledStep
+    constants: Values
+    values: Values
+    safe: Values
+    mask: Mask | None
+
+    @classmethod
+    def of(
+        cls,
+        step: CompiledStep,
+        constants: Values,
+        steps: Values,
+        last: Values,
+        mask: Mask | None,
+    ) -> Block:
+        """Steps with everything that derivative programs read; these read a copy in
+        which NaN is replaced at silent steps.
+
+        ``steps``: inputs and what :func:`forward` left; ``last``: the states after them.
+        """
+        steps = with_new_states(step, steps, last)
+        values = jax.vmap(step.complete, (None, 0))(constants, steps)
+        safe = values if mask is None else without_nan(values, mask.silent)
+        return cls(step, constants, values, safe, mask)
+
+    @property
+    def length(self) -> int:
+        """The number of steps."""
+        return length_of(self.values)
+
+    @property
+    def first(self) -> Block:
+        """The first step alone, as it is."""
+        start = jax.tree.map(lambda x: x[:1], self.values)
+        return self._replace(values=start, safe=start, mask=None)
+
+    def at_each_step(self, function: Callable[..., Any], *given: Any) -> Any:
+        """``function(constants, values, *given)`` of every step; ``given`` has t
+        first."""
+        axes = (None, *(0,) * (1 + len(given)))
+        return jax.vmap(function, axes)(self.constants, self.safe, *given)
+
+    def pull(self, credit: Sequence[Components]) -> list[Values]:
+        """(∂h_t/∂y)ᵀ γ_t of every group, step and tap result y that reaches a component
+        of γ."""
+        return self.at_each_step(self.step.pull, list(credit))
+
+    def operands(self, tap: Tap) -> tuple[Operands, Operands]:
+        """Operands of a tap that stay the same, and those of each step, finite at
+        silent ones."""
+        fixed, data = tap.operands(self.constants, self.values)
+        if self.mask is not None:
+            data = finite(data, self.mask.silent, 0.0 if tap.multiplies else FILL)
+        return fixed, data
+
+    def zero_if_dead(self, tree: Any) -> Any:
+        """Arrays with t first, zero at dead steps."""
+        return tree if self.mask is None else zero_at(tree, self.mask.dead)
+
+    def zero_if_silent(self, tree: Any) -> Any:
+        """Arrays with t first, zero at silent steps."""
+        return tree if self.mask is None else zero_at(tree, self.mask.silent)
 
 
 class Derivatives(NamedTuple):
@@ -124,15 +148,12 @@ class Derivatives(NamedTuple):
     losses: jax.Array | None = None
 
 
-def derivatives(
-    step: CompiledStep, constants: Values, block: Block, cotangents: Sequence[jax.Array]
-) -> Derivatives:
+def derivatives(block: Block, cotangents: Sequence[jax.Array]) -> Derivatives:
     """Targets and derivatives inside each step of a block.
 
     ``cotangents[i][t]`` is the cotangent of target i at step t.
     """
-
-    masked = block.mask is not None
+    step, constants, masked = block.step, block.constants, block.mask is not None
 
     def one(values: Values, safe: Values, cotangents: list[jax.Array]) -> tuple:
         targets, found = step.signals(constants, safe, cotangents)
@@ -146,7 +167,7 @@ def derivatives(
         return targets, outputs.pick(step.aux), *found
 
     targets, aux, *found = jax.vmap(one)(block.values, block.safe, list(cotangents))
-    matrices = transitions(step, constants, block.safe)
+    matrices = block.at_each_step(step.transition)
     losses = targets[0] if targets else None
     if terms := _split_loss(step):
         of_step = lambda values: terms.of_step(constants, values)
@@ -170,89 +191,10 @@ def losses_of_steps(
     return jax.vmap(lambda mine: terms.total(constants, mine))(losses)
 
 
-def transitions(step: CompiledStep, constants: Values, steps: Values) -> list[Jacobian]:
-    """D of every group and step."""
-    return jax.vmap(step.transition, (None, 0))(constants, steps)
-
-
-def pull(
-    step: CompiledStep, constants: Values, steps: Values, credit: Sequence[Components]
-) -> list[Values]:
-    """(∂h_t/∂y)ᵀ γ_t of every group, step and tap result y that reaches a component of
-    γ."""
-    return jax.vmap(step.pull, (None, 0, 0))(constants, steps, list(credit))
-
-
-def backward_credit(
-    signals: Sequence[Components],
-    reads: Sequence[Components],
-    transitions: Sequence[Jacobian],
-    last: Sequence[Components],
-    length: int,
-    mask: Mask | None = None,
-) -> tuple[list[Components], list[Components]]:
-    """γ_t of every step and group from γ at the block's end; and γ at its start."""
-
-    def one(
-        credit: list[Components], at: tuple
-    ) -> tuple[list[Components], list[Components]]:
-        earlier = []
-        *parts, dead = at
-        for later, signal, read, jacobian in zip(credit, *parts, strict=True):
-            total = dict(later)
-            for i, x in signal.items():
-                total[i] = x + later[i] if i in later else x
-            mine = {}
-            for j, like in later.items():
-                terms = [
-                    d * total[i]
-                    for (i, k), d in jacobian.items()
-                    if k == j and i in total
-                ]
-                terms += [read[j]] if j in read else []
-                mine[j] = _sum(terms, like)
-            earlier.append(mine)
-        return earlier if dead is None else zero_at(earlier, dead), credit
-
-    dead = None if mask is None else mask.dead
-    at = (list(signals), list(reads), list(transitions), dead)
-    first, every = jax.lax.scan(one, list(last), at, length, reverse=True)
-    return every, first
-
-
-def products_to_end(
-    transition: Jacobian, after: Jacobian, length: int
-) -> tuple[Jacobian, Jacobian]:
-    """P_t of every step of one group, and P_0 of the whole block; ``after``: P of what
-    follows the block."""
-
-    def one(product: Jacobian, now: Jacobian) -> tuple[Jacobian, Jacobian]:
-        earlier = {}
-        for i, j in product:
-            terms = [
-                product[i, k] * d
-                for (k, m), d in now.items()
-                if m == j and (i, k) in product
-            ]
-            earlier[i, j] = _sum(terms, product[i, j])
-        return earlier, product
-
-    first, every = jax.lax.scan(one, after, transition, length, reverse=True)
-    return every, first
-
-
-def _sum(terms: Sequence[jax.Array], like: jax.Array) -> jax.Array:
-    return (
-        sum(terms[1:], terms[0]).astype(like.dtype) if terms else jnp.zeros_like(like)
-    )
-
-
 # ---------------------------------------------------------------- gradients of weights
 
 
 def weight_gradients(
-    step: CompiledStep,
-    constants: Values,
     block: Block,
     results: Values,
     local: Sequence[Values],
@@ -266,12 +208,12 @@ def weight_gradients(
     ``left_out``: results whose gradients are summed elsewhere.
     """
     total = Values()
-    for tap in step.taps:
+    for tap in block.step.taps:
         counted = (y for y in tap.results if y in results and y not in left_out)
         y_bars = Values((y, results[y]) for y in counted)
         if not y_bars:
             continue
-        fixed, data = block.operands(tap, constants)
+        fixed, data = block.operands(tap)
         cut = []
         for g, bars in enumerate(local):
             mine = Values((y, bars[y]) for y in tap.results if y in bars)

@@ -33,8 +33,25 @@ _COLUMNS = 256
 _DRAWS = 64
 """Random values at which the reach of a parameter is looked for."""
 
-Advance = Callable[[Values, Values], Values]
-"""(parameters, states): the next states."""
+
+class StepPoint(NamedTuple):
+    """A step where its derivative is taken; ``advance(parameters, states)`` gives the
+    next states. ``has_forward_mode``: whether it can be differentiated forward."""
+
+    advance: Callable[[Values, Values], Values]
+    parameters: Values
+    states: Values
+    has_forward_mode: bool
+
+    def pushed(self, *tangents: Values) -> tuple[Values, Values]:
+        """The next states and their forward derivative; the reverse one transposed
+        where that is all there is."""
+        primals = (self.parameters, self.states)
+        if self.has_forward_mode:
+            return jax.jvp(self.advance, primals, tangents)
+        new, pull = jax.vjp(self.advance, *primals)
+        (moved,) = jax.linear_transpose(pull, new)(tangents)
+        return new, moved
 
 
 class InfluenceTrace(NamedTuple):
@@ -55,14 +72,7 @@ class Influence(ABC):
         """The influence at the start: none."""
 
     @abstractmethod
-    def advance(
-        self,
-        advance: Advance,
-        parameters: Values,
-        states: Values,
-        trace: InfluenceTrace,
-        seed: Any,
-    ) -> Any:
+    def advance(self, point: StepPoint, trace: InfluenceTrace, seed: Any) -> Any:
         """The influence after a step; ``seed`` differs from call to call."""
 
     @abstractmethod
@@ -112,17 +122,6 @@ class Influence(ABC):
             start = end
         return found
 
-    def pushed(
-        self, advance: Advance, primals: tuple, tangents: tuple
-    ) -> tuple[Values, Values]:
-        """A step and its forward derivative; the reverse one transposed where that is
-        all there is."""
-        if self.step.has_forward_mode:
-            return jax.jvp(advance, primals, tangents)
-        new, pull = jax.vjp(advance, *primals)
-        (moved,) = jax.linear_transpose(pull, new)(tangents)
-        return new, moved
-
 
 @dataclass(frozen=True)
 class WholeInfluence(Influence):
@@ -131,15 +130,8 @@ class WholeInfluence(Influence):
     def init(self) -> jax.Array:
         return jnp.zeros((self.count, self.places), self.dtype)
 
-    def advance(
-        self,
-        advance: Advance,
-        parameters: Values,
-        states: Values,
-        trace: InfluenceTrace,
-        seed: Any,
-    ) -> jax.Array:
-        moved = _moved_columns(self, advance, parameters, states)
+    def advance(self, point: StepPoint, trace: InfluenceTrace, seed: Any) -> jax.Array:
+        moved = _moved_columns(self, point)
         return _by_parameter(moved, self.count, trace.value)
 
     def gradient(self, trace: InfluenceTrace, bar: Values) -> Values:
@@ -157,15 +149,8 @@ class SparseInfluence(Influence):
     def init(self) -> jax.Array:
         return jnp.zeros(self.reached.shape, self.dtype)
 
-    def advance(
-        self,
-        advance: Advance,
-        parameters: Values,
-        states: Values,
-        trace: InfluenceTrace,
-        seed: Any,
-    ) -> jax.Array:
-        moved = _moved_columns(self, advance, parameters, states)
+    def advance(self, point: StepPoint, trace: InfluenceTrace, seed: Any) -> jax.Array:
+        moved = _moved_columns(self, point)
         reached = jnp.asarray(self.reached)
 
         def one(k: jax.Array, held: jax.Array) -> jax.Array:
@@ -280,17 +265,16 @@ def _one_step_on(places: np.ndarray, onward: np.ndarray) -> np.ndarray:
 
 
 def _moved_columns(
-    influence: Influence, advance: Advance, parameters: Values, states: Values
+    influence: Influence, point: StepPoint
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A function of the number of a parameter and its influence (m,) on the old states:
     that on the new states."""
-    flat, to_states = ravel_pytree(states)
+    flat, to_states = ravel_pytree(point.states)
 
     def moved(k: jax.Array, column: jax.Array) -> jax.Array:
         unit = jnp.zeros(influence.count, jnp.finfo(influence.dtype).dtype)
         parameter = influence.as_parameters(unit.at[k].set(1))
-        tangents = (parameter, to_states(column.astype(flat.dtype)))
-        _, new = influence.pushed(advance, (parameters, states), tangents)
+        _, new = point.pushed(parameter, to_states(column.astype(flat.dtype)))
         return ravel_pytree(new)[0].astype(influence.dtype)
 
     return moved
@@ -326,25 +310,21 @@ class RankOneInfluence(Influence):
         )
 
     def advance(
-        self,
-        advance: Advance,
-        parameters: Values,
-        states: Values,
-        trace: InfluenceTrace,
-        seed: Any,
+        self, point: StepPoint, trace: InfluenceTrace, seed: Any
     ) -> tuple[list, list]:
         """Both factors after a step, balanced so that neither grows more than the
         other."""
         s, theta = self._factors(trace)
         key = jax.random.fold_in(jax.random.key(self.seed), seed)
         key = jax.random.fold_in(key, trace.steps)
-        still = jax.tree.map(jnp.zeros_like, parameters)
-        new, pushed = self.pushed(advance, (parameters, states), (still, s))
+        still = jax.tree.map(jnp.zeros_like, point.parameters)
+        new, pushed = point.pushed(still, s)
         leaves, structure = jax.tree.flatten(new)
         keys = jax.random.split(key, len(leaves))
         signs = [_signs(k, x) for k, x in zip(keys, leaves, strict=True)]
         nu = jax.tree.unflatten(structure, signs)
-        _, pull = jax.vjp(lambda p: advance(p, states), parameters)
+        by_parameters = lambda p: point.advance(p, point.states)
+        _, pull = jax.vjp(by_parameters, point.parameters)
         (pulled,) = pull(jax.tree.map(jnp.conj, nu))
         tiny = float(jnp.finfo(self.dtype).tiny) ** 0.5
         past = jnp.sqrt((_norm(theta) + tiny) / (_norm(pushed) + tiny))

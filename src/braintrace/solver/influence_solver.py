@@ -5,7 +5,8 @@ Letters: t steps, n numbers that parameters are made of, m numbers that states a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from ..arrays import all_zero, sum_type
 from ..compiled_step import CompiledStep, Values
-from .influence import Influence, InfluenceTrace
+from .influence import Influence, InfluenceTrace, StepPoint
 from .masking import without_nan, zero_at
 from .solved import Solved
 from .window import run_window
@@ -23,24 +24,13 @@ from .window import run_window
 _SILENT = np.ones((), bool)
 
 
-def _no_gradient(parameters: Values) -> Values:
-    shapes = parameters.items()
-    return Values((key, jnp.zeros_like(x, sum_type(x.dtype))) for key, x in shapes)
-
-
-def _in_types_of(parameters: Values, gradients: Values) -> Values:
-    return Values(
-        (key, x.astype(parameters[key].dtype)) for key, x in gradients.items()
-    )
-
-
+@dataclass(frozen=True, eq=False)
 class InfluenceSolver:
     """Solves sequences of one step by carrying an influence forward. Pure, as a
     BlockSolver is."""
 
-    def __init__(self, step: CompiledStep, influence: Influence):
-        self.step = step
-        self.influence = influence
+    step: CompiledStep
+    influence: Influence
 
     owner = (0,)
     """Its one trace shares nothing."""
@@ -77,24 +67,11 @@ class InfluenceSolver:
         ``masked``: some of the weights may be zero.
         """
         (loss,) = self.step.targets
-
-        def one(carry: tuple, at: tuple) -> tuple[tuple, Values]:
-            states, trace, total = carry
-            xs, weight = at
-            gradient = self._gradient(parameters, states, trace, xs, [weight], masked)
-            silent = jnp.all(weight == 0) if masked else None
-            new, trace, values = self._moved(
-                parameters, states, trace, xs, rule_state, silent
-            )
-            total = jax.tree.map(jnp.add, total, gradient)
-            return (new, trace, total), values
-
-        start = (states, traces[0], _no_gradient(parameters))
-        (states, trace, total), values = jax.lax.scan(one, start, (inputs, weights))
-        gradients = _in_types_of(parameters, total)
-        return Solved(
-            gradients, values[loss], values.pick(self.step.aux), states, [trace]
+        gradients, values, states, traces = self._solve(
+            parameters, states, traces, inputs, [weights], rule_state, masked
         )
+        aux = values.pick(self.step.aux)
+        return Solved(gradients, values[loss], aux, states, traces)
 
     def evolve(
         self,
@@ -140,17 +117,41 @@ class InfluenceSolver:
         rule_state: Any = 0,
     ) -> Values:
         """Gradient of a few steps for cotangents (t, ...) of their targets."""
+        given = (parameters, states, traces, inputs, cotangents, rule_state)
+        return self._solve(*given)[0]
 
-        def one(carry: tuple, at: tuple) -> tuple:
+    def _solve(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any,
+        masked: bool = True,
+    ) -> tuple[Values, Values, Values, list]:
+        """Step by step for cotangents (t, ...) of targets: gradients, values of every
+        step, next states, next influence."""
+
+        def one(carry: tuple, at: tuple) -> tuple[tuple, Values]:
             states, trace, total = carry
             xs, bars = at
-            gradient = self._gradient(parameters, states, trace, xs, bars)
-            states, trace, _ = self._moved(parameters, states, trace, xs, rule_state)
-            return (states, trace, jax.tree.map(jnp.add, total, gradient)), None
+            run = lambda parameters, states: self.step.run(parameters, states, xs)
+            silent = all_zero(bars) if masked else None
+            gradient = self._gradient(run, parameters, states, trace, bars)
+            if silent is not None:
+                gradient = zero_at(gradient, silent)
+            states, trace, values = self._moved(
+                parameters, states, trace, xs, rule_state, silent
+            )
+            return (states, trace, jax.tree.map(jnp.add, total, gradient)), values
 
-        start = (states, traces[0], _no_gradient(parameters))
-        (_, _, total), _ = jax.lax.scan(one, start, (inputs, list(cotangents)))
-        return _in_types_of(parameters, total)
+        zero = lambda x: jnp.zeros_like(x, sum_type(x.dtype))
+        start = (states, traces[0], jax.tree.map(zero, parameters))
+        given = (inputs, list(cotangents))
+        (states, trace, total), values = jax.lax.scan(one, start, given)
+        in_type = lambda x, like: x.astype(like.dtype)
+        return jax.tree.map(in_type, total, parameters), values, states, [trace]
 
     def window_gradient(
         self,
@@ -166,39 +167,29 @@ class InfluenceSolver:
 
         ``rule_state`` is not read: the influence at the start of the window is known.
         """
-
-        def targets(parameters: Values, moving: Values) -> list[jax.Array]:
-            return run_window(self.step, parameters, states | moving, inputs)[1]
-
-        moving = states.pick(self.influence.moving)
-        values, pull = jax.vjp(targets, parameters, moving)
-        inside, credit = pull(_like(cotangents, values))
-        across = self.influence.gradient(traces[0], credit)
-        add = lambda a, b: (a + b).astype(a.dtype)
-        found = Values((key, add(x, across[key])) for key, x in inside.items())
+        run = lambda parameters, states: run_window(
+            self.step, parameters, states, inputs
+        )
+        found = self._gradient(run, parameters, states, traces[0], cotangents)
         return zero_at(found, all_zero(cotangents))
 
     def _gradient(
         self,
+        run: Callable[[Values, Values], tuple[Values, list[jax.Array], Values]],
         parameters: Values,
         states: Values,
         trace: InfluenceTrace,
-        inputs: Values,
         bars: Sequence[jax.Array],
-        masked: bool = True,
     ) -> Values:
-        """∂ℓ/∂θ + ∂ℓ/∂s · G of one step; ``masked``: all of ``bars`` may be zero."""
+        """∂ℓ/∂θ + ∂ℓ/∂s · G of what ``run`` does from these states on."""
 
         def targets(parameters: Values, moving: Values) -> list[jax.Array]:
-            return self.step.run(parameters, states | moving, inputs)[1]
+            return run(parameters, states | moving)[1]
 
         moving = states.pick(self.influence.moving)
         values, pull = jax.vjp(targets, parameters, moving)
         mine, past = pull(_like(bars, values))
-        found = jax.tree.map(jnp.add, mine, self.influence.gradient(trace, past))
-        if not masked:
-            return found
-        return zero_at(found, all_zero(bars))
+        return jax.tree.map(jnp.add, mine, self.influence.gradient(trace, past))
 
     def _moved(
         self,
@@ -221,9 +212,9 @@ class InfluenceSolver:
         def advance(parameters: Values, moving: Values) -> Values:
             return self.step.run(parameters, states | moving, inputs)[0].pick(keys)
 
-        value = self.influence.advance(
-            advance, parameters, states.pick(keys), trace, rule_state
-        )
+        forward = self.step.has_forward_mode
+        point = StepPoint(advance, parameters, states.pick(keys), forward)
+        value = self.influence.advance(point, trace, rule_state)
         values = Values(zip(self.step.targets, targets, strict=True)) | aux
         return new, InfluenceTrace(value, trace.steps + 1), values
 

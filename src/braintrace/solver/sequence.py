@@ -10,7 +10,8 @@ y results of taps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,28 +19,48 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays import bytes_of
-from ..compiled_step import CompiledStep, Components, Jacobian, Values
+from ..compiled_step import Box, CompiledStep, Components, Jacobian, Key, Values
 from .block import (
     Block,
     Derivatives,
-    backward_credit,
-    completed,
     derivatives,
     forward,
     length_of,
     losses_of_steps,
     over_blocks,
-    pull,
     weight_gradients,
     with_new_states,
 )
+from .block_credit import less_factorised, local_gradients, view_of
 from .masking import Mask
-from .signals import SignalInputs, Symmetric
+from .recursion import JacobianRecursion, RecursionView, backward_credit, no_credit
+from .signals import Modulated, RandomFeedback, SignalInputs, Symmetric
 from .solved import Solved, WeightSums, add
-from .traces import RecursionView, Trace, Traces
-from .visits import Driven, advance, advance_silently, drive, take_in, unit_products
+from .traces import Trace, Traces
+from .visits import (
+    Driven,
+    advance,
+    advance_silently,
+    drive,
+    summed_in_visits,
+    visit,
+)
 from .window import run_window
 from .window_solver import WindowSolver
+
+
+class _SolvedBlock(NamedTuple):
+    """What the steps of a block give once the credit of what follows it is known.
+
+    ``credit``: γ_0. ``total``: gradients by weight, those in ``y_bars`` left out, which
+    are summed with the visit of their trace.
+    """
+
+    found: Derivatives
+    view: RecursionView
+    credit: list[Components]
+    total: Values
+    y_bars: Values
 
 
 class _SolvedSpan(NamedTuple):
@@ -56,6 +77,7 @@ class _SolvedSpan(NamedTuple):
     dead: jax.Array
 
 
+@dataclass(frozen=True, eq=False)
 class BlockSolver:
     """Solves sequences of one step by blocks. Pure: states and traces go in and come
     out.
@@ -64,17 +86,24 @@ class BlockSolver:
     of updates, the weights of a predictor.
     """
 
-    def __init__(self, step: CompiledStep, traces: Traces, signal: Any = None):
-        self.step = step
-        self.traces = traces
-        self.signal = Symmetric() if signal is None else signal
-        self.sums = WeightSums(step)
-        self.kept_bytes = step.kept_bytes
+    step: CompiledStep
+    traces: Traces
+    signal: Symmetric | RandomFeedback | Modulated = Symmetric()  # noqa: RUF009
+
+    @cached_property
+    def sums(self) -> WeightSums:
+        """Sums of gradients by weight."""
+        return WeightSums(self.step)
 
     @cached_property
     def windows(self) -> WindowSolver:
         """Solves windows of the step by reverse mode."""
-        return WindowSolver(self.step, self.traces)
+        return WindowSolver(self.step, self.traces, self.sums)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that a block keeps of one step."""
+        return self.step.kept_bytes
 
     def init_traces(self) -> Trace:
         """Traces at the start of a sequence."""
@@ -83,7 +112,8 @@ class BlockSolver:
     @property
     def owner(self) -> tuple[int, ...]:
         """For every trace the one that holds its state part, where factors share it."""
-        return self.traces.owner
+        sites, factorised = enumerate(self.traces.sites), self.traces.factorised
+        return tuple(s.shares if n in factorised else n for n, s in sites)
 
     @property
     def trace_names(self) -> list[tuple]:
@@ -94,7 +124,7 @@ class BlockSolver:
                 tap.operation,
                 self.step.groups[site.group].name,
             )
-            for site, tap, _ in self.traces.sites
+            for site, tap, *_ in self.traces.sites
         ]
 
     def block_length(self, steps: int, carried: bool, devices: int = 1) -> int:
@@ -128,49 +158,10 @@ class BlockSolver:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the traces are those of the local step, read by the true signal."""
-        plain = self.traces.is_plain
-        return plain and isinstance(self.signal, Symmetric)
-
-    def view(
-        self,
-        constants: Values,
-        block: Block,
-        found: Derivatives,
-        cotangents: Sequence[jax.Array],
-        rule_state: Any,
-    ) -> RecursionView:
-        """The block's derivatives with the rule's own signals and matrices."""
-        groups, steps = self.traces.groups, block.safe
-        given = SignalInputs(
-            self.step, constants, steps, found, cotangents, groups, rule_state
-        )
-        learning, feedback = self.signal(given), self.signal.feedback(given)
-        slopes = self.traces.link_slopes(constants, block.safe)
-        reads = self.traces.memory_reads(constants, block.safe, learning, feedback)
-        return self.traces.view(found, learning, slopes, reads)
-
-    def local_gradients(
-        self,
-        constants: Values,
-        block: Block,
-        found: Derivatives,
-        view: RecursionView,
-        credit: list[Components],
-    ) -> list[Values]:
-        """By group, what its credit adds to the one-step gradients of tap results."""
-        if self.is_plain:
-            credit = self.traces.folded(view, credit)
-        else:
-            credit = self.traces.added_credit(found, view, credit)
-        local = pull(self.step, constants, block.safe, credit)
-        # Parameters without a trace get their one-step gradient only.
-        traced = self.traces.traced_results
-        of_traced = [
-            Values((y, bar) for y, bar in bars.items() if (g, y) in traced)
-            for g, bars in enumerate(local)
-        ]
-        return block.zero_if_dead(of_traced)
+        """Whether traces follow D, and the true signal reads them as they are."""
+        unfiltered = self.traces.kappa is None or self.traces.to_readouts
+        follow = isinstance(self.traces.kind, JacobianRecursion)
+        return follow and unfiltered and isinstance(self.signal, Symmetric)
 
     def solve_block(
         self,
@@ -187,71 +178,51 @@ class BlockSolver:
 
         ``masked``: the cotangents of some steps may be zero.
         """
-        step, traces_of = self.step, self.traces
         # Forward in time, then all that derivatives read, for every step at once.
-        last, kept = forward(step, constants, states, inputs)
+        last, kept = forward(self.step, constants, states, inputs)
         mask = Mask.of(cotangents) if masked else None
-        block = Block.of(completed(step, constants, inputs | kept, last), mask)
-        # L, R and D of every step, and the same as the rule's recursion sees them.
-        found = derivatives(step, constants, block, cotangents)
-        total = add(total, self.sums.of_constants(cotangents))
-        view = self.view(constants, block, found, cotangents, rule_state)
-        # γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t back to the start, and (∂h_t/∂y_t)ᵀ γ_t.
-        local: list[Values] = [Values() for _ in step.groups]
-        first = traces_of.empty_credit
-        if traces_of.has_block_traces or not self.is_plain:
-            zero = [recursion.zero_credit() for recursion in traces_of.recursions]
-            length = len(cotangents[0])
-            every, first = backward_credit(*view[:3], zero, length, mask)
-            local = self.local_gradients(constants, block, found, view, every)
-        # One product for each weight, then the traces: γ_0 · ε_0, and ε_K.
-        results = found.results
-        if traces_of.factorised:
-            results = self._less_factorised(constants, block, found, local)
-        y_bars = self._summed_in_visits(block, results, local)
-        gradients = weight_gradients(
-            step, constants, block, results, local, traces_of.rest, y_bars
-        )
-        total = add(total, gradients)
-        traces, total = advance(
-            traces_of, constants, block, view, traces, total, first, y_bars
-        )
-        return (last, traces, total), found
+        block = Block.of(self.step, constants, inputs | kept, last, mask)
+        # What the losses of the block give, then the traces: γ_0 · ε_0, and ε_K.
+        solved = self._in_reverse(block, cotangents, rule_state, None, total)
+        given = (traces, solved.total, solved.credit, solved.y_bars)
+        traces, total = advance(self.traces, block, solved.view, *given)
+        return (last, traces, total), solved.found
 
-    def _summed_in_visits(
-        self, block: Block, results: Values, local: list[Values]
-    ) -> Values:
-        """The gradients of results that the visits of traces also sum over steps. There
-        are some only in a block without a mask."""
-        found = Values()
-        if block.mask is None:
-            summed = self.traces.summed_in_visits(length_of(block.values))
-            for y in results:
-                terms = [bars[y] for bars in local if y in bars]
-                if terms and y in summed:
-                    found[y] = sum(terms, results[y])
-        return found
+    def _in_reverse(
+        self,
+        block: Block,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any,
+        credit: list[Components] | None,
+        total: Values,
+    ) -> _SolvedBlock:
+        """A block whose steps are known: derivatives, credit, gradients of weights.
 
-    def _less_factorised(
-        self, constants: Values, block: Block, found: Derivatives, local: list[Values]
-    ) -> Values:
-        """One-step gradients without the part that factorised traces give.
-
-        ``found.results[y]`` is the whole one-step gradient of y. The traces give the
-        part of it that passes through their group. Where y acts on nothing else, y is
-        left out of the result; otherwise that part is subtracted in ``local``, which is
-        changed in place.
+        ``credit``: γ at its end; None where there is none because the traces are
+        visited after this block.
         """
-        alone = {y for y, box in self.traces.rest.items() if box is None}
-        results = found.results.pick(y for y in found.results if y not in alone)
-        now = block.zero_if_silent(
-            pull(self.step, constants, block.safe, found.signals)
-        )
-        for g, y in self.traces.factorised_results:
-            local[g].pop(y, None)
-            if y in results:
-                local[g][y] = -now[g][y]
-        return results
+        traces_of = self.traces
+        # L, R and D of every step, and the same as the rule's recursion sees them.
+        found = derivatives(block, cotangents)
+        given = SignalInputs(block, found, cotangents, traces_of, rule_state)
+        view = view_of(traces_of.recursions, block, found, *self.signal(given))
+        # γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t back to the start, and (∂h_t/∂y_t)ᵀ γ_t.
+        first: list[Components] = credit or []
+        local: list[Values] = [Values() for _ in self.step.groups]
+        if traces_of.has_block_traces or not self.is_plain:
+            last = no_credit(traces_of.recursions) if credit is None else credit
+            every, first = backward_credit(view, block, last)
+            local = local_gradients(traces_of, block, found, view, every, self.is_plain)
+        # One product for each weight.
+        results, y_bars = found.results, Values()
+        boxes: Mapping[Key, Box | None] = {}
+        if traces_of.factorised:
+            results, boxes = less_factorised(traces_of, block, found, local)
+        if credit is None:
+            y_bars = summed_in_visits(traces_of, block, results, local)
+        gradients = weight_gradients(block, results, local, boxes, y_bars)
+        total = add(add(total, self.sums.of_constants(cotangents)), gradients)
+        return _SolvedBlock(found, view, first, total, y_bars)
 
     # ------------------------------------------------------------ whole sequences
 
@@ -274,8 +245,9 @@ class BlockSolver:
         old = states.pick(self.step.written)
         given = (constants, old, self.sums.zero(), inputs, weights, block)
         span = self._forward_and_back(*given, rule_state, masked)
+        losses = losses_of_steps(self.step, constants, span.losses)
         gradients = self.sums.of_parameters(parameters, states, span.total)
-        return Solved(gradients, span.losses, span.aux, states | span.states, [])
+        return Solved(gradients, losses, span.aux, states | span.states, [])
 
     def _forward_and_back(
         self,
@@ -293,7 +265,7 @@ class BlockSolver:
 
         ``drives``: also what the steps add to the traces, for one visit after them.
         """
-        step, traces_of = self.step, self.traces
+        step = self.step
 
         def ahead(states: Values, number: Any, inputs: Values) -> tuple[Values, Values]:
             return forward(step, constants, states, inputs)
@@ -310,30 +282,27 @@ class BlockSolver:
             end = jax.tree.map(lambda x: x[number], ends)
             # Steps after this block may carry credit back into silent steps of it.
             mask = Mask.of([weights], dead) if masked else None
-            now = Block.of(completed(step, constants, steps, end), mask)
-            found = derivatives(step, constants, now, [weights])
-            view = self.view(constants, now, found, [weights], rule_state)
+            now = Block.of(step, constants, steps, end, mask)
             # γ continues from the block after this one, which was solved before it.
-            every, first = backward_credit(*view[:3], credit, len(weights), mask)
-            local = self.local_gradients(constants, now, found, view, every)
-            gradients = weight_gradients(step, constants, now, found.results, local)
-            total = add(add(total, gradients), self.sums.of_constants([weights]))
+            solved = self._in_reverse(now, [weights], rule_state, credit, total)
             dead = dead if mask is None else mask.dead[0]
             driven: list[Driven] = []
             if drives:
                 # P continues in the same way, because the traces are advanced once,
                 # after the span.
-                driven, products = drive(traces_of, constants, now, view, products)
-            return (first, products, total, dead), (found.losses, found.aux, driven)
+                driven, products = drive(self.traces, now, solved.view, products)
+            carry = (solved.credit, products, solved.total, dead)
+            return carry, (solved.found.losses, solved.found.aux, driven)
 
-        units = unit_products(traces_of) if drives else []
-        zero = [recursion.zero_credit() for recursion in traces_of.recursions]
+        units: list[Jacobian] = []
+        if drives:
+            units = [recursion.unit_product() for recursion in self.traces.recursions]
+        zero = no_credit(self.traces.recursions)
         start = (zero, units, total, jnp.asarray(True))
         given = (inputs | kept, weights)
         (credit, products, total, dead), (losses, aux, driven) = over_blocks(
             back, start, given, block, reverse=True
         )
-        losses = losses_of_steps(step, constants, losses)
         return _SolvedSpan(losses, aux, driven, last, credit, products, total, dead)
 
     def one_pass(
@@ -366,7 +335,7 @@ class BlockSolver:
             states, traces, total = carry
             given = (constants, states, total, *at, block, rule_state, masked)
             span = self._forward_and_back(*given, drives=True)
-            traces, total = take_in(
+            traces, total = visit(
                 self.traces,
                 constants,
                 traces,
@@ -382,8 +351,7 @@ class BlockSolver:
         length = self.span_length(len(weights), block)
         body = by_block if length == block else by_span
         carry, (losses, aux) = over_blocks(body, start, (inputs, weights), length)
-        if length == block:
-            losses = losses_of_steps(self.step, constants, losses)
+        losses = losses_of_steps(self.step, constants, losses)
         last, traces, total = carry
         gradients = self.sums.of_parameters(parameters, states, total)
         return Solved(gradients, losses, aux, states | last, traces)
@@ -413,18 +381,13 @@ class BlockSolver:
 
         def one(carry: tuple, number: Any, inputs: Values) -> tuple[tuple, Values]:
             states, traces = carry
-            last, steps = forward(step, constants, states, inputs)
-            steps = with_new_states(step, inputs | steps, last)
+            last, kept = forward(step, constants, states, inputs)
+            steps = inputs | kept
             if traces:
-                done = jax.vmap(step.complete, (None, 0))(constants, steps)
-                traces, _ = advance_silently(
-                    self.traces,
-                    constants,
-                    done,
-                    traces,
-                    self.sums.zero(),
-                    self.traces.empty_credit,
-                )
+                mask = Mask.of_silence(length_of(inputs), True)
+                now = Block.of(step, constants, steps, last, mask)
+                traces, _ = advance_silently(self.traces, now, traces, self.sums.zero())
+            steps = with_new_states(step, steps, last)
             aux = jax.vmap(
                 lambda values: step.outputs(constants, values).pick(step.aux)
             )(steps)
@@ -449,14 +412,8 @@ class BlockSolver:
         values = Values(zip(self.step.targets, targets, strict=True)) | aux
         if traces:
             constants = self.step.constants(parameters, states)
-            traces, _ = self.windows.across(
-                constants,
-                states,
-                inputs,
-                traces,
-                self.sums.zero(),
-                self.traces.empty_credit,
-            )
+            given = (constants, states, inputs, traces, self.sums.zero())
+            traces, _ = self.windows.across(*given)
         return values, new, traces
 
     def block_gradient(

@@ -9,7 +9,7 @@ Letters: t steps of the block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,23 +19,21 @@ import jax.numpy as jnp
 from ..arrays import all_zero
 from ..compiled_step import CompiledStep, Feedback, Signals, Values
 from ..errors import CompilationError, three_parts
-from .block import Derivatives
+from .block import Block, Derivatives
 from .masking import zero_at
+from .traces import Traces
 
 
 class SignalInputs(NamedTuple):
     """What a learning signal may read of a block, all of it with t first.
 
-    ``cotangents``: of the targets. ``groups``: those with a trace. ``rule_state``: what
-    the rule keeps for itself.
+    ``cotangents``: of the targets. ``rule_state``: what the rule keeps for itself.
     """
 
-    step: CompiledStep
-    constants: Values
-    steps: Values
+    block: Block
     found: Derivatives
     cotangents: Sequence[jax.Array]
-    groups: Set[int]
+    traces: Traces
     rule_state: Any
 
 
@@ -43,14 +41,10 @@ class SignalInputs(NamedTuple):
 class Symmetric:
     """The derivative of the loss."""
 
-    def __call__(self, given: SignalInputs) -> Signals:
-        """The signals of a block."""
+    def __call__(self, given: SignalInputs) -> tuple[Signals, Feedback]:
+        """The signals of a block; no weights are replaced."""
         found = given.found
-        return Signals(found.results, found.signals, found.reads)
-
-    def feedback(self, given: SignalInputs) -> Feedback:
-        """No weights are replaced."""
-        return {}
+        return Signals(found.results, found.signals, found.reads), {}
 
 
 @dataclass(frozen=True)
@@ -65,22 +59,18 @@ class RandomFeedback:
     weights: Callable[[int, tuple[int, ...], Any], jax.Array]
     align: float | None = None
 
-    def __call__(self, given: SignalInputs) -> Signals:
-        """The signals of a block."""
-        feedback = self.feedback(given)
-
-        def one(values: Values, cotangents: list[jax.Array]) -> Signals:
-            found = given.step.signals(given.constants, values, cotangents, feedback)
-            return zero_at(found[1], all_zero(cotangents))
-
-        return jax.vmap(one)(given.steps, list(given.cotangents))
-
-    def feedback(self, given: SignalInputs) -> Feedback:
-        """The weights back from every read-out."""
-        readouts = given.step.readouts
-        weights = [given.constants[key] for key in readouts.values()]
+    def __call__(self, given: SignalInputs) -> tuple[Signals, Feedback]:
+        """The signals of a block, and the weights back from every read-out."""
+        block, readouts = given.block, given.block.step.readouts
+        weights = [block.constants[key] for key in readouts.values()]
         back = self._back(weights, given.rule_state)
-        return dict(zip(readouts, back, strict=True))
+        feedback = dict(zip(readouts, back, strict=True))
+
+        def one(constants: Values, values: Values, bars: list[jax.Array]) -> Signals:
+            found = block.step.signals(constants, values, bars, feedback)
+            return zero_at(found[1], all_zero(bars))
+
+        return block.at_each_step(one, list(given.cotangents)), feedback
 
     def _back(self, weights: Sequence[Any], rule_state: Any) -> list[jax.Array]:
         """What is in place of each of the weights now."""
@@ -118,31 +108,25 @@ class Modulated:
     """A modulator in place of the derivative of the loss: ``rule_state``, or the step's
     own."""
 
-    def __call__(self, given: SignalInputs) -> Signals:
+    def __call__(self, given: SignalInputs) -> tuple[Signals, Feedback]:
         """The signals of a block; direct reads have none."""
-        step, found, rule_state = given.step, given.found, given.rule_state
-        length = len(given.cotangents[0])
+        step, found, rule_state = given.block.step, given.found, given.rule_state
+        length = given.block.length
         if step.modulator is None:
             modulator = jnp.broadcast_to(rule_state, (length, *jnp.shape(rule_state)))
         else:
-            own = step.modulator
-            modulator = jax.vmap(lambda values: own(given.constants, values))(
-                given.steps
-            )
+            modulator = given.block.at_each_step(step.modulator)
         weights = given.cotangents[0] if step.is_loss else jnp.ones(length)
+        groups = {group for group, _ in given.traces.traced_results}
         signals = []
         for g, like in enumerate(found.signals):
             mine = {
                 i: at_positions(modulator, x[0].shape, weights).astype(x.dtype)
                 for i, x in like.items()
-                if g in given.groups
+                if g in groups
             }
             signals.append(mine)
-        return Signals(found.results, signals, [{} for _ in found.reads])
-
-    def feedback(self, given: SignalInputs) -> Feedback:
-        """No weights are replaced."""
-        return {}
+        return Signals(found.results, signals, [{} for _ in found.reads]), {}
 
 
 def at_positions(

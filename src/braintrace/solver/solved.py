@@ -7,6 +7,7 @@ Letters: t steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,12 +38,12 @@ class Solved(NamedTuple):
     predictor_error: Any = 0.0
 
 
+@dataclass(frozen=True, eq=False)
 class WeightSums:
     """Sums of gradients by weight of a step. A weight is what the step computes of its
     parameters, once a call."""
 
-    def __init__(self, step: CompiledStep):
-        self.step = step
+    step: CompiledStep
 
     @cached_property
     def shapes(self) -> Values:

@@ -6,7 +6,7 @@ position, w elements of a weight.
     ε_K = P_0 ε_0 + Σ_t P_t ∂h_t/∂w        one visit, by the site's own layout
     gradient += γ_0 · ε_0
 
-A visit takes in one block, or several whose steps have been kept. Factorised traces
+A visit follows one block, or several whose steps have been kept. Factorised traces
 have no such form and take part in every step of the block.
 """
 
@@ -26,23 +26,16 @@ from ..compiled_step import (
     Key,
     Operands,
     Shares,
-    Signals,
     SummingLayout,
     Values,
 )
-from .block import (
-    Block,
-    Derivatives,
-    length_of,
-    products_to_end,
-    pull,
-    transitions,
-)
+from .block import Block
+from .block_credit import silent_view
 from .factors import FactorLayout, FactorTrace
-from .masking import Mask, finite, zero_at
-from .recursion import Recursion
+from .masking import finite, zero_at
+from .recursion import RecursionView
 from .solved import add
-from .traces import RecursionView, Trace, TracedSite, Traces
+from .traces import Trace, TracedSite, Traces
 
 
 class Driven(NamedTuple):
@@ -67,7 +60,6 @@ class _NoSteps(Values):
 
 def advance(
     traces_of: Traces,
-    constants: Values,
     block: Block,
     view: RecursionView,
     traces: Trace,
@@ -79,49 +71,18 @@ def advance(
 
     ``credit``: γ_0. ``y_bars``: gradients of results that the visits also sum.
     """
-    sites, factorised = traces_of.sites, traces_of.factorised
-    operands = {n: _operands(sites[n], constants, block) for n in factorised}
-    new, total = _advance_factors(
-        traces_of, constants, operands, block, view, traces, total
-    )
+    if traces_of.factorised:
+        traces, total = _advance_factors(traces_of, block, view, traces, total)
     if not traces_of.has_block_traces:
-        return new, total
-    driven, products = drive(traces_of, constants, block, view)
+        return traces, total
+    driven, products = drive(traces_of, block, view)
     dead = None if block.mask is None else block.mask.dead[0]
-    given = (constants, new, driven, products, total, credit, dead, y_bars)
-    return take_in(traces_of, *given)
-
-
-def unit_products(traces_of: Traces) -> list[Jacobian]:
-    """P of no steps at all, by group."""
-    return [_unit_product(recursion) for recursion in traces_of.recursions]
-
-
-def _unit_product(recursion: Recursion) -> Jacobian:
-    group = recursion.group
-    dtype = jnp.finfo(jnp.result_type(*group.dtypes)).dtype
-    zero, one = jnp.zeros(group.shape, dtype), jnp.ones(group.shape, dtype)
-    entries = sorted(recursion.closure)
-    return {(i, j): one if i == j else zero for i, j in entries}
-
-
-def _products(
-    recursion: Recursion, transition: Jacobian, after: Jacobian | None, length: int
-) -> tuple[Jacobian, Jacobian]:
-    """P_t of every step, and P_0; ``after``: P of what follows, None for nothing."""
-    unit = _unit_product(recursion)
-    if after is not None or length > 1:
-        return products_to_end(transition, unit if after is None else after, length)
-    # P_1 is the unit matrix and P_0 is D. As a product it would have terms 0 · D, which
-    # XLA must compute, because D may be infinite.
-    to_end = {(i, j): one[None] for (i, j), one in unit.items() if i == j}
-    kept = {at: d for at, d in transition.items() if at in unit}
-    return to_end, {at: d[0].astype(unit[at].dtype) for at, d in kept.items()}
+    given = (block.constants, traces, driven, products, total, credit, dead, y_bars)
+    return visit(traces_of, *given)
 
 
 def drive(
     traces_of: Traces,
-    constants: Values,
     block: Block,
     view: RecursionView,
     after: Sequence[Jacobian] | None = None,
@@ -131,17 +92,13 @@ def drive(
     ``after``: P of the steps between this block and the next visit of the traces, if
     there are any.
     """
-    length = length_of(block.values)
-    follows: Sequence[Jacobian | None] = after or [None] * len(traces_of.recursions)
+    recursions = traces_of.recursions
+    follows: Sequence[Jacobian | None] = after or [None] * len(recursions)
     products, cotangents = [], []
     for recursion, matrix, later, slopes in zip(
-        traces_of.recursions,
-        view.transitions,
-        follows,
-        view.link_slopes,
-        strict=True,
+        recursions, view.transitions, follows, view.link_slopes, strict=True
     ):
-        to_end, whole = _products(recursion, matrix, later, length)
+        to_end, whole = recursion.products(matrix, later, block.length)
         products.append(whole)
         # Row s of P_t is the cotangent of h_t whose pull-back is what y_t adds to ε_s.
         named = {}
@@ -149,15 +106,15 @@ def drive(
             products_of = {k: p for (i, k), p in to_end.items() if i == s}
             named[s] = recursion.folded(products_of, slopes)
         cotangents.append(named)
-    rows = _rows(traces_of, constants, block.safe, cotangents)
+    rows = _rows(block, cotangents)
     driven = []
     for n, traced in enumerate(traces_of.sites):
         if isinstance(traced.layout, FactorLayout):
             driven.append(Driven({}, {}))
             continue
-        _, data = _operands(traced, constants, block)
+        _, data = _operands(traced, block)
         mine = {}
-        if traces_of.rows_from[n] == n:
+        if traced.shares == n:
             all_of_y = rows[traced.site.group][traced.site.result]
             box = traces_of.row_box(n) or ()
             mine = {s: row[:, *box] for s, row in all_of_y.items()}
@@ -165,7 +122,7 @@ def drive(
     return driven, products
 
 
-def take_in(
+def visit(
     traces_of: Traces,
     constants: Values,
     traces: Trace,
@@ -183,11 +140,10 @@ def take_in(
     of results that the same visit sums.
     """
     new = list(traces)
-    for n, (site, tap, layout) in enumerate(traces_of.sites):
+    for n, (site, tap, layout, _, source) in enumerate(traces_of.sites):
         if isinstance(layout, FactorLayout):
             continue
         fixed, _ = tap.operands(constants, _NoSteps())
-        source = traces_of.rows_from[n]
         box, shape = traces_of.row_box(source), site.use.result.shape
         data, parts = driven[n].data, driven[source].rows
         rows = {s: padded(row, box, shape) for s, row in parts.items()}
@@ -214,8 +170,6 @@ def _add_gradient(
 
 def _advance_factors(
     traces_of: Traces,
-    constants: Values,
-    operands: Mapping[int, tuple[Operands, Operands]],
     block: Block,
     view: RecursionView,
     traces: Trace,
@@ -223,22 +177,20 @@ def _advance_factors(
 ) -> tuple[Trace, Values]:
     """Factorised traces after the block and their gradients; one loop over its
     steps for all."""
-    layouts, owner = traces_of.factorised, traces_of.owner
-    new: Trace = list(traces)
-    if not layouts:
-        return new, total
-    length, groups = length_of(block.values), traces_of.step.groups
+    layouts, sites = traces_of.factorised, traces_of.sites
+    owner = {n: sites[n].shares for n in layouts}
+    operands = {n: _operands(sites[n], block) for n in layouts}
     # The pull-back of a cotangent of ones is ∂h_s/∂y of every step.
     units = []
-    for group, signals in zip(groups, view.signals, strict=True):
-        one = lambda x, group=group: jnp.ones((length, *group.shape), x.dtype)
+    for group, signals in zip(block.step.groups, view.signals, strict=True):
+        one = lambda x, group=group: jnp.ones((block.length, *group.shape), x.dtype)
         units.append({s: {s: one(x)} for s, x in signals.items()})
-    rows = _rows(traces_of, constants, block.safe, units)
+    rows = _rows(block, units)
     drives, here = {}, {}
     for n, layout in layouts.items():
-        site = traces_of.sites[n].site
+        site = sites[n].site
         mine = rows[site.group].get(site.result, {}) if owner[n] == n else {}
-        drives[n] = layout.drive(*operands[n], mine, length)
+        drives[n] = layout.drive(*operands[n], mine, block.length)
         if owner[n] == n:
             g = site.group
             here[n] = (view.signals[g], view.reads[g], view.transitions[g])
@@ -251,7 +203,7 @@ def _advance_factors(
         y_bars: dict[int, list[jax.Array]] = {}
         xs: dict[int, list[jax.Array]] = {}
         for n, trace in old.items():
-            layout, site, owns = layouts[n], traces_of.sites[n].site, owner[n] == n
+            layout, site, owns = layouts[n], sites[n].site, owner[n] == n
             x, mine = drives[n]
             after = traces_of.recursions[site.group].after(site.result) if owns else ()
             mover = layouts[owner[n]]
@@ -272,89 +224,84 @@ def _advance_factors(
     start = {n: traces[n] for n in layouts}
     found: Any = jax.lax.scan(one_step, start, (drives, here))
     last, (all_y_bars, all_xs) = found
+    new = list(traces)
     for n, layout in layouts.items():
         new[n] = last[n]
         for y_bar, x in zip(all_y_bars[owner[n]], all_xs[n], strict=True):
             if block.mask is not None:
                 y_bar, x = block.zero_if_silent(y_bar), finite(x, block.mask.silent)
             gradient = layout.gradient(*operands[n], y_bar, x)
-            total = _add_gradient(total, traces_of.sites[n].site, gradient)
+            total = _add_gradient(total, sites[n].site, gradient)
     return new, total
 
 
 def advance_silently(
     traces_of: Traces,
-    constants: Values,
-    steps: Values,
+    block: Block,
     traces: Trace,
     total: Values,
-    credit: Sequence[Components],
-    dead: jax.Array | bool = True,
+    credit: Sequence[Components] | None = None,
 ) -> tuple[Trace, Values]:
-    """Traces after a block of completed steps without a loss.
+    """Traces after a block without a loss, all of whose steps are silent.
 
-    ``credit``: γ_0 of the reverse pass through a window; ignored if that is ``dead``.
+    ``credit``: γ_0 of the reverse pass through a window; ignored if the block is dead.
     """
-    length = length_of(steps)
-    block = Block.of(steps, Mask.of_silence(length, dead))
-    silent = [
-        {
-            i: jnp.zeros((length, *group.shape), dtype)
-            for i, dtype in enumerate(group.dtypes)
-        }
-        for group in traces_of.step.groups
-    ]
-    matrices = transitions(traces_of.step, constants, block.safe)
-    found = Derivatives(Values(), Values(), silent, traces_of.empty_credit, matrices)
-    slopes = traces_of.link_slopes(constants, block.safe)
-    learning = Signals(Values(), silent, traces_of.empty_credit)
-    view = traces_of.view(found, learning, slopes, [[] for _ in traces_of.step.groups])
-    return advance(traces_of, constants, block, view, traces, total, credit)
+    view = silent_view(traces_of.recursions, block)
+    credit = [{} for _ in block.step.groups] if credit is None else credit
+    return advance(traces_of, block, view, traces, total, credit)
 
 
 def add_factor_gradients(
     traces_of: Traces,
-    total: Values,
+    block: Block,
     traces: Trace,
+    total: Values,
     credit: Sequence[Components],
-    constants: Values,
-    steps: Values,
     dead: jax.Array,
 ) -> Values:
-    """Add γ_0 · ε_0 of factorised traces at the start of a window of completed
-    steps."""
-    start = jax.tree.map(lambda x: x[:1], steps)
-    first = Block(start, start, None)
+    """Add γ_0 · ε_0 of factorised traces at the start of a window."""
     for n, layout in traces_of.factorised.items():
-        site, trace = traces_of.sites[n].site, traces[n]
-        trace = trace._replace(f=traces[traces_of.owner[n]].f)
-        y_bar = layout.result_gradient(trace, layout.here(credit[site.group]))
-        operands = _operands(traces_of.sites[n], constants, first)
+        traced, trace = traces_of.sites[n], traces[n]
+        trace = trace._replace(f=traces[traced.shares].f)
+        y_bar = layout.result_gradient(trace, layout.here(credit[traced.site.group]))
+        operands = _operands(traced, block.first)
         gradient = layout.gradient(*operands, y_bar[None], trace.x[None])
-        total = _add_gradient(total, site, zero_at(gradient, dead))
+        total = _add_gradient(total, traced.site, zero_at(gradient, dead))
     return total
 
 
+def summed_in_visits(
+    traces_of: Traces, block: Block, results: Values, local: Sequence[Values]
+) -> Values:
+    """The gradients of results that the visits of traces also sum over steps: those of
+    taps with one weight, one result and one site, in a block without a mask."""
+    found = Values()
+    for site, tap, layout, *_ in traces_of.sites if block.mask is None else ():
+        alone = all(len(part) == 1 for part in (tap.weights, tap.results, tap.sites))
+        if not alone or tap.cut_gradients or not isinstance(layout, SummingLayout):
+            continue
+        y, dtype = site.result, traces_of.stored_type(site)
+        terms = [bars[y] for bars in local if y in bars]
+        if terms and y in results and layout.sums_steps(dtype, block.length):
+            found[y] = sum(terms, results[y])
+    return found
+
+
 def _rows(
-    traces_of: Traces,
-    constants: Values,
-    steps: Values,
-    cotangents: list[dict[int, Components]],
+    block: Block, cotangents: list[dict[int, Components]]
 ) -> list[dict[Key, Components]]:
     """For each group, tap result and component s, the pull-back (t, y) of the cotangent
     that ``cotangents`` has for s."""
-    found: list[dict[Key, Components]] = [{} for _ in traces_of.step.groups]
+    step = block.step
+    found: list[dict[Key, Components]] = [{} for _ in step.groups]
     names = sorted({s for named in cotangents for s in named})
     for s in names:
-        credit = [named.get(s, {}) for named in cotangents]
-        bars = pull(traces_of.step, constants, steps, credit)
+        bars = block.pull([named.get(s, {}) for named in cotangents])
         for g, mine in enumerate(bars):
             for y, bar in mine.items() if s in cotangents[g] else ():
                 found[g].setdefault(y, {})[s] = bar
-    slopes = traces_of.step.shared_slopes
-    if slopes is not None and any(group.shared for group in traces_of.step.groups):
-        by_group = jax.vmap(lambda values: slopes(constants, values))(steps)
-        for g, mine in enumerate(by_group):
+    if step.shared_slopes is not None and any(group.shared for group in step.groups):
+        for g, mine in enumerate(block.at_each_step(step.shared_slopes)):
             for y, by_component in mine.items():
                 found[g][y] = _at_positions(cotangents[g], by_component)
     return found
@@ -372,17 +319,15 @@ def _at_positions(
     return found
 
 
-def _operands(
-    traced: TracedSite, constants: Values, block: Block
-) -> tuple[Operands, Operands]:
+def _operands(traced: TracedSite, block: Block) -> tuple[Operands, Operands]:
     """Operands of a site that are the same in every step, and those of each step.
 
     Where no operand depends on the step, all but the weight are repeated for each.
     """
-    fixed, data = block.operands(traced.tap, constants)
+    fixed, data = block.operands(traced.tap)
     if data:
         return fixed, data
-    weight, length = traced.site.use.operand, length_of(block.values)
-    repeat = lambda x: jnp.broadcast_to(x, (length, *jnp.shape(x)))
+    weight = traced.site.use.operand
+    repeat = lambda x: jnp.broadcast_to(x, (block.length, *jnp.shape(x)))
     data = {k: repeat(x) for k, x in fixed.items() if k != weight}
     return {weight: fixed[weight]}, data

@@ -6,18 +6,15 @@ Letters: t steps of the window, h positions, s components of a position.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from ..compiled_step import CompiledStep, Components, Values
-from .block import (
-    completed,
-    forward,
-    length_of,
-    over_blocks,
-)
+from .block import Block, forward, length_of, over_blocks
+from .block_credit import credit_at_start
 from .masking import Mask, all_finite, finite, zero_at
 from .solved import Solved, WeightSums, add
 from .traces import Trace, Traces
@@ -45,14 +42,14 @@ class Predictor(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
 class WindowSolver:
     """Solves windows of a step, and sequences of them. Pure: states and traces go in
     and come out."""
 
-    def __init__(self, step: CompiledStep, traces: Traces):
-        self.step = step
-        self.traces = traces
-        self.sums = WeightSums(step)
+    step: CompiledStep
+    traces: Traces
+    sums: WeightSums
 
     def solve(
         self,
@@ -171,24 +168,23 @@ class WindowSolver:
         inputs: Values,
         traces: Trace,
         total: Values,
-        credit: Sequence[Components],
+        credit: Sequence[Components] | None = None,
         dead: jax.Array | bool = True,
     ) -> tuple[Trace, Values]:
         """The traces after a window, and the gradient with γ_0 · ε_0 added.
 
         The losses of the window give their credit by reverse mode, so the traces only
-        advance. ``dead``: there is no loss in the window or after it.
+        advance. ``credit``: γ_0, None for none. ``dead``: there is no loss in the
+        window or after it.
         """
-        step, dead = self.step, jnp.asarray(dead)
+        step, traces_of, dead = self.step, self.traces, jnp.asarray(dead)
         last, kept = forward(step, constants, states.pick(step.written), inputs)
-        steps = completed(step, constants, inputs | kept, last)
-        credit = self.traces.at_start(constants, steps, credit)
-        total = add_factor_gradients(
-            self.traces, total, traces, credit, constants, steps, dead
-        )
-        return advance_silently(
-            self.traces, constants, steps, traces, total, credit, dead
-        )
+        mask = Mask.of_silence(length_of(inputs), dead)
+        block = Block.of(step, constants, inputs | kept, last, mask)
+        if credit is not None:
+            credit = credit_at_start(traces_of.recursions, block, credit)
+            total = add_factor_gradients(traces_of, block, traces, total, credit, dead)
+        return advance_silently(traces_of, block, traces, total, credit)
 
 
 def _predicted(
