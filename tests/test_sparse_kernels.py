@@ -263,12 +263,12 @@ def test_large_arrays_and_many_samples(rule, adapts, least, monkeypatch):
     """Values are laid out by a kernel, and factors of many samples step by step.
 
     ``least``: samples from which on products are gathered by column."""
-    from braintrace.operations import transpose_kernel
+    from braintrace.operations.kernels import transpose
 
     monkeypatch.setattr(sparse_weights, 'MANY_SAMPLES', B)
     monkeypatch.setattr(synapses, 'LARGE', 0)
     monkeypatch.setattr(synapses, 'LEAST_SAMPLES', least)
-    monkeypatch.setattr(transpose_kernel, 'LEAST', 1)
+    monkeypatch.setattr(transpose, 'LEAST', 1)
     found = gradients(rule, adapts=adapts)
     wanted = gradients(rule, adapts=adapts, dense=True)
     for a, b in zip(found, wanted, strict=True):
@@ -452,7 +452,7 @@ def test_large_products_for_any_number_of_samples(
     'shape', [(8, 8), (9, 21), (21, 9), (16, 40), (7, 30), (43, 8)]
 )
 def test_transposed_copies(shape, dtype):
-    from braintrace.operations.transpose_kernel import transposed
+    from braintrace.operations.kernels.transpose import transposed
 
     with jax.enable_x64(dtype == 'float64'):
         x = jnp.asarray(rng().normal(size=shape), dtype)
@@ -464,7 +464,7 @@ def test_transposed_copies(shape, dtype):
 @pytest.mark.parametrize('neurons', [6, 64, 150])
 @pytest.mark.parametrize('samples', [1, 8, 43, 64])
 def test_visits_for_any_number_of_samples(samples, neurons, spikes, is_sorted):
-    from braintrace.operations.sparse_kernels import ByPost, Structure, visit
+    from braintrace.operations.kernels.sparse_visit import ByPost, Structure, visit
 
     sources, count = 37, 40
     pre = rng(3).integers(0, sources, count).astype(np.int32)
@@ -537,7 +537,7 @@ def test_a_module_may_hold_its_sparse_matrix():
 @pytest.mark.parametrize('samples', [1, 7])
 def test_visits_by_row(samples):
     """The kernel for few samples, in the order of the matrix."""
-    from braintrace.operations.row_visit_kernel import RowStructure, visit_by_row
+    from braintrace.operations.kernels.row_visit import RowStructure, visit_by_row
 
     starts = np.array([0, 3, 3, 8], np.int32)
     post = rng(4).integers(0, 6, 8).astype(np.int32)

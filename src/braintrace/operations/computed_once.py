@@ -32,7 +32,7 @@ def computed_once(values: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _through_a_call(*values: jax.Array) -> tuple[jax.Array, ...]:
     # llvmlite is optional.
-    from .native import number_type, register
+    from .kernels.native import number_type, register
 
     count = len(values)
     # Nothing is read, so one function serves arrays of any type.

@@ -199,7 +199,7 @@ class ConvolutionTrace(WholeTrace):
         credit: Components,
     ) -> tuple[Components, jax.Array]:
         # llvmlite is optional.
-        from .span_kernels import visit_after_span
+        from .kernels.span_visit import visit_after_span
 
         use, here = self.use, lambda x: self.use.rows(self.at_result(x))[:, 0]
         new, total = visit_after_span(

@@ -186,8 +186,8 @@ class DenseTrace:
         """The same for the part of y that the trace has: samples, inputs and outputs
         have one axis each."""
         # llvmlite is optional.
-        from .dense_kernels import visit
-        from .span_kernels import visit_after_span
+        from .kernels.dense_visit import visit
+        from .kernels.span_visit import visit_after_span
 
         assert self._parts is not None
         samples, inputs, free = self._parts

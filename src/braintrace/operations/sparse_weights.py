@@ -337,7 +337,7 @@ class SynapseTrace(WholeTrace):
     ) -> tuple[Components, jax.Array]:
         """The visit for few samples; gradients of steps are summed elsewhere."""
         # llvmlite is optional.
-        from .row_visit_kernel import RowStructure, visit_by_row
+        from .kernels.row_visit import RowStructure, visit_by_row
 
         states, shape = tuple(trace), next(iter(trace.values())).shape
         samples = math.prod(shape[1:])
@@ -371,7 +371,7 @@ class SynapseTrace(WholeTrace):
     ) -> tuple[Components, jax.Array]:
         """The visit on one device; the gradient has the order of the synapses."""
         # llvmlite is optional.
-        from .sparse_kernels import ByPost, Structure, visit
+        from .kernels.sparse_visit import ByPost, Structure, visit
 
         states = tuple(trace)
         samples = math.prod(trace[states[0]].shape[1:])

@@ -6,9 +6,9 @@
 
 Each is linear in both factors and the transposes are again among the three, so that
 they have derivatives of any order. Arrays of neurons have shape (neurons, samples). On
-CPUs they run by the loops of ``product_kernels``; programs that are exported for other
+CPUs they run by the loops of ``kernels.products``; programs that are exported for other
 platforms hold gathers and sums by index. A model that runs elsewhere keeps the
-operations it is written with. Large products to rows run by ``row_kernel``, and those
+operations it is written with. Large products to rows run by ``kernels.row_product``, and those
 to columns as well where the matrix is known when the program is made: its synapses are
 then sorted by column.
 
@@ -68,9 +68,9 @@ def own_starts(starts: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Arra
 
 def _kernels() -> Any:
     # llvmlite is optional.
-    from . import product_kernels
+    from .kernels import products
 
-    return product_kernels
+    return products
 
 
 def samples_last(x: jax.Array) -> jax.Array:
@@ -106,7 +106,7 @@ def neurons_last(values: jax.Array, axis: int) -> jax.Array:
 
 
 def _transposed(x: jax.Array) -> jax.Array:
-    from .transpose_kernel import transposed
+    from .kernels.transpose import transposed
 
     return transposed(x)
 
@@ -210,12 +210,12 @@ def _rows_portable(
 
 
 def _is_turned(x: Any) -> bool:
-    """Whether products of x (neurons, samples) are gathered by ``row_kernel``."""
+    """Whether products of x (neurons, samples) are gathered by ``kernels.row_product``."""
     return x.size * x.dtype.itemsize > LARGE and x.shape[1] >= LEAST_SAMPLES
 
 
 def _rows_of_samples(weights: Any, indices: Any, starts: Any, x: Any) -> jax.Array:
-    from .row_kernel import to_rows
+    from .kernels.row_product import to_rows
 
     return to_rows(weights, indices, starts, x.T).T
 

@@ -23,7 +23,7 @@ from ..compiled_step import Components, Jacobian, Operands
 from ..split import runs_on_mesh
 
 LEAST_FOR_KERNEL = 2**11
-"""Elements of a trace from which on ``dense_kernels`` is used."""
+"""Elements of a trace from which on a kernel is used."""
 
 
 def has_kernel(shape: tuple[int, ...], given: Any) -> bool:

@@ -2,7 +2,7 @@
 
     y[k, r] = Σ_c w[r, c] x[k, c]
 
-Letters as in ``product_kernels``. Models have samples k first, while synapses read and
+Letters as in ``products``. Models have samples k first, while synapses read and
 write samples beside each other. Both are turned on the way: x is read as bits if it holds
 only zeros and ones, and y is gathered in a tile.
 """
@@ -15,9 +15,9 @@ import jax
 from llvmlite import ir
 
 from .native import Buffer, loop, number_type, register, running, several, word
-from .product_kernels import Synapses, Weights, index_type
+from .products import Synapses, Weights, index_type
 from .spike_bits import Numbers, SpikeBits, memory_for, readers
-from .transpose_kernel import TILE, Tile
+from .transpose import TILE, Tile
 
 
 class _ToRows:

@@ -13,7 +13,7 @@ Each trace is read and written once, in place, in the order of ``post``:
     2. for some neurons ``post`` at a time, their values are copied in the same way to a
        tile that stays in the first caches; then come their synapses
 
-Samples are taken in whole vectors, as in ``product_kernels``. Where x is bits, rows at
+Samples are taken in whole vectors, as in ``products``. Where x is bits, rows at
 zeros are not added, whatever they hold.
 """
 
@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from .dense_kernels import FLAGS, sum_of
+from .dense_visit import FLAGS, sum_of
 from .native import (
     Buffer,
     loop,
@@ -38,9 +38,9 @@ from .native import (
     several,
     word,
 )
-from .product_kernels import WIDTH, WIDTHS, Synapses, add_up, index_type
+from .products import WIDTH, WIDTHS, Synapses, add_up, index_type
 from .spike_bits import Numbers, SpikeBits, memory_for, readers
-from .transpose_kernel import TILE, Tile
+from .transpose import TILE, Tile
 
 
 class Structure(NamedTuple):

@@ -2,7 +2,7 @@
 
 In the order of the matrix, in which traces lie in memory: with few samples, reading
 traces in any other order takes longer than reading neurons in any order. With many
-samples ``sparse_kernels`` is faster.
+samples ``sparse_visit`` is faster.
 
 Letters: e synapses in the order of the matrix, each from a neuron ``pre`` to a neuron
 ``post``, k the samples, t the steps, s and r components of ε.
@@ -11,7 +11,7 @@ Letters: e synapses in the order of the matrix, each from a neuron ``pre`` to a 
     ε_s[e, k] = Σ_r factor_sr[post, k] ε_r[e, k] + Σ_t row_s[post, t, k] x[pre, t, k]
 
 Each trace is read and written once, in place. Samples are taken in whole vectors, as in
-``product_kernels``.
+``products``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from .dense_kernels import FLAGS, sum_of
+from .dense_visit import FLAGS, sum_of
 from .native import (
     Buffer,
     loop,
@@ -34,7 +34,7 @@ from .native import (
     several,
     word,
 )
-from .product_kernels import WIDTH, WIDTHS, Synapses, add_up, index_type
+from .products import WIDTH, WIDTHS, Synapses, add_up, index_type
 
 
 class RowStructure(NamedTuple):

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from .dense_kernels import FLAGS, repeated
+from .dense_visit import FLAGS, repeated
 from .native import (
     WORD,
     Buffer,

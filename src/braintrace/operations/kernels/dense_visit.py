@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from ..compiled_step import Components, Jacobian
+from ...compiled_step import Components, Jacobian
 from .native import Buffer, loop, number_type, register, rest_of, several, word
 
 WIDTHS = (32, 8, 1)

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from .dense_kernels import FLAGS, repeated
+from .dense_visit import FLAGS, repeated
 from .native import Buffer, loop, rest_of, running_all, several, word
-from .transpose_kernel import Transpose
+from .transpose import Transpose
 
 SMALL = ir.IntType(32)
 BITS = 32

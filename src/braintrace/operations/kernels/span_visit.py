@@ -26,8 +26,8 @@ from typing import Any
 import jax
 from llvmlite import ir
 
-from ..compiled_step import Components, Jacobian
-from .dense_kernels import (
+from ...compiled_step import Components, Jacobian
+from .dense_visit import (
     FLAGS,
     Structure,
     arranged,
