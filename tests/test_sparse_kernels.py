@@ -464,7 +464,7 @@ def test_transposed_copies(shape, dtype):
 @pytest.mark.parametrize('neurons', [6, 64, 150])
 @pytest.mark.parametrize('samples', [1, 8, 43, 64])
 def test_visits_for_any_number_of_samples(samples, neurons, spikes, is_sorted):
-    from braintrace.operations.kernels.sparse_visit import ByPost, Structure, visit
+    from braintrace.operations.kernels.sparse_visit import visit
 
     sources, count = 37, 40
     pre = rng(3).integers(0, sources, count).astype(np.int32)
@@ -480,11 +480,19 @@ def test_visits_for_any_number_of_samples(samples, neurons, spikes, is_sorted):
     factors = {s: normal(3 + s[0], samples, neurons) for s in [(0, 0), (1, 0)]}
     credit = normal(6, samples, neurons)
     old = [normal(s, count, samples) for s in (7, 8)]
-    made = Structure(2, (0,), tuple(factors), (1,), True, not is_sorted)
-    steps = [v.reshape(T * samples, -1) for v in (x, row, y_bar)]
-    given = [jnp.asarray(v) for v in (*steps, *factors.values(), credit)]
-    lists = ByPost(pre[order], starts, None if is_sorted else order)
-    *new, gradient = visit(made, lists, T, given, [jnp.asarray(e) for e in old])
+    flat = [jnp.asarray(v.reshape(T * samples, -1)) for v in (x, row, y_bar)]
+    new, gradient = visit(
+        {s: jnp.asarray(e) for s, e in enumerate(old)},
+        flat[0],
+        {0: flat[1]},
+        jax.tree.map(jnp.asarray, factors),
+        {1: jnp.asarray(credit)},
+        flat[2],
+        T,
+        pre[order],
+        starts,
+        None if is_sorted else order,
+    )
     near = {'rtol': 1e-4, 'atol': 1e-4}
     drive = np.einsum('tke,tke->ek', row[..., post], x[..., pre])
     at_post = lambda values: values[:, post].T
@@ -537,7 +545,7 @@ def test_a_module_may_hold_its_sparse_matrix():
 @pytest.mark.parametrize('samples', [1, 7])
 def test_visits_by_row(samples):
     """The kernel for few samples, in the order of the matrix."""
-    from braintrace.operations.kernels.row_visit import RowStructure, visit_by_row
+    from braintrace.operations.kernels.row_visit import visit_by_row
 
     starts = np.array([0, 3, 3, 8], np.int32)
     post = rng(4).integers(0, 6, 8).astype(np.int32)
@@ -546,11 +554,10 @@ def test_visits_by_row(samples):
     x, row = normal(1, 3, T, samples), normal(2, 6, T, samples)
     factors = {(0, 0): normal(3, 6, samples), (1, 0): normal(5, 6, samples)}
     credit, old = normal(6, 6, samples), [normal(s, 8, samples) for s in (7, 8)]
-    made = RowStructure(2, True, (0,), tuple(factors), (1,))
-    steps = [v.reshape(len(v), -1) for v in (x, row)]
-    given = [*steps, *factors.values(), credit]
-    traces = [jnp.asarray(e) for e in old]
-    *new, gradient = visit_by_row(made, post, starts, given, traces)
+    x_flat, row_flat = (v.reshape(len(v), -1) for v in (x, row))
+    traces = {s: jnp.asarray(e) for s, e in enumerate(old)}
+    given = (traces, x_flat, {0: row_flat}, factors, {1: credit})
+    new, gradient = visit_by_row(*given, True, post, starts)
     drive = np.einsum('etk,etk->ek', row[post], x[pre])
     near = {'rtol': 1e-4, 'atol': 1e-5}
     np.testing.assert_allclose(new[0], factors[0, 0][post] * old[0] + drive, **near)

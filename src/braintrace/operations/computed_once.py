@@ -32,16 +32,17 @@ def computed_once(values: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _through_a_call(*values: jax.Array) -> tuple[jax.Array, ...]:
     # llvmlite is optional.
-    from .kernels.native import number_type, register
+    from .kernels.native import call
 
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
     count = len(values)
-    # Nothing is read, so one function serves arrays of any type.
-    name = f'braintrace_computed_once_{count}'
-    register(name, number_type(values[0].dtype), (count, count), lambda *_: None)
-    call = jax.ffi.ffi_call(
-        name,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values],
-        input_output_aliases={n: n for n in range(count)},
-        vmap_method='broadcast_all',
+    return tuple(
+        call(
+            f'computed_once_{count}',
+            lambda *_: None,
+            values,
+            structs,
+            in_place=count,
+            vmap_method='broadcast_all',
+        )
     )
-    return tuple(call(*values))

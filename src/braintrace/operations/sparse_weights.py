@@ -337,24 +337,22 @@ class SynapseTrace(WholeTrace):
     ) -> tuple[Components, jax.Array]:
         """The visit for few samples; gradients of steps are summed elsewhere."""
         # llvmlite is optional.
-        from .kernels.row_visit import RowStructure, visit_by_row
+        from .kernels.row_visit import visit_by_row
 
-        states, shape = tuple(trace), next(iter(trace.values())).shape
+        shape = next(iter(trace.values())).shape
         samples = math.prod(shape[1:])
-        numbers = {s: n for n, s in enumerate(states)}
-        made = RowStructure(
-            len(states),
+        beside = lambda v: samples_last(v.reshape(-1, samples))
+        new, gradient = visit_by_row(
+            {s: e.reshape(-1, samples) for s, e in trace.items()},
+            side_by_side(x),
+            {s: side_by_side(v) for s, v in rows.items()},
+            {k: beside(v) for k, v in factors.items()},
+            {s: beside(v) for s, v in credit.items()},
             self.use.to_columns,
-            tuple(numbers[s] for s in rows),
-            tuple((numbers[s], numbers[r]) for s, r in factors),
-            tuple(numbers[s] for s in credit),
+            indices,
+            starts,
         )
-        values = [side_by_side(v) for v in (x, *rows.values())]
-        of_block = (*factors.values(), *credit.values())
-        values += [samples_last(v.reshape(-1, samples)) for v in of_block]
-        old = [e.reshape(-1, samples) for e in trace.values()]
-        *new, gradient = visit_by_row(made, indices, starts, values, old)
-        return {s: e.reshape(shape) for s, e in zip(states, new, strict=True)}, gradient
+        return {s: e.reshape(shape) for s, e in new.items()}, gradient
 
     def _visit_own(
         self,
@@ -371,28 +369,22 @@ class SynapseTrace(WholeTrace):
     ) -> tuple[Components, jax.Array]:
         """The visit on one device; the gradient has the order of the synapses."""
         # llvmlite is optional.
-        from .kernels.sparse_visit import ByPost, Structure, visit
+        from .kernels.sparse_visit import visit
 
-        states = tuple(trace)
-        samples = math.prod(trace[states[0]].shape[1:])
-        numbers = {s: n for n, s in enumerate(states)}
-        made = Structure(
-            len(states),
-            tuple(numbers[s] for s in rows),
-            tuple((numbers[s], numbers[r]) for s, r in factors),
-            tuple(numbers[s] for s in credit),
-            y_bars is not None,
-            order is not None,
+        shape = next(iter(trace.values())).shape
+        new, gradient = visit(
+            {s: e.reshape(len(e), -1) for s, e in trace.items()},
+            neurons_last(x, 1),
+            {s: neurons_last(v, 1) for s, v in rows.items()},
+            {k: neurons_last(v, 0) for k, v in factors.items()},
+            {s: neurons_last(v, 0) for s, v in credit.items()},
+            None if y_bars is None else neurons_last(y_bars, 1),
+            len(x),
+            pre,
+            starts[0],
+            order,
         )
-        of_steps = [x, *rows.values(), *([] if y_bars is None else [y_bars])]
-        of_block = [*factors.values(), *credit.values()]
-        values = [neurons_last(v, 1) for v in of_steps]
-        values += [neurons_last(v, 0) for v in of_block]
-        old = [e.reshape(-1, samples) for e in trace.values()]
-        by_post = ByPost(pre, starts[0], order)
-        *new, gradient = visit(made, by_post, len(x), values, old)
-        shape = trace[states[0]].shape
-        arrays = {s: e.reshape(shape) for s, e in zip(states, new, strict=True)}
+        arrays = {s: e.reshape(shape) for s, e in new.items()}
         return arrays, summed_over(gradient, sample_axes)
 
 

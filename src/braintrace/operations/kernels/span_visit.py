@@ -24,18 +24,26 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from llvmlite import ir
+import jax.numpy as jnp
 
 from ...compiled_step import Components, Jacobian
-from .dense_visit import (
-    FLAGS,
-    Structure,
-    arranged,
-    call_in_place,
+from .dense_visit import DenseVisit
+from .native import (
+    SMALL,
+    WORD,
+    call,
+    differs_from_zero,
+    loop,
+    parts,
+    place,
+    plus,
     repeated,
-    sum_of,
+    rest_of,
+    running,
+    running_all,
+    word,
 )
-from .native import WORD, Buffer, loop, rest_of, running, running_all, several, word
+from .trace_parts import TraceParts
 
 WIDTHS = {1: 64, 2: 32}
 """Outputs that are taken together, by the number of components: their sums are kept in
@@ -50,71 +58,42 @@ LEAST_FOR_LISTS = 128
 """Outputs from which on inputs of zero are skipped."""
 
 
-class _SpanVisit:
-    """The instructions of a visit.
+class _SpanVisit(DenseVisit):
+    """The instructions of a visit. ``skips_zeros``: whether inputs of zero are skipped;
+    memory is for the lists of steps and for copied rows."""
 
-    Operands: x, rows, factors, credits, old traces; results: new traces, which lie
-    where the old ones do, the gradient, and memory for lists and copied rows.
-    """
-
-    def __init__(
-        self,
-        made: Structure,
-        number: Any,
-        build: ir.IRBuilder,
-        operands: list[Buffer],
-        results: list[Buffer],
-    ):
-        self.made, self.number, self.build = made, number, build
-        self.x, self.drives, self.vectors = made.named(operands)
-        *traces, self.gradient, counts, times, self.values, self.copied = results
-        whole = ir.IntType(32 if isinstance(number, ir.FloatType) else 64)
-        self.counts, self.times = counts.holding(whole), times.holding(whole)
-        self.whole = whole
-        self.traces = dict(zip(made.components, traces, strict=True))
-        self.samples, self.inputs, self.outputs = (
-            traces[0].size(build, axis) for axis in range(3)
-        )
-        self.steps = self.x.size(build, 0)
-
-    def emit(self) -> None:
-        """All samples; the gradient of the first is stored, those of others added."""
-        self._sample(word(0), True)
-        with loop(self.build, word(1), self.samples, 1) as n:
-            self._sample(n, False)
+    def __init__(self, skips_zeros: bool, *given: Any):
+        super().__init__(*given)
+        self.skips_zeros = skips_zeros
+        self.inputs, self.outputs = self.rows, self.width
+        self.counts, self.times, self.lines, self.copied = self.memory
+        self.steps = self.x.size(0)
 
     def _sample(self, n: Any, first: bool) -> None:
         self._list_inputs(n)
-        done = word(0)
-        for size in (_width(self.made), LEAST_WIDTH, 1):
-            with loop(self.build, done, self.outputs, size) as f:
-                self._copy_rows(n, f, size)
-                self._visit_inputs(n, f, size, first)
-            done = rest_of(self.build, self.outputs, size)
+        widths = (_width(self.made), LEAST_WIDTH, 1)
+        for f, size in parts(self.build, self.outputs, widths):
+            self._copy_rows(n, f, size)
+            self._visit_inputs(n, f, size, first)
 
     # ------------------------------------------------------------ 1. lists
 
     def _list_inputs(self, n: Any) -> None:
         """For every input the steps at which it is not zero."""
         build = self.build
-        done = word(0)
-        for size in (LINE, 1):
-            with loop(build, done, self.inputs, size) as c:
-                place = self._place_of(c)
-                with loop(build, word(0), self.steps, 1) as t:
-                    row = build.add(build.mul(t, self.samples), n)
-                    at = build.add(build.mul(row, self.inputs), c)
-                    value = self.x.load(build, at, size)
-                    self.values.store(build, value, self._after(place, t), size)
-            done = rest_of(build, self.inputs, size)
-        if not self.made.skips_zeros:
+        for c, size in parts(build, self.inputs, (LINE, 1)):
+            begin = self._place_of(c)
+            with loop(build, word(0), self.steps, 1) as t:
+                at = place(build, t, self.samples, n, self.inputs, c)
+                self.lines.store(self.x.load(at, size), self._after(begin, t), size)
+        if not self.skips_zeros:
             return
         first_listed = build.select(
             self._is_dense_at_first(), rest_of(build, self.inputs, TOGETHER), word(0)
         )
         # The inputs before it count as if they were never zero.
         with loop(build, word(0), first_listed, 1) as c:
-            self.counts.store(build, self._whole(self.steps), c, 1)
+            self.counts.store(build.trunc(self.steps, SMALL), c, 1)
         with loop(build, first_listed, self.inputs, 1) as c:
             self._list_one_input(c)
 
@@ -123,60 +102,53 @@ class _SpanVisit:
         most steps as a rule, and lists would take longer than they save."""
         build = self.build
         with running(build, word(0), self.inputs, 1, word(0)) as (c, count):
-            value = self.values.load(build, self._place_of(c), 1)
-            differs = build.fcmp_unordered('!=', value, ir.Constant(self.number, 0))
+            differs = differs_from_zero(build, self.lines.load(self._place_of(c), 1))
             count.value = build.add(count.value, build.zext(differs, WORD))
         twice = build.mul(count.value, word(2))
         return build.icmp_signed('>', twice, self.inputs)
 
     def _list_one_input(self, c: Any) -> None:
         build = self.build
-        place, start = self._place_of(c), build.mul(c, self.steps)
+        begin = self._place_of(c)
         with running(build, word(0), self.steps, 1, word(0)) as (t, count):
-            value = self.values.load(build, self._after(place, t), 1)
+            value = self.lines.load(self._after(begin, t), 1)
             # The next one is written over it if this one is zero.
-            at = build.add(start, count.value)
-            self.times.store(build, self._whole(t), at, 1)
-            # True for NaN as well.
-            is_listed = build.fcmp_unordered('!=', value, ir.Constant(self.number, 0))
+            at = place(build, c, self.steps, count.value)
+            self.times.store(build.trunc(t, SMALL), at, 1)
+            is_listed = differs_from_zero(build, value)
             count.value = build.add(count.value, build.zext(is_listed, WORD))
-        self.counts.store(build, self._whole(count.value), c, 1)
+        self.counts.store(build.trunc(count.value, SMALL), c, 1)
 
     def _place_of(self, c: Any) -> Any:
         """Where the values of an input begin: inputs of one line of the cache lie
         beside each other, then come their steps."""
         build = self.build
         line = build.mul(build.udiv(c, word(LINE)), self.steps)
-        return build.add(build.mul(line, word(LINE)), build.urem(c, word(LINE)))
+        return place(build, line, word(LINE), build.urem(c, word(LINE)))
 
-    def _after(self, place: Any, t: Any) -> Any:
-        return self.build.add(place, self.build.mul(t, word(LINE)))
-
-    def _whole(self, value: Any) -> Any:
-        return self.build.trunc(value, self.whole) if self.whole != WORD else value
-
-    def _word(self, value: Any) -> Any:
-        return self.build.zext(value, WORD) if self.whole != WORD else value
+    def _after(self, begin: Any, t: Any) -> Any:
+        return place(self.build, t, word(LINE), begin)
 
     # ------------------------------------------------------------ 2. sums
 
     def _copy_rows(self, n: Any, f: Any, size: int) -> None:
         """Rows of all steps and components, ``size`` outputs from f on: (t, s, f)."""
-        build, count = self.build, len(self.made.rows)
+        build, rows = self.build, self.made.rows
         with loop(build, word(0), self.steps, 1) as t:
-            at = build.add(build.mul(t, self.samples), n)
-            at = build.add(build.mul(at, self.outputs), f)
-            for k, drive in enumerate(self.drives.values()):
-                to = build.add(build.mul(t, word(count * size)), word(k * size))
-                self.copied.store(build, drive.load(build, at, size), to, size)
+            at = place(build, t, self.samples, n, self.outputs, f)
+            for m, s in enumerate(rows):
+                to = place(build, t, word(len(rows) * size), word(m * size))
+                self.copied.store(self.values['row', s].load(at, size), to, size)
 
     def _visit_inputs(self, n: Any, f: Any, size: int, first: bool) -> None:
         build = self.build
-        at = build.add(build.mul(n, self.outputs), f)
-        beside = {name: v.load(build, at, size) for name, v in self.vectors.items()}
+        at = place(build, n, self.outputs, f)
+        names = self.made.of_block
+        beside = {name: self.values[name].load(at, size) for name in names}
         given = (f, size, beside, first)
-        if not self.made.skips_zeros:
-            self._visit_inputs_without_lists(n, given)
+        if not self.skips_zeros:
+            for c, count in parts(build, self.inputs, (TOGETHER, 1)):
+                self._some_inputs(n, c, count, *given)
             return
         with loop(build, word(0), self.inputs, TOGETHER) as c:
             branches = build.if_else(self._are_dense(c))
@@ -188,21 +160,13 @@ class _SpanVisit:
         with loop(build, rest_of(build, self.inputs, TOGETHER), self.inputs, 1) as c:
             self._some_inputs(n, c, 1, *given)
 
-    def _visit_inputs_without_lists(self, n: Any, given: tuple) -> None:
-        build = self.build
-        done = word(0)
-        for count in (TOGETHER, 1):
-            with loop(build, done, self.inputs, count) as c:
-                self._some_inputs(n, c, count, *given)
-            done = rest_of(build, self.inputs, count)
-
     def _are_dense(self, c: Any) -> Any:
         """Whether some inputs from c on differ from zero at most steps."""
         build = self.build
         total = word(0)
         for k in range(TOGETHER):
-            count = self.counts.load(build, build.add(c, word(k)), 1)
-            total = build.add(total, self._word(count))
+            count = self.counts.load(build.add(c, word(k)), 1)
+            total = build.add(total, build.zext(count, WORD))
         least = build.mul(self.steps, word(TOGETHER // 2))
         return build.icmp_signed('>', total, least)
 
@@ -214,65 +178,45 @@ class _SpanVisit:
         made, build = self.made, self.build
         new, places = {}, []
         for k in range(count):
-            row = build.add(build.add(build.mul(n, self.inputs), c), word(k))
-            places.append(build.add(build.mul(row, self.outputs), f))
-            # The loop over steps is too long for the processor to prefetch the next
-            # trace by itself.
-            next_ = build.add(places[k], build.mul(word(count), self.outputs))
-            for trace in self.traces.values():
-                trace.prefetch(build, next_, size)
-            old = {s: e.load(build, places[k], size) for s, e in self.traces.items()}
-            self._add_gradient(beside, old, build.add(c, word(k)), f, size, first)
-            for s in made.components:
-                factors = [pair for pair in made.factors if pair[0] == s]
-                pairs = [(beside['factor', *pair], old[pair[1]]) for pair in factors]
-                new[k, s] = sum_of(build, pairs, several(self.number, size))
+            row = build.add(c, word(k))
+            places.append(place(build, n, self.inputs, row, self.outputs, f))
+            old = self._old(places[k], count, size)
+            self._add_gradient(made.credited(beside, old), row, f, size, first)
+            for s, value in made.moved(build, beside, old).items():
+                new[k, s] = value
         if made.rows:
             driven = {(k, s): x for (k, s), x in new.items() if s in made.rows}
             new |= self._driven(c, count, driven, size)
         for (k, s), value in new.items():
-            self.traces[s].store(build, value, places[k], size)
+            self.traces[s].store(value, places[k], size)
 
     def _driven(self, c: Any, count: int, new: dict, size: int) -> dict:
         """New traces with what the steps of the inputs add."""
         build, rows = self.build, self.made.rows
-        places = [self._place_of(build.add(c, word(k))) for k in range(count)]
-        listed, total = build.mul(c, self.steps), self.steps
-        by_list = count == 1 and self.made.skips_zeros
+        begins = [self._place_of(build.add(c, word(k))) for k in range(count)]
+        total = self.steps
+        by_list = count == 1 and self.skips_zeros
         if by_list:
-            total = self._word(self.counts.load(build, c, 1))
+            total = build.zext(self.counts.load(c, 1), WORD)
         with running_all(build, word(0), total, 1, new) as (entry, sums):
             # Several inputs take part in every step.
             t = entry
             if by_list:
-                t = self._word(self.times.load(build, build.add(listed, entry), 1))
+                listed = self.times.load(place(build, c, self.steps, entry), 1)
+                t = build.zext(listed, WORD)
             found = {}
             for m, s in enumerate(rows):
-                at = build.add(build.mul(t, word(len(rows) * size)), word(m * size))
-                found[s] = self.copied.load(build, at, size)
-            for k, place in enumerate(places):
-                x = self.values.load(build, self._after(place, t), 1)
-                x = repeated(build, x, self.number, size)
+                at = place(build, t, word(len(rows) * size), word(m * size))
+                found[s] = self.copied.load(at, size)
+            for k, begin in enumerate(begins):
+                x = self.lines.load(self._after(begin, t), 1)
+                x = repeated(build, x, size)
                 for s in rows:
-                    term = build.fmul(found[s], x, flags=FLAGS)
-                    sums[k, s].value = build.fadd(sums[k, s].value, term, flags=FLAGS)
+                    sums[k, s].value = plus(build, sums[k, s].value, found[s], x)
         return {key: total.value for key, total in sums.items()}
 
-    def _add_gradient(
-        self, beside: dict, old: dict, c: Any, f: Any, size: int, first: bool
-    ) -> None:
-        build = self.build
-        pairs = [(beside['credit', s], old[s]) for s in self.made.credits]
-        if not pairs and not first:
-            return
-        at = build.add(build.mul(c, self.outputs), f)
-        total = sum_of(build, pairs, several(self.number, size))
-        if not first:
-            total = build.fadd(self.gradient.load(build, at, size), total, flags=FLAGS)
-        self.gradient.store(build, total, at, size)
 
-
-def _width(made: Structure) -> int:
+def _width(made: TraceParts) -> int:
     return WIDTHS.get(len(made.components), LEAST_WIDTH)
 
 
@@ -287,13 +231,21 @@ def visit_after_span(
 
     Traces (n, c, f); x (t, n, c), rows (t, n, f); all else (n, f).
     """
-    made, given = arranged(trace, x, rows, factors, credit, inputs_first=True)
+    made, values = TraceParts.of(trace, rows, factors, credit)
     old = list(trace.values())
     steps, _, inputs = x.shape
-    made = made._replace(skips_zeros=old[0].shape[-1] >= LEAST_FOR_LISTS)
-    copied = (steps, len(made.rows), _width(made))
-    lines = -(-inputs // LINE)
-    memory = [(inputs,), (inputs, steps), (lines, steps, LINE), copied]
-    shapes = [*(e.shape for e in old), old[0].shape[1:], *memory]
-    found = call_in_place(_SpanVisit, made, f'{made.name}_span', given, shapes)
+    skips_zeros = old[0].shape[-1] >= LEAST_FOR_LISTS
+    shapes = [*(e.shape for e in old), old[0].shape[1:]]
+    lists = [(inputs,), (inputs, steps)]
+    memory = [(-(-inputs // LINE), steps, LINE), (steps, len(made.rows), _width(made))]
+    outs = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes]
+    outs += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in lists]
+    outs += [jax.ShapeDtypeStruct(shape, x.dtype) for shape in memory]
+    found = call(
+        f'visit_{made.name}_span{int(skips_zeros)}',
+        lambda *given: _SpanVisit(skips_zeros, made, *given).emit(),
+        [x, *values, *old],
+        outs,
+        in_place=len(old),
+    )
     return dict(zip(trace, found, strict=False)), found[len(old)]

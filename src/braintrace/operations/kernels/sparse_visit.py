@@ -19,101 +19,139 @@ zeros are not added, whatever they hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from llvmlite import ir
 
-from .dense_visit import FLAGS, sum_of
+from ...compiled_step import Components, Jacobian
 from .native import (
+    FLAGS,
+    SMALL,
     Buffer,
+    add_up,
     loop,
-    number_type,
-    register,
+    place,
     rest_of,
     running,
     running_all,
     several,
     word,
+    zeros,
 )
-from .products import WIDTH, WIDTHS, Synapses, add_up, index_type
+from .products import WIDTH, WIDTHS, Synapses, call_on_synapses
 from .spike_bits import Numbers, SpikeBits, memory_for, readers
+from .trace_parts import Name, TraceParts, sum_of
 from .transpose import TILE, Tile
 
+Reader = Callable[[Name, Any], Any]
+"""(name, t): samples of a value of the neuron ``post`` at a step."""
 
-class Structure(NamedTuple):
-    """What there is of a trace with components numbered from 0.
 
-    ``rows``, ``factors``, ``credits``: those that are not zero by structure.
-    ``has_y_bar``: whether the gradient Σ_t x ȳ is summed as well.
-    ``has_order``: whether synapses are stored in another order than that of ``post``.
+class SparseVisit(ABC):
+    """What visits of sparse traces share.
+
+    Operands: x, values of the results, old traces; results: new traces, which lie where
+    the old ones do, the gradient, and memory.
     """
 
-    components: int
-    rows: tuple[int, ...]
-    factors: tuple[tuple[int, int], ...]
-    credits: tuple[int, ...]
-    has_y_bar: bool = False
-    has_order: bool = False
-
-    @property
-    def name(self) -> str:
-        """A name for the kernel."""
-        join = lambda numbers: '_'.join(map(str, numbers))
-        factors = join(f'{s}{r}' for s, r in self.factors)
-        parts = (str(self.components), join(self.rows), factors, join(self.credits))
-        facts = f'{int(self.has_y_bar)}{int(self.has_order)}'
-        return f'braintrace_synapses_{"_of_".join(parts)}_{facts}'
-
-    @property
-    def of_steps(self) -> list[tuple]:
-        """Names of values of ``post`` at every step."""
-        named: list[tuple] = [('row', s) for s in self.rows]
-        return named + ([('y_bar',)] if self.has_y_bar else [])
-
-    @property
-    def of_block(self) -> list[tuple]:
-        """Names of values of ``post`` that are the same for all steps."""
-        named: list[tuple] = [('factor', *pair) for pair in self.factors]
-        return named + [('credit', s) for s in self.credits]
-
-
-class _Visit:
-    """The instructions. Operands: indices, starts, places of synapses, x, values of
-    ``post``, old traces; results: new traces, which lie where the old ones do, the
-    gradient, and memory for the bits and the numbers of x and for the tile."""
+    samples: Any
 
     def __init__(
         self,
-        made: Structure,
+        made: TraceParts,
         synapses: Synapses,
         operands: list[Buffer],
         results: list[Buffer],
     ):
-        self.made, self.synapses = made, synapses
-        self.build, self.number = synapses.build, synapses.number
-        build, rest = self.build, list(operands)
-        self.order = synapses.holding(rest.pop(0)) if made.has_order else None
-        self.x, *rest = rest
-        *self.traces, self.gradient, self.words, self.numbers, memory = results
-        self.steps = self.words.size(build, 1)
-        self.samples = build.udiv(self.x.size(build, 0), self.steps)
-        # Values by name, and where they begin among those of a neuron in the tile.
-        names = [*made.of_steps, *made.of_block]
-        self.values = dict(zip(names, rest, strict=False))
-        self.begin: dict[tuple, Any] = {}
+        self.made, self.synapses, self.build = made, synapses, synapses.build
+        count = len(made.components)
+        self.x, *values = operands[:-count]
+        self.values = made.named(values)
+        self.traces = dict(zip(made.components, results[:count], strict=True))
+        self.gradient, *self.memory = results[count:]
+
+    @abstractmethod
+    def emit(self) -> None:
+        """All synapses."""
+
+    def _synapse(
+        self,
+        e: Any,
+        x: SpikeBits | Numbers,
+        pre: Any,
+        steps: Any,
+        of_post: Callable[[Any, int], Reader],
+    ) -> None:
+        """The synapse whose trace is entry e; ``pre``: where x of its neuron begins;
+        ``of_post(k, size)``: values of its ``post``."""
+        build = self.build
+        total, done = zeros(self.x.number, WIDTH), word(0)
+        for size in WIDTHS:
+            with running(build, done, self.samples, size, total) as (k, found):
+                at = place(build, e, self.samples, k)
+                more = self._part(at, x, pre, steps, k, size, of_post)
+                found.value = build.fadd(found.value, self._narrowed(more), flags=FLAGS)
+            total = found.value
+            done = rest_of(build, self.samples, size)
+        self.gradient.store(add_up(build, total), e, 1)
+
+    def _part(
+        self, at: Any, x: Any, pre: Any, steps: Any, k: Any, size: int, of_post: Any
+    ) -> Any:
+        """``size`` samples from k on, which are entry ``at`` of the traces; gives what
+        they add to the gradient."""
+        made, build = self.made, self.build
+        read = of_post(k, size)
+        values = {name: read(name, word(0)) for name in made.of_block}
+        old = {s: trace.load(at, size) for s, trace in self.traces.items()}
+        kind = several(self.x.number, size)
+        credited = sum_of(build, made.credited(values, old), kind)
+        sums: dict[Name, Any] = {('y_bar',): credited}
+        for s, value in made.moved(build, values, old).items():
+            sums['row', s] = value
+        if made.of_steps:
+            added = {name: sums[name] for name in made.of_steps}
+            with running_all(build, word(0), steps, 1, added) as (t, found):
+                now = x.at(pre, t, k, size)
+                for name, total in found.items():
+                    total.value = x.plus(total.value, read(name, t), now)
+            sums |= {name: total.value for name, total in found.items()}
+        for s, trace in self.traces.items():
+            trace.store(sums['row', s], at, size)
+        return sums['y_bar',]
+
+    def _narrowed(self, value: Any) -> Any:
+        """The sum of a vector as that of ``WIDTH`` numbers."""
+        number = self.x.number
+        if value.type == number:
+            first = SMALL(0)
+            return self.build.insert_element(zeros(number, WIDTH), value, first)
+        return add_up(self.build, value, WIDTH)
+
+
+class _VisitByPost(SparseVisit):
+    """The instructions of a visit in the order of ``post``; ``order``: the places of
+    synapses. Memory is for the bits and the numbers of x and for the tile."""
+
+    def __init__(self, order: Buffer | None, *given: Any):
+        super().__init__(*given)
+        self.order = order
+        build = self.build
+        self.words, self.numbers, memory = self.memory
+        self.steps = self.words.size(1)
+        self.samples = build.udiv(self.x.size(0), self.steps)
+        # Where the values of a neuron begin among those in the tile.
+        self.begin: dict[Name, Any] = {}
         width: Any = word(0)
         for name, value in self.values.items():
             self.begin[name] = width
-            width = build.add(width, value.size(build, 0))
-        self.tile = Tile(build, memory, width, synapses.rows)
+            width = build.add(width, value.size(0))
+        self.tile = Tile(memory, width, self.synapses.rows)
 
     def emit(self) -> None:
-        """All synapses."""
-        given = (self.build, self.number, self.x, self.words, self.numbers)
-        for x in readers(*given):
+        for x in readers(self.x, self.words, self.numbers):
             for first, count in self.tile.parts():
                 for name, value in self.values.items():
                     self.tile.read(value, self.begin[name], first, count)
@@ -121,119 +159,80 @@ class _Visit:
 
     def _synapses(self, x: SpikeBits | Numbers, first: Any, count: int) -> None:
         """Those of ``count`` neurons, whose values are in the tile."""
-        build = self.build
+        build, synapses = self.build, self.synapses
         with loop(build, word(0), word(count), 1) as n:
-            beside = build.mul(n, self.tile.width)
-            row = self.synapses.of_row(build.add(first, n))
-            with loop(build, *row, 1) as place:
-                self._synapse(x, place, beside)
+            line = build.mul(n, self.tile.width)
 
-    def _synapse(self, x: SpikeBits | Numbers, place: Any, beside: Any) -> None:
-        """The synapse at a place in the order of ``post``; ``beside``: where the values
-        of its ``post`` begin in the tile."""
-        build = self.build
-        synapses = self.synapses
-        pre = x.place(synapses.column(place))
-        later = synapses.later(place)
-        x.prefetch(x.place(synapses.column(later)))
-        e = place
-        if self.order is not None:
-            self._prefetch_trace(synapses.entry(self.order, later))
-            e = synapses.entry(self.order, place)
-        total: Any = ir.Constant(several(self.number, WIDTH), None)
-        done = word(0)
-        for size in WIDTHS:
-            with running(build, done, self.samples, size, total) as (k, found):
-                more = self._part(x, e, pre, beside, k, size)
-                found.value = build.fadd(found.value, self._narrowed(more), flags=FLAGS)
-            total = found.value
-            done = rest_of(build, self.samples, size)
-        self.gradient.store(build, add_up(build, total), e, 1)
+            def of_post(k: Any, size: int, line: Any = line) -> Reader:
+                beside = build.add(line, k)
+
+                def read(name: Name, t: Any) -> Any:
+                    after = place(build, t, self.samples, self.begin[name])
+                    return self.tile.memory.load(build.add(beside, after), size)
+
+                return read
+
+            with loop(build, *synapses.of_row(build.add(first, n)), 1) as entry:
+                pre = x.place(synapses.column(entry))
+                later = synapses.later(entry)
+                x.prefetch(x.place(synapses.column(later)))
+                e = entry
+                if self.order is not None:
+                    self._prefetch_trace(synapses.entry(self.order, later))
+                    e = synapses.entry(self.order, entry)
+                self._synapse(e, x, pre, self.steps, of_post)
 
     def _prefetch_trace(self, e: Any) -> None:
         """Ask for the traces of a later synapse, which lie anywhere in memory."""
         at = self.build.mul(e, self.samples)
-        for trace in self.traces:
-            trace.prefetch(self.build, at, WIDTHS[0])
-
-    def _part(self, x: Any, e: Any, pre: Any, beside: Any, k: Any, size: int) -> Any:
-        """``size`` samples from k on; gives what they add to the gradient."""
-        made, build = self.made, self.build
-        kind = several(self.number, size)
-        at = self.synapses.place(e, self.samples, k)
-        beside = build.add(beside, k)
-        read = lambda name, after: self.tile.memory.load(
-            build, build.add(beside, build.add(self.begin[name], after)), size
-        )
-        vectors = {name: read(name, word(0)) for name in made.of_block}
-        old = [trace.load(build, at, size) for trace in self.traces]
-        pairs = [(vectors['credit', s], old[s]) for s in made.credits]
-        sums: dict[Any, Any] = {('y_bar',): sum_of(build, pairs, kind)}
-        for s in range(made.components):
-            factors = [pair for pair in made.factors if pair[0] == s]
-            pairs = [(vectors['factor', *pair], old[pair[1]]) for pair in factors]
-            sums['row', s] = sum_of(build, pairs, kind)
-        if made.of_steps:
-            added = {name: sums[name] for name in made.of_steps}
-            with running_all(build, word(0), self.steps, 1, added) as (t, found):
-                now, after = x.at(pre, t, k, size), build.mul(t, self.samples)
-                for name, total in found.items():
-                    total.value = x.plus(total.value, read(name, after), now)
-            sums |= {name: total.value for name, total in found.items()}
-        for s, trace in enumerate(self.traces):
-            trace.store(build, sums['row', s], at, size)
-        return sums['y_bar',]
-
-    def _narrowed(self, value: Any) -> Any:
-        """The sum of a vector as that of ``WIDTH`` numbers."""
-        build = self.build
-        if value.type == self.number:
-            empty = ir.Constant(several(self.number, WIDTH), None)
-            return build.insert_element(empty, value, ir.Constant(ir.IntType(32), 0))
-        return add_up(build, value, WIDTH)
-
-
-class ByPost(NamedTuple):
-    """Synapses in the order of ``post``: the neuron each comes from, where those of
-    every ``post`` start, and where each is stored, if that is another order."""
-
-    pre: Any
-    starts: Any
-    order: Any = None
+        for trace in self.traces.values():
+            trace.prefetch(at, WIDTHS[0])
 
 
 def visit(
-    made: Structure,
-    synapses: ByPost,
+    trace: Components,
+    x: jax.Array,
+    rows: Components,
+    factors: Jacobian,
+    credit: Components,
+    y_bar: jax.Array | None,
     steps: int,
-    values: Sequence[Any],
-    old: Sequence[Any],
-) -> list[jax.Array]:
-    """New traces (e, k) and the gradient (e); ``values``: x and rows (t and k, neurons),
-    ȳ likewise, factors and credits (k, neurons)."""
-    index, dtype = index_type(synapses.pre, synapses.starts), values[0].dtype
-    number = number_type(dtype)
+    pre: Any,
+    starts: Any,
+    order: Any = None,
+) -> tuple[Components, jax.Array]:
+    """New traces (e, k) and the gradient (e).
 
-    def emit(
-        build: ir.IRBuilder, operands: list[Buffer], results: list[Buffer]
-    ) -> None:
-        found = Synapses(build, number, index, *operands[:2])
-        _Visit(made, found, operands[2:], results).emit()
+    x, rows and ȳ (t and k, neurons), factors and credits (k, neurons). Synapses in the
+    order of ``post``: ``pre``, the neuron each comes from, where those of every ``post``
+    start, and where each is stored, if that is another order.
+    """
+    made, values = TraceParts.of(trace, rows, factors, credit, y_bar)
+    lists = [pre, starts, *([] if order is None else [order])]
 
-    lists = [v.astype(index) for v in synapses if v is not None]
-    given = [*lists, *values, *old]
-    shape = jax.ShapeDtypeStruct
-    outs = [shape(e.shape, dtype) for e in old]
-    outs.append(shape(synapses.pre.shape, dtype))
-    outs += memory_for(values[0], steps)
-    outs.append(shape((TILE, sum(len(v) for v in values[1:])), dtype))
-    name = f'{made.name}_{jnp.dtype(dtype).name}_{index.name}'
-    register(name, number, (len(given), len(outs)), emit)
-    first = len(given) - len(old)
-    call = jax.ffi.ffi_call(
-        name,
-        outs,
-        input_output_aliases={first + n: n for n in range(len(old))},
-        vmap_method='sequential',
-    )
-    return list(call(*given))[: len(old) + 1]
+    def emit(synapses: Synapses, given: list[Buffer], results: list[Buffer]) -> None:
+        order, given = (None, given) if len(lists) == 2 else (given[0], given[1:])
+        _VisitByPost(order, made, synapses, given, results).emit()
+
+    memory = [*memory_for(x, steps)]
+    memory.append(jax.ShapeDtypeStruct((TILE, sum(map(len, values))), x.dtype))
+    name = f'synapses_{made.name}_{len(lists)}'
+    return visit_synapses(name, emit, lists, x, values, trace, memory)
+
+
+def visit_synapses(
+    name: str,
+    emit: Callable[[Synapses, list[Buffer], list[Buffer]], None],
+    lists: list[Any],
+    x: jax.Array,
+    values: list[jax.Array],
+    trace: Components,
+    memory: list[jax.ShapeDtypeStruct],
+) -> tuple[Components, jax.Array]:
+    """New traces and the gradient by a kernel on synapses."""
+    old = list(trace.values())
+    outs = [jax.ShapeDtypeStruct(e.shape, e.dtype) for e in old]
+    outs += [jax.ShapeDtypeStruct(lists[0].shape, x.dtype), *memory]
+    given = (lists, [x, *values, *old], outs, len(old))
+    found = call_on_synapses(name, emit, *given)
+    return dict(zip(trace, found, strict=False)), found[len(old)]
