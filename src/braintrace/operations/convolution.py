@@ -17,8 +17,7 @@ import numpy as np
 
 from ..arrays import cast, factors_for, padded, sum_type
 from ..compat import Equation
-from ..compiled_step import Box, Components, Jacobian, Operands, Shares, TraceLayout
-from ..split import Split
+from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
 from .label_rules import only, shape_of, windows
 from .labels import Labels, project
 from .record import Const, Operation, register
@@ -139,18 +138,6 @@ class ConvolutionUse(BaseUse):
 
         total, _ = jax.lax.scan(step, jnp.zeros(self.sizes, dtype), (xs, y_bars))
         return cast(self.as_weight(total), sum_type(self.weight.dtype))
-
-    def _shares(
-        self,
-        split: Split,
-        fixed: Operands,
-        steps: Operands,
-        y_bars: jax.Array,
-        box: Box | None,
-    ) -> jax.Array | Shares:
-        if 0 not in steps:
-            return self.gradient(fixed, steps, y_bars, box)
-        return self._on_each_device(split, fixed, steps, y_bars, box)
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return ConvolutionTrace(self, positions, shape)

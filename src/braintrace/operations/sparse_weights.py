@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..arrays import cast, factors_for, padded, sum_type
-from ..compiled_step import Box, Components, Jacobian, Operands, Shares, TraceLayout
-from ..split import Split, current_split, runs_on_mesh, summed_over
+from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from ..split import current_split, runs_on_mesh, summed_over
 from .sparse_product import SparseProduct, multiply
 from .synapses import (
     TYPES,
@@ -168,18 +168,6 @@ class SynapseUse(BaseUse):
             return None
         numbers = range(len(self.operands))
         return *(1 if k == self.product.x else None for k in numbers), 1
-
-    def _shares(
-        self,
-        split: Split,
-        fixed: Operands,
-        steps: Operands,
-        y_bars: jax.Array,
-        box: Box | None,
-    ) -> jax.Array | Shares:
-        if self.product.x not in steps:
-            return self.gradient(fixed, steps, y_bars, box)
-        return self._on_each_device(split, fixed, steps, y_bars, box)
 
     def _at_synapses(
         self, structure: tuple[Any, Any], rows: jax.Array, columns: jax.Array

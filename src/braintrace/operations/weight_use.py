@@ -1,5 +1,5 @@
-"""Uses of weights: y = op(x, w) as the solver sees it; those of element-wise weights and
-of operations of any kind.
+"""Uses of weights: y = op(x, w) as the solver sees it. What all of them share, and the
+use by an operation of any kind.
 
 A trace has one array a component of the states that y can reach. D acts at the position
 that each element of y reaches, so every layout keeps the order of y. Letters: t steps,
@@ -23,7 +23,6 @@ from ..arrays import (
     is_complex,
     padded,
     picked,
-    sum_type,
     summed_by,
 )
 from ..compat import Equation, evaluate_equation
@@ -36,7 +35,7 @@ from ..compiled_step import (
 )
 from ..split import Split, current_split
 from .labels import NONE
-from .whole_traces import ElementwiseTrace, FullTrace
+from .whole_traces import FullTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,21 +123,12 @@ class BaseUse(ABC):
         y_bars: jax.Array,
         box: Box | None,
     ) -> jax.Array | Shares:
-        return self.gradient(fixed, steps, y_bars, box)
-
-    def _on_each_device(
-        self,
-        split: Split,
-        fixed: Operands,
-        steps: Operands,
-        y_bars: jax.Array,
-        box: Box | None,
-    ) -> jax.Array | Shares:
         """Every device runs :meth:`gradient` on its own samples, where it works for any
         number of them."""
         axes = self.sample_axes
         samples = () if axes is None else split.of_samples(self.result.shape[axes[-1]])
-        if axes is None or not samples or split.neurons:
+        is_product = self.input is not None and self.input in steps
+        if axes is None or not (is_product and samples) or split.neurons:
             return self.gradient(fixed, steps, y_bars, box)
 
         def spec(axis: int | None, leading: int) -> PartitionSpec:
@@ -341,57 +331,16 @@ def bind(
     )
 
 
+@dataclass(frozen=True, eq=False)
 class AnyUse(BaseUse):
     """An operation of any kind: gradients by reverse mode, the full influence as a
-    trace."""
+    trace. ``data``: the operand x, if y is known to be linear in it and in w."""
+
+    data: int | None = None
+
+    @property
+    def input(self) -> int | None:
+        return self.data
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return FullTrace(self, positions, shape)
-
-
-@dataclass(frozen=True, eq=False)
-class ElementwiseUse(BaseUse):
-    """A bias, gain, threshold, time constant or scalar."""
-
-    is_sum: bool = False
-
-    @property
-    def sample_axes(self) -> tuple[int | None, ...] | None:
-        """The first axis, if the weight is the same along it."""
-        first = lambda shape: shape[0] if len(shape) == len(self.result.shape) else 1
-        sizes = [first(x.shape) for x in self.operands] if self.result.shape else []
-        if not sizes or sizes[self.operand] != 1 or self.result.shape[0] == 1:
-            return None
-        return *(None if size == 1 else 0 for size in sizes), 0
-
-    def _shares(
-        self,
-        split: Split,
-        fixed: Operands,
-        steps: Operands,
-        y_bars: jax.Array,
-        box: Box | None,
-    ) -> jax.Array | Shares:
-        """ȳ · ∂y/∂w summed over steps, then over the samples of each share."""
-        is_real = not is_complex(jnp.result_type(self.weight, self.result))
-        if self.sample_axes is None or not is_real:
-            return self.gradient(fixed, steps, y_bars, box)
-        steps = {k: self._as_operand(k, x) for k, x in steps.items()}
-        dtype = sum_type(self.weight.dtype)
-        slopes = self.slopes(fixed, steps, len(y_bars)).astype(dtype)
-        bars = jnp.sum(padded(y_bars, box, self.result.shape) * slopes, axis=0)
-        return self.spread_by_share(bars.astype(dtype))
-
-    @property
-    def factorises(self) -> bool:
-        return True
-
-    @property
-    def adds(self) -> bool:
-        return self.is_sum
-
-    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
-        return ElementwiseTrace(self, positions, shape)
-
-    def shared_layout(self, shared: SharedUse) -> TraceLayout:
-        return ElementwiseTrace(shared, shared.positions, shared.sources.shape)
