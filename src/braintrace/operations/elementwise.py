@@ -18,7 +18,7 @@ from ..split import Split
 from .label_rules import elementwise_labels, elementwise_origins, nothing
 from .labels import Labels
 from .record import FAMILIES, Const, Operation, register
-from .weight_use import BaseUse, SharedUse, bind
+from .weight_use import BaseUse, bind
 from .whole_traces import WholeTrace
 
 
@@ -50,6 +50,8 @@ class ElementwiseUse(BaseUse):
     """A bias, gain, threshold, time constant or scalar."""
 
     is_sum: bool = False
+
+    shared_trace = ElementwiseTrace
 
     @property
     def sample_axes(self) -> tuple[int | None, ...] | None:
@@ -88,9 +90,6 @@ class ElementwiseUse(BaseUse):
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return ElementwiseTrace(self, positions, shape)
-
-    def shared_layout(self, shared: SharedUse) -> TraceLayout:
-        return ElementwiseTrace(shared, shared.positions, shared.sources.shape)
 
 
 def _use(eqn: Equation, operand: int, result: int, const: Const) -> ElementwiseUse:

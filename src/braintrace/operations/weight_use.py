@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,9 @@ class BaseUse(ABC):
     operand: int
     operands: tuple[jax.ShapeDtypeStruct, ...]
     result: jax.ShapeDtypeStruct
+
+    shared_trace: ClassVar[Callable[..., TraceLayout]] = FullTrace
+    """The storage of its trace where positions share elements of y."""
 
     @property
     def weight(self) -> jax.ShapeDtypeStruct:
@@ -196,10 +199,6 @@ class BaseUse(ABC):
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         """The storage of its trace."""
 
-    def shared_layout(self, shared: SharedUse) -> TraceLayout:
-        """The storage of its trace where positions share elements of y."""
-        return FullTrace(shared, shared.positions, shared.sources.shape)
-
 
 @dataclass(frozen=True, eq=False)
 class SharedUse:
@@ -311,9 +310,8 @@ class SharedUse:
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         """The storage of its trace."""
-        if isinstance(self.use, BaseUse):
-            return self.use.shared_layout(self)
-        return FullTrace(self, positions, shape)
+        kind = self.use.shared_trace if isinstance(self.use, BaseUse) else FullTrace
+        return kind(self, self.positions, self.sources.shape)
 
 
 U = TypeVar('U', bound=BaseUse)
