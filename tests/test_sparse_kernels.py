@@ -12,7 +12,7 @@ import pytest
 
 import braintrace
 from braintrace.compat import is_var
-from braintrace.operations import run_equation, sparse_weights, synapses
+from braintrace.operations import kernels, run_equation, sparse_weights, synapses
 from braintrace.program.normal import normal_form
 
 ROWS, COLUMNS, FAN, B, T = 5, 6, 3, 4, 6
@@ -308,9 +308,9 @@ def test_an_input_that_no_data_reaches(rule, shared):
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_without_numba_the_plain_operations_run(monkeypatch):
+def test_without_llvm_the_plain_operations_run(monkeypatch):
     found = gradients('d_rtrl', adapts=True)
-    monkeypatch.setattr(synapses, '_has_numba', lambda: False)
+    monkeypatch.setattr(kernels, '_has_llvm', lambda: False)
     assert not synapses.has_kernels(np.float32)
     for a, b in zip(found, gradients('d_rtrl', adapts=True), strict=True):
         np.testing.assert_allclose(a, b, **close)

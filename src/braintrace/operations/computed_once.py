@@ -8,19 +8,18 @@ pass through one that does nothing and returns its operands in the same memory.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 
 import jax
 
 from ..arrays import known_value
 from ..split import runs_on_mesh
+from . import kernels
 
 
 def computed_once(values: Sequence[jax.Array]) -> list[jax.Array]:
     """The values as arrays of their own, with the derivatives of their computation."""
-    is_one_cpu = jax.default_backend() == 'cpu' and not runs_on_mesh()
-    if not values or not is_one_cpu or importlib.util.find_spec('llvmlite') is None:
+    if not values or runs_on_mesh() or not kernels.are_available():
         return list(values)
     known = jax.lax.platform_dependent(
         *map(jax.lax.stop_gradient, values),
@@ -34,15 +33,5 @@ def _through_a_call(*values: jax.Array) -> tuple[jax.Array, ...]:
     # llvmlite is optional.
     from .kernels.native import call
 
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
-    count = len(values)
-    return tuple(
-        call(
-            f'computed_once_{count}',
-            lambda *_: None,
-            values,
-            structs,
-            in_place=count,
-            vmap_method='broadcast_all',
-        )
-    )
+    name, emit = f'computed_once_{len(values)}', lambda *_: None
+    return tuple(call(name, emit, [], [], values, vmap_method='broadcast_all'))

@@ -194,7 +194,7 @@ class ConvolutionTrace(WholeTrace):
             jax.vmap(use.patches)(steps[0])[:, :, 0],
             {s: jax.vmap(use.rows)(row)[:, :, 0] for s, row in rows.items()},
             {at: here(p) for at, p in product.items()},
-            {s: here(c) for s, c in credit.items() if s in trace},
+            {s: here(c) for s, c in credit.items()},
         )
         new = {s: e[:, None] for s, e in new.items()}
         return new, use.as_weight(total[None])

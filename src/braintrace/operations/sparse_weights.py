@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from ..arrays import cast, factors_for, padded, sum_type
 from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
 from ..split import current_split, runs_on_mesh, summed_over
+from .kernels import TYPES
 from .sparse_product import SparseProduct, multiply
 from .synapses import (
-    TYPES,
     ByColumn,
     at_synapses,
     has_kernels,
@@ -278,15 +278,14 @@ class SynapseTrace(WholeTrace):
         y_bars: jax.Array | None,
     ) -> tuple[Components, jax.Array]:
         """One visit of the trace by every device, for its own samples and synapses."""
-        use, states = self.use, set(trace)
-        at_post = self.at_result
+        use, at_post = self.use, self.at_result
         given = (
             trace,
             steps[use.product.x],
-            {s: v for s, v in rows.items() if s in states},
+            rows,
             y_bars,
-            {k: at_post(v) for k, v in product.items() if set(k) <= states},
-            {s: at_post(v) for s, v in credit.items() if s in states},
+            {k: at_post(v) for k, v in product.items()},
+            {s: at_post(v) for s, v in credit.items()},
         )
         split = current_split()
         if self._is_visited_by_row:

@@ -7,7 +7,6 @@ group.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 from ..arrays import cast, picked, sum_type
 from ..compiled_step import Components, Jacobian, Operands
 from ..split import runs_on_mesh
+from . import kernels
 
 LEAST_FOR_KERNEL = 2**11
 """Elements of a trace from which on a kernel is used."""
@@ -31,12 +31,8 @@ def has_kernel(shape: tuple[int, ...], given: Any) -> bool:
     arrays of a tree have one type, the trace is large enough, and the code that is
     traced now runs on one CPU device (also inside of
     :meth:`Split.on_each_device`)."""
-    dtypes = {x.dtype for x in jax.tree.leaves(given)}
-    fits = dtypes in ({jnp.dtype('float32')}, {jnp.dtype('float64')})
-    is_one_cpu = jax.default_backend() == 'cpu' and not runs_on_mesh()
-    is_large = math.prod(shape) >= LEAST_FOR_KERNEL
-    has_llvm = importlib.util.find_spec('llvmlite') is not None
-    return fits and is_one_cpu and is_large and has_llvm
+    fits = kernels.fit(*(x.dtype for x in jax.tree.leaves(given)))
+    return fits and math.prod(shape) >= LEAST_FOR_KERNEL and not runs_on_mesh()
 
 
 @dataclass(frozen=True, eq=False)

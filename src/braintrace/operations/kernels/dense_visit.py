@@ -175,13 +175,11 @@ def visit(
     old = list(trace.values())
     is_small = sum(e.size * e.dtype.itemsize for e in old) <= CACHES
     together = 3 if is_small else 1
-    outs = [jax.ShapeDtypeStruct(e.shape, e.dtype) for e in old]
-    outs.append(jax.ShapeDtypeStruct(old[0].shape[1:], x.dtype))
     *new, total = call(
         f'visit_{made.name}_{int(inputs_first)}{together}',
         lambda *given: _StepVisit(inputs_first, together, made, *given).emit(),
-        [x, *values, *old],
-        outs,
-        in_place=len(old),
+        [x, *values],
+        [jax.ShapeDtypeStruct(old[0].shape[1:], x.dtype)],
+        old,
     )
     return dict(zip(trace, new, strict=True)), total

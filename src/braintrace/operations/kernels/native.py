@@ -252,25 +252,28 @@ def call(
     emit: Callable[[ir.IRBuilder, list[Buffer], list[Buffer]], None],
     given: Sequence[Any],
     results: Sequence[jax.ShapeDtypeStruct],
+    in_place: Sequence[Any] = (),
     *,
-    in_place: int = 0,
     vmap_method: str = 'sequential',
 ) -> list[jax.Array]:
     """The results of a kernel; ``emit(build, operands, results)`` adds its instructions.
 
-    ``name`` says, with the types of the operands, which kernel it is. ``in_place``: so
-    many results, the first, lie where the last operands do.
+    ``name`` says, with the types of the operands, which kernel it is. ``in_place``: the
+    last operands, where the first results lie.
     """
+    given = [*given, *in_place]
     types = dict.fromkeys(x.dtype.name for x in given)
     name = '_'.join(('braintrace', name, *types))
+    same = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place]
+    results = [*same, *results]
     with _lock:
         if name not in _kept:
             _kept[name] = _registered(name, emit, (given, results))
-    first = len(given) - in_place
+    first = len(given) - len(same)
     run = jax.ffi.ffi_call(
         name,
         results,
-        input_output_aliases={first + n: n for n in range(in_place)},
+        input_output_aliases={first + n: n for n in range(len(same))},
         vmap_method=vmap_method,
     )
     return list(run(*given))

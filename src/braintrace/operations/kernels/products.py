@@ -260,7 +260,7 @@ def call_on_synapses(
     lists: Sequence[Any],
     values: Sequence[Any],
     results: Sequence[jax.ShapeDtypeStruct],
-    in_place: int = 0,
+    in_place: Sequence[Any] = (),
 ) -> list[jax.Array]:
     """The results of a kernel on synapses; ``emit(synapses, operands, results)`` adds
     its instructions. ``lists``: indices, starts and any further array of indices."""
@@ -274,4 +274,4 @@ def call_on_synapses(
         emit(Synapses(*operands[:2]), operands[2:], results)
 
     given = [*(v.astype(index) for v in lists), *values]
-    return native.call(name, on_synapses, given, results, in_place=in_place)
+    return native.call(name, on_synapses, given, results, in_place)

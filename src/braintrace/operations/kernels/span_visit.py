@@ -235,17 +235,19 @@ def visit_after_span(
     old = list(trace.values())
     steps, _, inputs = x.shape
     skips_zeros = old[0].shape[-1] >= LEAST_FOR_LISTS
-    shapes = [*(e.shape for e in old), old[0].shape[1:]]
-    lists = [(inputs,), (inputs, steps)]
-    memory = [(-(-inputs // LINE), steps, LINE), (steps, len(made.rows), _width(made))]
-    outs = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes]
-    outs += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in lists]
-    outs += [jax.ShapeDtypeStruct(shape, x.dtype) for shape in memory]
+    shape, dtype = jax.ShapeDtypeStruct, x.dtype
+    outs = [
+        shape(old[0].shape[1:], dtype),
+        shape((inputs,), jnp.int32),
+        shape((inputs, steps), jnp.int32),
+        shape((-(-inputs // LINE), steps, LINE), dtype),
+        shape((steps, len(made.rows), _width(made)), dtype),
+    ]
     found = call(
         f'visit_{made.name}_span{int(skips_zeros)}',
         lambda *given: _SpanVisit(skips_zeros, made, *given).emit(),
-        [x, *values, *old],
+        [x, *values],
         outs,
-        in_place=len(old),
+        old,
     )
     return dict(zip(trace, found, strict=False)), found[len(old)]

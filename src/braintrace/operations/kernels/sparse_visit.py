@@ -230,9 +230,7 @@ def visit_synapses(
     memory: list[jax.ShapeDtypeStruct],
 ) -> tuple[Components, jax.Array]:
     """New traces and the gradient by a kernel on synapses."""
+    outs = [jax.ShapeDtypeStruct(lists[0].shape, x.dtype), *memory]
     old = list(trace.values())
-    outs = [jax.ShapeDtypeStruct(e.shape, e.dtype) for e in old]
-    outs += [jax.ShapeDtypeStruct(lists[0].shape, x.dtype), *memory]
-    given = (lists, [x, *values, *old], outs, len(old))
-    found = call_on_synapses(name, emit, *given)
+    found = call_on_synapses(name, emit, lists, [x, *values], outs, old)
     return dict(zip(trace, found, strict=False)), found[len(old)]
