@@ -1,7 +1,7 @@
 """Operations: one record a family of primitives, one registry.
 
     record            the record of an operation, and the registry
-    labels            label arrays; label_rules, rules that several families share
+    labels            label arrays, and the rules that several families share
     elementwise, movement, reduction, gather, convolution, mixing    families
     dense             products; dense_traces, how their traces are stored and advanced
     weight_use        uses of weights; whole_traces, traces solved in one piece
@@ -19,11 +19,10 @@ A primitive of your own is treated like JAX's once it is registered with such a 
 from . import convolution, elementwise, gather, mixing, movement, reduction, sparse
 from .dense import product
 from .elementwise import ELEMENTWISE
+from .labels import Const, LabelRule
 from .mixing import MIXING
 from .record import (
     REGISTRY,
-    Const,
-    LabelRule,
     Operation,
     differentiates,
     element_numbers,

@@ -18,9 +18,8 @@ import numpy as np
 from ..arrays import cast, factors_for, padded, sum_type
 from ..compat import Equation
 from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
-from .label_rules import only, shape_of, windows
-from .labels import Labels, project
-from .record import Const, Operation, register
+from .labels import Const, Labels, only, project, shape_of, windows
+from .record import Operation, register
 from .weight_use import BaseUse, bind
 from .whole_traces import WholeTrace, has_kernel
 

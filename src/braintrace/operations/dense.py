@@ -24,8 +24,8 @@ from ..compat import Equation
 from ..compiled_step import Box, Operands, Shares, TraceLayout
 from ..split import Split, current_split, runs_on_mesh, spec_of, summed_over
 from .dense_traces import DenseTrace, SharedTrace, axes_of_mesh
-from .label_rules import AxisMap, axes, origins_along
-from .record import Const, Kernel, Operation, register
+from .labels import AxisMap, Const, axes, origins_along
+from .record import Kernel, Operation, register
 from .weight_use import BaseUse, bind
 
 

@@ -15,9 +15,8 @@ from ..compat import Equation, is_var
 from ..compiled_step import Box, Operands, Shares, TraceLayout
 from ..own_primitives import is_whole_cut
 from ..split import Split
-from .label_rules import elementwise_labels, elementwise_origins, nothing
-from .labels import Labels
-from .record import FAMILIES, Const, Operation, register
+from .labels import Const, Labels, elementwise_labels, elementwise_origins, nothing
+from .record import FAMILIES, Operation, register
 from .weight_use import BaseUse, bind
 from .whole_traces import WholeTrace
 

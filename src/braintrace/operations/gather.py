@@ -13,9 +13,8 @@ import numpy as np
 from ..arrays import cast
 from ..compat import Equation
 from ..compiled_step import Operands, TraceLayout
-from .label_rules import only, shape_of
-from .labels import NONE, Labels, gather_back, project
-from .record import Const, Operation, register
+from .labels import NONE, Const, Labels, gather_back, only, project, shape_of
+from .record import Operation, register
 from .weight_use import BaseUse, bind
 from .whole_traces import WholeTrace
 

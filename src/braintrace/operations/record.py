@@ -16,34 +16,17 @@ import numpy as np
 from ..compat import Equation, Primitive, evaluate_equation
 from ..compiled_step import Box, WeightUse
 from ..errors import three_parts
-from .labels import CONFLICT, NONE, Labels, gather_back, join
+from .labels import (
+    CONFLICT,
+    NONE,
+    Const,
+    LabelRule,
+    Labels,
+    OriginRule,
+    gather_back,
+    join,
+)
 from .weight_use import AnyUse, bind
-
-Const = Callable[[Any], np.ndarray | None]
-"""Gives the value of an operand that is constant, and None for the others."""
-
-
-class LabelRule(Protocol):
-    """Labels of an equation's operands from those of its results.
-
-    Sound if no element of an operand reaches a result element whose label differs from
-    its own. ``outs`` holds None for a result that reaches nothing.
-    """
-
-    def __call__(
-        self, eqn: Equation, outs: list[Labels], const: Const
-    ) -> list[Labels]: ...
-
-
-class OriginRule(Protocol):
-    """For every element of each result, the one element of an operand it comes from.
-
-    NONE where it comes from none; None if some element comes from several.
-    """
-
-    def __call__(
-        self, eqn: Equation, operand: int, const: Const
-    ) -> list[np.ndarray] | None: ...
 
 
 class Kernel(NamedTuple):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..compat import Equation, is_differentiable
-from .label_rules import mixing_labels
-from .record import Const, Operation, UseRule, register
+from .labels import Const, mixing_labels
+from .record import Operation, UseRule, register
 from .sparse_product import SparseProduct, multiply
 from .sparse_weights import OneWeightUse, SynapseUse
 from .synapses import has_kernels
