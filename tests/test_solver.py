@@ -21,7 +21,7 @@ from braintrace.compiled_step import (
     Values,
 )
 from braintrace.operations.dense import Axes, DenseUse
-from braintrace.operations.elementwise import ElementwiseUse
+from braintrace.operations.weight_use import ElementwiseUse
 from braintrace.solver import (
     BlockSolver,
     Factorised,

@@ -1,94 +1,17 @@
 """Element-wise operations: element e of every operand reaches element e of the
-result. Letters: t steps, y elements of the result, w elements of the weight."""
+result."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import cast, is_complex, padded, sum_type
 from ..compat import Equation, is_var
-from ..compiled_step import Box, Operands, Shares, TraceLayout
 from ..own_primitives import is_whole_cut
-from ..split import Split
 from .labels import Const, Labels, elementwise_labels, elementwise_origins, nothing
 from .record import FAMILIES, Operation, register
-from .weight_use import BaseUse, bind
-from .whole_traces import WholeTrace
-
-
-@dataclass(frozen=True, eq=False)
-class ElementwiseTrace(WholeTrace):
-    """(y,): a weight meets each element of y by itself, broadcast or not."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.use.result.shape
-
-    def plus(
-        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
-    ) -> jax.Array:
-        slopes = self.use.slopes(fixed, steps, len(rows))
-        return trace + jnp.sum(
-            cast(rows * slopes.astype(rows.dtype), trace.dtype), axis=0
-        )
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.at_result(factor) * trace
-
-    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
-        return self.use.spread(self.scaled(trace, credit))
-
-
-@dataclass(frozen=True, eq=False)
-class ElementwiseUse(BaseUse):
-    """A bias, gain, threshold, time constant or scalar."""
-
-    is_sum: bool = False
-
-    shared_trace = ElementwiseTrace
-
-    @property
-    def sample_axes(self) -> tuple[int | None, ...] | None:
-        """The first axis, if the weight is the same along it."""
-        first = lambda shape: shape[0] if len(shape) == len(self.result.shape) else 1
-        sizes = [first(x.shape) for x in self.operands] if self.result.shape else []
-        if not sizes or sizes[self.operand] != 1 or self.result.shape[0] == 1:
-            return None
-        return *(None if size == 1 else 0 for size in sizes), 0
-
-    def _shares(
-        self,
-        split: Split,
-        fixed: Operands,
-        steps: Operands,
-        y_bars: jax.Array,
-        box: Box | None,
-    ) -> jax.Array | Shares:
-        """ȳ · ∂y/∂w summed over steps, then over the samples of each share."""
-        is_real = not is_complex(jnp.result_type(self.weight, self.result))
-        if self.sample_axes is None or not is_real:
-            return self.gradient(fixed, steps, y_bars, box)
-        steps = {k: self._as_operand(k, x) for k, x in steps.items()}
-        dtype = sum_type(self.weight.dtype)
-        slopes = self.slopes(fixed, steps, len(y_bars)).astype(dtype)
-        bars = jnp.sum(padded(y_bars, box, self.result.shape) * slopes, axis=0)
-        return self.spread_by_share(bars.astype(dtype))
-
-    @property
-    def factorises(self) -> bool:
-        return True
-
-    @property
-    def adds(self) -> bool:
-        return self.is_sum
-
-    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
-        return ElementwiseTrace(self, positions, shape)
+from .weight_use import ElementwiseUse, bind
 
 
 def _use(eqn: Equation, operand: int, result: int, const: Const) -> ElementwiseUse:

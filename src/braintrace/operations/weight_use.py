@@ -1,5 +1,5 @@
-"""Uses of weights: y = op(x, w) as the solver sees it. What all of them share, and the
-use by an operation of any kind.
+"""Uses of weights: y = op(x, w) as the solver sees it; those of element-wise weights and
+of operations of any kind.
 
 A trace has one array a component of the states that y can reach. D acts at the position
 that each element of y reaches, so every layout keeps the order of y. Letters: t steps,
@@ -23,6 +23,7 @@ from ..arrays import (
     is_complex,
     padded,
     picked,
+    sum_type,
     summed_by,
 )
 from ..compat import Equation, evaluate_equation
@@ -35,7 +36,7 @@ from ..compiled_step import (
 )
 from ..split import Split, current_split
 from .labels import NONE
-from .whole_traces import FullTrace
+from .whole_traces import ElementwiseTrace, FullTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -342,3 +343,50 @@ class AnyUse(BaseUse):
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return FullTrace(self, positions, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class ElementwiseUse(BaseUse):
+    """A bias, gain, threshold, time constant or scalar."""
+
+    is_sum: bool = False
+
+    shared_trace = ElementwiseTrace
+
+    @property
+    def sample_axes(self) -> tuple[int | None, ...] | None:
+        """The first axis, if the weight is the same along it."""
+        first = lambda shape: shape[0] if len(shape) == len(self.result.shape) else 1
+        sizes = [first(x.shape) for x in self.operands] if self.result.shape else []
+        if not sizes or sizes[self.operand] != 1 or self.result.shape[0] == 1:
+            return None
+        return *(None if size == 1 else 0 for size in sizes), 0
+
+    def _shares(
+        self,
+        split: Split,
+        fixed: Operands,
+        steps: Operands,
+        y_bars: jax.Array,
+        box: Box | None,
+    ) -> jax.Array | Shares:
+        """ȳ · ∂y/∂w summed over steps, then over the samples of each share."""
+        is_real = not is_complex(jnp.result_type(self.weight, self.result))
+        if self.sample_axes is None or not is_real:
+            return self.gradient(fixed, steps, y_bars, box)
+        steps = {k: self._as_operand(k, x) for k, x in steps.items()}
+        dtype = sum_type(self.weight.dtype)
+        slopes = self.slopes(fixed, steps, len(y_bars)).astype(dtype)
+        bars = jnp.sum(padded(y_bars, box, self.result.shape) * slopes, axis=0)
+        return self.spread_by_share(bars.astype(dtype))
+
+    @property
+    def factorises(self) -> bool:
+        return True
+
+    @property
+    def adds(self) -> bool:
+        return self.is_sum
+
+    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
+        return ElementwiseTrace(self, positions, shape)

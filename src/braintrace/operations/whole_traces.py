@@ -1,5 +1,5 @@
-"""Traces that are solved in one piece, all samples together. What all of them share,
-and the trace of an operation of any kind.
+"""Traces that are solved in one piece, all samples together: those of element-wise
+weights and of operations of any kind.
 
 Letters: t steps, y elements of the result, w elements of the weight, p positions of the
 group.
@@ -31,8 +31,9 @@ def has_kernel(shape: tuple[int, ...], given: Any) -> bool:
     arrays of a tree have one type, the trace is large enough, and the code that is
     traced now runs on one CPU device (also inside of
     :meth:`Split.on_each_device`)."""
-    fits = kernels.fit(*(x.dtype for x in jax.tree.leaves(given)))
-    return fits and math.prod(shape) >= LEAST_FOR_KERNEL and not runs_on_mesh()
+    if math.prod(shape) < LEAST_FOR_KERNEL or runs_on_mesh():
+        return False
+    return kernels.fit(*(x.dtype for x in jax.tree.leaves(given)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,3 +125,26 @@ class FullTrace(WholeTrace):
 
     def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
         return jnp.einsum('p,p...->...', credit.reshape(-1), trace)
+
+
+@dataclass(frozen=True, eq=False)
+class ElementwiseTrace(WholeTrace):
+    """(y,): a weight meets each element of y by itself, broadcast or not."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.use.result.shape
+
+    def plus(
+        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
+    ) -> jax.Array:
+        slopes = self.use.slopes(fixed, steps, len(rows))
+        return trace + jnp.sum(
+            cast(rows * slopes.astype(rows.dtype), trace.dtype), axis=0
+        )
+
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return self.at_result(factor) * trace
+
+    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
+        return self.use.spread(self.scaled(trace, credit))
