@@ -159,9 +159,6 @@ class EmbeddingTrace(WholeTrace):
             indices = jnp.broadcast_to(fixed[1], (len(rows), *fixed[1].shape))
         return jax.lax.scan(step, trace, (rows, indices))[0]
 
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.at_result(factor) * trace
-
     def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
         samples = tuple(range(1, trace.ndim - len(self.use.weight.shape) + 1))
         return jnp.sum(self.scaled(trace, credit), axis=samples)

@@ -434,8 +434,5 @@ class OneWeightTrace(WholeTrace):
         u = use.unit(fixed, steps, use.product.data(xs, xs.dtype))
         return trace + cast(jnp.sum(rows * u, axis=0), trace.dtype)
 
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.at_result(factor) * trace
-
     def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
         return jnp.sum(self.scaled(trace, credit)).reshape(self.use.weight.shape)

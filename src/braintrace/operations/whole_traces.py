@@ -58,9 +58,9 @@ class WholeTrace(ABC):
     ) -> jax.Array:
         """A component's trace with Σ_t P_t ∂h_t/∂w added."""
 
-    @abstractmethod
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        """A component's trace times one factor a position."""
+        """A component's trace times one factor a position; its last axes are y."""
+        return self.at_result(factor) * trace
 
     @abstractmethod
     def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
@@ -142,9 +142,6 @@ class ElementwiseTrace(WholeTrace):
         return trace + jnp.sum(
             cast(rows * slopes.astype(rows.dtype), trace.dtype), axis=0
         )
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.at_result(factor) * trace
 
     def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
         return self.use.spread(self.scaled(trace, credit))

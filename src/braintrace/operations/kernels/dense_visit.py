@@ -67,7 +67,7 @@ class DenseVisit(ABC):
     def emit(self) -> None:
         """All samples; the gradient of the first is stored, those of others added."""
         self._sample(word(0), True)
-        with loop(self.build, word(1), self.samples, 1) as n:
+        with loop(self.build, 1, self.samples, 1) as n:
             self._sample(n, False)
 
     @abstractmethod

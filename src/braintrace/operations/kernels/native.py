@@ -45,9 +45,9 @@ _lock = threading.Lock()
 # ---------------------------------------------------------------- memory
 
 
-def word(number: int) -> ir.Constant:
-    """A number as a word."""
-    return ir.Constant(WORD, number)
+def word(number: Any) -> Any:
+    """A number of Python as a word; words stay what they are."""
+    return ir.Constant(WORD, number) if isinstance(number, int) else number
 
 
 def word_at(build: ir.IRBuilder, words: Any, index: int) -> Any:
@@ -110,9 +110,9 @@ class Buffer:
 def place(build: ir.IRBuilder, row: Any, *sizes: Any) -> Any:
     """The number of an entry in memory: of an array (_, width) at (row, column) for
     ``sizes`` width, column; further axes follow likewise."""
-    at = row
+    at = word(row)
     for width, index in zip(sizes[::2], sizes[1::2], strict=True):
-        at = build.add(build.mul(at, width), index)
+        at = build.add(build.mul(at, word(width)), word(index))
     return at
 
 
@@ -180,9 +180,9 @@ def loop(build: ir.IRBuilder, start: Any, stop: Any, step: int) -> Iterator[Any]
     build.branch(head)
     build.position_at_end(head)
     at = build.phi(WORD)
-    at.add_incoming(start, before)
+    at.add_incoming(word(start), before)
     end = build.add(at, word(step))
-    build.cbranch(build.icmp_signed('<=', end, stop), body, after)
+    build.cbranch(build.icmp_signed('<=', end, word(stop)), body, after)
     build.position_at_end(body)
     yield at
     at.add_incoming(end, build.block)
@@ -237,7 +237,7 @@ def parts(
 ) -> Iterator[tuple[Any, int]]:
     """Instructions inside run for every part of the numbers from 0 to stop: where it
     starts, and how many there are, one of ``sizes``, the largest that fits."""
-    done = word(0)
+    done: Any = 0
     for size in sizes:
         with loop(build, done, stop, size) as at:
             yield at, size

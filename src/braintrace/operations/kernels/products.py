@@ -30,7 +30,6 @@ from .native import (
     BIT,
     WORD,
     Buffer,
-    Running,
     add_up,
     differs_from_zero,
     loop,
@@ -40,6 +39,7 @@ from .native import (
     repeated,
     rest_of,
     running,
+    running_all,
     word,
     zeros,
 )
@@ -88,51 +88,40 @@ class Synapses:
         return build.icmp_signed('>', entries, word(NEAR // width))
 
     def synapses(
-        self, row: Any, is_far: Any, values: Buffer, k: Any, size: int
-    ) -> Iterator[Any]:
-        """Instructions inside run for every synapse of a row."""
+        self,
+        row: Any,
+        is_far: Any,
+        values: Buffer,
+        k: Any,
+        size: int,
+        zero: Any = None,
+    ) -> Iterator[tuple[Any, Any]]:
+        """Instructions inside run for every synapse of a row; with ``zero`` they add to
+        a running sum, which starts from it."""
         build = self.build
         first, stop = self.of_row(row)
+        start = {} if zero is None else {0: zero}
+        ends = []
         with build.if_else(is_far) as (far, near):
-            with far, loop(build, first, stop, 1) as e:
-                self.prefetch(values, e, k, size)
-                yield e
+            with far:
+                with running_all(build, first, stop, 1, start) as (e, found):
+                    self.prefetch(values, e, k, size)
+                    yield e, found.get(0)
+                ends.append(({n: x.value for n, x in found.items()}, build.block))
             with near:
                 done = first
                 for count in (TOGETHER, 1):
-                    with loop(build, done, stop, count) as e:
+                    with running_all(build, done, stop, count, start) as (e, found):
                         for n in range(count):
-                            yield build.add(e, word(n))
+                            yield build.add(e, word(n)), found.get(0)
+                    start = {n: x.value for n, x in found.items()}
                     several_ = rest_of(build, build.sub(stop, first), count)
                     done = build.add(first, several_)
-
-    def sums(
-        self, row: Any, is_far: Any, values: Buffer, k: Any, size: int
-    ) -> Iterator[tuple[Any, Running]]:
-        """The same with a sum of ``size`` numbers, which instructions inside add to."""
-        build = self.build
-        zero = zeros(values.number, size)
-        first, stop = self.of_row(row)
-        found = []
-        with build.if_else(is_far) as (far, near):
-            with far:
-                with running(build, first, stop, 1, zero) as (e, total):
-                    self.prefetch(values, e, k, size)
-                    yield e, total
-                found.append((total.value, build.block))
-            with near:
-                done, value = first, zero
-                for count in (TOGETHER, 1):
-                    with running(build, done, stop, count, value) as (e, total):
-                        for n in range(count):
-                            yield build.add(e, word(n)), total
-                    value = total.value
-                    several_ = rest_of(build, build.sub(stop, first), count)
-                    done = build.add(first, several_)
-                found.append((value, build.block))
-        total.value = build.phi(zero.type)
-        for value, block in found:
-            total.value.add_incoming(value, block)
+                ends.append((start, build.block))
+        for name, total in found.items():
+            total.value = build.phi(total.value.type)
+            for reached, block in ends:
+                total.value.add_incoming(reached[name], block)
 
     def prefetch(self, values: Buffer, e: Any, k: Any, size: int) -> None:
         """Ask for entries of the column of a synapse that will soon be taken."""
@@ -164,11 +153,11 @@ def _to_columns(made: Synapses, given: list[Buffer], y: Buffer) -> None:
     samples, is_far = x.size(1), made.is_far(y)
     for k, size in parts(build, build.mul(y.size(0), samples), WIDTHS):
         y.store(zeros(y.number, size), k, size)
-    with loop(build, word(0), made.rows, 1) as row:
+    with loop(build, 0, made.rows, 1) as row:
         for k, size in parts(build, samples, WIDTHS):
             value = x.load(place(build, row, samples, k), size)
             with build.if_then(_is_live(build, value)):
-                for e in made.synapses(row, is_far, y, k, size):
+                for e, _ in made.synapses(row, is_far, y, k, size):
                     at = place(build, made.column(e), samples, k)
                     old, weight = y.load(at, size), weights.of(e, size)
                     y.store(plus(build, old, weight, value), at, size)
@@ -177,10 +166,11 @@ def _to_columns(made: Synapses, given: list[Buffer], y: Buffer) -> None:
 def _to_rows(made: Synapses, given: list[Buffer], y: Buffer) -> None:
     build, weights, x = made.build, Weights(given[0]), given[1]
     samples, is_far = x.size(1), made.is_far(x)
-    with loop(build, word(0), made.rows, 1) as row:
+    with loop(build, 0, made.rows, 1) as row:
         for k, size in parts(build, samples, WIDTHS):
             total: Any = None
-            for e, total in made.sums(row, is_far, x, k, size):
+            zero = zeros(y.number, size)
+            for e, total in made.synapses(row, is_far, x, k, size, zero):
                 value = x.load(place(build, made.column(e), samples, k), size)
                 total.value = plus(build, total.value, weights.of(e, size), value)
             y.store(total.value, place(build, row, samples, k), size)
@@ -190,11 +180,11 @@ def _at_synapses(made: Synapses, given: list[Buffer], out: Buffer) -> None:
     build = made.build
     rows, columns = given
     length, is_far = rows.size(1), made.is_far(columns)
-    with loop(build, word(0), made.rows, 1) as row:
+    with loop(build, 0, made.rows, 1) as row:
         either = build.if_else(_is_any_live(rows, row))
         with either as (live, silent):
             with live:
-                for e in made.synapses(row, is_far, columns, word(0), WIDTHS[0]):
+                for e, _ in made.synapses(row, is_far, columns, word(0), WIDTHS[0]):
                     found = _product(rows, row, columns, made.column(e), length)
                     out.store(found, e, 1)
             with silent, loop(build, *made.of_row(row), 1) as e:

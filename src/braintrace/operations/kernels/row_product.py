@@ -36,7 +36,7 @@ class _ToRows:
         build = self.build
         for x in readers(self.x, self.words, self.numbers):
             for first, count in self.tile.parts():
-                with loop(build, word(0), word(count), 1) as n:
+                with loop(build, 0, count, 1) as n:
                     self._row(x, build.add(first, n), n)
                 self.tile.write(self.y, first, count)
 

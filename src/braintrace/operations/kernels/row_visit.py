@@ -44,7 +44,7 @@ class _VisitByRow(SparseVisit):
         build, synapses = self.build, self.synapses
         x = Numbers(self.x, self.samples)
         with (
-            loop(build, word(0), synapses.rows, 1) as row,
+            loop(build, 0, synapses.rows, 1) as row,
             loop(build, *synapses.of_row(row), 1) as e,
         ):
             self._ask_for_column(e)

@@ -83,7 +83,7 @@ class _SpanVisit(DenseVisit):
         build = self.build
         for c, size in parts(build, self.inputs, (LINE, 1)):
             begin = self._place_of(c)
-            with loop(build, word(0), self.steps, 1) as t:
+            with loop(build, 0, self.steps, 1) as t:
                 at = place(build, t, self.samples, n, self.inputs, c)
                 self.lines.store(self.x.load(at, size), self._after(begin, t), size)
         if not self.skips_zeros:
@@ -92,7 +92,7 @@ class _SpanVisit(DenseVisit):
             self._is_dense_at_first(), rest_of(build, self.inputs, TOGETHER), word(0)
         )
         # The inputs before it count as if they were never zero.
-        with loop(build, word(0), first_listed, 1) as c:
+        with loop(build, 0, first_listed, 1) as c:
             self.counts.store(build.trunc(self.steps, SMALL), c, 1)
         with loop(build, first_listed, self.inputs, 1) as c:
             self._list_one_input(c)
@@ -101,7 +101,7 @@ class _SpanVisit(DenseVisit):
         """Whether most inputs differ from zero at the first step. Then they do so at
         most steps as a rule, and lists would take longer than they save."""
         build = self.build
-        with running(build, word(0), self.inputs, 1, word(0)) as (c, count):
+        with running(build, 0, self.inputs, 1, word(0)) as (c, count):
             differs = differs_from_zero(build, self.lines.load(self._place_of(c), 1))
             count.value = build.add(count.value, build.zext(differs, WORD))
         twice = build.mul(count.value, word(2))
@@ -110,7 +110,7 @@ class _SpanVisit(DenseVisit):
     def _list_one_input(self, c: Any) -> None:
         build = self.build
         begin = self._place_of(c)
-        with running(build, word(0), self.steps, 1, word(0)) as (t, count):
+        with running(build, 0, self.steps, 1, word(0)) as (t, count):
             value = self.lines.load(self._after(begin, t), 1)
             # The next one is written over it if this one is zero.
             at = place(build, c, self.steps, count.value)
@@ -124,20 +124,20 @@ class _SpanVisit(DenseVisit):
         beside each other, then come their steps."""
         build = self.build
         line = build.mul(build.udiv(c, word(LINE)), self.steps)
-        return place(build, line, word(LINE), build.urem(c, word(LINE)))
+        return place(build, line, LINE, build.urem(c, word(LINE)))
 
     def _after(self, begin: Any, t: Any) -> Any:
-        return place(self.build, t, word(LINE), begin)
+        return place(self.build, t, LINE, begin)
 
     # ------------------------------------------------------------ 2. sums
 
     def _copy_rows(self, n: Any, f: Any, size: int) -> None:
         """Rows of all steps and components, ``size`` outputs from f on: (t, s, f)."""
         build, rows = self.build, self.made.rows
-        with loop(build, word(0), self.steps, 1) as t:
+        with loop(build, 0, self.steps, 1) as t:
             at = place(build, t, self.samples, n, self.outputs, f)
             for m, s in enumerate(rows):
-                to = place(build, t, word(len(rows) * size), word(m * size))
+                to = place(build, t, len(rows) * size, m * size)
                 self.copied.store(self.values['row', s].load(at, size), to, size)
 
     def _visit_inputs(self, n: Any, f: Any, size: int, first: bool) -> None:
@@ -150,7 +150,7 @@ class _SpanVisit(DenseVisit):
             for c, count in parts(build, self.inputs, (TOGETHER, 1)):
                 self._some_inputs(n, c, count, *given)
             return
-        with loop(build, word(0), self.inputs, TOGETHER) as c:
+        with loop(build, 0, self.inputs, TOGETHER) as c:
             branches = build.if_else(self._are_dense(c))
             with branches as (dense, sparse):
                 with dense:
@@ -198,7 +198,7 @@ class _SpanVisit(DenseVisit):
         by_list = count == 1 and self.skips_zeros
         if by_list:
             total = build.zext(self.counts.load(c, 1), WORD)
-        with running_all(build, word(0), total, 1, new) as (entry, sums):
+        with running_all(build, 0, total, 1, new) as (entry, sums):
             # Several inputs take part in every step.
             t = entry
             if by_list:
@@ -206,7 +206,7 @@ class _SpanVisit(DenseVisit):
                 t = build.zext(listed, WORD)
             found = {}
             for m, s in enumerate(rows):
-                at = place(build, t, word(len(rows) * size), word(m * size))
+                at = place(build, t, len(rows) * size, m * size)
                 found[s] = self.copied.load(at, size)
             for k, begin in enumerate(begins):
                 x = self.lines.load(self._after(begin, t), 1)

@@ -113,7 +113,7 @@ class SparseVisit(ABC):
             sums['row', s] = value
         if made.of_steps:
             added = {name: sums[name] for name in made.of_steps}
-            with running_all(build, word(0), steps, 1, added) as (t, found):
+            with running_all(build, 0, steps, 1, added) as (t, found):
                 now = x.at(pre, t, k, size)
                 for name, total in found.items():
                     total.value = x.plus(total.value, read(name, t), now)
@@ -160,7 +160,7 @@ class _VisitByPost(SparseVisit):
     def _synapses(self, x: SpikeBits | Numbers, first: Any, count: int) -> None:
         """Those of ``count`` neurons, whose values are in the tile."""
         build, synapses = self.build, self.synapses
-        with loop(build, word(0), word(count), 1) as n:
+        with loop(build, 0, count, 1) as n:
             line = build.mul(n, self.tile.width)
 
             def of_post(k: Any, size: int, line: Any = line) -> Reader:

@@ -93,8 +93,8 @@ class SpikeBits:
         for n, count in parts(build, self.neurons, (TOGETHER, 1)):
             with (
                 build.if_then(is_good()),
-                loop(build, word(0), self.steps, 1) as t,
-                loop(build, word(0), self.of_step, 1) as w,
+                loop(build, 0, self.steps, 1) as t,
+                loop(build, 0, self.of_step, 1) as w,
             ):
                 self._write_words(n, t, w, count, wrong)
         return is_good()
@@ -110,7 +110,7 @@ class SpikeBits:
         size = build.select(is_whole, word(BITS), left)
         start = place(build, t, self.samples, first)
         names = {'bits': none, 'wrong': none}
-        with running_all(build, word(0), size, 1, names) as (k, found):
+        with running_all(build, 0, size, 1, names) as (k, found):
             at = place(build, build.add(start, k), self.neurons, n)
             value = self.x.load(at, count)
             fires = differs_from_zero(build, value)  # as does NaN

@@ -54,7 +54,7 @@ class Transpose:
         sides = (self.rows, self.columns) if is_tall else (self.columns, self.rows)
         long, short = sides
         for i, count in parts(build, long, (2 * SIDE, SIDE)):
-            with loop(build, word(0), short, SIDE) as j:
+            with loop(build, 0, short, SIDE) as j:
                 for n in range(0, count, SIDE):
                     at = build.add(i, word(n))
                     self._square(*((at, j) if is_tall else (j, at)))
@@ -84,7 +84,7 @@ def turn_square(
     ``start`` and ``to`` are where the squares begin, strides lie between their lines.
     """
     build = x.build
-    lines = [x.load(place(build, word(n), x_stride, start), SIDE) for n in range(SIDE)]
+    lines = [x.load(place(build, n, x_stride, start), SIDE) for n in range(SIDE)]
     # Three rounds swap the quarters of the square, then those of each quarter, ...
     width = SIDE // 2
     while width:
@@ -95,7 +95,7 @@ def turn_square(
                 lines[n + width] = shuffled(build, *pair, _in_turn(width, width))
         width //= 2
     for n, line in enumerate(lines):
-        y.store(line, place(build, word(n), y_stride, to), SIDE)
+        y.store(line, place(build, n, y_stride, to), SIDE)
 
 
 def _in_turn(width: int, start: int) -> list[int]:
@@ -146,15 +146,15 @@ class Tile:
 
         if count == TILE:
             with (
-                loop(build, word(0), length, SIDE) as m,
-                loop(build, word(0), word(TILE), SIDE) as n,
+                loop(build, 0, length, SIDE) as m,
+                loop(build, 0, TILE, SIDE) as n,
             ):
                 (x, start, x_stride), (y, to, y_stride) = sides(m, n)
                 turn_square(x, start, x_stride, y, to, y_stride)
             done = rest_of(build, length, SIDE)
         with (
             loop(build, done, length, 1) as m,
-            loop(build, word(0), word(count), 1) as n,
+            loop(build, 0, count, 1) as n,
         ):
             (x, start, _), (y, to, _) = sides(m, n)
             y.store(x.load(start, 1), to, 1)
