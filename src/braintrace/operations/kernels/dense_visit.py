@@ -14,11 +14,10 @@ after the other is read faster.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import jax
-from llvmlite import ir
 
 from ...compiled_step import Components, Jacobian
 from .native import (
@@ -33,7 +32,7 @@ from .native import (
     several,
     word,
 )
-from .trace_parts import TraceParts, sum_of
+from .trace_parts import TraceParts, Visit, sum_of
 
 WIDTHS = (32, 8, 1)
 """Numbers of a row that are taken together: the most that fit."""
@@ -41,28 +40,13 @@ CACHES = 2**24
 """Bytes that stay in the caches of a processor from step to step."""
 
 
-class DenseVisit(ABC):
-    """What visits of dense traces share.
+class DenseVisit(Visit):
+    """What visits of dense traces share."""
 
-    Operands: x, values of the results, old traces; results: new traces, which lie where
-    the old ones do, the gradient, and memory.
-    """
-
-    def __init__(
-        self,
-        made: TraceParts,
-        build: ir.IRBuilder,
-        operands: list[Buffer],
-        results: list[Buffer],
-    ):
-        self.made, self.build = made, build
-        count = len(made.components)
-        self.x, *values = operands[:-count]
-        self.number = self.x.number
-        self.values = made.named(values)
-        self.traces = dict(zip(made.components, results[:count], strict=True))
-        self.gradient, *self.memory = results[count:]
-        self.samples, self.rows, self.width = (results[0].size(n) for n in range(3))
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        first = next(iter(self.traces.values()))
+        self.samples, self.rows, self.width = (first.size(n) for n in range(3))
 
     def emit(self) -> None:
         """All samples; the gradient of the first is stored, those of others added."""

@@ -19,7 +19,6 @@ zeros are not added, whatever they hold.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -42,39 +41,21 @@ from .native import (
 )
 from .products import WIDTH, WIDTHS, Synapses, call_on_synapses
 from .spike_bits import Numbers, SpikeBits, memory_for, readers
-from .trace_parts import Name, TraceParts, sum_of
+from .trace_parts import Name, TraceParts, Visit, sum_of
 from .transpose import TILE, Tile
 
 Reader = Callable[[Name, Any], Any]
 """(name, t): samples of a value of the neuron ``post`` at a step."""
 
 
-class SparseVisit(ABC):
-    """What visits of sparse traces share.
-
-    Operands: x, values of the results, old traces; results: new traces, which lie where
-    the old ones do, the gradient, and memory.
-    """
+class SparseVisit(Visit):
+    """What visits of sparse traces share."""
 
     samples: Any
 
-    def __init__(
-        self,
-        made: TraceParts,
-        synapses: Synapses,
-        operands: list[Buffer],
-        results: list[Buffer],
-    ):
-        self.made, self.synapses, self.build = made, synapses, synapses.build
-        count = len(made.components)
-        self.x, *values = operands[:-count]
-        self.values = made.named(values)
-        self.traces = dict(zip(made.components, results[:count], strict=True))
-        self.gradient, *self.memory = results[count:]
-
-    @abstractmethod
-    def emit(self) -> None:
-        """All synapses."""
+    def __init__(self, made: TraceParts, synapses: Synapses, *buffers: list[Buffer]):
+        super().__init__(made, synapses.build, *buffers)
+        self.synapses = synapses
 
     def _synapse(
         self,
@@ -87,7 +68,7 @@ class SparseVisit(ABC):
         """The synapse whose trace is entry e; ``pre``: where x of its neuron begins;
         ``of_post(k, size)``: values of its ``post``."""
         build = self.build
-        total, done = zeros(self.x.number, WIDTH), word(0)
+        total, done = zeros(self.number, WIDTH), word(0)
         for size in WIDTHS:
             with running(build, done, self.samples, size, total) as (k, found):
                 at = place(build, e, self.samples, k)
@@ -106,7 +87,7 @@ class SparseVisit(ABC):
         read = of_post(k, size)
         values = {name: read(name, word(0)) for name in made.of_block}
         old = {s: trace.load(at, size) for s, trace in self.traces.items()}
-        kind = several(self.x.number, size)
+        kind = several(self.number, size)
         credited = sum_of(build, made.credited(values, old), kind)
         sums: dict[Name, Any] = {('y_bar',): credited}
         for s, value in made.moved(build, values, old).items():
@@ -124,11 +105,9 @@ class SparseVisit(ABC):
 
     def _narrowed(self, value: Any) -> Any:
         """The sum of a vector as that of ``WIDTH`` numbers."""
-        number = self.x.number
-        if value.type == number:
-            first = SMALL(0)
-            return self.build.insert_element(zeros(number, WIDTH), value, first)
-        return add_up(self.build, value, WIDTH)
+        if value.type != self.number:
+            return add_up(self.build, value, WIDTH)
+        return self.build.insert_element(zeros(self.number, WIDTH), value, SMALL(0))
 
 
 class _VisitByPost(SparseVisit):

@@ -9,6 +9,7 @@ results by name:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -93,6 +94,33 @@ class TraceParts(NamedTuple):
     ) -> list[tuple[Any, Any]]:
         """The factors of the terms of Σ_s credit_s ε_s."""
         return [(values['credit', s], old[s]) for s in self.credits]
+
+
+class Visit(ABC):
+    """The instructions of a visit: the arrays that all kinds have.
+
+    Operands: x, values of the results, old traces; results: new traces, which lie where
+    the old ones do, the gradient, and memory.
+    """
+
+    def __init__(
+        self,
+        made: TraceParts,
+        build: ir.IRBuilder,
+        operands: list[Buffer],
+        results: list[Buffer],
+    ):
+        self.made, self.build = made, build
+        count = len(made.components)
+        self.x, *values = operands[:-count]
+        self.number = self.x.number
+        self.values = made.named(values)
+        self.traces = dict(zip(made.components, results[:count], strict=True))
+        self.gradient, *self.memory = results[count:]
+
+    @abstractmethod
+    def emit(self) -> None:
+        """Add the instructions."""
 
 
 def sum_of(build: ir.IRBuilder, pairs: Sequence[tuple[Any, Any]], kind: Any) -> Any:
