@@ -65,6 +65,11 @@ class _Cell(brainstate.nn.RNNCell):
     def _build(self, linear: Layer) -> None:
         pass
 
+    def _of_both(self, linear: Layer, count: int) -> list[Linear]:
+        """Layers that map [x, h] to the units."""
+        inputs = self.num_in + self.num_out
+        return [linear(inputs, self.num_out) for _ in range(count)]
+
     @property
     def state_size(self) -> Any:
         """The shape of each state, without the batch."""
@@ -115,9 +120,7 @@ class GRUCell(_Cell):
     activation(Wh [x, r h])``."""
 
     def _build(self, linear: Layer) -> None:
-        self.Wz = linear(self.num_in + self.num_out, self.num_out)
-        self.Wr = linear(self.num_in + self.num_out, self.num_out)
-        self.Wh = linear(self.num_in + self.num_out, self.num_out)
+        self.Wz, self.Wr, self.Wh = self._of_both(linear, 3)
 
     def update(self, x: ArrayLike) -> ops.Result:
         h = self.h.value
@@ -132,8 +135,7 @@ class MGUCell(_Cell):
     [x, f h])``."""
 
     def _build(self, linear: Layer) -> None:
-        self.Wf = linear(self.num_in + self.num_out, self.num_out)
-        self.Wh = linear(self.num_in + self.num_out, self.num_out)
+        self.Wf, self.Wh = self._of_both(linear, 2)
 
     def update(self, x: ArrayLike) -> ops.Result:
         h = self.h.value
@@ -151,8 +153,7 @@ class LSTMCell(_Cell):
     usual_w_init = init.XavierNormal()
 
     def _build(self, linear: Layer) -> None:
-        gates = [linear(self.num_in + self.num_out, self.num_out) for _ in range(4)]
-        self.Wi, self.Wg, self.Wf, self.Wo = gates
+        self.Wi, self.Wg, self.Wf, self.Wo = self._of_both(linear, 4)
 
     def update(self, x: ArrayLike) -> ops.Result:
         joined = _join(x, self.h.value)
@@ -190,8 +191,7 @@ class URLSTMCell(_Cell):
 
     def _build(self, linear: Layer) -> None:
         n = self.num_out
-        gates = [linear(self.num_in + n, n) for _ in range(4)]
-        self.Wu, self.Wf, self.Wr, self.Wo = gates
+        self.Wu, self.Wf, self.Wr, self.Wo = self._of_both(linear, 4)
         self.bias = brainstate.ParamState(
             jax.scipy.special.logit(brainstate.random.uniform(1 / n, 1 - 1 / n, (n,)))
         )
@@ -287,8 +287,7 @@ class MiniLSTM(_Minimal):
 
     def _build(self, linear: Layer) -> None:
         self.W_x = linear(self.num_in, self.num_out)
-        self.W_f = linear(self.num_in + self.num_out, self.num_out)
-        self.W_i = linear(self.num_in + self.num_out, self.num_out)
+        self.W_f, self.W_i = self._of_both(linear, 2)
 
     def update(self, x: ArrayLike) -> ops.Result:
         h = self.h.value
@@ -306,8 +305,7 @@ class CFNCell(_Cell):
     """
 
     def _build(self, linear: Layer) -> None:
-        self.Wf = linear(self.num_in + self.num_out, self.num_out)
-        self.Wi = linear(self.num_in + self.num_out, self.num_out)
+        self.Wf, self.Wi = self._of_both(linear, 2)
         self.Wh = linear(self.num_in, self.num_out)
 
     def update(self, x: ArrayLike) -> ops.Result:
