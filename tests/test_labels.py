@@ -24,8 +24,7 @@ from braintrace.analysis.positions import find_positions
 from braintrace.analysis.probe import is_elementwise
 from braintrace.compat import Primitive, evaluate, is_differentiable, make_jaxpr
 from braintrace.operations import REGISTRY
-from braintrace.operations.label_rules import mixing_labels
-from braintrace.operations.labels import CONFLICT, NONE
+from braintrace.operations.labels import CONFLICT, NONE, mixing_labels
 from braintrace.program import StepProgram, normal_form, with_cuts
 
 CASES = {}

@@ -12,7 +12,7 @@ import pytest
 
 import braintrace
 from braintrace.compat import is_var
-from braintrace.operations import run_equation, sparse_weights, synapses
+from braintrace.operations import kernels, run_equation, sparse_weights, synapses
 from braintrace.program.normal import normal_form
 
 ROWS, COLUMNS, FAN, B, T = 5, 6, 3, 4, 6
@@ -263,12 +263,12 @@ def test_large_arrays_and_many_samples(rule, adapts, least, monkeypatch):
     """Values are laid out by a kernel, and factors of many samples step by step.
 
     ``least``: samples from which on products are gathered by column."""
-    from braintrace.operations import transpose_kernel
+    from braintrace.operations.kernels import transpose
 
     monkeypatch.setattr(sparse_weights, 'MANY_SAMPLES', B)
     monkeypatch.setattr(synapses, 'LARGE', 0)
     monkeypatch.setattr(synapses, 'LEAST_SAMPLES', least)
-    monkeypatch.setattr(transpose_kernel, 'LEAST', 1)
+    monkeypatch.setattr(transpose, 'LEAST', 1)
     found = gradients(rule, adapts=adapts)
     wanted = gradients(rule, adapts=adapts, dense=True)
     for a, b in zip(found, wanted, strict=True):
@@ -308,9 +308,9 @@ def test_an_input_that_no_data_reaches(rule, shared):
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_without_numba_the_plain_operations_run(monkeypatch):
+def test_without_llvm_the_plain_operations_run(monkeypatch):
     found = gradients('d_rtrl', adapts=True)
-    monkeypatch.setattr(synapses, '_has_numba', lambda: False)
+    monkeypatch.setattr(kernels, '_has_llvm', lambda: False)
     assert not synapses.has_kernels(np.float32)
     for a, b in zip(found, gradients('d_rtrl', adapts=True), strict=True):
         np.testing.assert_allclose(a, b, **close)
@@ -452,7 +452,7 @@ def test_large_products_for_any_number_of_samples(
     'shape', [(8, 8), (9, 21), (21, 9), (16, 40), (7, 30), (43, 8)]
 )
 def test_transposed_copies(shape, dtype):
-    from braintrace.operations.transpose_kernel import transposed
+    from braintrace.operations.kernels.transpose import transposed
 
     with jax.enable_x64(dtype == 'float64'):
         x = jnp.asarray(rng().normal(size=shape), dtype)
@@ -464,7 +464,7 @@ def test_transposed_copies(shape, dtype):
 @pytest.mark.parametrize('neurons', [6, 64, 150])
 @pytest.mark.parametrize('samples', [1, 8, 43, 64])
 def test_visits_for_any_number_of_samples(samples, neurons, spikes, is_sorted):
-    from braintrace.operations.sparse_kernels import ByPost, Structure, visit
+    from braintrace.operations.kernels.sparse_visit import visit
 
     sources, count = 37, 40
     pre = rng(3).integers(0, sources, count).astype(np.int32)
@@ -480,11 +480,19 @@ def test_visits_for_any_number_of_samples(samples, neurons, spikes, is_sorted):
     factors = {s: normal(3 + s[0], samples, neurons) for s in [(0, 0), (1, 0)]}
     credit = normal(6, samples, neurons)
     old = [normal(s, count, samples) for s in (7, 8)]
-    made = Structure(2, (0,), tuple(factors), (1,), True, not is_sorted)
-    steps = [v.reshape(T * samples, -1) for v in (x, row, y_bar)]
-    given = [jnp.asarray(v) for v in (*steps, *factors.values(), credit)]
-    lists = ByPost(pre[order], starts, None if is_sorted else order)
-    *new, gradient = visit(made, lists, T, given, [jnp.asarray(e) for e in old])
+    flat = [jnp.asarray(v.reshape(T * samples, -1)) for v in (x, row, y_bar)]
+    new, gradient = visit(
+        {s: jnp.asarray(e) for s, e in enumerate(old)},
+        flat[0],
+        {0: flat[1]},
+        jax.tree.map(jnp.asarray, factors),
+        {1: jnp.asarray(credit)},
+        flat[2],
+        T,
+        pre[order],
+        starts,
+        None if is_sorted else order,
+    )
     near = {'rtol': 1e-4, 'atol': 1e-4}
     drive = np.einsum('tke,tke->ek', row[..., post], x[..., pre])
     at_post = lambda values: values[:, post].T
@@ -537,7 +545,7 @@ def test_a_module_may_hold_its_sparse_matrix():
 @pytest.mark.parametrize('samples', [1, 7])
 def test_visits_by_row(samples):
     """The kernel for few samples, in the order of the matrix."""
-    from braintrace.operations.row_visit_kernel import RowStructure, visit_by_row
+    from braintrace.operations.kernels.row_visit import visit_by_row
 
     starts = np.array([0, 3, 3, 8], np.int32)
     post = rng(4).integers(0, 6, 8).astype(np.int32)
@@ -546,11 +554,10 @@ def test_visits_by_row(samples):
     x, row = normal(1, 3, T, samples), normal(2, 6, T, samples)
     factors = {(0, 0): normal(3, 6, samples), (1, 0): normal(5, 6, samples)}
     credit, old = normal(6, 6, samples), [normal(s, 8, samples) for s in (7, 8)]
-    made = RowStructure(2, True, (0,), tuple(factors), (1,))
-    steps = [v.reshape(len(v), -1) for v in (x, row)]
-    given = [*steps, *factors.values(), credit]
-    traces = [jnp.asarray(e) for e in old]
-    *new, gradient = visit_by_row(made, post, starts, given, traces)
+    x_flat, row_flat = (v.reshape(len(v), -1) for v in (x, row))
+    traces = {s: jnp.asarray(e) for s, e in enumerate(old)}
+    given = (traces, x_flat, {0: row_flat}, factors, {1: credit})
+    new, gradient = visit_by_row(*given, True, post, starts)
     drive = np.einsum('etk,etk->ek', row[post], x[pre])
     near = {'rtol': 1e-4, 'atol': 1e-5}
     np.testing.assert_allclose(new[0], factors[0, 0][post] * old[0] + drive, **near)

@@ -64,6 +64,11 @@ class _Cell(brainstate.nn.RNNCell):
     def _build(self, linear: Layer) -> None:
         pass
 
+    def _of_both(self, linear: Layer, count: int) -> list[Linear]:
+        """Layers that map [x, h] to the units."""
+        inputs = self.num_in + self.num_out
+        return [linear(inputs, self.num_out) for _ in range(count)]
+
     @property
     def state_size(self) -> Any:
         """The shape of each state, without the batch."""
@@ -114,9 +119,7 @@ class GRUCell(_Cell):
     activation(Wh [x, r h])``."""
 
     def _build(self, linear: Layer) -> None:
-        self.Wz = linear(self.num_in + self.num_out, self.num_out)
-        self.Wr = linear(self.num_in + self.num_out, self.num_out)
-        self.Wh = linear(self.num_in + self.num_out, self.num_out)
+        self.Wz, self.Wr, self.Wh = self._of_both(linear, 3)
 
     def update(self, x: ArrayLike) -> ops.Result:
         h = self.h.value
@@ -131,8 +134,7 @@ class MGUCell(_Cell):
     [x, f h])``."""
 
     def _build(self, linear: Layer) -> None:
-        self.Wf = linear(self.num_in + self.num_out, self.num_out)
-        self.Wh = linear(self.num_in + self.num_out, self.num_out)
+        self.Wf, self.Wh = self._of_both(linear, 2)
 
     def update(self, x: ArrayLike) -> ops.Result:
         h = self.h.value
@@ -150,8 +152,7 @@ class LSTMCell(_Cell):
     usual_w_init = init.XavierNormal()
 
     def _build(self, linear: Layer) -> None:
-        gates = [linear(self.num_in + self.num_out, self.num_out) for _ in range(4)]
-        self.Wi, self.Wg, self.Wf, self.Wo = gates
+        self.Wi, self.Wg, self.Wf, self.Wo = self._of_both(linear, 4)
 
     def update(self, x: ArrayLike) -> ops.Result:
         joined = _join(x, self.h.value)
@@ -189,8 +190,7 @@ class URLSTMCell(_Cell):
 
     def _build(self, linear: Layer) -> None:
         n = self.num_out
-        gates = [linear(self.num_in + n, n) for _ in range(4)]
-        self.Wu, self.Wf, self.Wr, self.Wo = gates
+        self.Wu, self.Wf, self.Wr, self.Wo = self._of_both(linear, 4)
         self.bias = brainstate.ParamState(
             jax.scipy.special.logit(brainstate.random.uniform(1 / n, 1 - 1 / n, (n,)))
         )
@@ -286,8 +286,7 @@ class MiniLSTM(_Minimal):
 
     def _build(self, linear: Layer) -> None:
         self.W_x = linear(self.num_in, self.num_out)
-        self.W_f = linear(self.num_in + self.num_out, self.num_out)
-        self.W_i = linear(self.num_in + self.num_out, self.num_out)
+        self.W_f, self.W_i = self._of_both(linear, 2)
 
     def update(self, x: ArrayLike) -> ops.Result:
         h = self.h.value
@@ -305,8 +304,7 @@ class CFNCell(_Cell):
     """
 
     def _build(self, linear: Layer) -> None:
-        self.Wf = linear(self.num_in + self.num_out, self.num_out)
-        self.Wi = linear(self.num_in + self.num_out, self.num_out)
+        self.Wf, self.Wi = self._of_both(linear, 2)
         self.Wh = linear(self.num_in, self.num_out)
 
     def update(self, x: ArrayLike) -> ops.Result:

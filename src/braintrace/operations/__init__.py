@@ -1,20 +1,13 @@
 """Operations: one record a family of primitives, one registry.
 
     record            the record of an operation, and the registry
-    labels            label arrays; label_rules, rules that several families share
+    labels            label arrays, and the rules that several families share
     elementwise, movement, reduction, gather, convolution, mixing    families
     dense             products; dense_traces, how their traces are stored and advanced
     weight_use        uses of weights; whole_traces, traces solved in one piece
     sparse            products of brainevent; sparse_product, how equations hold them
     sparse_weights    their gradients and traces; synapses, the products as primitives
-
-Kernels for CPUs:
-
-    native            loops compiled by LLVM and called by XLA
-    dense_kernels     a visit of a dense trace after one step; span_kernels, after many
-    sparse_kernels    a visit of a sparse trace; row_visit_kernel, with few samples
-    product_kernels   sparse products; row_kernel, those of large arrays
-    spike_bits        inputs as bits; transpose_kernel, transposed copies
+    kernels           kernels for CPUs, and which file holds which
     computed_once     constants that XLA must not compute again
 
 A primitive of your own is treated like JAX's once it is registered with such a record:
@@ -26,11 +19,10 @@ A primitive of your own is treated like JAX's once it is registered with such a 
 from . import convolution, elementwise, gather, mixing, movement, reduction, sparse
 from .dense import product
 from .elementwise import ELEMENTWISE
+from .labels import Const, LabelRule
 from .mixing import MIXING
 from .record import (
     REGISTRY,
-    Const,
-    LabelRule,
     Operation,
     differentiates,
     element_numbers,

@@ -8,19 +8,18 @@ pass through one that does nothing and returns its operands in the same memory.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 
 import jax
 
 from ..arrays import known_value
 from ..split import runs_on_mesh
+from . import kernels
 
 
 def computed_once(values: Sequence[jax.Array]) -> list[jax.Array]:
     """The values as arrays of their own, with the derivatives of their computation."""
-    is_one_cpu = jax.default_backend() == 'cpu' and not runs_on_mesh()
-    if not values or not is_one_cpu or importlib.util.find_spec('llvmlite') is None:
+    if not values or runs_on_mesh() or not kernels.are_available():
         return list(values)
     known = jax.lax.platform_dependent(
         *map(jax.lax.stop_gradient, values),
@@ -32,16 +31,7 @@ def computed_once(values: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _through_a_call(*values: jax.Array) -> tuple[jax.Array, ...]:
     # llvmlite is optional.
-    from .native import number_type, register
+    from .kernels.native import call
 
-    count = len(values)
-    # Nothing is read, so one function serves arrays of any type.
-    name = f'braintrace_computed_once_{count}'
-    register(name, number_type(values[0].dtype), (count, count), lambda *_: None)
-    call = jax.ffi.ffi_call(
-        name,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values],
-        input_output_aliases={n: n for n in range(count)},
-        vmap_method='broadcast_all',
-    )
-    return tuple(call(*values))
+    name, emit = f'computed_once_{len(values)}', lambda *_: None
+    return tuple(call(name, emit, [], [], values, vmap_method='broadcast_all'))

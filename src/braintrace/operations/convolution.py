@@ -17,11 +17,9 @@ import numpy as np
 
 from ..arrays import cast, factors_for, padded, sum_type
 from ..compat import Equation
-from ..compiled_step import Box, Components, Jacobian, Operands, Shares, TraceLayout
-from ..split import Split
-from .label_rules import only, shape_of, windows
-from .labels import Labels, project
-from .record import Const, Operation, register
+from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from .labels import Const, Labels, only, project, shape_of, windows
+from .record import Operation, register
 from .weight_use import BaseUse, bind
 from .whole_traces import WholeTrace, has_kernel
 
@@ -140,18 +138,6 @@ class ConvolutionUse(BaseUse):
         total, _ = jax.lax.scan(step, jnp.zeros(self.sizes, dtype), (xs, y_bars))
         return cast(self.as_weight(total), sum_type(self.weight.dtype))
 
-    def _shares(
-        self,
-        split: Split,
-        fixed: Operands,
-        steps: Operands,
-        y_bars: jax.Array,
-        box: Box | None,
-    ) -> jax.Array | Shares:
-        if 0 not in steps:
-            return self.gradient(fixed, steps, y_bars, box)
-        return self._on_each_device(split, fixed, steps, y_bars, box)
-
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return ConvolutionTrace(self, positions, shape)
 
@@ -199,7 +185,7 @@ class ConvolutionTrace(WholeTrace):
         credit: Components,
     ) -> tuple[Components, jax.Array]:
         # llvmlite is optional.
-        from .span_kernels import visit_after_span
+        from .kernels.span_visit import visit_after_span
 
         use, here = self.use, lambda x: self.use.rows(self.at_result(x))[:, 0]
         new, total = visit_after_span(
@@ -207,7 +193,7 @@ class ConvolutionTrace(WholeTrace):
             jax.vmap(use.patches)(steps[0])[:, :, 0],
             {s: jax.vmap(use.rows)(row)[:, :, 0] for s, row in rows.items()},
             {at: here(p) for at, p in product.items()},
-            {s: here(c) for s, c in credit.items() if s in trace},
+            {s: here(c) for s, c in credit.items()},
         )
         new = {s: e[:, None] for s, e in new.items()}
         return new, use.as_weight(total[None])

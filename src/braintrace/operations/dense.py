@@ -24,9 +24,9 @@ from ..compat import Equation
 from ..compiled_step import Box, Operands, Shares, TraceLayout
 from ..split import Split, current_split, runs_on_mesh, spec_of, summed_over
 from .dense_traces import DenseTrace, SharedTrace, axes_of_mesh
-from .label_rules import AxisMap, axes, origins_along
-from .record import Const, Kernel, Operation, register
-from .weight_use import BaseUse, SharedUse, bind
+from .labels import AxisMap, Const, axes, origins_along
+from .record import Kernel, Operation, register
+from .weight_use import BaseUse, bind
 
 
 class Axes(NamedTuple):
@@ -71,6 +71,8 @@ class DenseUse(BaseUse):
     """A weight contracted with x."""
 
     axes: Axes
+
+    shared_trace = SharedTrace
 
     @property
     def input(self) -> int | None:
@@ -187,9 +189,6 @@ class DenseUse(BaseUse):
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return DenseTrace(self, positions)
-
-    def shared_layout(self, shared: SharedUse) -> TraceLayout:
-        return SharedTrace(self, shared.sources)
 
 
 # ---------------------------------------------------------------- the record

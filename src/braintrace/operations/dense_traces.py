@@ -7,7 +7,7 @@ import math
 import string
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import box_of, factors_for, picked, sum_type, summed_by
 from ..compiled_step import Box, Components, Jacobian, Operands
 from ..split import Split, current_split, runs_on_mesh, spec_of, summed_over
-from .whole_traces import has_kernel
+from .whole_traces import WholeTrace, has_kernel
 
 if TYPE_CHECKING:
     from .dense import DenseUse
@@ -30,6 +30,20 @@ def axes_of_mesh(
     if letters and letters[-1] != sample:
         found[letters[-1]] = split.of_neurons(sizes[letters[-1]])
     return found
+
+
+class _Block(NamedTuple):
+    """A trace before a block, and what :meth:`DenseTrace.solve` reads to advance it.
+
+    ``product`` and ``credit`` lie beside the trace, with axes of length one where they
+    do not depend on it.
+    """
+
+    trace: Components
+    xs: jax.Array
+    rows: Components
+    product: Jacobian
+    credit: Components
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +105,12 @@ class DenseTrace:
         rows = dict(zip(rows, parts, strict=True))
         product = {at: self._here(p) for at, p in product.items()}
         credit = {s: self._here(g) for s, g in credit.items()}
-        given = (trace, xs, rows, product, credit)
-        if self._fits_kernel(len(xs)) and has_kernel(self.shape, (given, y_bars)):
+        block = _Block(trace, xs, rows, product, credit)
+        if self._fits_kernel(len(xs)) and has_kernel(self.shape, (block, y_bars)):
             return jax.lax.platform_dependent(
-                *given, y_bars, cpu=self._by_kernel, default=self._at_once
+                block, y_bars, cpu=self._by_kernel, default=self._at_once
             )
-        new, total = self._by_sample_or_device(*given)
+        new, total = self._by_sample_or_device(block)
         if y_bars is not None:
             total = total + self.use.gradient(fixed, steps, y_bars)
         return new, total
@@ -113,32 +127,26 @@ class DenseTrace:
         stored = jax.ShapeDtypeStruct(self.shape, dtype)
         return whole and self._fits_kernel(1) and has_kernel(self.shape, stored)
 
-    def _by_sample_or_device(self, *given: Any) -> tuple[Components, jax.Array]:
+    def _by_sample_or_device(self, block: _Block) -> tuple[Components, jax.Array]:
         """The trace after a block and γ · ε before it in the shape of w: sample by
         sample, or on each device for its own part."""
         split, sample = current_split(), self.use.sample_letter
         if not sample or (runs_on_mesh() and split is None):
-            return self._at_once(*given)
-        run = self._by_sample
-        if split is not None:
-            run = functools.partial(self._on_each_device, split)
-        new, total = run(*given)
+            return self._at_once(block)
+        if split is None:
+            new, total = self._by_sample(block)
+        else:
+            new, total = self._on_each_device(split, block)
         return new, self._as_weight(total, self._axes[1:])
 
     def _at_once(
-        self,
-        trace: Components,
-        xs: jax.Array,
-        rows: Components,
-        product: Jacobian,
-        credit: Components,
-        y_bars: jax.Array | None = None,
+        self, block: _Block, y_bars: jax.Array | None = None
     ) -> tuple[Components, jax.Array]:
         """All samples together."""
         letters = (self._axes, self.use.axes.x, self.use.axes.y)
-        new, total = self._solve(*letters, trace, xs, rows, product, credit)
+        new, total = self._solve(*letters, block)
         if y_bars is not None:
-            total = total + self._drive(*letters, xs, y_bars, total.dtype)
+            total = total + self._drive(*letters, block.xs, y_bars, total.dtype)
         return new, self._as_weight(total, self._axes)
 
     @cached_property
@@ -162,52 +170,40 @@ class DenseTrace:
         return length == 1 or inputs_first
 
     def _by_kernel(
-        self,
-        trace: Components,
-        xs: jax.Array,
-        rows: Components,
-        product: Jacobian,
-        credit: Components,
-        y_bars: jax.Array | None,
+        self, block: _Block, y_bars: jax.Array | None
     ) -> tuple[Components, jax.Array]:
         """One visit by a kernel: the trace, and γ · ε in the shape of w."""
-        new, total = self._visit(trace, xs, rows, product, credit, y_bars)
+        new, total = self._visit(block, y_bars)
         return new, self._as_weight(total, self.use.axes.weight)
 
     def _visit(
-        self,
-        trace: Components,
-        xs: jax.Array,
-        rows: Components,
-        product: Jacobian,
-        credit: Components,
-        y_bars: jax.Array | None = None,
+        self, block: _Block, y_bars: jax.Array | None = None
     ) -> tuple[Components, jax.Array]:
         """The same for the part of y that the trace has: samples, inputs and outputs
         have one axis each."""
         # llvmlite is optional.
-        from .dense_kernels import visit
-        from .span_kernels import visit_after_span
+        from .kernels.dense_visit import visit
+        from .kernels.span_visit import visit_after_span
 
         assert self._parts is not None
         samples, inputs, free = self._parts
         own = self.use.axes
         # One device may have a part of the samples and of the outputs only.
-        stored = next(iter(trace.values())).shape
+        stored = next(iter(block.trace.values())).shape
         sizes = dict(zip(self._axes, stored, strict=True))
         size = lambda axes: math.prod(sizes[c] for c in axes)
         flat = lambda values, axes: values.reshape(-1, size(samples), size(axes))
         first = own.weight.startswith(inputs)
         last = (inputs, free) if first else (free, inputs)
         shape = (size(samples), *map(size, last))
-        old = {s: e.reshape(shape) for s, e in trace.items()}
-        xs = flat(jnp.einsum(f't{own.x}->t{samples}{inputs}', xs), inputs)
+        old = {s: e.reshape(shape) for s, e in block.trace.items()}
+        xs = flat(jnp.einsum(f't{own.x}->t{samples}{inputs}', block.xs), inputs)
         of_result = lambda row: flat(
             jnp.einsum(f't{own.y}->t{samples}{free}', row), free
         )
-        rows = {s: of_result(row) for s, row in rows.items()}
-        factors = {at: flat(p, free)[0] for at, p in product.items()}
-        credits = {s: flat(c, free)[0] for s, c in credit.items() if s in trace}
+        rows = {s: of_result(row) for s, row in block.rows.items()}
+        factors = {at: flat(p, free)[0] for at, p in block.product.items()}
+        credits = {s: flat(c, free)[0] for s, c in block.credit.items()}
         if len(xs) == 1:
             rows = {s: row[0] for s, row in rows.items()}
             y_bar = None if y_bars is None else of_result(y_bars)[0]
@@ -217,37 +213,31 @@ class DenseTrace:
         total = total.reshape([sizes[c] for c in own.weight])
         return {s: e.reshape(stored) for s, e in new.items()}, total
 
-    def _by_sample(
-        self,
-        trace: Components,
-        xs: jax.Array,
-        rows: Components,
-        product: Jacobian,
-        credit: Components,
-    ) -> tuple[Components, jax.Array]:
+    def _by_sample(self, block: _Block) -> tuple[Components, jax.Array]:
         """The trace after a block and the sum of γ · ε before it, sample by sample."""
         x, _, y, _, _ = self.use.axes
-        first = next(iter(trace.values()))
+        first = next(iter(block.trace.values()))
         if len(first) == 1:
-            given = (trace, xs, rows, product, credit)
-            new, total = self._solve(self._axes, x, y, *given)
+            new, total = self._solve(self._axes, x, y, block)
             return new, total[0]
         sample, rest = y[0], self._axes[1:]
-        xs = jnp.moveaxis(xs, 1 + x.index(sample), 0)
-        rows = {s: jnp.moveaxis(row, 1, 0) for s, row in rows.items()}
+        block = block._replace(
+            xs=jnp.moveaxis(block.xs, 1 + x.index(sample), 0),
+            rows={s: jnp.moveaxis(row, 1, 0) for s, row in block.rows.items()},
+        )
         x, y = x.replace(sample, ''), y[1:]
 
-        def one(total: jax.Array, at: tuple) -> tuple:
-            new, found = self._solve(rest, x, y, *at)
+        def one(total: jax.Array, at: _Block) -> tuple:
+            new, found = self._solve(rest, x, y, at)
             return total + found, new
 
         start = jnp.zeros(first.shape[1:], sum_type(self.use.trace_dtype))
-        found: Any = jax.lax.scan(one, start, (trace, xs, rows, product, credit))
+        found: Any = jax.lax.scan(one, start, block)
         total, new = found
         return new, total
 
     def _on_each_device(
-        self, split: Split, trace: Components, *given: Any
+        self, split: Split, block: _Block
     ) -> tuple[Components, jax.Array]:
         """The same on each device, for its own samples and neurons; by the kernel where
         there is one."""
@@ -258,36 +248,29 @@ class DenseTrace:
         samples = over.get(sample, ())
         # Values beside the trace have axes of length one where y has none.
         beside = spec_of(axes, {c: a for c, a in over.items() if c in y})
-        specs = (spec_of(axes, over), spec_of(f't{x}', over), spec_of(f't{y}', over))
+        of_trace, of_weight = spec_of(axes, over), spec_of(axes[1:], over)
+        of_x, of_y = spec_of(f't{x}', over), spec_of(f't{y}', over)
 
-        def own(trace: Components, xs: jax.Array, *rest: Any) -> tuple:
-            given = (trace, xs, *rest)
-            stored = next(iter(trace.values())).shape
-            by_kernel = self._fits_kernel(len(xs)) and has_kernel(stored, given)
+        def own(*given: Any) -> tuple:
+            block = _Block(*given)
+            stored = next(iter(block.trace.values())).shape
+            by_kernel = self._fits_kernel(len(block.xs)) and has_kernel(stored, block)
             run = self._by_sample
             if by_kernel and axes[1:] == self.use.axes.weight:
                 run = functools.partial(
                     jax.lax.platform_dependent, cpu=self._visit, default=run
                 )
-            new, total = run(*given)
+            new, total = run(block)
             return new, summed_over(total, samples)
 
-        found = (spec_of(axes, over), spec_of(axes[1:], over))
-        run = split.on_each_device(own, (*specs, beside, beside), found)
-        return run(trace, *given)
+        specs = (of_trace, of_x, of_y, beside, beside)
+        return split.on_each_device(own, specs, (of_trace, of_weight))(*block)
 
     def _solve(
-        self,
-        axes: str,
-        x: str,
-        y: str,
-        trace: Components,
-        xs: jax.Array,
-        rows: Components,
-        product: Jacobian,
-        credit: Components,
+        self, axes: str, x: str, y: str, block: _Block
     ) -> tuple[Components, jax.Array]:
         """The trace after a block and γ · ε before it, of one sample or of all."""
+        trace, xs, rows, product, credit = block
         dtype = sum_type(self.use.trace_dtype)
         old = {s: e.astype(dtype) for s, e in trace.items()}
         terms = [credit[s] * e for s, e in old.items() if s in credit]
@@ -332,32 +315,38 @@ class DenseTrace:
 
 
 @dataclass(frozen=True, eq=False)
-class SharedTrace:
+class SharedTrace(WholeTrace):
     """(h, c): each position, and the contracted axes c of the x that it reads.
 
-    ``sources``: the element of y that reaches each position. Where x has the axes that
-    the positions begin with, samples as a rule, it is read as it is; otherwise each
-    position gets its own copy of its x.
+    Where x has the axes that the positions begin with, samples as a rule, it is read as
+    it is; otherwise each position gets its own copy of its x.
     """
 
-    use: DenseUse
-    sources: np.ndarray
+    @property
+    def _dense(self) -> DenseUse:
+        """The use whose result the positions share."""
+        return self.use.use
+
+    @property
+    def _sources(self) -> np.ndarray:
+        """The element of y that reaches each position."""
+        return self.use.sources
 
     @cached_property
     def _at(self) -> dict[str, np.ndarray]:
         """The index along each axis of y that every position reads."""
         places = np.unravel_index(
-            np.maximum(self.sources, 0), self.use.result.shape or (1,)
+            np.maximum(self._sources, 0), self._dense.result.shape or (1,)
         )
-        return dict(zip(self.use.axes.y, places, strict=False))
+        return dict(zip(self._dense.axes.y, places, strict=False))
 
     @cached_property
     def _leading(self) -> int | None:
         """How many axes of the positions x has as well, in order; None if it has axes
         that are none of these."""
-        axes = self.use.axes
+        axes = self._dense.axes
         free = [c for c in axes.x if c not in axes.contracted]
-        shape = self.sources.shape
+        shape = self._sources.shape
         if len(free) > len(shape):
             return None
         for axis, letter in enumerate(free):
@@ -371,17 +360,17 @@ class SharedTrace:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        use = self.use
+        use = self._dense
         return dict(zip(use.axes.x, use.operand_shape(1 - use.operand), strict=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        contracted = (self._sizes[c] for c in self.use.axes.contracted)
-        return (*self.sources.shape, *contracted)
+        contracted = (self._sizes[c] for c in self._dense.axes.contracted)
+        return (*self._sources.shape, *contracted)
 
     def _rows_of_x(self, xs: jax.Array) -> tuple[jax.Array, str]:
         """The x of every position (t, h, c), and the letters of its axes h."""
-        axes, letters = self.use.axes, self._letters
+        axes, letters = self._dense.axes, self._letters
         free = ''.join(c for c in axes.x if c not in axes.contracted)
         xs = jnp.einsum(f't{axes.x}->t{free}{axes.contracted}', xs)
         if self._leading is not None:
@@ -391,58 +380,36 @@ class SharedTrace:
     @property
     def _letters(self) -> str:
         """A letter for each axis of the positions, none of them used elsewhere."""
-        taken = set('t' + self.use.axes.contracted)
+        taken = set('t' + self._dense.axes.contracted)
         free = (c for c in string.ascii_letters if c not in taken)
-        return ''.join(next(free) for _ in self.sources.shape)
+        return ''.join(next(free) for _ in self._sources.shape)
 
-    def solve(
-        self,
-        trace: Components,
-        fixed: Operands,
-        steps: Operands,
-        rows: Components,
-        product: Jacobian,
-        credit: Components,
-    ) -> tuple[Components, jax.Array]:
-        """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`TraceLayout`."""
-        use = self.use
-        contracted, h = use.axes.contracted, self._letters
-        xs, *parts = factors_for(
-            use.weight.dtype, steps[1 - use.operand], *rows.values()
-        )
-        rows = dict(zip(rows, parts, strict=True))
+    def plus(
+        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
+    ) -> jax.Array:
+        use, h = self._dense, self._letters
+        contracted = use.axes.contracted
+        xs, rows = factors_for(use.weight.dtype, steps[1 - use.operand], rows)
         xs, x = self._rows_of_x(xs)
-        dtype = sum_type(use.trace_dtype)
-        old = {s: e.astype(dtype) for s, e in trace.items()}
-        over = lambda factor: factor.reshape(*factor.shape, *(1,) * len(contracted))
-        new = {}
-        for s in trace:
-            terms = [
-                over(product[s, r]) * e for r, e in old.items() if (s, r) in product
-            ]
-            if s in rows:
-                subscripts = f't{h},t{x}{contracted}->{h}{contracted}'
-                # States may be of a wider type than y, whose precision a trace has.
-                wide = jnp.promote_types(dtype, jnp.result_type(rows[s], xs))
-                terms.append(
-                    jnp.einsum(subscripts, rows[s], xs, preferred_element_type=wide)
-                )
-            total = sum(terms[1:], terms[0]) if terms else jnp.zeros(self.shape, dtype)
-            new[s] = total.astype(trace[s].dtype)
-        found = [over(credit[s]) * e for s, e in old.items() if s in credit]
-        zero = jnp.zeros(self.shape, dtype)
-        return new, self._as_weight(sum(found[1:], found[0]) if found else zero)
+        subscripts = f't{h},t{x}{contracted}->{h}{contracted}'
+        # States may be of a wider type than y, whose precision a trace has.
+        wide = jnp.promote_types(trace.dtype, jnp.result_type(rows, xs))
+        return trace + jnp.einsum(subscripts, rows, xs, preferred_element_type=wide)
 
-    def _as_weight(self, found: jax.Array) -> jax.Array:
+    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
+        return factor.reshape(*factor.shape, *(1,) * (trace.ndim - factor.ndim)) * trace
+
+    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
         """γ · ε (h, c) in the shape of w, summed over positions that share an
         element."""
-        axes, shape = self.use.axes, self.use.weight.shape
+        found = self.scaled(trace, credit)
+        axes, shape = self._dense.axes, self._dense.weight.shape
         sizes = dict(zip(axes.weight, shape, strict=True))
         free = [c for c in axes.weight if c not in axes.contracted]
-        index = np.zeros(self.sources.shape, np.int64)
+        index = np.zeros(self._sources.shape, np.int64)
         for c in free:
             index = index * sizes[c] + self._at[c]
-        index = np.where(self.sources >= 0, index, -1)
+        index = np.where(self._sources >= 0, index, -1)
         count = len(axes.contracted)
         last = jnp.moveaxis(found, range(found.ndim)[-count:], range(count))
         summed = summed_by(last, index, math.prod(sizes[c] for c in free))

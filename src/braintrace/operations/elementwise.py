@@ -9,9 +9,8 @@ import numpy as np
 
 from ..compat import Equation, is_var
 from ..own_primitives import is_whole_cut
-from .label_rules import elementwise_labels, elementwise_origins, nothing
-from .labels import Labels
-from .record import FAMILIES, Const, Operation, register
+from .labels import Const, Labels, elementwise_labels, elementwise_origins, nothing
+from .record import FAMILIES, Operation, register
 from .weight_use import ElementwiseUse, bind
 
 

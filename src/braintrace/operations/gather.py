@@ -13,9 +13,8 @@ import numpy as np
 from ..arrays import cast
 from ..compat import Equation
 from ..compiled_step import Operands, TraceLayout
-from .label_rules import only, shape_of
-from .labels import NONE, Labels, gather_back, project
-from .record import Const, Operation, register
+from .labels import NONE, Const, Labels, gather_back, only, project, shape_of
+from .record import Operation, register
 from .weight_use import BaseUse, bind
 from .whole_traces import WholeTrace
 
@@ -159,9 +158,6 @@ class EmbeddingTrace(WholeTrace):
         if indices is None:
             indices = jnp.broadcast_to(fixed[1], (len(rows), *fixed[1].shape))
         return jax.lax.scan(step, trace, (rows, indices))[0]
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.at_result(factor) * trace
 
     def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
         samples = tuple(range(1, trace.ndim - len(self.use.weight.shape) + 1))

@@ -4,7 +4,7 @@ derivative."""
 from __future__ import annotations
 
 from ..compat import solver_constants
-from .label_rules import mixing_labels
+from .labels import mixing_labels
 from .record import FAMILIES, Operation, register
 
 MIXING = Operation('mixing', mixing_labels)

@@ -8,17 +8,20 @@ import numpy as np
 
 from ..compat import Equation
 from ..compiled_step import Box
-from .label_rules import (
+from .labels import (
+    NONE,
     AxisMap,
+    Const,
+    Labels,
     all_or_nothing,
     axes,
     nothing,
     only,
     origins_along,
+    project,
     shape_of,
 )
-from .labels import NONE, Labels, project
-from .record import Const, Operation, register
+from .record import Operation, register
 
 
 def _reshape(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:

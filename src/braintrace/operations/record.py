@@ -16,36 +16,17 @@ import numpy as np
 from ..compat import Equation, Primitive, evaluate_equation
 from ..compiled_step import Box, WeightUse
 from ..errors import three_parts
-from .labels import CONFLICT, NONE, Labels, gather_back, join
+from .labels import (
+    CONFLICT,
+    NONE,
+    Const,
+    LabelRule,
+    Labels,
+    OriginRule,
+    gather_back,
+    join,
+)
 from .weight_use import AnyUse, bind
-
-Const = Callable[[Any], np.ndarray | None]
-"""Gives the value of an operand that is constant, and None for the others."""
-
-
-class LabelRule(Protocol):
-    """Computes the labels of an equation's operands from the labels of its results.
-
-    The rule is correct if no element of an operand reaches a result element with
-    another label. ``outs`` has None for a result that reaches nothing.
-    """
-
-    def __call__(
-        self, eqn: Equation, outs: list[Labels], const: Const
-    ) -> list[Labels]: ...
-
-
-class OriginRule(Protocol):
-    """Computes, for every element of each result, the one element of an operand that it
-    comes from.
-
-    NONE if it comes from no element. The rule returns None if some element comes from
-    several.
-    """
-
-    def __call__(
-        self, eqn: Equation, operand: int, const: Const
-    ) -> list[np.ndarray] | None: ...
 
 
 class Kernel(NamedTuple):

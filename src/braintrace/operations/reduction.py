@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..compat import Equation
-from .label_rules import AxisMap, axes, merge, shape_of, windows
-from .labels import Labels, join, project
-from .record import Const, Operation, register
+from .labels import (
+    AxisMap,
+    Const,
+    Labels,
+    axes,
+    join,
+    merge,
+    project,
+    shape_of,
+    windows,
+)
+from .record import Operation, register
 
 
 def _reduced(eqn: Equation, k: int) -> AxisMap:

@@ -8,21 +8,18 @@ exist for the types and the platform; otherwise as the model has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..compat import Equation, is_differentiable
-from ..compiled_step import TraceLayout
-from .label_rules import mixing_labels
-from .record import Const, Operation, UseRule, register
+from .labels import Const, mixing_labels
+from .record import Operation, UseRule, register
 from .sparse_product import SparseProduct, multiply
 from .sparse_weights import OneWeightUse, SynapseUse
 from .synapses import has_kernels
-from .weight_use import BaseUse, bind
-from .whole_traces import FullTrace
+from .weight_use import AnyUse, bind
 
 
 def _run(product: SparseProduct) -> Callable[[Equation], Callable[..., list] | None]:
@@ -47,31 +44,13 @@ def _run(product: SparseProduct) -> Callable[[Equation], Callable[..., list] | N
     return run
 
 
-@dataclass(frozen=True, eq=False)
-class OpaqueProductUse(BaseUse):
-    """A product whose operator cannot be read: ``data`` is the operand that holds x."""
-
-    data: int
-
-    @property
-    def input(self) -> int | None:
-        return self.data
-
-    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
-        return FullTrace(self, positions, shape)
-
-
 def _product_use(
     eqn: Equation, operand: int, result: int, const: Const
-) -> OpaqueProductUse | None:
-    data = [
-        k for k, v in enumerate(eqn.invars) if k != operand and is_differentiable(v)
-    ]
-    return (
-        bind(OpaqueProductUse, eqn, operand, result, data[0])
-        if len(data) == 1
-        else None
-    )
+) -> AnyUse | None:
+    """The use of a product whose operator cannot be read."""
+    numbers = [k for k, v in enumerate(eqn.invars) if is_differentiable(v)]
+    data = [k for k in numbers if k != operand]
+    return bind(AnyUse, eqn, operand, result, *data) if len(data) == 1 else None
 
 
 def _sparse_use(product: SparseProduct) -> UseRule:

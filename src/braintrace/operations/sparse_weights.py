@@ -16,11 +16,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..arrays import cast, factors_for, padded, sum_type
-from ..compiled_step import Box, Components, Jacobian, Operands, Shares, TraceLayout
-from ..split import Split, current_split, runs_on_mesh, summed_over
+from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from ..split import current_split, runs_on_mesh, summed_over
+from .kernels import TYPES
 from .sparse_product import SparseProduct, multiply
 from .synapses import (
-    TYPES,
     ByColumn,
     at_synapses,
     has_kernels,
@@ -169,18 +169,6 @@ class SynapseUse(BaseUse):
         numbers = range(len(self.operands))
         return *(1 if k == self.product.x else None for k in numbers), 1
 
-    def _shares(
-        self,
-        split: Split,
-        fixed: Operands,
-        steps: Operands,
-        y_bars: jax.Array,
-        box: Box | None,
-    ) -> jax.Array | Shares:
-        if self.product.x not in steps:
-            return self.gradient(fixed, steps, y_bars, box)
-        return self._on_each_device(split, fixed, steps, y_bars, box)
-
     def _at_synapses(
         self, structure: tuple[Any, Any], rows: jax.Array, columns: jax.Array
     ) -> jax.Array:
@@ -290,15 +278,14 @@ class SynapseTrace(WholeTrace):
         y_bars: jax.Array | None,
     ) -> tuple[Components, jax.Array]:
         """One visit of the trace by every device, for its own samples and synapses."""
-        use, states = self.use, set(trace)
-        at_post = self.at_result
+        use, at_post = self.use, self.at_result
         given = (
             trace,
             steps[use.product.x],
-            {s: v for s, v in rows.items() if s in states},
+            rows,
             y_bars,
-            {k: at_post(v) for k, v in product.items() if set(k) <= states},
-            {s: at_post(v) for s, v in credit.items() if s in states},
+            {k: at_post(v) for k, v in product.items()},
+            {s: at_post(v) for s, v in credit.items()},
         )
         split = current_split()
         if self._is_visited_by_row:
@@ -337,24 +324,22 @@ class SynapseTrace(WholeTrace):
     ) -> tuple[Components, jax.Array]:
         """The visit for few samples; gradients of steps are summed elsewhere."""
         # llvmlite is optional.
-        from .row_visit_kernel import RowStructure, visit_by_row
+        from .kernels.row_visit import visit_by_row
 
-        states, shape = tuple(trace), next(iter(trace.values())).shape
+        shape = next(iter(trace.values())).shape
         samples = math.prod(shape[1:])
-        numbers = {s: n for n, s in enumerate(states)}
-        made = RowStructure(
-            len(states),
+        beside = lambda v: samples_last(v.reshape(-1, samples))
+        new, gradient = visit_by_row(
+            {s: e.reshape(-1, samples) for s, e in trace.items()},
+            side_by_side(x),
+            {s: side_by_side(v) for s, v in rows.items()},
+            {k: beside(v) for k, v in factors.items()},
+            {s: beside(v) for s, v in credit.items()},
             self.use.to_columns,
-            tuple(numbers[s] for s in rows),
-            tuple((numbers[s], numbers[r]) for s, r in factors),
-            tuple(numbers[s] for s in credit),
+            indices,
+            starts,
         )
-        values = [side_by_side(v) for v in (x, *rows.values())]
-        of_block = (*factors.values(), *credit.values())
-        values += [samples_last(v.reshape(-1, samples)) for v in of_block]
-        old = [e.reshape(-1, samples) for e in trace.values()]
-        *new, gradient = visit_by_row(made, indices, starts, values, old)
-        return {s: e.reshape(shape) for s, e in zip(states, new, strict=True)}, gradient
+        return {s: e.reshape(shape) for s, e in new.items()}, gradient
 
     def _visit_own(
         self,
@@ -371,28 +356,22 @@ class SynapseTrace(WholeTrace):
     ) -> tuple[Components, jax.Array]:
         """The visit on one device; the gradient has the order of the synapses."""
         # llvmlite is optional.
-        from .sparse_kernels import ByPost, Structure, visit
+        from .kernels.sparse_visit import visit
 
-        states = tuple(trace)
-        samples = math.prod(trace[states[0]].shape[1:])
-        numbers = {s: n for n, s in enumerate(states)}
-        made = Structure(
-            len(states),
-            tuple(numbers[s] for s in rows),
-            tuple((numbers[s], numbers[r]) for s, r in factors),
-            tuple(numbers[s] for s in credit),
-            y_bars is not None,
-            order is not None,
+        shape = next(iter(trace.values())).shape
+        new, gradient = visit(
+            {s: e.reshape(len(e), -1) for s, e in trace.items()},
+            neurons_last(x, 1),
+            {s: neurons_last(v, 1) for s, v in rows.items()},
+            {k: neurons_last(v, 0) for k, v in factors.items()},
+            {s: neurons_last(v, 0) for s, v in credit.items()},
+            None if y_bars is None else neurons_last(y_bars, 1),
+            len(x),
+            pre,
+            starts[0],
+            order,
         )
-        of_steps = [x, *rows.values(), *([] if y_bars is None else [y_bars])]
-        of_block = [*factors.values(), *credit.values()]
-        values = [neurons_last(v, 1) for v in of_steps]
-        values += [neurons_last(v, 0) for v in of_block]
-        old = [e.reshape(-1, samples) for e in trace.values()]
-        by_post = ByPost(pre, starts[0], order)
-        *new, gradient = visit(made, by_post, len(x), values, old)
-        shape = trace[states[0]].shape
-        arrays = {s: e.reshape(shape) for s, e in zip(states, new, strict=True)}
+        arrays = {s: e.reshape(shape) for s, e in new.items()}
         return arrays, summed_over(gradient, sample_axes)
 
 
@@ -454,9 +433,6 @@ class OneWeightTrace(WholeTrace):
         xs = steps[use.product.x]
         u = use.unit(fixed, steps, use.product.data(xs, xs.dtype))
         return trace + cast(jnp.sum(rows * u, axis=0), trace.dtype)
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.at_result(factor) * trace
 
     def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
         return jnp.sum(self.scaled(trace, credit)).reshape(self.use.weight.shape)

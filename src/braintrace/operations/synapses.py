@@ -6,9 +6,9 @@
 
 Each is linear in both factors and the transposes are again among the three, so that
 they have derivatives of any order. Arrays of neurons have shape (neurons, samples). On
-CPUs they run by the loops of ``product_kernels``; programs that are exported for other
+CPUs they run by the loops of ``kernels.products``; programs that are exported for other
 platforms hold gathers and sums by index. A model that runs elsewhere keeps the
-operations it is written with. Large products to rows run by ``row_kernel``, and those
+operations it is written with. Large products to rows run by ``kernels.row_product``, and those
 to columns as well where the matrix is known when the program is made: its synapses are
 then sorted by column.
 
@@ -19,7 +19,6 @@ stretches of their order, and what the synapses of one neuron add up to is summe
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,31 +30,19 @@ from jax.sharding import PartitionSpec
 
 from ..own_primitives import kernel_primitive
 from ..split import Split, current_split, runs_on_mesh, summed_over
+from . import kernels
 
 LARGE = 2**20
 """Bytes of arrays that leave a core's own caches."""
 LEAST_SAMPLES = 8
 """Samples from which on large arrays are read as bits and turned in tiles."""
-TYPES = (jnp.float32, jnp.float64)
-"""Types of numbers that the kernels are used for."""
-
-
-@functools.cache
-def _has_numba() -> bool:
-    return all(importlib.util.find_spec(name) for name in ('numba', 'brainevent'))
 
 
 def has_kernels(*dtypes: Any) -> bool:
     """Whether products of these types run by the kernels: on one CPU, or on several
     with arrays split in a way that is known."""
     is_known = not runs_on_mesh() or current_split() is not None
-    return is_known and _fit(*dtypes)
-
-
-def _fit(*dtypes: Any) -> bool:
-    """Whether there are kernels for these types here."""
-    one_type = len(set(map(jnp.dtype, dtypes))) == 1 and dtypes[0] in TYPES
-    return one_type and jax.default_backend() == 'cpu' and _has_numba()
+    return is_known and kernels.fit(*dtypes)
 
 
 def own_starts(starts: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
@@ -64,13 +51,6 @@ def own_starts(starts: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Arra
         return starts
     first = jax.lax.axis_index(axes).astype(starts.dtype) * count
     return jnp.clip(starts - first, 0, count)
-
-
-def _kernels() -> Any:
-    # llvmlite is optional.
-    from . import product_kernels
-
-    return product_kernels
 
 
 def samples_last(x: jax.Array) -> jax.Array:
@@ -106,7 +86,7 @@ def neurons_last(values: jax.Array, axis: int) -> jax.Array:
 
 
 def _transposed(x: jax.Array) -> jax.Array:
-    from .transpose_kernel import transposed
+    from .kernels.transpose import transposed
 
     return transposed(x)
 
@@ -210,12 +190,12 @@ def _rows_portable(
 
 
 def _is_turned(x: Any) -> bool:
-    """Whether products of x (neurons, samples) are gathered by ``row_kernel``."""
+    """Whether products of x (neurons, samples) are gathered by ``kernels.row_product``."""
     return x.size * x.dtype.itemsize > LARGE and x.shape[1] >= LEAST_SAMPLES
 
 
 def _rows_of_samples(weights: Any, indices: Any, starts: Any, x: Any) -> jax.Array:
-    from .row_kernel import to_rows
+    from .kernels.row_product import to_rows
 
     return to_rows(weights, indices, starts, x.T).T
 
@@ -230,9 +210,12 @@ def _product_kernel(
     ) -> jax.Array:
         if name == 'to_rows' and _is_turned(x):
             return _rows_of_samples(weights, indices, starts, x)
+        # llvmlite is optional.
+        from .kernels.products import call
+
         shape = (size, x.shape[1])
         given = (indices, starts, weights, samples_last(x))
-        return samples_first(_kernels().call(name, shape, *given))
+        return samples_first(call(name, shape, *given))
 
     def run(
         weights: Any,
@@ -245,7 +228,7 @@ def _product_kernel(
         by_column: ByColumn | None = None,
     ) -> jax.Array:
         is_known = split is not None or not runs_on_mesh()
-        if not (is_known and _fit(weights.dtype, x.dtype)):
+        if not (is_known and kernels.fit(weights.dtype, x.dtype)):
             return portable(weights, indices, starts, x, size=size)
         if split is None and by_column is not None:
             # XLA sorts the weights once, before the loop over steps.
@@ -310,7 +293,7 @@ def to_columns(weights: Any, indices: Any, starts: Any, x: Any, size: int) -> ja
     """
     given: dict[str, Any] = {'size': size, 'split': current_split()}
     is_known = not any(isinstance(v, jax.core.Tracer) for v in (indices, starts))
-    has_kernel = not runs_on_mesh() and _fit(weights.dtype, x.dtype)
+    has_kernel = not runs_on_mesh() and kernels.fit(weights.dtype, x.dtype)
     if is_known and has_kernel and _is_turned(x):
         given['by_column'] = _by_column(Same((indices, starts)), size)
     return to_columns_p.bind(weights, indices, starts, x, **given)
@@ -343,12 +326,14 @@ def _synapses_kernel(
     indices: Any, starts: Any, rows: Any, columns: Any, *, split: Split | None
 ) -> jax.Array:
     is_known = split is not None or not runs_on_mesh()
-    if not (is_known and _fit(rows.dtype, columns.dtype)):
+    if not (is_known and kernels.fit(rows.dtype, columns.dtype)):
         return _synapses_portable(indices, starts, rows, columns)
 
     def one_device(indices: Any, starts: Any, rows: Any, columns: Any) -> jax.Array:
-        given = (indices, starts, rows, columns)
-        return _kernels().call('at_synapses', indices.shape, *given)
+        # llvmlite is optional.
+        from .kernels.products import call
+
+        return call('at_synapses', indices.shape, indices, starts, rows, columns)
 
     if split is None:
         return one_device(indices, starts, rows, columns)

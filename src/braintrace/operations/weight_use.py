@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ class BaseUse(ABC):
     operand: int
     operands: tuple[jax.ShapeDtypeStruct, ...]
     result: jax.ShapeDtypeStruct
+
+    shared_trace: ClassVar[Callable[..., TraceLayout]] = FullTrace
+    """The storage of its trace where positions share elements of y."""
 
     @property
     def weight(self) -> jax.ShapeDtypeStruct:
@@ -124,21 +127,12 @@ class BaseUse(ABC):
         y_bars: jax.Array,
         box: Box | None,
     ) -> jax.Array | Shares:
-        return self.gradient(fixed, steps, y_bars, box)
-
-    def _on_each_device(
-        self,
-        split: Split,
-        fixed: Operands,
-        steps: Operands,
-        y_bars: jax.Array,
-        box: Box | None,
-    ) -> jax.Array | Shares:
         """Every device runs :meth:`gradient` on its own samples, where it works for any
         number of them."""
         axes = self.sample_axes
         samples = () if axes is None else split.of_samples(self.result.shape[axes[-1]])
-        if axes is None or not samples or split.neurons:
+        is_product = self.input is not None and self.input in steps
+        if axes is None or not (is_product and samples) or split.neurons:
             return self.gradient(fixed, steps, y_bars, box)
 
         def spec(axis: int | None, leading: int) -> PartitionSpec:
@@ -205,10 +199,6 @@ class BaseUse(ABC):
     @abstractmethod
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         """The storage of its trace."""
-
-    def shared_layout(self, shared: SharedUse) -> TraceLayout:
-        """The storage of its trace where positions share elements of y."""
-        return FullTrace(shared, shared.positions, shared.sources.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,9 +311,8 @@ class SharedUse:
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         """The storage of its trace."""
-        if isinstance(self.use, BaseUse):
-            return self.use.shared_layout(self)
-        return FullTrace(self, positions, shape)
+        kind = self.use.shared_trace if isinstance(self.use, BaseUse) else FullTrace
+        return kind(self, self.positions, self.sources.shape)
 
 
 U = TypeVar('U', bound=BaseUse)
@@ -341,9 +330,16 @@ def bind(
     )
 
 
+@dataclass(frozen=True, eq=False)
 class AnyUse(BaseUse):
     """An operation of any kind: gradients by reverse mode, the full influence as a
-    trace."""
+    trace. ``data``: the operand x, if y is known to be linear in it and in w."""
+
+    data: int | None = None
+
+    @property
+    def input(self) -> int | None:
+        return self.data
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return FullTrace(self, positions, shape)
@@ -354,6 +350,8 @@ class ElementwiseUse(BaseUse):
     """A bias, gain, threshold, time constant or scalar."""
 
     is_sum: bool = False
+
+    shared_trace = ElementwiseTrace
 
     @property
     def sample_axes(self) -> tuple[int | None, ...] | None:
@@ -392,6 +390,3 @@ class ElementwiseUse(BaseUse):
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         return ElementwiseTrace(self, positions, shape)
-
-    def shared_layout(self, shared: SharedUse) -> TraceLayout:
-        return ElementwiseTrace(shared, shared.positions, shared.sources.shape)

@@ -7,7 +7,6 @@ group.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -21,9 +20,10 @@ import numpy as np
 from ..arrays import cast, picked, sum_type
 from ..compiled_step import Components, Jacobian, Operands
 from ..split import runs_on_mesh
+from . import kernels
 
 LEAST_FOR_KERNEL = 2**11
-"""Elements of a trace from which on ``dense_kernels`` is used."""
+"""Elements of a trace from which on a kernel is used."""
 
 
 def has_kernel(shape: tuple[int, ...], given: Any) -> bool:
@@ -31,12 +31,9 @@ def has_kernel(shape: tuple[int, ...], given: Any) -> bool:
     arrays of a tree have one type, the trace is large enough, and the code that is
     traced now runs on one CPU device (also inside of
     :meth:`Split.on_each_device`)."""
-    dtypes = {x.dtype for x in jax.tree.leaves(given)}
-    fits = dtypes in ({jnp.dtype('float32')}, {jnp.dtype('float64')})
-    is_one_cpu = jax.default_backend() == 'cpu' and not runs_on_mesh()
-    is_large = math.prod(shape) >= LEAST_FOR_KERNEL
-    has_llvm = importlib.util.find_spec('llvmlite') is not None
-    return fits and is_one_cpu and is_large and has_llvm
+    if math.prod(shape) < LEAST_FOR_KERNEL or runs_on_mesh():
+        return False
+    return kernels.fit(*(x.dtype for x in jax.tree.leaves(given)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +58,9 @@ class WholeTrace(ABC):
     ) -> jax.Array:
         """A component's trace with Σ_t P_t ∂h_t/∂w added."""
 
-    @abstractmethod
     def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        """A component's trace times one factor a position."""
+        """A component's trace times one factor a position; its last axes are y."""
+        return self.at_result(factor) * trace
 
     @abstractmethod
     def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
@@ -145,9 +142,6 @@ class ElementwiseTrace(WholeTrace):
         return trace + jnp.sum(
             cast(rows * slopes.astype(rows.dtype), trace.dtype), axis=0
         )
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.at_result(factor) * trace
 
     def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
         return self.use.spread(self.scaled(trace, credit))

@@ -15,11 +15,24 @@ import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from .dense_kernels import FLAGS, repeated
-from .native import Buffer, loop, rest_of, running_all, several, word
-from .transpose_kernel import Transpose
+from .native import (
+    BIT,
+    FLAGS,
+    SMALL,
+    Buffer,
+    differs_from_zero,
+    loop,
+    parts,
+    place,
+    plus,
+    repeated,
+    running_all,
+    several,
+    word,
+    zeros,
+)
+from .transpose import Transpose
 
-SMALL = ir.IntType(32)
 BITS = 32
 """Samples of a word."""
 TOGETHER = 32
@@ -39,20 +52,18 @@ def memory_for(x: jax.Array, steps: int) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def readers(
-    build: ir.IRBuilder, number: Any, x: Buffer, words: Buffer, numbers: Buffer
-) -> Iterator[SpikeBits | Numbers]:
+def readers(x: Buffer, words: Buffer, numbers: Buffer) -> Iterator[SpikeBits | Numbers]:
     """Instructions inside run either with x as bits or with x as numbers, in the memory
     that :func:`memory_for` describes."""
-    steps = words.size(build, 1)
-    samples = build.udiv(x.size(build, 0), steps)
-    bits = SpikeBits(build, number, x, words, steps, samples)
+    build, steps = x.build, words.size(1)
+    samples = build.udiv(x.size(0), steps)
+    bits = SpikeBits(x, words, steps, samples)
     with build.if_else(bits.write()) as (are_spikes, are_numbers):
         with are_spikes:
             yield bits
         with are_numbers:
-            Transpose(build, x, numbers).emit(is_tall=False)
-            yield Numbers(build, numbers, samples)
+            Transpose(x, numbers).emit(is_tall=False)
+            yield Numbers(numbers, samples)
 
 
 class SpikeBits:
@@ -61,19 +72,11 @@ class SpikeBits:
     ``words``: memory for 32-bit words (n, t and words of a step).
     """
 
-    def __init__(
-        self,
-        build: ir.IRBuilder,
-        number: Any,
-        x: Buffer,
-        words: Buffer,
-        steps: Any,
-        samples: Any,
-    ):
-        self.build, self.number, self.x = build, number, x
-        self.words = words.holding(SMALL)
+    def __init__(self, x: Buffer, words: Buffer, steps: Any, samples: Any):
+        build = x.build
+        self.build, self.x, self.words = build, x, words
         self.steps, self.samples = steps, samples
-        self.neurons = x.size(build, 1)
+        self.neurons = x.size(1)
         last = build.add(samples, word(BITS - 1))
         self.of_step = build.udiv(last, word(BITS))
         self.of_neuron = build.mul(steps, self.of_step)
@@ -87,46 +90,40 @@ class SpikeBits:
         is_good = lambda: build.icmp_signed(
             '==', build.load(wrong), ir.Constant(SMALL, 0)
         )
-        done = word(0)
-        for count in (TOGETHER, 1):
+        for n, count in parts(build, self.neurons, (TOGETHER, 1)):
             with (
-                loop(build, done, self.neurons, count) as n,
                 build.if_then(is_good()),
-                loop(build, word(0), self.steps, 1) as t,
-                loop(build, word(0), self.of_step, 1) as w,
+                loop(build, 0, self.steps, 1) as t,
+                loop(build, 0, self.of_step, 1) as w,
             ):
                 self._write_words(n, t, w, count, wrong)
-            done = rest_of(build, self.neurons, count)
         return is_good()
 
     def _write_words(self, n: Any, t: Any, w: Any, count: int, wrong: Any) -> None:
         """The same word of ``count`` neurons."""
         build = self.build
-        kind = several(SMALL, count)
-        zero = ir.Constant(several(self.number, count), None)
-        one = repeated(build, ir.Constant(self.number, 1), self.number, count)
-        none = ir.Constant(kind, None)
+        one = repeated(build, ir.Constant(self.x.number, 1), count)
+        none = zeros(SMALL, count)
         first = build.mul(w, word(BITS))
         left = build.sub(self.samples, first)
         is_whole = build.icmp_signed('>', left, word(BITS))
         size = build.select(is_whole, word(BITS), left)
-        start = build.add(build.mul(t, self.samples), first)
+        start = place(build, t, self.samples, first)
         names = {'bits': none, 'wrong': none}
-        with running_all(build, word(0), size, 1, names) as (k, found):
-            at = build.add(build.mul(build.add(start, k), self.neurons), n)
-            value = self.x.load(build, at, count)
-            fires = build.fcmp_unordered('!=', value, zero)  # as does NaN
+        with running_all(build, 0, size, 1, names) as (k, found):
+            at = place(build, build.add(start, k), self.neurons, n)
+            value = self.x.load(at, count)
+            fires = differs_from_zero(build, value)  # as does NaN
             is_other = build.and_(fires, build.fcmp_unordered('!=', value, one))
             bit = build.shl(ir.Constant(SMALL, 1), build.trunc(k, SMALL))
-            bit = repeated(build, bit, SMALL, count)
+            bit = repeated(build, bit, count)
             for name, where in (('bits', fires), ('wrong', is_other)):
                 more = build.select(where, bit, none)
                 found[name].value = build.or_(found[name].value, more)
-        to = build.add(build.mul(t, self.of_step), w)
+        to = place(build, t, self.of_step, w)
         for m in range(count):
-            neuron = build.add(n, word(m))
-            at = build.add(build.mul(neuron, self.of_neuron), to)
-            self.words.store(build, self._one(found['bits'].value, m), at, 1)
+            at = place(build, build.add(n, word(m)), self.of_neuron, to)
+            self.words.store(self._one(found['bits'].value, m), at, 1)
         every = build.bitcast(found['wrong'].value, ir.IntType(BITS * count))
         is_any = build.icmp_unsigned('!=', every, ir.Constant(every.type, 0))
         with build.if_then(is_any):
@@ -141,22 +138,20 @@ class SpikeBits:
         """Where the words of a neuron begin."""
         return self.build.mul(neuron, self.of_neuron)
 
-    def prefetch(self, place: Any) -> None:
-        """Ask for the words of the neuron of a place."""
-        self.words.prefetch(self.build, place, 1)
+    def prefetch(self, begin: Any) -> None:
+        """Ask for the words of a neuron, which begin at a place."""
+        self.words.prefetch(begin, 1)
 
-    def at(self, place: Any, t: Any, k: Any, size: int) -> Any:
-        """Whether the neuron of a place fired in each of ``size`` samples from k on,
-        all of which are in one word."""
+    def at(self, begin: Any, t: Any, k: Any, size: int) -> Any:
+        """Whether a neuron fired in each of ``size`` samples from k on, all of which
+        are in one word."""
         build = self.build
-        at = build.add(build.mul(t, self.of_step), build.udiv(k, word(BITS)))
-        found = self.words.load(build, build.add(place, at), 1)
+        at = place(build, t, self.of_step, build.udiv(k, word(BITS)))
+        found = self.words.load(build.add(begin, at), 1)
         if size < BITS:
             past = build.trunc(build.urem(k, word(BITS)), SMALL)
             found = build.trunc(build.lshr(found, past), ir.IntType(size))
-        return (
-            found if size == 1 else build.bitcast(found, several(ir.IntType(1), size))
-        )
+        return found if size == 1 else build.bitcast(found, several(BIT, size))
 
     def plus(self, total: Any, a: Any, fired: Any) -> Any:
         """total + a x: where the neuron did not fire, a is not added, so that it may be
@@ -168,25 +163,24 @@ class SpikeBits:
 class Numbers:
     """x as numbers (n, t and k)."""
 
-    def __init__(self, build: ir.IRBuilder, values: Buffer, samples: Any):
-        self.build, self.values, self.samples = build, values, samples
-        self.length = values.size(build, 1)
+    def __init__(self, values: Buffer, samples: Any):
+        self.build, self.values, self.samples = values.build, values, samples
+        self.length = values.size(1)
 
     def place(self, neuron: Any) -> Any:
         """Where the numbers of a neuron begin."""
         return self.build.mul(neuron, self.length)
 
-    def prefetch(self, place: Any) -> None:
-        """Ask for the first numbers of the neuron of a place."""
-        self.values.prefetch(self.build, place, MOST_PREFETCHED)
+    def prefetch(self, begin: Any) -> None:
+        """Ask for the first numbers of a neuron, which begin at a place."""
+        self.values.prefetch(begin, MOST_PREFETCHED)
 
-    def at(self, place: Any, t: Any, k: Any, size: int) -> Any:
-        """``size`` samples from k on of the neuron of a place."""
+    def at(self, begin: Any, t: Any, k: Any, size: int) -> Any:
+        """``size`` samples from k on of a neuron."""
         build = self.build
-        at = build.add(place, build.add(build.mul(t, self.samples), k))
-        return self.values.load(build, at, size)
+        at = build.add(begin, place(build, t, self.samples, k))
+        return self.values.load(at, size)
 
     def plus(self, total: Any, a: Any, x: Any) -> Any:
         """total + a x."""
-        term = self.build.fmul(a, x, flags=FLAGS)
-        return self.build.fadd(total, term, flags=FLAGS)
+        return plus(self.build, total, a, x)
