@@ -28,8 +28,8 @@ from ..operations import is_linear, operation_of, run_equation
 from ..operations.record import Kernel
 from ..program import StepProgram
 from .local_step import LocalProgram
-from .rewrite import split_products
-from .taps import TapEquation, find_taps, part_mixed_results
+from .rewrite import part_mixed_results, split_products
+from .taps import TapEquation, find_taps
 
 Run = Callable[[int, list[Any]], list[Any]]
 """(i, operands): the results of equation i."""
