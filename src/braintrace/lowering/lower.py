@@ -17,7 +17,6 @@ from ..compat import Var, has_reverse_only
 from ..compiled_step import (
     CompiledGroup,
     CompiledStep,
-    Values,
 )
 from . import local_step, run
 from .effects import effect_box, effects_beyond
@@ -48,12 +47,12 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
         is_loss=is_loss,
         aux=stages.aux,
         groups=tuple(_group(stages, local) for local in stages.locals),
-        taps=tuple(lowered_tap(stages, i, tap) for i, tap in stages.taps.items()),
         weights=stages.weights,
-        pieces=pieces_of(stages),
         prepared=frozenset(p.weight for p in stages.prepared.values()),
         constant_targets=stages.constant_targets,
         kept_bytes=_kept_bytes(stages),
+        taps=tuple(lowered_tap(stages, i, tap) for i, tap in stages.taps.items()),
+        pieces=pieces_of(stages),
         constants=partial(run.constants, stages),
         project=partial(run.project, stages),
         advance=partial(run.advance, stages),
@@ -103,8 +102,6 @@ def _group(stages: Stages, local: LocalProgram) -> CompiledGroup:
         ),
         reached=local.reached,
         shared=frozenset(local.shared),
-        components=lambda env: group.components([env[v] for v in group.hidden_invars]),
-        states=lambda parts: Values(
-            zip(group.hidden_invars, group.from_components(parts), strict=True)
-        ),
+        components=group.old_components,
+        states=group.old_states,
     )

@@ -59,7 +59,7 @@ def lowered_tap(stages: Stages, i: int, tap: TapEquation) -> Tap:
         by_weight[v] = tuple(
             p for p in dependence.program.parameters if grads & dependence.bit[p.invar]
         )
-    made = [stages.equations[j] for j in stages.needed(weights, ())]
+    made = [stages.equations[j] for j in stages.needed(weights)]
     operation = operation_of(equation)
     # The equation as paths into each group see it.
     cut = [cut_inside(i, equation, local.positions.cuts) for local in stages.locals]
