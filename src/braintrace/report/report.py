@@ -119,14 +119,8 @@ class CompilationReport:
             )
             for r in self.credits
         }
-        return {
-            **classes,
-            **{
-                name: given
-                for name, given in (self.gives or {}).items()
-                if name in classes
-            },
-        }
+        gives = self.gives or {}
+        return {name: gives.get(name, given) for name, given in classes.items()}
 
     @cached_property
     def chart(self) -> Chart:
