@@ -34,9 +34,11 @@ class LocalProgram:
     ``taps``: results of taps that reach the group. ``shared``: those of which an
     element reaches several positions: the element that reaches each position.
     ``indices``: the equations of the local step, in program order. ``constants``: what
-    it reads beside old states and taps. ``read``: all that it reads. ``pattern``: (i, j) where the new component i
-    can depend on the old component j. ``reached``: components of the new states that
-    each tap's result can reach.
+    it reads beside old states and taps. ``read``: all that it reads. ``enters``: the
+    last sum that each tap's result enters unchanged, and through which alone it reaches
+    the group. ``pattern``: (i, j) where the new component i can depend on the old
+    component j. ``reached``: components of the new states that each tap's result can
+    reach.
     """
 
     def __init__(
@@ -48,13 +50,9 @@ class LocalProgram:
     ):
         self.equations, self.group, self.positions = equations, group, positions
         self.taps = tuple(v for v in tap_results if v in positions.labels)
-        shape, owners, shared = group.varshape, group.owners, positions.sources
-        self.shared: dict[Var, np.ndarray] = {
-            v: shared[v].reshape(shape) for v in self.taps if v in shared
-        }
-        starts = {*group.hidden_invars, *self.taps}
+        old, ends = group.hidden_invars, group.hidden_outvars
+        starts = {*old, *self.taps}
         cuts, edges = positions.cuts, positions.edges
-        ends = group.hidden_outvars
         self.indices = equations_between(equations, starts, ends, cuts, edges)
         mine = [equations[i] for i in self.indices]
         made = starts | {v for eqn in mine for v in eqn.outvars}
@@ -62,11 +60,13 @@ class LocalProgram:
         self.constants: tuple[Var, ...] = tuple(
             dict.fromkeys(v for v in read if is_var(v) and v not in made)
         )
-        self.read = tuple(
-            dict.fromkeys([*group.hidden_invars, *self.taps, *self.constants])
-        )
+        self.read = (*old, *self.taps, *self.constants)
+        self.enters = {y: self._sum_of(y) for y in self.taps}
         sources = self._find_sources()
-        old = group.hidden_invars
+        shape, owners, shared = group.varshape, group.owners, positions.sources
+        self.shared: dict[Var, np.ndarray] = {
+            v: shared[v].reshape(shape) for v in self.taps if v in shared
+        }
         reads = [sources.get(ends[k], frozenset()) for k in owners]
         every = range(len(owners))
         self.pattern = frozenset(
@@ -88,9 +88,7 @@ class LocalProgram:
                     found[v] = found.get(v, frozenset()) | found[operand]
         return found
 
-    def sum_of(self, y: Var) -> Var:
-        """The last sum that a value enters unchanged, and through which alone it
-        reaches the group."""
+    def _sum_of(self, y: Var) -> Var:
         while y not in self.group.hidden_outvars:
             uses = [
                 (i, k)

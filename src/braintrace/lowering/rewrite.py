@@ -163,6 +163,7 @@ def _traced(
         return [*found, total]
 
     body = trace(summed, [v.aval for v in operands])
+    at_caller = from_library(body)
     *results, total = body.jaxpr.outvars
     names: dict[Var, Atom] = dict(zip(body.jaxpr.invars, operands, strict=True))
     equations: list[Equation] = []
@@ -176,11 +177,8 @@ def _traced(
         renamed = [names[v] if is_var(v) else v for v in eqn.invars]
         if out in results or any(v in sums for v in renamed):
             sums.append(names[out])
-        equations.append(
-            inlined(
-                eqn, caller, from_library(body), invars=renamed, outvars=[names[out]]
-            )
-        )
+        changed = {'invars': renamed, 'outvars': [names[out]]}
+        equations.append(inlined(eqn, caller, at_caller, **changed))
     return _Split(equations, products, sums, data, maker)
 
 

@@ -105,7 +105,7 @@ def _sites(
                     group=g,
                     use=use,
                     positions=positions,
-                    enters=local.sum_of(v),
+                    enters=local.enters[v],
                     factorises=use.factorises and has_input,
                 )
 
@@ -142,6 +142,12 @@ def pieces_of(stages: Stages) -> dict[Var, tuple[Var, Box]]:
         if not any(_overlap(box, other) for other in others):
             found[weight] = (whole, box)
     return found
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    """Whether two boxes of one array have an element in common."""
+    pairs = zip(a, b, strict=True)
+    return all(p.start < q.stop and q.start < p.stop for p, q in pairs)
 
 
 def _operands(
@@ -196,9 +202,3 @@ def _gradients(
         v = equation.invars[k]
         total[v] = total[v] + grad if v in total else grad
     return total
-
-
-def _overlap(a: Box, b: Box) -> bool:
-    """Whether two boxes of one array have an element in common."""
-    pairs = zip(a, b, strict=True)
-    return all(p.start < q.stop and q.start < p.stop for p, q in pairs)
