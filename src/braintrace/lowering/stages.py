@@ -122,6 +122,7 @@ class Stages:
         split = split_products(analysed)
         self.analysed = part_mixed_results(split)
         self.targets, self.aux, self.modulator = tuple(targets), tuple(aux), modulator
+        # What the solver reads of every step beside derivatives.
         self._for_solver = [*targets, *([] if modulator is None else [modulator])]
         self.dependence = self.analysed.dependence
         self.program = self.dependence.program
@@ -218,6 +219,7 @@ class Stages:
         old = [*(h.invar for h in program.hidden), *(o.invar for o in program.others)]
         self._states = sum(dependence.bit[v] for v in old) | new
 
+        # Results of equations that read no data, and of those that read no state.
         constants: list[Var] = []
         from_inputs: set[Var] = set()
         for eqn in self.equations:
