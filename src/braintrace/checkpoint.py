@@ -211,7 +211,6 @@ class Checkpoints:
         as_written = found
         if isinstance(found, dict):
             found = {_RENAMED.get(name, name): part for name, part in found.items()}
-        if isinstance(found, dict):
             unwanted = set(left_out(found)) - wanted.keys()
             found = {name: x for name, x in found.items() if name not in unwanted}
         if differences := _differences(wanted, found):
@@ -241,11 +240,15 @@ class Checkpoints:
         return update
 
 
-def save_stream(stream: Stream, folder: str | Path) -> None:
-    """Write all that a stream moves as the newest checkpoint of a folder."""
+def _save_newest(states: Mapping[str, brainstate.State], folder: str | Path) -> None:
     checkpoints = Checkpoints(folder)
     latest = checkpoints.latest
-    checkpoints.save(0 if latest is None else latest + 1, _states_of_stream(stream))
+    checkpoints.save(0 if latest is None else latest + 1, states)
+
+
+def save_stream(stream: Stream, folder: str | Path) -> None:
+    """Write all that a stream moves as the newest checkpoint of a folder."""
+    _save_newest(_states_of_stream(stream), folder)
 
 
 def load_stream(stream: Stream, folder: str | Path) -> None:
@@ -255,10 +258,7 @@ def load_stream(stream: Stream, folder: str | Path) -> None:
 
 def save_learner(learner: Learner, folder: str | Path, optimizer: Any = None) -> None:
     """Write all that training moves as the newest checkpoint of a folder."""
-    checkpoints = Checkpoints(folder)
-    latest = checkpoints.latest
-    number = 0 if latest is None else latest + 1
-    checkpoints.save(number, states_of(learner, optimizer))
+    _save_newest(states_of(learner, optimizer), folder)
 
 
 def load_learner(learner: Learner, folder: str | Path, optimizer: Any = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -149,6 +149,11 @@ def trace(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
 def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     """Attach constants to a program."""
     return jex.ClosedJaxpr(jaxpr, list(consts))
+
+
+def values_of(atoms: Iterable[Atom], env: Mapping[Var, Any]) -> list[Any]:
+    """The values of variables, and of literals."""
+    return [env[v] if is_var(v) else v.val for v in atoms]
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:

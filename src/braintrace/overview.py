@@ -303,6 +303,7 @@ class _Panels:
         cmap: Any,
         low: float,
         high: float,
+        extent: tuple[float, ...] | None = None,
     ) -> None:
         image = ax.imshow(
             values,
@@ -312,10 +313,8 @@ class _Panels:
             cmap=cmap,
             vmin=low,
             vmax=high,
+            extent=extent,
         )
-        self._colour_bar(ax, image, label)
-
-    def _colour_bar(self, ax: Any, image: Any, label: str) -> None:
         bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
         bar.set_label(label)
         bar.outline.set_visible(False)
@@ -328,17 +327,9 @@ class _Panels:
             self._curves(ax, values, 'channel', traces.steps)
             ax.set_ylabel('mean |ε|')
             return
-        image = ax.imshow(
-            values.T,
-            aspect='auto',
-            origin='lower',
-            interpolation='nearest',
-            cmap=self.style.heat,
-            vmin=0,
-            vmax=np.percentile(values, 99.5) or 1.0,
-            extent=(-0.5, width * len(values) - 0.5, -0.5, values.shape[1] - 0.5),
-        )
-        self._colour_bar(ax, image, 'mean |ε|')
+        most = float(np.percentile(values, 99.5)) or 1.0
+        extent = (-0.5, width * len(values) - 0.5, -0.5, values.shape[1] - 0.5)
+        self._heat(ax, values.T, 'mean |ε|', self.style.heat, 0, most, extent)
         self._name_channels(ax, values.shape[1])
 
     def _answer(

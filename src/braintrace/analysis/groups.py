@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..compat import Jaxpr, Var, evaluate
+from ..compiled_step import Values
 from ..errors import NotSupportedError, three_parts
 from ..program import Hidden, Path, slice_between
 from ..program.step import path_name
@@ -216,6 +217,20 @@ class HiddenGroup(NamedTuple):
                     else [real]
                 )
         return found
+
+    def old_components(self, values: Mapping[Var, Any]) -> list[jax.Array]:
+        """Components of the old states among values."""
+        return self.components([values[v] for v in self.hidden_invars])
+
+    def old_states(self, components: Sequence[jax.Array]) -> Values:
+        """The old states from their components."""
+        states = self.from_components(components)
+        return Values(zip(self.hidden_invars, states, strict=True))
+
+    def new_states(self, components: Sequence[jax.Array]) -> Values:
+        """The new states from their components."""
+        states = self.from_components(components)
+        return Values(zip(self.hidden_outvars, states, strict=True))
 
     def from_components(self, components: Sequence[jax.Array]) -> list[jax.Array]:
         """The inverse of :meth:`components`: one array for each state."""

@@ -127,20 +127,10 @@ def parser() -> argparse.ArgumentParser:
         )
         made.add_argument('--batch', type=_at_least_one, help='trials in a batch')
         made.add_argument('--lr', type=float, help="Adam's rate")
-        made.add_argument(
-            '--task-option',
-            type=_option,
-            action='append',
-            default=[],
-            metavar='NAME=VALUE',
-        )
-        made.add_argument(
-            '--rule-option',
-            type=_option,
-            action='append',
-            default=[],
-            metavar='NAME=VALUE',
-        )
+        for flag in ('--task-option', '--rule-option'):
+            made.add_argument(
+                flag, type=_option, action='append', default=[], metavar='NAME=VALUE'
+            )
         made.add_argument(
             '--out', help='folder for results (default: a new one in out/)'
         )

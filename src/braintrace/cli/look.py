@@ -231,6 +231,14 @@ def sequences(inputs: tuple, steps: int, seed: int) -> tuple:
     return tuple(jax.tree.map(drawn, inputs))
 
 
+def task_of(
+    options: argparse.Namespace, learner: Learner, inputs: tuple
+) -> tuple[tuple, Distance]:
+    """Random sequences for a model, and the loss of a step."""
+    data = sequences(inputs, options.steps, options.seed)
+    return data, Distance(learner, options.seed)
+
+
 class Distance:
     """The loss of a step when the user gave none: outputs against fixed random
     targets."""
@@ -300,10 +308,7 @@ def check(options: argparse.Namespace) -> Result:
             )
         )
     learner, inputs = compiled(options, 'd_rtrl')
-    data, loss = (
-        sequences(inputs, options.steps, options.seed),
-        Distance(learner, options.seed),
-    )
+    data, loss = task_of(options, learner, inputs)
     found = learner.gradient_check(*data, step_fn=loss, rules=options.rules)
     text = f'{options.steps} random steps, loss: distance to random targets\n\n{found}'
     wrong = [
@@ -338,10 +343,7 @@ def bench(options: argparse.Namespace) -> Result:
     runs: dict[str, Any] = {}
     for rule in ['bptt', *options.rules]:
         learner, inputs = compiled(options, rule)
-        data, loss = (
-            sequences(inputs, options.steps, options.seed),
-            Distance(learner, options.seed),
-        )
+        data, loss = task_of(options, learner, inputs)
         if not runs:
             runs['forward'] = lambda f=learner.evaluate, d=data, s=loss: f(
                 *d, step_fn=s

@@ -66,17 +66,20 @@ def _config(options: argparse.Namespace) -> Config:
     names = ['rule', 'model', 'units', 'batch', 'updates', 'lr', 'seed', 'save_every']
     names += ['certificate_every', 'dt']
     given = {n: getattr(options, n, None) for n in names}
-    more = {
-        'task_options': dict(options.task_option),
-        'rule_options': dict(options.rule_option),
-    }
     chosen = {name: value for name, value in given.items() if value is not None}
-    config = Config(
-        options.task, **{**_BY_TASK.get(options.task, {}), **chosen, **more}
-    )
+    defaults = _BY_TASK.get(options.task, {})
+    config = Config(options.task, **{**defaults, **chosen, **_tables(options)})
     if (config.task, config.model, config.rule.lower()) in _READOUT_REACH:
         config.rule_options.setdefault('reach', 'readout')
     return config
+
+
+def _tables(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Options of the task and of the rule."""
+    return {
+        'task_options': dict(options.task_option),
+        'rule_options': dict(options.rule_option),
+    }
 
 
 def _prepare(
@@ -252,7 +255,6 @@ def _trained(
     # Before the pictures: whatever happens to these, the result is there.
     write_whole(out / 'result.json', json.dumps(result, indent=1) + '\n')
     say('drawing')
-    metrics = ', '.join(f'{name} {value:.3f}' for name, value in final.items())
     note = f'{metrics} on unseen trials, after {history.updates} updates'
     drawn, failed = _draw(learner, supervised, history, out, note)
     if failed:
@@ -301,10 +303,7 @@ def _resumed(options: argparse.Namespace) -> tuple[Path, Config]:
         name: getattr(options, name)
         for name in ('rule', 'model', 'units', 'batch', 'lr', 'seed', 'dt')
     }
-    given |= {
-        'task_options': dict(options.task_option),
-        'rule_options': dict(options.rule_option),
-    }
+    given |= _tables(options)
     flags = {name: '--' + name.replace('_options', '-option') for name in given}
     # What is given again as it was is no change; of options, those that are given.
     before = {name: getattr(config, name) for name in given}
@@ -342,14 +341,12 @@ def _draw(
         'overview.png': lambda file: whole().save(file, *heading),
         'overview-dark.png': lambda file: whole().save(file, *heading, dark=True),
         'learning.png': lambda file: plots.learning_curves(curves, file),
-        'activity.png': lambda file: plots.activity(
-            learner, trial, supervised.task.kind, file
-        ),
+        'activity.png': lambda file: plots.activity(learner, trial, task.kind, file),
         'traces.png': lambda file: plots.traces(learner, trial[0], file),
     }
     if jax.process_count() > 1:
         # The others need activity of which each process has its own samples.
-        pictures = {name: pictures[name] for name in ('learning.png',)}
+        pictures = {'learning.png': pictures['learning.png']}
     drawn, failed = [], {}
     for name, draw in pictures.items():
         found, reason = attempted(name, lambda draw=draw, name=name: draw(out / name))

@@ -56,37 +56,35 @@ def _is_number(value: Any) -> bool:
     return _is_whole(value) or isinstance(value, float)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+_Kind = tuple[Callable[[Any], bool], str]
+"""What a setting must be, and how to say it."""
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
+def _or_null(kind: _Kind) -> _Kind:
+    fits, name = kind
+    return lambda value: value is None or fits(value), f'null or {name}'
 
 
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    'task': (_is_text, 'a text'),
-    'rule': (_is_text, 'a text'),
-    'model': (_is_text, 'a text'),
-    'units': (
-        lambda x: x is None or _is_count(x),
-        'null or a whole number of at least 1',
-    ),
-    'batch': (_is_count, 'a whole number of at least 1'),
-    'updates': (_is_count, 'a whole number of at least 1'),
-    'lr': (_is_number, 'a number'),
-    'rate_target': (lambda x: x is None or _is_number(x), 'null or a number'),
+_TEXT: _Kind = (lambda value: isinstance(value, str), 'a text')
+_TABLE: _Kind = (lambda value: isinstance(value, dict), 'options by name')
+_COUNT: _Kind = (_is_count, 'a whole number of at least 1')
+_NUMBER: _Kind = (_is_number, 'a number')
+_KINDS: dict[str, _Kind] = {
+    'task': _TEXT,
+    'rule': _TEXT,
+    'model': _TEXT,
+    'units': _or_null(_COUNT),
+    'batch': _COUNT,
+    'updates': _COUNT,
+    'lr': _NUMBER,
+    'rate_target': _or_null(_NUMBER),
     'seed': (_is_whole, 'a whole number'),
-    'task_options': (_is_table, 'options by name'),
-    'rule_options': (_is_table, 'options by name'),
-    'save_every': (_is_count, 'a whole number of at least 1'),
-    'certificate_every': (
-        lambda x: x is None or _is_count(x),
-        'null or a whole number of at least 1',
-    ),
-    'dt': (lambda x: x is None or _is_text(x), 'null or a text'),
+    'task_options': _TABLE,
+    'rule_options': _TABLE,
+    'save_every': _COUNT,
+    'certificate_every': _or_null(_COUNT),
+    'dt': _or_null(_TEXT),
 }
-"""What each setting must be, and how to say it."""
 
 
 # ---------------------------------------------------------------- files

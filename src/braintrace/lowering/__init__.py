@@ -1,10 +1,10 @@
 """From an analysed step to pure functions on arrays.
 
-rewrite      products of concatenated inputs become sums of products
-taps         equations where parameters meet data; results of both kinds of pairs are
-             computed twice, once for each kind
+rewrite      products of concatenated inputs become sums of products; results of both
+             kinds of pairs are computed twice, once for each kind
+taps         equations where parameters meet data, and what a solver sees of them
 stages       which equations run when, and what the time loop keeps
-lower        the record that a solver sees: functions, groups, taps and their sites
+lower        the record that a solver sees
 run          the step forward: in parts, and as a whole
 views        the signal L and the direct read R
 local_step   the local step of a group: D, pull-backs and slopes

@@ -17,11 +17,11 @@ def effects_beyond(stages: Stages, local: LocalProgram) -> dict[Var, Labels]:
     """Elements, labelled 0, that act within a step on more than this group's uncut
     paths."""
     cuts, own = local.positions.cuts, set(local.group.hidden_outvars)
-    inside = set(stages.needed(own, ()))
+    inside = set(stages.needed(own))
     every = lambda v: np.zeros(v.aval.shape, np.int32)
     ends = (*stages.targets, *stages.new_states)
     found: dict[Var, Labels] = {v: every(v) for v in ends if is_var(v) and v not in own}
-    for i in reversed(stages.needed(ends, ())):
+    for i in reversed(stages.needed(ends)):
         eqn = stages.equations[i]
         if not any(map(is_differentiable, eqn.outvars)):
             continue

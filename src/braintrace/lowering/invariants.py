@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,10 +13,10 @@ import numpy as np
 
 from ..analysis.credit import CreditAnalysis
 from ..analysis.dependence import Bits, flow, of, union
-from ..compat import Jaxpr, Var, is_var
+from ..compat import Atom, Var, is_var
 from ..compiled_step import Jacobian, Values
 from ..program import Parameter
-from .local_step import LocalProgram, local_jacobian, local_pull
+from .local_step import local_jacobian, local_pull
 from .stages import Stages
 
 
@@ -89,7 +89,7 @@ class StepInvariants:
         found = []
         for local in self.stages.locals:
             jacobian = lambda env, local=local: local_jacobian(self.stages, local, env)
-            found.append(_constant_entries(*self.derivative(local, jacobian)))
+            found.append(_constant_entries(*self.derivative(local.read, jacobian)))
         return found
 
     def path_is_steady(self, group: int, y: Var) -> bool:
@@ -105,20 +105,20 @@ class StepInvariants:
                 i: local_pull(self.stages, local, env, {i: one})[y] for i in reached
             }
 
-        variables, sources, _ = self.derivative(local, rows)
-        total, data = self.stages.dependence.total, self.stages.dependence.data
-        moving = {v for v in variables if of(total, v).reads & data}
-        return all(not moving & found for found in sources.values())
+        _, sources, _ = self.derivative(local.read, rows)
+        return not any(map(self.reads_data, sources.values()))
+
+    def reads_data(self, atoms: Iterable[Atom]) -> bool:
+        """Whether any value depends on states or inputs."""
+        dependence = self.stages.dependence
+        return any(of(dependence.total, v).reads & dependence.data for v in atoms)
 
     def derivative(
-        self, local: LocalProgram, derivative: Callable[[Values], dict]
+        self, read: Collection[Var], derivative: Callable[[Values], dict]
     ) -> tuple[list[Var], dict, Callable]:
-        """The variables that a derivative depends on, those behind each result, and the
-        function."""
+        """The variables among those read that a derivative depends on, those behind
+        each of its results, and the derivative as a function of their values."""
         constant = self.stages.dependence.constant
-        read = dict.fromkeys(
-            [*local.group.hidden_invars, *local.taps, *local.constants]
-        )
         known = Values((v, constant(v)) for v in read if constant.knows(v))
         variables = [v for v in read if v not in known]
 
@@ -127,18 +127,13 @@ class StepInvariants:
 
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
         closed, results = jax.make_jaxpr(run, return_shape=True)(shapes)
-        behind = _sources(closed.jaxpr, variables)
+        env = flow(closed.jaxpr, [Bits(1 << n, 0) for n in range(len(variables))])
+        sources = {}
         # Results are flattened in the order of their sorted keys.
-        return variables, dict(zip(sorted(results), behind, strict=True)), run
-
-    @staticmethod
-    def sources(
-        function: Callable[[list[Any]], Any], variables: list[Var], shapes: list[Any]
-    ) -> frozenset[Var]:
-        """The variables that the one result of a function of their values depends
-        on."""
-        (behind,) = _sources(jax.make_jaxpr(function)(shapes).jaxpr, variables)
-        return behind
+        for key, result in zip(sorted(results), closed.jaxpr.outvars, strict=True):
+            bits = of(env, result).reads
+            sources[key] = [v for n, v in enumerate(variables) if bits >> n & 1]
+        return variables, sources, run
 
     # ------------------------------------------------------------ feedback
 
@@ -161,13 +156,6 @@ class StepInvariants:
             for k in stages.taps[i].data
         ]
         return any(of(dependence.total, v).grads & bits for v in data if is_var(v))
-
-
-def _sources(jaxpr: Jaxpr, variables: list[Var]) -> list[frozenset[Var]]:
-    """The variables behind each result of a program whose inputs are their values."""
-    env = flow(jaxpr, [Bits(1 << n, 0) for n in range(len(variables))])
-    reads = [of(env, v).reads for v in jaxpr.outvars]
-    return [frozenset(v for n, v in enumerate(variables) if r >> n & 1) for r in reads]
 
 
 def _constant_entries(

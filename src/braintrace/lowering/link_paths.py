@@ -15,6 +15,7 @@ from ..analysis.groups import HiddenGroup
 from ..compat import (
     Var,
     is_var,
+    values_of,
 )
 from ..compiled_step import Feedback, Signals, Values
 from ..operations import run_equation
@@ -83,28 +84,17 @@ class LinkPaths:
         stages, group = self.stages, self.group(c.lower)
         u = self.source(c.edge)
         new = group.components([env[v] for v in group.hidden_outvars])
-        old = group.components([env[v] for v in group.hidden_invars])
-        fixed = {v: x for v, x in env.items() if v not in stages.differentiated}
-        fixed.update((v, env[v]) for v in stages.new_states if v in env)
+        old = group.old_components(env)
+        made = stages.differentiated - stages.new_states
+        fixed = env.pick(v for v in env if v not in made)
         kept = {v: env[v] for v in stages.tap_results if v in env}
 
         def source(new: list[jax.Array], old: list[jax.Array]) -> jax.Array:
-            known = dict(fixed)
-            known.update(
-                zip(group.hidden_invars, group.from_components(old), strict=True)
-            )
-            known.update(
-                zip(group.hidden_outvars, group.from_components(new), strict=True)
-            )
+            known = fixed | group.old_states(old) | group.new_states(new)
             for i in stages.needed([u], known):
-                eqn, tap = stages.equations[i], stages.taps.get(i)
-                operands = [known[v] if is_var(v) else v.val for v in eqn.invars]
-                if tap:
-                    mine = {v: kept[v] for v in tap.results}
-                    known.update(replay(eqn, tap.data, operands, mine))
-                else:
-                    results = run_equation(eqn, operands)
-                    known.update(zip(eqn.outvars, results, strict=True))
+                eqn = stages.equations[i]
+                operands = values_of(eqn.invars, known)
+                known.update(replay(stages.taps.get(i), eqn, operands, kept))
             return known[u]
 
         value, pull = jax.vjp(source, new, old)
@@ -112,9 +102,15 @@ class LinkPaths:
         return pull(jnp.ones_like(value))
 
     def pull(
-        self, c: Candidate, env: Values, found: Signals, feedback: Feedback
+        self,
+        c: Candidate,
+        constants: Values,
+        values: Values,
+        found: Signals,
+        feedback: Feedback,
     ) -> jax.Array:
         """What a read-out sends back to u, at the positions of the lower group."""
+        env = constants | values
         i, u = c.edge[0], env[self.source(c.edge)]
         if c.readout is None:
             (y,) = self.stages.taps[i].results
@@ -135,9 +131,8 @@ class LinkPaths:
     def _operands(
         self, i: int, env: Mapping[Var, Any], feedback: Feedback
     ) -> list[Any]:
-        read = lambda v: env[v] if is_var(v) else v.val
-        invars = enumerate(self.stages.equations[i].invars)
-        return [feedback[i, k] if (i, k) in feedback else read(v) for k, v in invars]
+        operands = values_of(self.stages.equations[i].invars, env)
+        return [feedback.get((i, k), x) for k, x in enumerate(operands)]
 
     def _product(
         self, edge: Edge, env: Mapping[Var, Any], x: Any, feedback: Feedback

@@ -14,8 +14,7 @@ between states and targets; it is a link as well, for rules that are given a κ.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -110,8 +109,7 @@ class ReadoutLinks:
             return f'it has more than {MOST_DECAYS} different decays; use fewer'
         return (
             'the read-out is not a product of weights with a function of each unit '
-            'in the '
-            'same step; write it as y = κ y + f(h) @ W, after the new h'
+            'in the same step; write it as y = κ y + f(h) @ W, after the new h'
         )
 
     # ------------------------------------------------------------ read-outs
@@ -172,18 +170,14 @@ class ReadoutLinks:
         if (0, 0) not in local.pattern:
             return False, None
         jacobian = lambda env: local_jacobian(stages, local, env)
-        variables, sources, run = self._steps.derivative(local, jacobian)
-        if self._reads_data(sources[0, 0]):
+        variables, sources, run = self._steps.derivative(local.read, jacobian)
+        if self._steps.reads_data(sources[0, 0]):
             return False, None
         if sources[0, 0]:
             return True, None
         with jax.ensure_compile_time_eval():
             zeros = [np.zeros(v.aval.shape, v.aval.dtype) for v in variables]
             return True, np.asarray(run(zeros)[0, 0])
-
-    def _reads_data(self, variables: Iterable[Var]) -> bool:
-        dependence = self.stages.dependence
-        return any(of(dependence.total, v).reads & dependence.data for v in variables)
 
     def _classes(self, g: int) -> tuple[tuple[float, np.ndarray | None], ...]:
         """Distinct κ of a read-out, with the positions that have each."""
@@ -221,18 +215,13 @@ class ReadoutLinks:
 
     def _products_in(self, indices: Iterable[int]) -> list[Edge]:
         """(equation, data operand) of products with weights or constants."""
-        dependence, found = self.stages.dependence, []
-        for i in indices:
-            if not self._is_product(i):
-                continue
-            for k, v in enumerate(self.stages.equations[i].invars):
-                rest = [
-                    x for j, x in enumerate(self.stages.equations[i].invars) if j != k
-                ]
-                fixed = not any(
-                    of(dependence.total, x).reads & dependence.data for x in rest
-                )
-                if fixed and is_var(v) and is_differentiable(v):
+        found = []
+        for i in filter(self._is_product, indices):
+            operands = self.stages.equations[i].invars
+            for k, v in enumerate(operands):
+                rest = [x for j, x in enumerate(operands) if j != k]
+                is_data = is_var(v) and is_differentiable(v)
+                if is_data and not self._steps.reads_data(rest):
                     found.append((i, k))
         return found
 
@@ -304,26 +293,20 @@ class ReadoutLinks:
 
     def _is_steady(self, edge: Edge, readout: int) -> bool:
         """Whether ∂Y/∂u depends on parameters and constants only."""
-        stages = self.stages
         u, read = self.paths.source(edge), self.paths.read_between(edge, readout)
-        constant = stages.dependence.constant
-        known = Values((v, constant(v)) for v in read if constant.knows(v))
-        variables = [v for v in read if v not in known]
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
 
-        def slope(values: list[Any]) -> jax.Array:
-            env = known | Values(zip(variables, values, strict=True))
+        def slope(env: Values) -> dict[int, jax.Array]:
             state = lambda x: self.paths.state_of(edge, readout, env, x, {})
             value, pull = jax.vjp(state, env[u])
-            return pull(jnp.ones_like(value))[0]
+            return {0: pull(jnp.ones_like(value))[0]}
 
-        return not self._reads_data(self._steps.sources(slope, variables, shapes))
+        _, sources, _ = self._steps.derivative(read, slope)
+        return not self._steps.reads_data(sources[0])
 
     def _reaches_otherwise(self, lower: int, readout: int, edges: set[Edge]) -> bool:
         """Whether a group reaches a read-out by any path but its links."""
         stages, dependence = self.stages, self.stages.dependence
-        members = stages.analysed.members[lower]
-        bits = dependence.new(members) | dependence.old(members)
+        bits, members = self._bits(lower), stages.analysed.members[lower]
         mine = {v for h in members for v in (h.invar, h.outvar)}
         done: set[Atom] = set()
         todo: list[Atom] = list(self.paths.group(readout).hidden_outvars)
@@ -367,7 +350,5 @@ class ReadoutLinks:
             decays=decays,
             is_complete=is_complete and bool(decays),
             slopes=slopes,
-            pull=lambda constants, values, found, feedback: self.paths.pull(
-                c, constants | values, found, feedback
-            ),
+            pull=partial(self.paths.pull, c),
         )

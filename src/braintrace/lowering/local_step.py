@@ -18,7 +18,7 @@ import numpy as np
 from ..analysis.cuts import Positions
 from ..analysis.groups import HiddenGroup
 from ..arrays import known_value
-from ..compat import Equation, Var, has_reverse_only, is_var
+from ..compat import Equation, Var, has_reverse_only, is_var, values_of
 from ..compiled_step import Components, Jacobian, Values
 from ..operations import operation_of, run_equation
 from ..program import cut_equation_at, equations_between
@@ -34,9 +34,11 @@ class LocalProgram:
     ``taps``: results of taps that reach the group. ``shared``: those of which an
     element reaches several positions: the element that reaches each position.
     ``indices``: the equations of the local step, in program order. ``constants``: what
-    it reads beside old states and taps. ``pattern``: (i, j) where the new component i
-    can depend on the old component j. ``reached``: components of the new states that
-    each tap's result can reach.
+    it reads beside old states and taps. ``read``: all that it reads. ``enters``: the
+    last sum that each tap's result enters unchanged, and through which alone it reaches
+    the group. ``pattern``: (i, j) where the new component i can depend on the old
+    component j. ``reached``: components of the new states that each tap's result can
+    reach.
     """
 
     def __init__(
@@ -48,13 +50,9 @@ class LocalProgram:
     ):
         self.equations, self.group, self.positions = equations, group, positions
         self.taps = tuple(v for v in tap_results if v in positions.labels)
-        shape, owners, shared = group.varshape, group.owners, positions.sources
-        self.shared: dict[Var, np.ndarray] = {
-            v: shared[v].reshape(shape) for v in self.taps if v in shared
-        }
-        starts = {*group.hidden_invars, *self.taps}
+        old, ends = group.hidden_invars, group.hidden_outvars
+        starts = {*old, *self.taps}
         cuts, edges = positions.cuts, positions.edges
-        ends = group.hidden_outvars
         self.indices = equations_between(equations, starts, ends, cuts, edges)
         mine = [equations[i] for i in self.indices]
         made = starts | {v for eqn in mine for v in eqn.outvars}
@@ -62,8 +60,13 @@ class LocalProgram:
         self.constants: tuple[Var, ...] = tuple(
             dict.fromkeys(v for v in read if is_var(v) and v not in made)
         )
+        self.read = (*old, *self.taps, *self.constants)
+        self.enters = {y: self._sum_of(y) for y in self.taps}
         sources = self._find_sources()
-        old = group.hidden_invars
+        shape, owners, shared = group.varshape, group.owners, positions.sources
+        self.shared: dict[Var, np.ndarray] = {
+            v: shared[v].reshape(shape) for v in self.taps if v in shared
+        }
         reads = [sources.get(ends[k], frozenset()) for k in owners]
         every = range(len(owners))
         self.pattern = frozenset(
@@ -85,9 +88,7 @@ class LocalProgram:
                     found[v] = found.get(v, frozenset()) | found[operand]
         return found
 
-    def sum_of(self, y: Var) -> Var:
-        """The last sum that a value enters unchanged, and through which alone it
-        reaches the group."""
+    def _sum_of(self, y: Var) -> Var:
         while y not in self.group.hidden_outvars:
             uses = [
                 (i, k)
@@ -113,7 +114,7 @@ def new_components(
     local: LocalProgram,
     env: Mapping[Var, Any],
     old: Sequence[jax.Array],
-    ys: Sequence[Any],
+    taps: Mapping[Var, Any],
 ) -> list[jax.Array]:
     """Components of a group's new states as functions of its old ones and of tap
     results.
@@ -123,35 +124,25 @@ def new_components(
     """
     group, cuts = local.group, local.positions.cuts
     known = {v: env[v] for v in (*group.hidden_outvars, *stages.anchors) if v in env}
-    kept = dict(zip(local.taps, ys, strict=True))
-    states = dict(zip(group.hidden_invars, group.from_components(old), strict=True))
-    env = {**env, **states, **kept}
+    env = {**env, **group.old_states(old), **taps}
     for i in local.indices:
         *stops, eqn = cut_equation_at(i, stages.equations[i], cuts)
         for stop in stops:
             env[stop.outvars[0]] = run_equation(stop, [env[stop.invars[0]]])[0]
-        operands = [env[v] if is_var(v) else v.val for v in eqn.invars]
-        if tap := stages.taps.get(i):
-            mine = {v: kept[v] for v in tap.results if v in kept}
-            env.update(replay(eqn, tap.data, operands, mine))
-        else:
-            env.update(zip(eqn.outvars, run_equation(eqn, operands), strict=True))
+        operands = values_of(eqn.invars, env)
+        env.update(replay(stages.taps.get(i), eqn, operands, taps))
         env.update(
             (v, known_value(known[v], env[v])) for v in eqn.outvars if v in known
         )
     return group.components([env[v] for v in group.hidden_outvars])
 
 
-def _old(local: LocalProgram, env: Mapping[Var, Any]) -> list[jax.Array]:
-    return local.group.components([env[v] for v in local.group.hidden_invars])
-
-
 def local_jacobian(stages: Stages, local: LocalProgram, env: Values) -> Jacobian:
     """D: one reverse pass for each component that depends on any."""
-    old, ys = _old(local, env), [env[v] for v in local.taps]
+    old, taps = local.group.old_components(env), env.pick(local.taps)
     found = {}
     for i in sorted({i for i, _ in local.pattern}):
-        component = lambda h, i=i: new_components(stages, local, env, h, ys)[i]
+        component = lambda h, i=i: new_components(stages, local, env, h, taps)[i]
         new, pull = jax.vjp(component, old)
         (row,) = pull(jnp.ones_like(new))
         found.update({(i, j): x for j, x in enumerate(row) if (i, j) in local.pattern})
@@ -162,17 +153,14 @@ def local_pull(
     stages: Stages, local: LocalProgram, env: Values, credit: Components
 ) -> Values:
     """(∂h/∂y)ᵀ γ for every tap result y that reaches a component of γ."""
-    old = _old(local, env)
-    taps = Values(
-        (y, env[y]) for y in local.taps if set(local.reached[y]) & set(credit)
-    )
+    old, taps = local.group.old_components(env), env.pick(local.taps)
+    mine = taps.pick(y for y in taps if set(local.reached[y]) & set(credit))
 
-    def new(taps: Values) -> Components:
-        ys = [taps.get(y, env[y]) for y in local.taps]
-        found = new_components(stages, local, env, old, ys)
+    def new(mine: Values) -> Components:
+        found = new_components(stages, local, env, old, taps | mine)
         return {i: found[i] for i in credit}
 
-    values, pull = jax.vjp(new, taps)
+    values, pull = jax.vjp(new, mine)
     return pull({i: g.astype(values[i].dtype) for i, g in credit.items()})[0]
 
 
@@ -184,11 +172,11 @@ def _local_slopes(
     A position is reached by one element of y, so a tangent of ones at all elements
     gives the derivative by that one.
     """
-    old, value = _old(local, env), env[y]
+    old, taps = local.group.old_components(env), env.pick(local.taps)
+    value = taps[y]
 
     def new(value: jax.Array) -> Components:
-        ys = [value if v is y else env[v] for v in local.taps]
-        found = new_components(stages, local, env, old, ys)
+        found = new_components(stages, local, env, old, taps | {y: value})
         return {i: found[i] for i in local.reached[y]}
 
     def along(tangent: jax.Array) -> Components:

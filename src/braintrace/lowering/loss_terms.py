@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..compat import Equation, Var, is_var
+from ..compat import Equation, Var, is_var, values_of
 from ..compiled_step import LossTerms, Values
-from ..operations import operation_of, run_equation
+from ..operations import is_linear, operation_of, run_equation
 from .stages import Stages
 
 
@@ -32,8 +32,7 @@ def loss_terms(stages: Stages) -> LossTerms | None:
         result = equation.outvars[0]
         value = jnp.sum(terms, axis=0, dtype=terms.dtype)
         for eqn in after:
-            known = constants | {result: value}
-            operands = [known[v] if is_var(v) else v.val for v in eqn.invars]
+            operands = values_of(eqn.invars, constants | {result: value})
             (result,), (value,) = eqn.outvars, run_equation(eqn, operands)
         return value
 
@@ -54,18 +53,10 @@ def _last_sum(stages: Stages) -> tuple[Equation, list[Equation]] | None:
         ]
         if len(varying) != 1 or len(equation.outvars) != 1:
             return None
-        if _is_sum_over_axes(equation):
+        operation = operation_of(equation)
+        # No other reduction is linear.
+        if operation and operation.family == 'reduction' and is_linear(equation):
             return (equation, after[::-1]) if 0 in equation.params['axes'] else None
         after.append(equation)
         (v,) = varying
     return None
-
-
-def _is_sum_over_axes(equation: Equation) -> bool:
-    operation = operation_of(equation)
-    # No other reduction is linear.
-    return (
-        operation is not None
-        and operation.family == 'reduction'
-        and operation.is_linear(equation)
-    )

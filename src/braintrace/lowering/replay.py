@@ -13,26 +13,32 @@ from ..arrays import known_value
 from ..compat import Equation, Var, sub_programs
 from ..compiled_step import Values
 from ..operations import run_equation
+from .taps import TapEquation
 
 
 def replay(
+    tap: TapEquation | None,
     equation: Equation,
-    data: Sequence[int],
     operands: Sequence[Any],
     kept: Mapping[Var, Any],
 ) -> Values:
-    """Kept results of an equation, differentiable in themselves and, through it, in its
-    data.
+    """Results of an equation; of a tap those that were kept, differentiable in
+    themselves and, through the equation, in its data.
 
-    The equation is not run again, except where it holds sub-programs.
+    A tap is not run again, except where it holds sub-programs.
     """
+    if tap is None:
+        return Values(
+            zip(equation.outvars, run_equation(equation, operands), strict=True)
+        )
+    data = tap.data
     places = [i for i, v in enumerate(equation.outvars) if v in kept]
     ys = [kept[equation.outvars[i]] for i in places]
     if data and any(sub_programs(equation)):
         results = run_equation(equation, operands)
         ys = [known_value(y, results[i] + y) for i, y in zip(places, ys, strict=True)]
     elif data:
-        ys = _replayed(equation, tuple(data), tuple(places), ys, list(operands))
+        ys = _replayed(equation, data, tuple(places), ys, list(operands))
     return Values((equation.outvars[i], y) for i, y in zip(places, ys, strict=True))
 
 

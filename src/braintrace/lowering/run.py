@@ -21,6 +21,7 @@ from ..compat import (
     has_own_derivative,
     is_differentiable,
     is_var,
+    values_of,
 )
 from ..compiled_step import Values
 from ..operations import operation_of, run_equation
@@ -59,9 +60,10 @@ def project(stages: Stages, constants: Values, inputs: Values) -> Values:
 
 def advance(stages: Stages, constants: Values, values: Values) -> tuple[Values, Values]:
     """The next states, and what derivatives need of the step."""
-    wanted = [*(new for _, new in stages.carried), *stages.kept]
+    wanted = (*stages.next_states, *stages.kept)
     env = stages.compute(wanted, constants | values)
-    return _next_states(stages, env), env.pick(stages.kept)
+    states = _next_states(stages, values_of(stages.next_states, env))
+    return states, env.pick(stages.kept)
 
 
 def advance_once(
@@ -71,17 +73,18 @@ def advance_once(
     inputs are not split: nothing would leave the loop, and each part of the weight
     would be copied."""
     left = [*stages.projected, *stages.kept]
-    wanted = [*(new for _, new in stages.carried), *left]
-    env = stages.compute(wanted, constants | values, unsplit=stages.unsplit)
-    return _next_states(stages, env), env.pick(left)
+    wanted = (*stages.next_states, *left)
+    env = stages.compute(wanted, constants | values, equations=stages.unsplit)
+    states = _next_states(stages, values_of(stages.next_states, env))
+    return states, env.pick(left)
 
 
-def _next_states(stages: Stages, env: Values) -> Values:
-    states = Values()
-    for old, new in stages.carried:
-        shape, dtype = old.aval.shape, old.aval.dtype
-        states[old] = env[new] if is_var(new) else jnp.full(shape, new.val, dtype)
-    return states
+def _next_states(stages: Stages, results: Sequence[Any]) -> Values:
+    """New states under the keys of the old ones, from values that begin with theirs."""
+    new = Values()
+    for (old, _), x in zip(stages.carried, results, strict=False):
+        new[old] = jnp.broadcast_to(x, old.aval.shape).astype(old.aval.dtype)
+    return new
 
 
 def complete(stages: Stages, constants: Values, values: Values) -> Values:
@@ -99,38 +102,22 @@ def outputs(stages: Stages, constants: Values, values: Values) -> Values:
 # ---------------------------------------------------------------- as a whole
 
 
-def _new_states(stages: Stages, states: Values, results: Sequence[Any]) -> Values:
-    """New states under the keys of the old ones; those that the step does not write are
-    kept."""
-    new = Values(states)
-    for (old, _), x in zip(stages.carried, results, strict=False):
-        new[old] = jnp.broadcast_to(x, old.aval.shape).astype(old.aval.dtype)
-    return new
+def _wanted(stages: Stages) -> list[Atom]:
+    return [*stages.next_states, *stages.targets, *stages.aux]
 
 
 def _result(stages: Stages, states: Values, results: Sequence[Any]) -> Result:
-    """Sort the values of new states, targets and auxiliary values."""
-    count = len(stages.carried)
-    new = _new_states(stages, states, results)
-    targets = list(results[count : count + len(stages.targets)])
-    rest = results[count + len(stages.targets) :]
-    return new, targets, Values(zip(stages.aux, rest, strict=True))
-
-
-def _wanted(stages: Stages) -> list[Atom]:
-    return [*(new for _, new in stages.carried), *stages.targets, *stages.aux]
+    """Sort the values of new states, targets and auxiliary values. States that the step
+    does not write are kept."""
+    rest = list(results[len(stages.next_states) :])
+    targets, aux = rest[: len(stages.targets)], rest[len(stages.targets) :]
+    new = states | _next_states(stages, results)
+    return new, targets, Values(zip(stages.aux, aux, strict=True))
 
 
 def _closed_over(stages: Stages) -> Values:
     closed = stages.program.closed
     return Values(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-
-
-def _evaluate(
-    stages: Stages, env: Values, wanted: Sequence[Atom], run: Run
-) -> list[Any]:
-    found = stages.compute(wanted, _closed_over(stages) | env, run)
-    return [found[v] if is_var(v) else v.val for v in wanted]
 
 
 def run_whole(
@@ -142,9 +129,10 @@ def run_whole(
 ) -> Result:
     """The step as it is; where ``silent``, equations that only targets need send no
     gradient back."""
-    env = parameters | states | inputs
-    results = _evaluate(stages, env, _wanted(stages), _silenced(stages, silent))
-    return _result(stages, states, results)
+    wanted = _wanted(stages)
+    given = _closed_over(stages) | parameters | states | inputs
+    env = stages.compute(wanted, given, _silenced(stages, silent))
+    return _result(stages, states, values_of(wanted, env))
 
 
 def run_deep(
@@ -163,20 +151,15 @@ def run_deep(
     known = stages.compute(
         stages.derivative_variables, jax.tree.map(jax.lax.stop_gradient, still)
     )
-    delta: dict[Var, Any] = {}
+    delta = Values()
     for local in stages.locals:
-        group = local.group
-        old = group.components([env[v] for v in group.hidden_invars])
-        new = new_components(stages, local, known, old, [known[v] for v in local.taps])
-        moved = group.from_components([x - jax.lax.stop_gradient(x) for x in new])
-        delta.update(zip(group.hidden_outvars, moved, strict=True))
+        old, taps = local.group.old_components(env), known.pick(local.taps)
+        new = new_components(stages, local, known, old, taps)
+        moved = [x - jax.lax.stop_gradient(x) for x in new]
+        delta |= local.group.new_states(moved)
+    run = _silenced(stages, silent)
     results = evaluate_views(
-        stages.analysed,
-        _wanted(stages),
-        still,
-        env.pick(hidden),
-        delta,
-        _silenced(stages, silent),
+        stages.analysed, _wanted(stages), still, env.pick(hidden), delta, run
     )
     return _result(stages, states, results)
 
@@ -187,16 +170,12 @@ def _silenced(stages: Stages, silent: jax.Array | None) -> Run:
 
     That gradient would be zero times something that may be infinite.
     """
-    core = set(stages.needed((new for _, new in stages.carried), ()))
-    outside = {
-        v
-        for i, eqn in enumerate(stages.equations)
-        if i not in core
-        for v in eqn.outvars
-    }
+    core, producer = stages.core, stages.dependence.producer
 
     def enters(v: Atom) -> bool:
-        return is_var(v) and is_differentiable(v) and v not in outside
+        if not is_var(v) or not is_differentiable(v):
+            return False
+        return v not in producer or producer[v] in core
 
     def run(i: int, operands: list[Any]) -> list[Any]:
         eqn = stages.equations[i]
@@ -248,7 +227,7 @@ def run_open(
             opened = enumerate(operation.opens(eqn, varies))
             passes = [p and operation.differentiates(eqn, k) for k, p in opened]
         pairs = zip(operands, passes, strict=False)
-        taken = [x for x, p in pairs if p and jnp.issubdtype(x.dtype, jnp.inexact)]
+        taken = [x for x, p in pairs if p and _is_inexact(x)]
         if not taken or any(
             x.shape not in ((), r.shape) for x in taken for r in results
         ):
@@ -258,10 +237,9 @@ def run_open(
             for r in results
         ]
 
-    wanted = [new for _, new in stages.carried]
-    return _new_states(
-        stages, states, _evaluate(stages, parameters | states | inputs, wanted, run)
-    )
+    given = _closed_over(stages) | parameters | states | inputs
+    env = stages.compute(stages.next_states, given, run)
+    return states | _next_states(stages, values_of(stages.next_states, env))
 
 
 def _is_inexact(x: Any) -> bool:

@@ -22,14 +22,14 @@ import jax.numpy as jnp
 
 from ..analysis.analysed import Analysed
 from ..analysis.dependence import Bits, StepDependence, of, union
-from ..compat import Atom, Equation, Var, is_var, new_var
+from ..compat import Atom, Equation, Var, is_var, new_var, values_of
 from ..compiled_step import Values
 from ..operations import is_linear, operation_of, run_equation
 from ..operations.record import Kernel
 from ..program import StepProgram
 from .local_step import LocalProgram
-from .rewrite import split_products
-from .taps import TapEquation, find_taps, part_mixed_results
+from .rewrite import part_mixed_results, split_products
+from .taps import TapEquation, find_taps
 
 Run = Callable[[int, list[Any]], list[Any]]
 """(i, operands): the results of equation i."""
@@ -58,8 +58,9 @@ class Stages:
     program: StepProgram
     equations: Sequence[Equation]
     """Those of the program."""
-    unsplit: dict[Var, Equation]
-    """Products of concatenated inputs before they were split, by their results."""
+    unsplit: Sequence[Equation]
+    """The same with products of concatenated inputs as they were, in place of the sums
+    of their parts."""
 
     taps: dict[int, TapEquation]
     """All taps by the index of their equation."""
@@ -69,6 +70,10 @@ class Stages:
     """The local step of every group."""
     carried: tuple[tuple[Var, Atom], ...]
     """(old, new) of every state that the step writes."""
+    next_states: tuple[Atom, ...]
+    """The new ones of these."""
+    core: frozenset[int]
+    """Equations that lead to them."""
     new_states: frozenset[Var]
     """All new hidden states."""
     direct_reads: frozenset[Var]
@@ -117,17 +122,21 @@ class Stages:
         split = split_products(analysed)
         self.analysed = part_mixed_results(split)
         self.targets, self.aux, self.modulator = tuple(targets), tuple(aux), modulator
-        # Values that are wanted for the solver itself.
-        self._extra = () if modulator is None else (modulator,)
+        # What the solver reads of every step beside derivatives.
+        self._for_solver = [*targets, *([] if modulator is None else [modulator])]
         self.dependence = self.analysed.dependence
         self.program = self.dependence.program
         self.equations = self.program.equations
         parts = set(map(id, split.dependence.program.equations))
-        self.unsplit = {
+        products = {
             eqn.outvars[0]: eqn
             for eqn in analysed.dependence.program.equations
             if id(eqn) not in parts
         }
+        self.unsplit = [
+            next((products[v] for v in eqn.outvars if v in products), eqn)
+            for eqn in self.equations
+        ]
         self._find_structure()
         self._sort()
         self._choose_kept()
@@ -140,43 +149,40 @@ class Stages:
         targets: Iterable[Atom],
         env: Mapping[Var, Any],
         run: Run | None = None,
-        unsplit: Mapping[Var, Equation] = {},
+        equations: Sequence[Equation] | None = None,
     ) -> Values:
         """The environment with the targets added. Only the equations that lead to them
-        are run. ``run(i, operands)`` replaces the way an equation is run; ``unsplit``
-        gives equations to run in place of those with the same result."""
-        env = Values(env)
-        for i in self.needed(targets, env, unsplit):
-            eqn, prepared = self._equation(i, unsplit), self.prepared.get(i)
+        are run. ``run(i, operands)`` replaces the way an equation is run; ``equations``
+        replace those of the program, with the same results."""
+        env, equations = Values(env), equations or self.equations
+        for i in self.needed(targets, env, equations):
+            eqn, prepared = equations[i], self.prepared.get(i)
             if prepared and prepared.weight in env:
                 x = env[eqn.invars[1 - prepared.operand]]
                 env[eqn.outvars[0]] = prepared.kernel.apply(env[prepared.weight], x)
                 continue
-            operands = [env[v] if is_var(v) else v.val for v in eqn.invars]
+            operands = values_of(eqn.invars, env)
             found = run_equation(eqn, operands) if run is None else run(i, operands)
             results = zip(eqn.outvars, found, strict=True)
             env.update((v, x) for v, x in results if v not in env)
         return env
 
-    def _equation(self, i: int, unsplit: Mapping[Var, Equation]) -> Equation:
-        eqn = self.equations[i]
-        return unsplit.get(eqn.outvars[0], eqn) if unsplit else eqn
-
     def needed(
         self,
         targets: Iterable[Atom],
-        known: Iterable[Var],
-        unsplit: Mapping[Var, Equation] = {},
+        known: Iterable[Var] = (),
+        equations: Sequence[Equation] | None = None,
     ) -> list[int]:
         """Equations that lead to the targets from known values, in program order."""
         known, producer = set(known), self.dependence.producer
+        equations = equations or self.equations
         kept: set[int] = set()
         todo = [v for v in targets if is_var(v)]
         while todo:
             v = todo.pop()
             if v not in known and v in producer and producer[v] not in kept:
                 kept.add(producer[v])
-                todo += filter(is_var, self._equation(producer[v], unsplit).invars)
+                todo += filter(is_var, equations[producer[v]].invars)
         return sorted(kept)
 
     # ------------------------------------------------------------ structure
@@ -193,6 +199,8 @@ class Stages:
         pairs = [(h.invar, h.outvar) for h in program.hidden]
         others = [(o.invar, o.outvar) for o in program.others if o.outvar is not None]
         self.carried = tuple(pairs + others)
+        self.next_states = tuple(new for _, new in self.carried)
+        self.core = frozenset(self.needed(self.next_states))
         self.new_states = frozenset(v for g in groups for v in g.hidden_outvars)
         after = [self.equations[i] for i in self.needed(self.targets, self.new_states)]
         atoms = [*self.targets, *(v for eqn in after for v in eqn.invars)]
@@ -205,33 +213,42 @@ class Stages:
     def _sort(self) -> None:
         """What runs once a call, and what once a block."""
         dependence, program = self.dependence, self.program
-        made = [v for eqn in self.equations for v in eqn.outvars]
         new = sum(dependence.new_bit.values())
         # Bits of everything that credit can reach, and of all states, old and new.
         self._credit = dependence.parameters | dependence.old(program.hidden) | new
         old = [*(h.invar for h in program.hidden), *(o.invar for o in program.others)]
         self._states = sum(dependence.bit[v] for v in old) | new
 
-        free = self._where(lambda reads: not reads & dependence.data)
-        self.constants = tuple(v for v in free if v not in self.new_states)
+        # Results of equations that read no data, and of those that read no state.
+        constants: list[Var] = []
+        from_inputs: set[Var] = set()
+        for eqn in self.equations:
+            reads = union(map(self._bits, eqn.invars)).reads
+            if not reads & dependence.data:
+                constants += (v for v in eqn.outvars if v not in self.new_states)
+            elif not reads & self._states:
+                from_inputs.update(eqn.outvars)
+        self.constants = tuple(constants)
         self.costly = self._costly_constants()
         jaxpr = program.closed.jaxpr
         moving = {*program.inputs, *(old for old, _ in self.carried)}
         given = [v for v in jaxpr.invars if v not in moving]
         self.fixed = frozenset([*jaxpr.constvars, *given, *self.constants])
-        self._weights = {*self.constants, *(p.invar for p in program.parameters)}
+        self._without_data = {*constants, *(p.invar for p in program.parameters)}
         self.constant_targets = tuple(
-            v for v in self.targets if is_var(v) and v in self._weights
+            v for v in self.targets if is_var(v) and v in self._without_data
         )
         weights = [
             tap.equation.invars[k] for tap in self.taps.values() for k in tap.weights
         ]
         self.weights = tuple(dict.fromkeys([*weights, *self.constant_targets]))
-        constants = set(self.constants)
+        made = [v for eqn in self.equations for v in eqn.outvars]
         self.differentiated = frozenset(
-            v for v in made if v not in constants and self._bits(v).grads & self._credit
+            v
+            for v in made
+            if v not in self._without_data and self._bits(v).grads & self._credit
         )
-        wanted = [*self.targets, *self._extra]
+        wanted = [*self._for_solver]
         for tap in self.taps.values():
             wanted += [*tap.equation.invars, *tap.results]
         for local in self.locals:
@@ -240,7 +257,10 @@ class Stages:
         self.derivative_variables = tuple(
             v for v in self._read_by_derivatives if v in dependence.producer
         )
-        self.projected = self._projected(made)
+        rest = (e for e in self.equations if not from_inputs.issuperset(e.outvars))
+        read = {v for eqn in rest for v in eqn.invars if is_var(v)}
+        read.update(self.derivative_variables)
+        self.projected = tuple(v for v in made if v in from_inputs and v in read)
 
     def _costly_constants(self) -> tuple[Var, ...]:
         """Constants behind an operation that is costly, read by what is no constant;
@@ -273,46 +293,29 @@ class Stages:
     def _bits(self, atom: Atom) -> Bits:
         return of(self.dependence.total, atom)
 
-    def _where(self, test: Callable[[int], object]) -> tuple[Var, ...]:
-        """Results of equations whose operands, taken together, pass a test of what they
-        read."""
-        found: list[Var] = []
-        for eqn in self.equations:
-            if test(union(map(self._bits, eqn.invars)).reads):
-                found += eqn.outvars
-        return tuple(found)
-
-    def _projected(self, made: Sequence[Var]) -> tuple[Var, ...]:
-        data, states = self.dependence.data, self._states
-        free = set(self._where(lambda reads: reads & data and not reads & states))
-        rest = (eqn for eqn in self.equations if not free.issuperset(eqn.outvars))
-        read = {v for eqn in rest for v in eqn.invars if is_var(v)}
-        wanted = read | set(self.derivative_variables)
-        return tuple(v for v in made if v in free and v in wanted)
-
     def _prepared_weights(self) -> dict[int, PreparedWeight]:
         if jax.default_backend() != 'cpu':
             return {}
         found = {}
-        for i in self.needed((new for _, new in self.carried), self.projected):
+        for i in self.needed(self.next_states, self.projected):
             eqn, operation = self.equations[i], operation_of(self.equations[i])
+            if operation is None or operation.kernel is None:
+                continue
             for k, v in enumerate(eqn.invars):
-                if is_var(v) and v in self._weights and operation and operation.kernel:
-                    kernel = operation.kernel(eqn, k)
-                    if kernel is not None:
-                        found[i] = PreparedWeight(k, new_var(v.aval), kernel)
+                is_weight = is_var(v) and v in self._without_data
+                if is_weight and (kernel := operation.kernel(eqn, k)):
+                    found[i] = PreparedWeight(k, new_var(v.aval), kernel)
         return found
 
     # ------------------------------------------------------------ what the loop keeps
 
     def _choose_kept(self) -> None:
         """What the time loop keeps of every step for derivatives."""
-        core = self.needed((new for _, new in self.carried), ())
-        in_loop = frozenset(v for i in core for v in self.equations[i].outvars)
+        in_loop = frozenset(v for i in self.core for v in self.equations[i].outvars)
         # Equations on the way to anything that derivatives want, by what they read.
         self._readers: dict[Var, list[int]] = {}
         ends = (*self.derivative_variables, *self.new_states, *self.aux)
-        for i in self.needed(ends, ()):
+        for i in self.needed(ends):
             for v in self.equations[i].invars:
                 if is_var(v):
                     self._readers.setdefault(v, []).append(i)
@@ -350,7 +353,7 @@ class Stages:
             return reads_others and not bits.grads & self._credit
 
         found = list(filter(without_credit, (*self._read_by_derivatives, *self.aux)))
-        for i in self.needed((*self.derivative_variables, *self.aux), ()):
+        for i in self.needed((*self.derivative_variables, *self.aux)):
             eqn = self.equations[i]
             if any(self._bits(v).grads & self._credit for v in eqn.outvars):
                 found += filter(without_credit, eqn.invars)
@@ -359,7 +362,7 @@ class Stages:
     def _wants_value(self, v: Var) -> bool:
         """Whether the value itself is wanted: by a tap, a nonlinear operation, or the
         caller."""
-        if any(v is x for x in (*self.targets, *self.aux, *self._extra)):
+        if any(v is x for x in (*self._for_solver, *self.aux)):
             return True
         readers = self._readers.get(v, ())
         return any(i in self.taps or not is_linear(self.equations[i]) for i in readers)

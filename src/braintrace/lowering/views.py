@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ import numpy as np
 
 from ..analysis.analysed import Analysed
 from ..analysis.dependence import of
-from ..analysis.groups import HiddenGroup
 from ..arrays import known_value
 from ..compat import Atom, Equation, Var, is_var
 from ..compiled_step import Feedback, Signals, Values
@@ -50,16 +49,17 @@ class CutsBetween:
     ``inside``: equations with cuts in a branch or a loop, as they are with these cuts.
     """
 
-    edges: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
-    inside: Mapping[int, Equation] = field(default_factory=dict)
+    edges: Mapping[tuple[int, int], np.ndarray]
+    inside: Mapping[int, Equation]
 
     def reads_perturbed(self, i: int, k: int) -> bool:
         """Whether operand k of equation i is read with all new states perturbed."""
         return (i, k) in self.edges or i in self.inside
 
 
+NO_CUTS = CutsBetween({}, {})
 Cutting = Mapping[int, CutsBetween]
-"""Cuts by group."""
+"""Cuts by view; only the views of groups have any."""
 
 
 def evaluate_views(
@@ -96,7 +96,7 @@ def evaluate_views(
         return raw[atom, view]
 
     def operand(i: int, k: int, atom: Atom, view: int) -> Any:
-        mask = cutting[view].edges.get((i, k)) if view in cutting else None
+        mask = cutting[view].edges.get((i, k))
         if mask is None:
             return read(atom, view)
         if mask.all():
@@ -107,7 +107,7 @@ def evaluate_views(
         shared: dict[tuple[int, ...], list[Any]] = {}
         for view in sorted(set().union(*(views[v] for v in eqn.outvars))):
             operands = [operand(i, k, v, view) for k, v in enumerate(eqn.invars)]
-            cut = cutting[view].inside.get(i) if view in cutting else None
+            cut = cutting[view].inside.get(i)
             moved = [] if cut is None else [read(v, PERTURBED) for v in eqn.invars]
             key = tuple(map(id, [*operands, *moved]))
             if key not in shared:
@@ -146,8 +146,7 @@ def _needed_views(
         needed: set[int] = set().union(*(views[v] for v in eqn.outvars))
         for k, atom in enumerate(eqn.invars) if needed else ():
             want(atom, needed)
-            groups = [cutting[view] for view in needed if view in cutting]
-            if any(cuts.reads_perturbed(i, k) for cuts in groups):
+            if any(cutting[view].reads_perturbed(i, k) for view in needed):
                 want(atom, {PERTURBED})
     return views
 
@@ -173,7 +172,7 @@ def _with_cut_paths(
 
 def _cuts_between_new_states(analysed: Analysed) -> Cutting:
     """Cuts between new states of one group, for every group."""
-    dependence, found = analysed.dependence, {}
+    dependence, found = analysed.dependence, {LOSS: NO_CUTS, PERTURBED: NO_CUTS}
     equations = dependence.program.equations
     reads = lambda i, k, new: of(dependence.total, equations[i].invars[k]).grads & new
     parts = zip(analysed.members, analysed.positions, strict=True)
@@ -189,16 +188,6 @@ def _cuts_between_new_states(analysed: Analysed) -> Cutting:
             if any(reads(i, k, new) for k in range(len(equations[i].invars)))
         }
         found[g] = CutsBetween(edges, inside)
-    return found
-
-
-def _by_state(
-    groups: Sequence[HiddenGroup], deltas: Sequence[Sequence[jax.Array]]
-) -> dict[Var, Any]:
-    found: dict[Var, Any] = {}
-    for group, components in zip(groups, deltas, strict=True):
-        states = group.from_components(components)
-        found.update(zip(group.hidden_outvars, states, strict=True))
     return found
 
 
@@ -218,8 +207,10 @@ def joint_outputs(
     names = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     env = dict(zip(names, [*closed.consts, *inputs], strict=True))
     run = lambda i, operands: run_equation(closed.jaxpr.eqns[i], operands)
-    components = [[delta[..., i] for i in range(delta.shape[-1])] for delta in deltas]
-    delta = _by_state(groups, components)
+    delta = Values()
+    for group, each in zip(groups, deltas, strict=True):
+        components = [each[..., i] for i in range(each.shape[-1])]
+        delta |= group.new_states(components)
     return evaluate_views(analysed, program.outputs, env, {}, delta, run)
 
 
@@ -227,31 +218,26 @@ def _joint_targets(
     stages: Stages,
     env: Values,
     feedback: Feedback,
-    ys: Sequence[Any],
+    taps: Values,
     deltas: Sequence[Sequence[jax.Array]],
     old: Sequence[Sequence[jax.Array]],
 ) -> list[jax.Array]:
     """The targets of one step as functions of tap results, perturbations and old
     states."""
-    groups = stages.analysed.groups
-    kept = dict(zip(stages.tap_results, ys, strict=True))
     fixed = {v: x for v, x in env.items() if v not in stages.differentiated}
-    loss_env: dict[Var, Any] = {}
-    for group, components in zip(groups, old, strict=True):
-        states = group.from_components(components)
-        loss_env.update(zip(group.hidden_invars, states, strict=True))
+    loss_env, delta = Values(), Values()
+    for n, group in enumerate(stages.analysed.groups):
+        loss_env |= group.old_states(old[n])
+        delta |= group.new_states(deltas[n])
 
     def run(i: int, operands: list[Any]) -> list[Any]:
-        eqn, tap = stages.equations[i], stages.taps.get(i)
-        if tap is None:
-            return run_equation(eqn, operands)
+        eqn = stages.equations[i]
         operands = [feedback.get((i, k), x) for k, x in enumerate(operands)]
-        replayed = replay(eqn, tap.data, operands, {v: kept[v] for v in tap.results})
-        return [replayed.get(v, env.get(v)) for v in eqn.outvars]
+        found = replay(stages.taps.get(i), eqn, operands, taps)
+        return [found.get(v, env.get(v)) for v in eqn.outvars]
 
     kept_values = (*stages.new_states, *stages.anchors)
     known = {v: env[v] for v in kept_values if v in env}
-    delta = _by_state(groups, deltas)
     return evaluate_views(
         stages.analysed, stages.targets, fixed, loss_env, delta, run, known
     )
@@ -267,11 +253,11 @@ def signals(
     """Targets of a step; one-step gradients of tap results, signals and direct
     reads."""
     groups, env = stages.analysed.groups, constants | values
-    ys = [env[v] for v in stages.tap_results]
-    old = [group.components([env[v] for v in group.hidden_invars]) for group in groups]
+    taps = env.pick(stages.tap_results)
+    old = [group.old_components(env) for group in groups]
     deltas = jax.tree.map(jnp.zeros_like, old)
     joint = partial(_joint_targets, stages, env, feedback)
-    targets, pull = jax.vjp(joint, ys, deltas, old)
+    targets, pull = jax.vjp(joint, taps, deltas, old)
     bars = [c.astype(x.dtype) for c, x in zip(cotangents, targets, strict=True)]
     results, found, reads = pull(bars)
     direct = []
@@ -279,7 +265,7 @@ def signals(
         read = [group.hidden_invars[k] in stages.direct_reads for k in group.owners]
         direct.append({j: x for j, x in enumerate(mine) if read[j]})
     return targets, Signals(
-        Values(zip(stages.tap_results, results, strict=True)),
+        results,
         [dict(enumerate(mine)) for mine in found],
         direct,
     )

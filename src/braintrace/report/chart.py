@@ -3,7 +3,7 @@ and which arrows are cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -108,7 +108,12 @@ class ChartMaker:
             if weight_operands(dependence, e)
         }
         bits = {i: 1 << n for n, i in enumerate(equations)}
-        behind = self._behind(bits, 1 << len(bits))[1]
+        marks = {v: bit for i, bit in bits.items() for v in self._results([i])}
+        # Whatever is data and comes from none of them is one source.
+        jaxpr, other = self.program.closed.jaxpr, 1 << len(bits)
+        parameters = {p.invar for p in self.program.parameters}
+        data = {v: other for v in jaxpr.invars if v not in parameters}
+        _, behind = self._flow_from(data, marks)
         reached: dict[int, dict[int, None]] = {i: {} for i in equations}
         for site in self.sites:
             reached[dependence.producer[site.y_var]].update(
@@ -129,6 +134,11 @@ class ChartMaker:
                 use = before
             uses[i] = use
         return list({id(use): use for use in uses.values()}.values())
+
+    def _results(self, equations: Iterable[int]) -> Iterator[Var]:
+        """The results of some equations."""
+        for i in equations:
+            yield from self.program.equations[i].outvars
 
     def _parameters(self, eqn: Equation) -> list[Parameter]:
         dependence = self._dependence
@@ -201,21 +211,16 @@ class ChartMaker:
 
     # ------------------------------------------------------------ arrows
 
-    def _behind(
-        self, bits: dict[int, int], data: int
+    def _flow_from(
+        self, sources: Mapping[Var, int], marks: Mapping[Var, int]
     ) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
-        """Sources of every variable, and of the results of these equations, where all
-        else that is data is one."""
-        marks = {
-            v: Bits(b, b)
-            for i, b in bits.items()
-            for v in self.program.equations[i].outvars
-        }
+        """The bits that reach every variable from sources and marked variables, and
+        those behind every marked one."""
         jaxpr = self.program.closed.jaxpr
-        parameters = {p.invar for p in self.program.parameters}
+        inputs = [Bits(sources.get(v, 0), sources.get(v, 0)) for v in jaxpr.invars]
         behind: dict[Var, Bits] = {}
-        inputs = [Bits() if v in parameters else Bits(data, data) for v in jaxpr.invars]
-        return flow(jaxpr, inputs, marks, behind), behind
+        marked = {v: Bits(bit, bit) for v, bit in marks.items()}
+        return flow(jaxpr, inputs, marked, behind), behind
 
     @cached_property
     def _flow(self) -> tuple[dict[Var, Bits], dict[Var, Bits]]:
@@ -229,22 +234,12 @@ class ChartMaker:
             elif node.kind == 'state':
                 sources.update((s.invar, 2 << 2 * n) for s in parts)
             elif node.kind == 'operation':
-                marks.update(
-                    (v, 1 << 2 * n)
-                    for i in parts
-                    for v in self.program.equations[i].outvars
-                )
-            elif (
-                node.kind == 'group'
-            ):  # after the operations, whose results may be new states
+                marks.update(dict.fromkeys(self._results(parts), 1 << 2 * n))
+            # After the operations, whose results may be new states.
+            elif node.kind == 'group':
                 sources.update(dict.fromkeys(parts[0].hidden_invars, 2 << 2 * n))
                 marks.update(dict.fromkeys(parts[0].hidden_outvars, 1 << 2 * n))
-        jaxpr = self.program.closed.jaxpr
-        inputs = [Bits(sources.get(v, 0), sources.get(v, 0)) for v in jaxpr.invars]
-        behind: dict[Var, Bits] = {}
-        return flow(
-            jaxpr, inputs, {v: Bits(b, b) for v, b in marks.items()}, behind
-        ), behind
+        return self._flow_from(sources, marks)
 
     @cached_property
     def _operations(self) -> list[tuple[int, list[int]]]:
@@ -265,9 +260,7 @@ class ChartMaker:
         env, behind = self._flow
         node, parts = self._nodes[n]
         if node.kind == 'operation':
-            return union(
-                behind[v] for i in parts for v in self.program.equations[i].outvars
-            )
+            return union(behind[v] for v in self._results(parts))
         if node.kind == 'group':
             bits = Bits()
             for v in parts[0].hidden_outvars:
@@ -304,16 +297,12 @@ class ChartMaker:
         if edge.delayed and node.kind == 'group':
             return sum(dependence.bit[v] for v in parts[0].hidden_invars)
         if node.kind == 'operation':
-            return union(
-                dependence.total[v]
-                for i in parts
-                for v in self.program.equations[i].outvars
-            ).grads
-        return (
-            union(dependence.total[v] for v in parts[0].hidden_outvars).grads
-            if node.kind == 'group'
-            else 0
-        )
+            made = self._results(parts)
+        elif node.kind == 'group':
+            made = iter(parts[0].hidden_outvars)
+        else:
+            return 0
+        return union(dependence.total[v] for v in made).grads
 
     def _below(self, equation: int) -> set[int]:
         """The first boxes that the results of an equation lead to."""
@@ -394,10 +383,7 @@ class ChartMaker:
 
     def _is_kept(self, edge: Edge) -> bool:
         """True for an arrow along which some elements keep their position."""
-        made = {
-            n: {v for i in p for v in self.program.equations[i].outvars}
-            for n, p in self._operations
-        }
+        made = {n: set(self._results(parts)) for n, parts in self._operations}
         target = self._nodes[edge.target][0]
         if target.kind == 'operation':
             return any(
@@ -418,11 +404,9 @@ class ChartMaker:
             edges = list(self._cut_edges(record))
             for edge in edges:
                 numbers.setdefault(edge, {})[number] = None
-            for n in (
-                {n for i in record.context['equations'] for n in self._below(i)}
-                if not edges
-                else ()
-            ):
+            if edges:
+                continue
+            for n in {n for i in record.context['equations'] for n in self._below(i)}:
                 nodes[n] = replace(nodes[n], cuts=(*nodes[n].cuts, number))
         numbered = (
             replace(

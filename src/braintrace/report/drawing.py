@@ -54,15 +54,11 @@ class Drawing:
             free = [n for n in todo if not any(e.target == n for e in left)] or todo[:1]
             todo = [n for n in todo if n not in free]
             left = [e for e in left if e.target not in free]
-            for e in (
-                e
-                for e in self.edges
-                if e.source in free and not e.delayed and e.target in todo
-            ):
-                forward.append(e)
-                self.boxes[e.target].layer = max(
-                    self.boxes[e.target].layer, self.boxes[e.source].layer + 1
-                )
+            for e in self.edges:
+                if e.source in free and not e.delayed and e.target in todo:
+                    forward.append(e)
+                    source, target = self.boxes[e.source], self.boxes[e.target]
+                    target.layer = max(target.layer, source.layer + 1)
             left = [e for e in left if e.source not in free]
         last = max(box.layer for box in self.boxes)
         for n in reversed(range(len(self.boxes))):
@@ -75,22 +71,17 @@ class Drawing:
         self._close_gaps()
 
     def _close_gaps(self) -> None:
-        used = {
-            layer: i
-            for i, layer in enumerate(sorted({box.layer for box in self.boxes}))
-        }
+        used = sorted({box.layer for box in self.boxes})
         for box in self.boxes:
-            box.layer = used[box.layer]
+            box.layer = used.index(box.layer)
 
     @cached_property
     def columns(self) -> list[list[int]]:
         """Boxes of every layer."""
-        found: list[list[int]] = [
-            [] for _ in range(max(box.layer for box in self.boxes) + 1)
-        ]
+        found: dict[int, list[int]] = defaultdict(list)
         for n, box in enumerate(self.boxes):
             found[box.layer].append(n)
-        return found
+        return [found[layer] for layer in sorted(found)]
 
     def _assign_bands(self, room: int) -> None:
         """As many columns in a band as fit, broken after a column of groups where there
@@ -199,14 +190,8 @@ class Drawing:
         y = 8.0
         self._tops = []
         for b, band in enumerate([*self.bands, []]):
-            lanes = max(
-                (
-                    lane + 1
-                    for (corridor, _), lane in self._lanes.items()
-                    if corridor == b
-                ),
-                default=0,
-            )
+            mine = [n for (corridor, _), n in self._lanes.items() if corridor == b]
+            lanes = max(mine, default=-1) + 1
             self._tops.append(y + 8)
             y += 12 + LANE * lanes + (16 if 0 < b < len(self.bands) else 4)
             heights = {
@@ -227,13 +212,8 @@ class Drawing:
 
         def order(e: Edge) -> tuple:
             a, b = self.boxes[e.source], self.boxes[e.target]
-            side = (
-                1
-                if self._is_straight(e)
-                else 0
-                if self._corridors(e)[1] == b.band
-                else 2
-            )
+            arrives = 0 if self._corridors(e)[1] == b.band else 2
+            side = 1 if self._is_straight(e) else arrives
             return side, self.columns[a.layer].index(e.source), e.delayed, a.layer
 
         for n, box in enumerate(self.boxes):
@@ -394,15 +374,11 @@ def _badge(right: float, y: float, cuts: Sequence[int]) -> Markup:
 
 def kind_of(e: Edge) -> str:
     """The kind of line that an arrow is drawn by."""
-    return (
-        'cut'
-        if e.cuts and not e.partly
-        else 'plain'
-        if not e.differentiable
-        else 'last'
-        if e.delayed
-        else 'now'
-    )
+    if e.cuts and not e.partly:
+        return 'cut'
+    if not e.differentiable:
+        return 'plain'
+    return 'last' if e.delayed else 'now'
 
 
 def _numbered(keys: Iterable[tuple]) -> dict[tuple, int]:

@@ -83,14 +83,13 @@ MOST_ROWS = 4
 def page(report: CompilationReport, memory: Any = None) -> str:
     """The whole page."""
     maker = _Page(report)
-    memory_section = [] if memory is None else [maker.memory(memory)]
-    found = [maker.diagnostics(), _glossary(maker.kinds)]
     sections = [
         maker.heading(),
         maker.model(),
         maker.parameters(),
-        *memory_section,
-        *found,
+        *([] if memory is None else [maker.memory(memory)]),
+        maker.diagnostics(),
+        _glossary(maker.kinds),
     ]
     head = tag(
         'head',
@@ -163,10 +162,8 @@ class _Page:
         drawing = Drawing(
             self.chart, [self._box(node, n) for n, node in enumerate(self.chart.nodes)]
         )
-        groups, sites = (
-            len(self.report.hidden_groups),
-            sum(n.kind == 'operation' for n in self.chart.nodes),
-        )
+        groups = len(self.report.hidden_groups)
+        sites = sum(n.kind == 'operation' for n in self.chart.nodes)
         caption = (
             f'{sites} operation{"s" * (sites != 1)} with parameters and {groups} '
             f'hidden group{"s" * (groups != 1)}, '
@@ -214,14 +211,11 @@ class _Page:
                 [Row(name, self.gradients[name].kind) for name in node.parameters]
             )
             rows.append(Row(self.report.size_of_operation(node), faint=True))
-            rows.append(self._trace_row(node))
+            text, full = self.report.trace_of_operation(node)
+            rows.append(Row(text, full=full or None, faint=True))
         elif node.shape is not None:
             rows.append(Row(shape_text(node.shape), faint=True))
         return Box(node.kind, node.title, rows, node.cuts)
-
-    def _trace_row(self, node: Node) -> Row:
-        text, full = self.report.trace_of_operation(node)
-        return Row(text, full=full or None, faint=True)
 
     # ------------------------------------------------------------ the table
 
@@ -336,19 +330,7 @@ class _Page:
             )
         cards = []
         for source, records in sorted(places.items(), key=lambda item: item[0] is None):
-            items = [
-                tag(
-                    'li',
-                    _level(record.level),
-                    f' {record.kind.replace("_", " ")} ',
-                    tag('span', str(number[id(record)]), class_='number')
-                    if id(record) in number
-                    else '',
-                    tag('span', record.message, class_='message'),
-                    id=f'cut-{number[id(record)]}' if id(record) in number else None,
-                )
-                for record in records
-            ]
+            items = [_finding(record, number.get(id(record))) for record in records]
             where = tag(
                 'h3',
                 'The whole model'
@@ -411,6 +393,18 @@ def _places(source: str, library: str | None) -> Markup:
     return together(own, tag('div', f'in {short_source(library)}', title=library))
 
 
+def _finding(record: CompilationRecord, number: int | None) -> Markup:
+    """One record; ``number``: that of a cut in the drawing."""
+    return tag(
+        'li',
+        _chip(record.level.name.lower()),
+        f' {record.kind.replace("_", " ")} ',
+        '' if number is None else tag('span', number, class_='number'),
+        tag('span', record.message, class_='message'),
+        id=None if number is None else f'cut-{number}',
+    )
+
+
 def _excerpt(source: str | None) -> Markup:
     """The lines around a place in the user's code, if they can be read."""
     file, _, number = (source or '').rpartition(':')
@@ -452,11 +446,6 @@ def _scroll(name: str, child: Markup) -> Markup:
 
 def _chip(name: str, text: str | None = None) -> Markup:
     return tag('span', text or name, class_=f'chip {style_of(name)}')
-
-
-def _level(level: DiagnosticLevel) -> Markup:
-    name = level.name.lower()
-    return tag('span', name, class_=f'chip {name}')
 
 
 def _at_most(rows: list[Row]) -> list[Row]:

@@ -120,14 +120,8 @@ class CompilationReport:
             )
             for r in self.credits
         }
-        return {
-            **classes,
-            **{
-                name: given
-                for name, given in (self.gives or {}).items()
-                if name in classes
-            },
-        }
+        gives = self.gives or {}
+        return {name: gives.get(name, given) for name, given in classes.items()}
 
     @cached_property
     def chart(self) -> Chart:
@@ -142,22 +136,15 @@ class CompilationReport:
         """The report as text, with diagnostics of at least the given level (its name,
         or its number from 0)."""
         level = _level_of(level)
-        lines = []
-        if self.rule is not None:
-            lines += [
-                'Rule',
-                f'  {self.rule.name}, equal to BPTT when: {self.rule.exact_when}',
-                '',
-            ]
+        lines, by = [], 'exact local traces would give (credit class)'
+        if (rule := self.rule) is not None:
+            by = f'{rule.name} gives'
+            lines += ['Rule', f'  {rule.name}, equal to BPTT when: {rule.exact_when}']
+            lines += ['']
         lines += ['Hidden groups']
         for group in self.hidden_groups:
             names = ', '.join(path_name(p) for p in group.hidden_paths)
             lines.append(f'  {group.index}: {names}   {self.size_of_group(group)}')
-        by = (
-            'exact local traces would give (credit class)'
-            if self.rule is None
-            else f'{self.rule.name} gives'
-        )
         lines += ['', f'Parameters, and what {by}']
         rows = [
             tuple(map(printable, (name, *given)))
