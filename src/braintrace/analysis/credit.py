@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..compat import Atom, Equation, is_var
-from ..program import OtherState, Parameter, Path
+from ..program import OtherState, Parameter
 from ..program.step import path_name, path_names
 from ..source_lines import described, source_line, source_text
-from .analysed import Analysed
 from .cuts import Cut
 from .dependence import of, union
-from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
-from .groups import HiddenGroup
+from .sites import uses_of_parameters
+
+if TYPE_CHECKING:
+    from .analysed import Analysed
 
 Links = frozenset[tuple[int, int]]
 """Pairs (group, read-out) whose traces carry the memory of the read-out."""
@@ -37,6 +39,15 @@ NOT_HIDDEN = 'which is not a hidden state'
 """Ends the reason of a parameter whose credit stops at a state that carries none."""
 
 
+class CreditClass(NamedTuple):
+    """The class of one parameter array, and why. ``temporal``: it moves a state whose
+    old value matters at a later step."""
+
+    credit: str
+    reason: str
+    temporal: bool
+
+
 class CreditAnalysis:
     """Everything needed to judge the parameters of one program.
 
@@ -46,8 +57,8 @@ class CreditAnalysis:
     """
 
     def __init__(self, analysed: Analysed):
-        self.dependence, self.sites = analysed.dependence, analysed.sites
-        self.members, self.groups = analysed.members, analysed.groups
+        self.dependence, self.groups = analysed.dependence, analysed.groups
+        self.members = analysed.members
         self.positions, self.opaque = analysed.positions, analysed.opaque
         p = self.dependence.program
         new = [*(h.outvar for h in p.hidden), *(o.outvar for o in p.others)]
@@ -58,6 +69,7 @@ class CreditAnalysis:
         old = map(self.dependence.old, self.members)
         self.live_groups = [bool(self._all_results & bits) for bits in old]
         self.live_others = self._find_live_others()
+        self._leaks: dict[tuple[int, Links], list[str]] = {}
         # Groups whose trace lives on: the old value reaches the new one, or an output
         # directly.
         read = union(of(self.dependence.direct, v) for v in p.outputs).grads
@@ -180,7 +192,13 @@ class CreditAnalysis:
         return found
 
     def _leaks_of(self, g: int, linked: Links) -> list[str]:
-        """Why credit that reached a group is not all carried on."""
+        """Why credit that reached a group is not all carried on; the same for all
+        parameters."""
+        if (g, linked) not in self._leaks:
+            self._leaks[g, linked] = self._find_leaks(g, linked)
+        return self._leaks[g, linked]
+
+    def _find_leaks(self, g: int, linked: Links) -> list[str]:
         old, new = (
             self.dependence.old(self.members[g]),
             self.dependence.new(self.members[g]),
@@ -197,21 +215,16 @@ class CreditAnalysis:
                 found.append(f'{name} feeds {path_name(state.path)}, {NOT_HIDDEN}')
         return found + self._stopped(old | new)
 
-    def _is_felt(self, bit: int, carried: Sequence[HiddenGroup]) -> bool:
+    def _is_felt(self, bit: int, carried: Sequence[int]) -> bool:
         """Whether an output of a step feels these bits in that step, or what traces
         carry of them."""
         outputs = self.dependence.program.outputs
         seen = self.grads(outputs)
         read = union(of(self.dependence.direct, atom) for atom in outputs).grads
-        new_and_old = [
-            (
-                self.dependence.new(self.members[g.index]),
-                self.dependence.old(self.members[g.index]),
-            )
-            for g in carried
-        ]
         return bool(seen & bit) or any(
-            seen & new or read & old for new, old in new_and_old
+            seen & self.dependence.new(self.members[g])
+            or read & self.dependence.old(self.members[g])
+            for g in carried
         )
 
     def judge(
@@ -252,13 +265,9 @@ class CreditAnalysis:
         shown = lambda lost: (
             lost[0] + (f' (and {len(lost) - 1} more)' if len(lost) > 1 else '')
         )
-        sites = [s for s in self.sites if parameter in s.parameters]
         remembered = {g for g, _ in linked}
         carried = [
-            g
-            for s in sites
-            for g in s.hidden_groups
-            if self._remembers[g.index] or g.index in remembered
+            g for g in self._traced(parameter) if self._remembers[g] or g in remembered
         ]
         if lost and not self._is_felt(bit, carried):
             return (
@@ -274,7 +283,7 @@ class CreditAnalysis:
             return 'local', shown(lost)
         return (
             'exact',
-            f'every path into {path_names(carried[0].hidden_paths)} keeps its position',
+            f'every path into {into(carried[0])} keeps its position',
         )
 
     def _feeding(self, groups: Sequence[int]) -> list[str]:
@@ -290,8 +299,22 @@ class CreditAnalysis:
     def has_site(self, parameter: Parameter, group: int) -> bool:
         """Whether a use of a parameter reaches a group by a path that keeps
         positions."""
-        mine = (s for s in self.sites if parameter in s.parameters)
-        return any(g.index == group for s in mine for g in s.hidden_groups)
+        return group in self._traced(parameter)
+
+    def _traced(self, parameter: Parameter) -> list[int]:
+        """The groups that each use of a parameter reaches by paths that keep
+        positions."""
+        bit = self.dependence.bit[parameter.invar]
+        return [g for bits, into in self._uses if bits & bit for g in into]
+
+    @cached_property
+    def _uses(self) -> list[tuple[int, list[int]]]:
+        """The bits of what each use of parameters reads, and the groups it reaches."""
+        equations = self.dependence.program.equations
+        return [
+            (self.grads([equations[i].invars[k]]), into)
+            for i, k, _, into in uses_of_parameters(self.dependence, self.positions)
+        ]
 
     def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
         """Pairs (g, other) of groups where a parameter moves g and g feeds the
@@ -312,40 +335,10 @@ class CreditAnalysis:
             self.grads([o.outvar]) & bit for o in self.live_others
         )
 
-    def credit_record(self, parameter: Parameter) -> CompilationRecord:
-        """The credit class of one parameter array, as a record."""
-        credit, reason = self.judge(parameter)
-        hidden, temporal = self._hidden_of(parameter), self.is_temporal(parameter)
-        return credit_class_record(
-            parameter.path, parameter.name, credit, reason, hidden, temporal
-        )
-
-    def _hidden_of(self, parameter: Parameter) -> tuple[Path, ...]:
-        paths = (
-            p
-            for s in self.sites
-            if parameter in s.parameters
-            for p in s.connected_hidden_paths
-        )
-        return tuple(dict.fromkeys(paths))
-
-
-def credit_class_record(
-    path: Path,
-    name: str,
-    credit: str,
-    reason: str,
-    hidden: tuple[Path, ...],
-    temporal: bool,
-) -> CompilationRecord:
-    level = LEVELS.get(credit, DiagnosticLevel.INFO)
-    context = {'name': name, 'credit': credit, 'reason': reason, 'temporal': temporal}
-    return CompilationRecord(
-        DiagnosticKind.CREDIT,
-        level,
-        f'{name}: {credit} ({reason})',
-        None,
-        path,
-        hidden,
-        context,
-    )
+    @cached_property
+    def classes(self) -> dict[Parameter, CreditClass]:
+        """The credit class of every parameter array."""
+        return {
+            p: CreditClass(*self.judge(p), self.is_temporal(p))
+            for p in self.dependence.program.parameters
+        }

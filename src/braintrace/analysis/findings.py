@@ -15,12 +15,14 @@ from ..source_lines import (
     source_line,
     source_text,
 )
-from .credit import CreditAnalysis, credit_class_record
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .analysed import Analysed
+from .credit import CreditAnalysis, CreditClass
+from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
 
 
-def findings(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
+def findings(analysed: Analysed) -> Iterator[CompilationRecord]:
     """All findings, in program order within each kind."""
+    credit = analysed.credit
     yield from _cut_records(credit)
     yield from _gap_records(credit)
     yield from _other_records(credit)
@@ -38,7 +40,7 @@ def findings(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
             'constant, and has no trace',
             context={'state': path},
         )
-    yield from _credit_records(credit)
+    yield from _credit_records(analysed)
 
 
 def _places(credit: CreditAnalysis) -> dict[int, int]:
@@ -178,10 +180,25 @@ def _other_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
         )
 
 
-def _credit_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
-    for parameter in credit.dependence.program.parameters:
-        yield credit.credit_record(parameter)
-    for path in credit.dependence.program.untouched_parameters:
-        yield credit_class_record(
-            path, path_name(path), 'none', 'the step never reads it', (), False
-        )
+def _credit_records(analysed: Analysed) -> Iterator[CompilationRecord]:
+    for parameter, found in analysed.credit.classes.items():
+        sites = (s for s in analysed.sites if parameter in s.parameters)
+        hidden = dict.fromkeys(p for s in sites for p in s.connected_hidden_paths)
+        yield _credit_record(parameter.path, parameter.name, found, tuple(hidden))
+    never_read = CreditClass('none', 'the step never reads it', False)
+    for path in analysed.dependence.program.untouched_parameters:
+        yield _credit_record(path, path_name(path), never_read, ())
+
+
+def _credit_record(
+    path: Path, name: str, found: CreditClass, hidden: tuple[Path, ...]
+) -> CompilationRecord:
+    return CompilationRecord(
+        DiagnosticKind.CREDIT,
+        LEVELS.get(found.credit, DiagnosticLevel.INFO),
+        f'{name}: {found.credit} ({found.reason})',
+        None,
+        path,
+        hidden,
+        {'name': name, **found._asdict()},
+    )

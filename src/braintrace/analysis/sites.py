@@ -87,13 +87,11 @@ def mark_of(eqn: Equation) -> str | None:
     return found[-1] if found else None
 
 
-def find_sites(
-    dependence: StepDependence,
-    groups: Sequence[HiddenGroup],
-    positions: Sequence[Positions],
-) -> tuple[Site, ...]:
-    """All sites of a program, in program order."""
-    result = []
+def uses_of_parameters(
+    dependence: StepDependence, positions: Sequence[Positions]
+) -> Iterator[tuple[int, int, Var, list[int]]]:
+    """Where parameters are used, in program order: equation, operand, result, and the
+    groups that the result reaches."""
     for i, eqn in enumerate(dependence.program.equations):
         reached = {
             v: [g for g, found in enumerate(positions) if v in found.labels]
@@ -110,14 +108,27 @@ def find_sites(
                     & dependence.parameters
                 ):
                     continue
-                pairs = [(groups[g], positions[g]) for g in into]
-                if any(sub_programs(eqn)):
-                    result += [
-                        _site(dependence, cut_inside(i, eqn, p[1].cuts), k, y, [p])
-                        for p in pairs
-                    ]
-                elif pairs:
-                    result.append(_site(dependence, eqn, k, y, pairs))
+                if into:
+                    yield i, k, y, into
+
+
+def find_sites(
+    dependence: StepDependence,
+    groups: Sequence[HiddenGroup],
+    positions: Sequence[Positions],
+) -> tuple[Site, ...]:
+    """All sites of a program, in program order."""
+    result = []
+    for i, k, y, into in uses_of_parameters(dependence, positions):
+        eqn = dependence.program.equations[i]
+        pairs = [(groups[g], positions[g]) for g in into]
+        if any(sub_programs(eqn)):
+            result += [
+                _site(dependence, cut_inside(i, eqn, p[1].cuts), k, y, [p])
+                for p in pairs
+            ]
+        else:
+            result.append(_site(dependence, eqn, k, y, pairs))
     return tuple(result)
 
 

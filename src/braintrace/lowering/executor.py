@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +18,12 @@ from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Jaxpr, Var, evaluate, is_var
 from ..errors import printable, three_parts
 from ..frontends import class_as_model
-from ..frontends.brainstate import extract_module_info, is_module, trace_step
+from ..frontends.brainstate import (
+    ModuleInfo,
+    extract_module_info,
+    is_module,
+    trace_step,
+)
 from ..operations.labels import CONFLICT
 from ..program import Path
 from ..program.data import first_step
@@ -96,6 +102,10 @@ def mixed_jacobian(
     return single, shared_jacobian(group, program, y, constants, elements)
 
 
+_writing = threading.Lock()
+"""Held while a graph is written, or replaced."""
+
+
 class ETraceGraphExecutor:
     """Compiles a module once and solves the Jacobians of its steps.
 
@@ -136,8 +146,8 @@ class ETraceGraphExecutor:
         self.call = model if call is None else call
         self.trained = trained
         self.vjp_method = vjp_method
+        self._step: tuple[ModuleInfo, Analysed] | None = None
         self._graph: ETraceGraph | None = None
-        self.analysed: Analysed | None = None
 
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
         """Trace and analyse one step on example inputs.
@@ -154,19 +164,19 @@ class ETraceGraphExecutor:
             check_hidden(info.program)
             if self.trained:
                 check_parameters(info.program)
-            analysed = analyse(info.program)
-            self._graph = graph_of(info, analysed=analysed)
-            self.analysed = analysed
+            step = info, analyse(info.program)
+        with _writing:
+            self._step, self._graph = step, None
 
     @property
     def is_compiled(self) -> bool:
-        """Whether there is a graph."""
-        return self._graph is not None
+        """Whether a step was traced and analysed."""
+        return self._step is not None
 
     @property
-    def graph(self) -> ETraceGraph:
-        """The compiled graph."""
-        if self._graph is None:
+    def step(self) -> tuple[ModuleInfo, Analysed]:
+        """The step as it was traced, and what was found in it."""
+        if self._step is None:
             raise ValueError(
                 three_parts(
                     'executor.graph before compiling',
@@ -174,7 +184,16 @@ class ETraceGraphExecutor:
                     'executor.compile_graph(*example_inputs) first',
                 )
             )
-        return self._graph
+        return self._step
+
+    @property
+    def graph(self) -> ETraceGraph:
+        """The compiled graph. A gradient needs none of its records, so they are
+        written when it is first read."""
+        with _writing:
+            if self._graph is None:
+                self._graph = graph_of(*self.step)
+            return self._graph
 
     @property
     def states(self) -> Any:
@@ -306,15 +325,14 @@ class ETraceGraphExecutor:
         group out, each ``(*varshape, num_state)``.
         """
         results, env, flat = self._run(args, kwargs)
-        graph, analysed = self.graph, self.analysed
-        assert analysed is not None  # compiled with the graph
+        info, analysed = self.step
 
         def perturbed(deltas: list[jax.Array]) -> Any:
-            return graph.module_info.outputs(joint_outputs(analysed, flat, deltas))
+            return info.outputs(joint_outputs(analysed, flat, deltas))
 
         zeros = [
             jnp.zeros_like(group.concat_hidden([env[v] for v in group.hidden_invars]))
-            for group in graph.hidden_groups
+            for group in analysed.groups
         ]
         _, pull = jax.vjp(perturbed, zeros)
         return (*results, *self._jacobians(env), lambda cotangents: pull(cotangents)[0])
