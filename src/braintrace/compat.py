@@ -151,6 +151,29 @@ def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     return jex.ClosedJaxpr(jaxpr, list(consts))
 
 
+def changed(
+    program: Any,
+    *,
+    invars: Sequence[Var] | None = None,
+    outvars: Sequence[Atom] | None = None,
+    equations: Sequence[Equation] | None = None,
+) -> Any:
+    """The same program with other inputs, outputs or equations; closed if it was."""
+    old = open_jaxpr(program)
+    invars = old.invars if invars is None else invars
+    outvars = old.outvars if outvars is None else outvars
+    same = len(invars) == len(old.invars) and len(outvars) == len(old.outvars)
+    new = make_jaxpr(
+        old.constvars,
+        invars,
+        outvars,
+        old.eqns if equations is None else equations,
+        like=old if same else None,
+    )
+    is_closed = isinstance(program, jex.ClosedJaxpr)
+    return close(new, consts_of(program)) if is_closed else new
+
+
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Run a program."""
     return jax.core.eval_jaxpr(jaxpr, consts, *args)
@@ -385,7 +408,6 @@ def scope(eqn: Equation) -> str:
     return str(eqn.source_info.name_stack)
 
 
-@functools.cache
 @functools.cache
 def sequential_options() -> dict[str, Any] | None:
     """Options of ``jax.jit`` for a program of small operations on CPUs: in an order

@@ -14,15 +14,7 @@ import brainstate
 import brainunit as u
 import jax
 
-from ..compat import (
-    ClosedJaxpr,
-    Jaxpr,
-    Var,
-    close,
-    evaluate,
-    is_var,
-    make_jaxpr,
-)
+from ..compat import ClosedJaxpr, Jaxpr, Var, changed, evaluate, is_var
 from ..errors import CompilationError, InputError, is_explained, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name, path_names
@@ -70,11 +62,8 @@ class ModuleInfo(NamedTuple):
 
     def add_jaxpr_outs(self, jax_vars: Sequence[Var]) -> ModuleInfo:
         """The same record with a jaxpr that also returns the given variables."""
-        jaxpr = self.jaxpr
-        more = make_jaxpr(
-            jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *jax_vars], jaxpr.eqns
-        )
-        return self._replace(closed_jaxpr=close(more, self.closed_jaxpr.consts))
+        outvars = [*self.jaxpr.outvars, *jax_vars]
+        return self._replace(closed_jaxpr=changed(self.closed_jaxpr, outvars=outvars))
 
     def split_state_outvars(
         self,
@@ -340,11 +329,8 @@ def _sort(
                 for key, v in zip(_keys(value), ins, strict=True)
             ]
         elif _is_hidden(state) and id(state) in written:
-            hidden.append(
-                Hidden(
-                    path, ins[0], outs[0], state, tuple(state.varshape), state.num_state
-                )
-            )
+            shape = tuple(state.varshape)
+            hidden.append(Hidden(path, ins[0], outs[0], state, shape))
         else:
             new = [v if id(state) in written else None for v in outs]
             others += [

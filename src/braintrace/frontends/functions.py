@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, make_jaxpr
+from ..compat import ClosedJaxpr, Jaxpr, Var, changed, evaluate
 from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
@@ -51,11 +51,8 @@ class FunctionInfo(NamedTuple):
 
     def add_jaxpr_outs(self, jax_vars: Sequence[Var]) -> FunctionInfo:
         """The same record with a jaxpr that also returns the given variables."""
-        jaxpr = self.jaxpr
-        more = make_jaxpr(
-            jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *jax_vars], jaxpr.eqns
-        )
-        return self._replace(closed_jaxpr=close(more, self.closed_jaxpr.consts))
+        outvars = [*self.jaxpr.outvars, *jax_vars]
+        return self._replace(closed_jaxpr=changed(self.closed_jaxpr, outvars=outvars))
 
     def flat_inputs(
         self, args: Sequence[Any], old_state_vals: Any, kwargs: dict
@@ -250,7 +247,7 @@ def _trace(
             Parameter(p, (), v) for p, v in zip(param_paths, jaxpr.invars, strict=False)
         ),
         hidden=tuple(
-            Hidden(p, a, b, ArrayState(p, a.aval.shape), a.aval.shape, 1)
+            Hidden(p, a, b, ArrayState(p, a.aval.shape), a.aval.shape)
             for p, hidden, _, a, b in states
             if hidden
         ),

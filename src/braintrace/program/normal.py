@@ -18,6 +18,7 @@ from ..compat import (
     ClosedJaxpr,
     Equation,
     Var,
+    changed,
     close,
     consts_of,
     copy_equation,
@@ -153,8 +154,7 @@ def _parted(jaxpr: Any, kind: str) -> Any:
         outvars.append(v)
     if len(equations) == len(body.eqns):
         return jaxpr
-    parted = make_jaxpr(body.constvars, body.invars, outvars, equations, like=body)
-    return close(parted, consts_of(jaxpr)) if isinstance(jaxpr, ClosedJaxpr) else parted
+    return changed(jaxpr, outvars=outvars, equations=equations)
 
 
 def _normal_body(jaxpr: Any) -> Any:
