@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,14 +62,14 @@ _UNKNOWN = _Unknown()
 
 def _global_x64() -> bool:
     """``jax_enable_x64`` outside of any ``with jax.enable_x64(...)``."""
-    # Such a context belongs to its thread, so a new thread reads the global value.
-    values: list[bool] = []
-    reader = threading.Thread(
-        target=lambda: values.append(jax.config.read('jax_enable_x64'))
-    )
-    reader.start()
-    reader.join()
-    return values[0]
+    return _in_new_thread(lambda: jax.config.read('jax_enable_x64'))
+
+
+def _in_new_thread(read: Callable[[], Any]) -> Any:
+    """What a function gives outside of all contexts and transformations: these belong
+    to their thread."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(read).result()
 
 
 @contextlib.contextmanager
@@ -438,6 +437,4 @@ def _trace_state() -> Any:
 
 @functools.cache
 def _top_state() -> Any:
-    # Transformations belong to a thread: a new one has none.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_trace_state).result()
+    return _in_new_thread(_trace_state)

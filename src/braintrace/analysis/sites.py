@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from ..compat import (
@@ -30,6 +29,7 @@ from ..compat import (
     structure,
     sub_programs,
 )
+from ..frontends.pure import leaf_paths
 from ..operations import differentiates, operation_of
 from ..program import Parameter, Path, cut_inside, slice_back, slice_between
 from ..program.step import path_names
@@ -395,10 +395,7 @@ def _leaf_index(parameter: Parameter) -> int:
     """The number of a parameter's array among those of its state."""
     if parameter.state is None:
         return 0
-    keyed, _ = jax.tree_util.tree_flatten_with_path(parameter.state.value)
-    keys = [
-        tuple(getattr(k, 'key', getattr(k, 'idx', k)) for k in ks) for ks, _ in keyed
-    ]
+    keys = leaf_paths(parameter.state.value)
     return keys.index(parameter.leaf) if parameter.leaf in keys else 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import brainstate
@@ -20,6 +21,7 @@ from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_f
 from ..program.step import check_shapes, distinct_outputs, path_name, path_names
 from .failures import explain_failure
 from .module_states import look_again, module_states
+from .pure import leaf_paths
 
 
 class StateChanged(CompilationError):
@@ -296,52 +298,53 @@ def _sort(
         paths.setdefault(id(state), ('<outside>', type(state).__name__, i))
 
     values = [state.value for state in states]
-    counts = [len(jax.tree.leaves(v)) for v in values]
-    num_out = len(jax.tree.leaves(out_shapes))
-    num_in = len(traced.jaxpr.invars) - sum(counts)
     for state, old, new in zip(states, values, new_shapes, strict=True):
         _check_new_value(paths[id(state)], old, new)
         if id(state) in written and isinstance(state, brainstate.ParamState):
             raise _parameter_written(paths[id(state)])
 
-    hidden_places, start = [], num_out
-    for state, n in zip(states, counts, strict=True):
-        if _is_hidden(state) and id(state) in written:
-            hidden_places.append(start)
-        start += n
-    closed = distinct_outputs(normal_form(traced), hidden_places)
+    counts = [len(jax.tree.leaves(value)) for value in values]
+    num_out = len(jax.tree.leaves(out_shapes))
+    num_in = len(traced.jaxpr.invars) - sum(counts)
+    moving = {id(s) for s in states if _is_hidden(s) and id(s) in written}
+    places = zip(states, accumulate(counts, initial=num_out), strict=False)
+    closed = distinct_outputs(
+        normal_form(traced), [place for s, place in places if id(s) in moving]
+    )
 
     jaxpr = closed.jaxpr
-    invars, outvars = iter(jaxpr.invars[num_in:]), iter(jaxpr.outvars[num_out:])
-    in_trees, out_trees = [], []
+    tree = jax.tree.structure(values)
+    in_trees = jax.tree.unflatten(tree, jaxpr.invars[num_in:])
+    out_trees = jax.tree.unflatten(tree, jaxpr.outvars[num_out:])
+    weight_trees: dict[Path, Any] = {}
     parameters: list[Parameter] = []
     hidden: list[Hidden] = []
     others: list[OtherState] = []
-    for state, value in zip(states, values, strict=True):
+    for state, value, ins, outs in zip(
+        states, values, in_trees, out_trees, strict=True
+    ):
         path = paths[id(state)]
-        leaves, tree = jax.tree.flatten(value)
-        ins, outs = [next(invars) for _ in leaves], [next(outvars) for _ in leaves]
-        in_trees.append(jax.tree.unflatten(tree, ins))
-        out_trees.append(jax.tree.unflatten(tree, outs))
+        keys = leaf_paths(value, lambda x: isinstance(x, u.Quantity))
+        arrays = zip(keys, jax.tree.leaves(ins), jax.tree.leaves(outs), strict=True)
         if isinstance(state, brainstate.ParamState):
-            parameters += [
-                Parameter(path, key, v, state)
-                for key, v in zip(_keys(value), ins, strict=True)
-            ]
-        elif _is_hidden(state) and id(state) in written:
-            shape = tuple(state.varshape)
-            hidden.append(Hidden(path, ins[0], outs[0], state, shape))
+            weight_trees[path] = ins
+            parameters += [Parameter(path, key, old, state) for key, old, _ in arrays]
+        elif id(state) in moving:
+            ((_, old, new),) = arrays
+            hidden.append(Hidden(path, old, new, state, tuple(state.varshape)))
         else:
-            new = [v if id(state) in written else None for v in outs]
+            is_written = id(state) in written
             others += [
-                OtherState(path, key, v, o)
-                for key, v, o in zip(_keys(value), ins, new, strict=True)
+                OtherState(path, key, old, new if is_written else None)
+                for key, old, new in arrays
             ]
 
     constant = [s for s in states if _is_hidden(s) and id(s) not in written]
     order = {path: i for i, path in enumerate([*found, *paths.values()])}
     touched = {id(s) for s in states}
-    untouched = {p: s for p, s in found.items() if id(s) not in touched}
+    untouched = lambda kind: tuple(
+        p for p, s in found.items() if id(s) not in touched and isinstance(s, kind)
+    )
     program = StepProgram(
         closed,
         inputs=tuple(jaxpr.invars[:num_in]),
@@ -350,18 +353,9 @@ def _sort(
         others=tuple(others),
         outputs=tuple(jaxpr.outvars[:num_out]),
         constant_hidden=tuple(paths[id(s)] for s in constant),
-        untouched_hidden=tuple(
-            p for p, s in untouched.items() if isinstance(s, brainstate.HiddenState)
-        ),
-        untouched_parameters=tuple(
-            p for p, s in untouched.items() if isinstance(s, brainstate.ParamState)
-        ),
+        untouched_hidden=untouched(brainstate.HiddenState),
+        untouched_parameters=untouched(brainstate.ParamState),
     )
-    weight_trees = {
-        paths[id(s)]: tree
-        for s, tree in zip(states, in_trees, strict=True)
-        if isinstance(s, brainstate.ParamState)
-    }
     return ModuleInfo(
         stateful_model=function,
         closed_jaxpr=closed,
@@ -390,15 +384,6 @@ def _is_hidden(state: brainstate.State) -> bool:
         return False
     (leaf,) = jax.tree.leaves(state.value)
     return jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
-
-
-def _keys(value: Any) -> list[tuple]:
-    """The keys of every array in a state's value; a quantity counts as one array."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        value, is_leaf=lambda x: isinstance(x, u.Quantity)
-    )
-    name = lambda k: getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', k)))
-    return [tuple(name(k) for k in keys) for keys, _ in flat]
 
 
 # ---------------------------------------------------------------- bad input
