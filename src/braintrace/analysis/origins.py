@@ -11,7 +11,7 @@ from ..compat import Equation, Var, structure
 from ..operations import element_numbers, operation_of
 from ..operations.labels import CONFLICT, NONE, Labels
 from .bodies import enter_call
-from .pairs import ReachedPairs, sources_among
+from .pairs import sources_among, without_sources
 
 if TYPE_CHECKING:
     from .positions import BackwardPass
@@ -35,15 +35,16 @@ def sources_of(
         return None
     pairs = []
     for v, labels, origin in zip(eqn.outvars, outs, origins, strict=True):
-        if labels is not None:
-            reach = at.reach(v, labels)
-            if not reach.is_known:
-                return None
-            elements, positions = np.divmod(reach.pairs(at.size), at.size)
-            came = origin.reshape(-1)[elements].astype(np.int64)
-            if (came == CONFLICT).any():
-                return None
-            pairs.append((came * at.size + positions)[came >= 0])
+        reach = at.reach(v, labels)
+        if reach is None:
+            continue
+        if not reach.is_known:
+            return None
+        elements, positions = np.divmod(reach.pairs(at.size), at.size)
+        came = origin.reshape(-1)[elements].astype(np.int64)
+        if (came == CONFLICT).any():
+            return None
+        pairs.append((came * at.size + positions)[came >= 0])
     return sources_among(np.concatenate(pairs), edge, at.size, at.mixes)
 
 
@@ -60,8 +61,7 @@ def _origins_of(
     ends = np.cumsum([v.aval.size for v in eqn.outvars])
     numbers = element_numbers(eqn, ends)
     if kind == 'none':
-        labels = at.operands(i, eqn, numbers)[k]
-        reach = None if labels is None else ReachedPairs(labels)
+        (reach,) = without_sources([at.operands(i, eqn, numbers)[k]])
     else:
         reach = enter_call(at, eqn, numbers, int(ends[-1]))[k]
     origins = None if reach is None else reach.by_position(int(ends[-1]))
@@ -86,10 +86,11 @@ def pair_count(
         return at.met[i, k].pairs if (i, k) in at.met else known
     count = 0
     for v, labels in zip(eqn.outvars, outs, strict=True):
-        if labels is not None:
-            pairs = len(at.reach(v, labels).pairs(at.size))
-            reached = max(int((labels != NONE).sum()), 1)
-            count += pairs * _boxes(at, i, k, eqn, v, labels) // reached
+        reach = at.reach(v, labels)
+        if reach is not None:
+            pairs = len(reach.pairs(at.size))
+            reached = max(int((reach.labels != NONE).sum()), 1)
+            count += pairs * _boxes(at, i, k, eqn, v, reach.labels) // reached
     return count
 
 

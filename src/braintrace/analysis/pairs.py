@@ -48,6 +48,16 @@ class ReachedPairs(NamedTuple):
         return elements.astype(np.int64) * size + positions
 
 
+def without_sources(every: Sequence[Labels]) -> list[ReachedPairs | None]:
+    """What values reach of which each element has one position, by their labels."""
+    return [None if labels is None else ReachedPairs(labels) for labels in every]
+
+
+def labels_in(every: Sequence[ReachedPairs | None]) -> list[Labels]:
+    """The labels in what values reach."""
+    return [None if reach is None else reach.labels for reach in every]
+
+
 class Use(NamedTuple):
     """One operand of an equation, and what it reaches through that equation."""
 

@@ -48,7 +48,7 @@ from .bodies import enter_branches, enter_call, enter_loop
 from .cuts import FAN_OUT, MOVED, PARTED, SUMMED_AND_SHARED, Cut, Positions
 from .dependence import Bits, Constants, Relevance, flow, of
 from .origins import pair_count, sources_of
-from .pairs import Alone, ReachedPairs, Use, together
+from .pairs import Alone, ReachedPairs, Use, labels_in, together
 from .probe import is_elementwise
 
 
@@ -62,20 +62,15 @@ class BackwardPass:
         relevance: Relevance,
         size: int,
         const: Constants,
-        out: Positions,
         opaque: bool = False,
         mixes: bool = False,
     ):
         """``opaque``: a body that cannot be cut inside. ``mixes``: pairs of both kinds
         are followed, as they are outside of bodies."""
-        self.jaxpr, self.env, self.relevance, self.size, self.const = (
-            jaxpr,
-            env,
-            relevance,
-            size,
-            const,
-        )
-        self.out, self.opaque, self.mixes = out, opaque, mixes
+        self.jaxpr, self.env, self.relevance = jaxpr, env, relevance
+        self.size, self.const = size, const
+        self.opaque, self.mixes = opaque, mixes
+        self.out = Positions()
         self.uses: dict[Var, list[Use]] = defaultdict(list)
         self.reading: dict[Var, list[tuple[int, int]]] = defaultdict(list)
         self.starts: dict[Var, ReachedPairs] = {}
@@ -161,9 +156,9 @@ class BackwardPass:
         self.cut(i, k, conflict, reason)
         return np.where(conflict, NONE, edge).astype(np.int32)
 
-    def reach(self, v: Var, labels: np.ndarray) -> ReachedPairs:
+    def reach(self, v: Var, labels: Labels) -> ReachedPairs | None:
         """What a value reaches that was resolved before."""
-        return ReachedPairs(labels, self.out.sources.get(v))
+        return None if labels is None else ReachedPairs(labels, self.out.sources.get(v))
 
     def is_alone(self, v: Var) -> bool:
         """Whether each element of a value has one position only: states reach positions
@@ -177,9 +172,8 @@ class BackwardPass:
         cut."""
         uses = self.uses.pop(v, [])
         start = self.starts.get(v)
-        every = [use.reach for use in uses]
-        if start is not None:
-            every.append(start)
+        given = [] if start is None else [start]
+        every = [*(use.reach for use in uses), *given]
         if not every:
             return None
         may_mix = self.mixes and v not in self.made_by_bodies
@@ -199,8 +193,8 @@ class BackwardPass:
                     self.keep_edge(v, use)
                 return labels
             pairs = len(np.unique(np.concatenate([r.pairs(self.size) for r in every])))
-            uses = self.without_sources(uses, pairs)
-            every = [use.reach for use in uses] + ([start] if start else [])
+            uses = self.without_shared(uses, pairs)
+            every = [*(use.reach for use in uses), *given]
             if not every:
                 return None
             labels, _ = together(every, self.size)
@@ -282,7 +276,7 @@ class BackwardPass:
         self.out.edges.add((use.equation, use.operand))
         self.reading[v].append((use.equation, use.operand))
 
-    def without_sources(self, uses: Sequence[Use], pairs: int) -> list[Use]:
+    def without_shared(self, uses: Sequence[Use], pairs: int) -> list[Use]:
         """Uses of which elements with several positions are cut."""
         found = []
         for use in uses:
@@ -357,11 +351,10 @@ class BackwardPass:
     def operands(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
         kind = structure(eqn)
         if kind in ('custom', 'call'):
-            found = enter_call(self, eqn, outs, self.size)
-            return [None if reach is None else reach.labels for reach in found]
+            return labels_in(enter_call(self, eqn, outs, self.size))
         if kind in ('cond', 'scan'):
             self.entered[i] = self.bodies(i, eqn, outs)
-            return [None if r is None else r.labels for r in self.entered[i]]
+            return labels_in(self.entered[i])
         operation = operation_of(eqn) or self.missing(eqn)
         return operation.labels(eqn, outs, self.const)
 
@@ -381,24 +374,25 @@ class BackwardPass:
         jaxpr: Any,
         operands: Sequence[Atom],
         inputs: Sequence[Bits],
-        opaque: bool,
-        size: int,
+        opaque: bool = False,
+        size: int | None = None,
     ) -> BackwardPass:
-        """A pass over a body whose first inputs are the given operands of this
-        program."""
+        """A pass over a body whose first inputs are the given operands of this program.
+        ``size``: how many positions there are, if others than outside."""
         body = open_jaxpr(jaxpr)
-        const = Constants(
-            jaxpr, dict(zip(body.invars, operands, strict=False)), self.const
+        given = dict(zip(body.invars, operands, strict=False))
+        return BackwardPass(
+            body,
+            flow(body, inputs),
+            self.relevance,
+            self.size if size is None else size,
+            Constants(jaxpr, given, self.const),
+            opaque or self.opaque,
         )
-        env = flow(body, inputs)
-        return BackwardPass(body, env, self.relevance, size, const, Positions(), opaque)
 
     def inputs(self) -> list[ReachedPairs | None]:
         """What the inputs of the program reach."""
-        found = [(v, self.out.labels.get(v)) for v in self.jaxpr.invars]
-        return [
-            None if labels is None else self.reach(v, labels) for v, labels in found
-        ]
+        return [self.reach(v, self.out.labels.get(v)) for v in self.jaxpr.invars]
 
     def bodies(
         self, i: int, eqn: Equation, outs: list[Labels]
@@ -408,18 +402,12 @@ class BackwardPass:
         An operand that the bodies cannot share is entered again, alone.
         """
         enter = enter_branches if structure(eqn) == 'cond' else enter_loop
-        results = [
-            None if labels is None else self.reach(v, labels)
-            for v, labels in zip(eqn.outvars, outs, strict=True)
-        ]
-        alone: dict[int, Alone] = {}
-        if not self.opaque:
-            operands = enumerate(eqn.invars)
-            alone = {
-                k: self.alone.get(v, Alone())
-                for k, v in operands
-                if is_var(v) and self.is_alone(v)
-            }
+        results = list(map(self.reach, eqn.outvars, outs))
+        alone = {
+            k: self.alone.get(v, Alone())
+            for k, v in enumerate(eqn.invars)
+            if not self.opaque and is_var(v) and self.is_alone(v)
+        }
         while True:
             entered, found, met = enter(self, eqn, results, alone)
             self.met |= {(i, k): why for k, why in met.items()}
@@ -451,10 +439,9 @@ def find_positions(
     the group with theirs. ``stop``: values through which no path is followed (new
     states of other groups).
     """
-    out = Positions()
     new = [(atom, ReachedPairs(labels)) for atom, labels in starts]
     old = {v: ReachedPairs(labels) for v, labels in keep.items()}
     alone = {atom: Alone() for atom, _ in starts if is_var(atom)}
-    backward = BackwardPass(jaxpr, env, relevance, size, const, out, mixes=True)
+    backward = BackwardPass(jaxpr, env, relevance, size, const, mixes=True)
     backward.run(new, old, stop, alone)
-    return out
+    return backward.out
