@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -24,7 +25,7 @@ from ..frontends.brainstate import (
     is_module,
     trace_step,
 )
-from ..operations.labels import CONFLICT
+from ..operations.labels import CONFLICT, Labels
 from ..program import Path
 from ..program.data import first_step
 from ..program.step import path_name
@@ -48,14 +49,13 @@ class SiteJacobian(NamedTuple):
     hidden_to_y: dict[int, jax.Array | tuple[jax.Array, jax.Array]]
 
 
-def state_jacobian(
-    group: HiddenGroup, program: Jaxpr, y: jax.Array, constants: Sequence[Any]
-) -> jax.Array:
-    """∂h/∂y, ``(*y.shape, num_state)``, of a y→hidden program: one reverse pass for
-    each state."""
-    new, pull = jax.vjp(
-        lambda y: group.concat_hidden(evaluate(program, constants, y)), y
-    )
+ToHidden = Callable[[jax.Array], jax.Array]
+"""From y to the new states of a group, stacked along the last axis."""
+
+
+def state_jacobian(to_hidden: ToHidden, y: jax.Array) -> jax.Array:
+    """∂h/∂y, ``(*y.shape, num_state)``: one reverse pass for each state."""
+    new, pull = jax.vjp(to_hidden, y)
     columns = [
         pull(jnp.zeros_like(new).at[..., s].set(1))[0] for s in range(new.shape[-1])
     ]
@@ -63,20 +63,14 @@ def state_jacobian(
 
 
 def shared_jacobian(
-    group: HiddenGroup,
-    program: Jaxpr,
-    y: jax.Array,
-    constants: Sequence[Any],
-    elements: np.ndarray | None = None,
+    to_hidden: ToHidden, y: jax.Array, elements: np.ndarray | None = None
 ) -> jax.Array:
     """∂h/∂y, ``(*varshape, num_state)``, where one element of y reaches each position.
 
     A tangent of ones at all elements, or those given by a mask, has the derivative by
     that one. Forward mode is the transpose of reverse mode, which every operation has.
     """
-    new, pull = jax.vjp(
-        lambda y: group.concat_hidden(evaluate(program, constants, y)), y
-    )
+    new, pull = jax.vjp(to_hidden, y)
     along = jax.linear_transpose(lambda bar: pull(bar)[0], new)
     ones = jnp.ones_like(y) if elements is None else jnp.asarray(elements, y.dtype)
     slopes = along(ones)[0]
@@ -86,20 +80,23 @@ def shared_jacobian(
     return slopes
 
 
-def mixed_jacobian(
-    group: HiddenGroup,
-    program: Jaxpr,
-    y: jax.Array,
-    constants: Sequence[Any],
-    elements: np.ndarray,
-) -> tuple[jax.Array, jax.Array]:
-    """∂h/∂y by elements that reach one position, and by positions for the others.
+def _along(
+    group: HiddenGroup, path: Jaxpr, constants: Sequence[Any], y: jax.Array
+) -> jax.Array:
+    return group.concat_hidden(evaluate(path, constants, y))
 
-    ``elements``: a mask of those that reach several positions.
-    """
-    single = state_jacobian(group, program, y, constants)
-    single = jnp.where(elements[..., None], 0, single)
-    return single, shared_jacobian(group, program, y, constants, elements)
+
+def path_jacobian(
+    to_hidden: ToHidden, y: jax.Array, positions: np.ndarray, sources: Labels
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """∂h/∂y of one path in the form that :class:`SiteJacobian` has for its pairs."""
+    if sources is None:
+        return state_jacobian(to_hidden, y)
+    if not (sources == CONFLICT).any():
+        return shared_jacobian(to_hidden, y)
+    several = positions == CONFLICT
+    single = jnp.where(several[..., None], 0, state_jacobian(to_hidden, y))
+    return single, shared_jacobian(to_hidden, y, several)
 
 
 _writing = threading.Lock()
@@ -273,22 +270,16 @@ class ETraceGraphExecutor:
         (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
         jacobians: dict[int, Any] = {}
         site, y = relation.sites[-1], env[relation.y_var]
-        for group, to_hidden, positions, sources in zip(
+        for group, path, positions, sources in zip(
             relation.hidden_groups,
             relation.y_to_hidden_group_jaxprs,
             site.y_positions,
             site.y_sources,
             strict=True,
         ):
-            constants = [env[v] for v in to_hidden.constvars]
-            path = (group, to_hidden, y, constants)
-            if sources is None:
-                jacobians[group.index] = state_jacobian(*path)
-            elif (sources == CONFLICT).any():
-                several = positions == CONFLICT
-                jacobians[group.index] = mixed_jacobian(*path, several)
-            else:
-                jacobians[group.index] = shared_jacobian(*path)
+            constants = [env[v] for v in path.constvars]
+            to_hidden = partial(_along, group, path, constants)
+            jacobians[group.index] = path_jacobian(to_hidden, y, positions, sources)
         x = None if relation.x_var is None else env[relation.x_var]
         return SiteJacobian(x, weight, jacobians)
 
