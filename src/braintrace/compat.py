@@ -112,10 +112,6 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
     return () if any(value is _UNKNOWN for value in jaxpr.consts) else jaxpr.consts
 
 
-def _debug_info(inputs: int, outputs: int) -> Any:
-    return _DebugInfo('braintrace', 'braintrace', ('',) * inputs, ('',) * outputs)
-
-
 def make_jaxpr(
     constvars: Sequence[Var],
     invars: Sequence[Var],
@@ -126,8 +122,11 @@ def make_jaxpr(
     """Assemble a program from its parts; ``like`` is one of the same inputs and
     outputs, for its names."""
     effects = frozenset().union(*(eqn.effects for eqn in equations))
+    names = ('',) * len(invars), ('',) * len(outvars)
     info = (
-        like.debug_info if like is not None else _debug_info(len(invars), len(outvars))
+        _DebugInfo('braintrace', 'braintrace', *names)
+        if like is None
+        else like.debug_info
     )
     parts = (list(constvars), list(invars), list(outvars), list(equations))
     build: Any = jex.Jaxpr

@@ -96,7 +96,7 @@ class CreditAnalysis:
     def _name(self, g: int) -> str:
         return path_names(self.groups[g].hidden_paths)
 
-    def _met(self, parameter: Parameter) -> list[int]:
+    def _moved(self, parameter: Parameter) -> list[int]:
         """The groups that a parameter moves."""
         bit = self.dependence.bit[parameter.invar]
         return [g for g, behind in enumerate(self._behind) if behind & bit]
@@ -168,12 +168,12 @@ class CreditAnalysis:
         made_of = (self.dependence.behind[h.outvar] for h in self.members[other])
         if not union(made_of).grads & bits:
             return None
-        doors = (
+        entering = (
             e
             for e in self._making[other]
             if any(is_var(v) and v in read for v in e.invars)
         )
-        return next((e for e in doors if self.grads(e.outvars) & bits), None)
+        return next((e for e in entering if self.grads(e.outvars) & bits), None)
 
     @cached_property
     def _crossings(self) -> list[dict[int, str]]:
@@ -227,17 +227,17 @@ class CreditAnalysis:
         return found + self._stopped(states)
 
     def _lost(
-        self, bit: int, met: Sequence[int], linked: Links, stopped: list[str]
+        self, bit: int, moved: Sequence[int], linked: Links, stopped: list[str]
     ) -> list[str]:
         """Why credit of a parameter that moves some groups is not all kept."""
         cuts: dict[tuple, str] = {}
-        for g in met:
+        for g in moved:
             for c in self._cuts(g, bit) if self.live_groups[g] else ():
                 text = f'path to {self._name(g)} cut at {described(c.eqn)}: {c.reason}'
                 name, line = c.eqn.primitive.name, source_line(c.eqn)
                 cuts.setdefault((g, c.reason, name, line), text)
         lost = list(cuts.values())
-        lost += [leak for g in met for leak in self._leaks_of(g, linked)]
+        lost += [leak for g in moved for leak in self._leaks_of(g, linked)]
         lost += [f'feeds {other}, {NOT_HIDDEN}' for other in self._others_fed(bit)]
         return list(dict.fromkeys([*lost, *stopped]))
 
@@ -251,21 +251,21 @@ class CreditAnalysis:
         ``linked``: pairs of groups (g, read-out) where traces carry all that g does to
         the read-out.
         """
-        bit, met = self.dependence.bit[parameter.invar], self._met(parameter)
+        bit, moved = self.dependence.bit[parameter.invar], self._moved(parameter)
         stopped = self._stopped(bit)
         if not self._all_results & bit:
             nowhere = 'no differentiable path to a state or an output'
             return 'none', next(iter(stopped), nowhere)
-        stopped += [text for g in met for text in self._stopped(self._old[g])]
+        stopped += [text for g in moved for text in self._stopped(self._old[g])]
         if not self.is_temporal(parameter) and not stopped:
             return 'exact', 'acts on outputs of its own step only'
-        lost = self._lost(bit, met, linked, stopped)
+        lost = self._lost(bit, moved, linked, stopped)
         remembered = {g for g, _ in linked}
         carried = [
             g for g in self._traced(parameter) if self._remembers[g] or g in remembered
         ]
-        if lost and not self._is_felt(bit, carried):
-            feeding = (text for g in met for text in self._crossings[g].values())
+        if lost and not self._reaches_outputs(bit, carried):
+            feeding = (text for g in moved for text in self._crossings[g].values())
             return 'none', f'{NO_CREDIT}: {next(feeding, lost[0])}'
         more = f' (and {len(lost) - 1} more)' if len(lost) > 1 else ''
         if not carried:
@@ -275,9 +275,9 @@ class CreditAnalysis:
             return 'local', lost[0] + more
         return 'exact', f'every path into {self._name(carried[0])} keeps its position'
 
-    def _is_felt(self, bit: int, carried: Sequence[int]) -> bool:
-        """Whether an output of a step feels these bits in that step, or what traces
-        carry of them."""
+    def _reaches_outputs(self, bit: int, carried: Sequence[int]) -> bool:
+        """Whether an output of a step depends on a parameter in that step, or on the
+        groups in which traces carry it."""
         return bool(self._seen & bit) or any(
             self._seen & self._new[g] or self._read & self._old[g] for g in carried
         )
@@ -293,20 +293,20 @@ class CreditAnalysis:
     def is_temporal(self, parameter: Parameter) -> bool:
         """Whether the parameter moves a state whose old value matters at a later
         step."""
-        live = any(self.live_groups[g] for g in self._met(parameter))
+        live = any(self.live_groups[g] for g in self._moved(parameter))
         return live or bool(self._others_fed(self.dependence.bit[parameter.invar]))
 
     def readouts_of(self, parameter: Parameter, linked: Links) -> list[str]:
         """Names of the read-outs to which a parameter's groups are linked."""
-        met = self._met(parameter)
-        found = (self._name(readout) for g, readout in sorted(linked) if g in met)
+        moved = self._moved(parameter)
+        found = (self._name(readout) for g, readout in sorted(linked) if g in moved)
         return list(dict.fromkeys(found))
 
     def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
         """Pairs (g, other) of groups where a parameter moves g and g feeds the
         other."""
-        met = self._met(parameter)
-        return [(g, other) for g in met for other in self._crossings[g]]
+        moved = self._moved(parameter)
+        return [(g, other) for g in moved for other in self._crossings[g]]
 
     def has_site(self, parameter: Parameter, group: int) -> bool:
         """Whether a use of a parameter reaches a group by a path that keeps

@@ -47,8 +47,16 @@ from ..operations.labels import (
 from .bodies import enter_branches, enter_call, enter_loop
 from .cuts import FAN_OUT, MOVED, PARTED, SUMMED_AND_SHARED, Cut, Positions
 from .dependence import Bits, Constants, Relevance, flow, of
-from .origins import pair_count, sources_of
-from .pairs import Alone, ReachedPairs, Use, labels_in, together
+from .pairs import (
+    Alone,
+    ReachedPairs,
+    Use,
+    labels_in,
+    pair_count,
+    sources_through,
+    together,
+    without_sources,
+)
 from .probe import is_elementwise
 
 
@@ -106,15 +114,12 @@ class BackwardPass:
             for v, o in zip(eqn.outvars, outs, strict=True):
                 if o is not None:
                     self.out.labels[v] = o
-            for k, edge in enumerate(self.operands(i, eqn, outs)):
+            for k, edge in enumerate(labels_in(self.operands(i, eqn, outs))):
                 self.use(i, k, eqn, outs, edge)
         for v in (*self.jaxpr.invars, *self.jaxpr.constvars):
             labels = self.resolve(v)
             if labels is not None:
                 self.out.labels[v] = labels
-
-    def matters(self, atom: Atom) -> bool:
-        return is_var(atom) and (self.opaque or self.relevance(of(self.env, atom)))
 
     def cut(self, i: int, k: int, mask: np.ndarray, reason: str) -> None:
         self.out.cuts.add(i, k, mask)
@@ -126,19 +131,21 @@ class BackwardPass:
         self, i: int, k: int, eqn: Equation, outs: list[Labels], edge: Labels
     ) -> None:
         """Note what one operand reaches; elements with too many pairs are cut."""
-        if edge is None or not self.matters(eqn.invars[k]):
+        v = eqn.invars[k]
+        if edge is None or not is_var(v):
             return
-        if not self.opaque and not differentiates(eqn, k):
+        matters = self.opaque or self.relevance(of(self.env, v))
+        if not matters or not (self.opaque or differentiates(eqn, k)):
             return
         sources: Labels = None
         if (edge == CONFLICT).any():
-            if not self.is_alone(eqn.invars[k]):
-                sources = sources_of(self, i, k, eqn, outs, edge)
+            if not self.is_alone(v):
+                sources = sources_through(self, i, k, eqn, outs, edge)
             if sources is None and not self.opaque:
                 pairs = pair_count(self, i, k, eqn, outs)
                 edge = self.without_conflicts(i, k, edge, pairs)
         if (edge != NONE).any():
-            self.uses[eqn.invars[k]].append(Use(i, k, ReachedPairs(edge, sources)))
+            self.uses[v].append(Use(i, k, ReachedPairs(edge, sources)))
 
     def without_conflicts(
         self, i: int, k: int, edge: np.ndarray, pairs: int
@@ -199,6 +206,7 @@ class BackwardPass:
                 return None
             labels, _ = together(every, self.size)
         wanted = self.wanted(v, labels, start)
+        reached = np.zeros(labels.shape, bool) if start is None else start.labels >= 0
         for use in uses:
             edge = use.reach.labels
             wrong = (edge >= 0) & (edge != wanted) & (wanted != CONFLICT)
@@ -207,7 +215,10 @@ class BackwardPass:
                 self.cut(use.equation, use.operand, wrong, reason)
             if ((edge >= 0) & ~wrong).any():
                 self.keep_edge(v, use)
-        return self.settle(labels, wanted, start, uses)
+            reached = reached | (edge == wanted)
+        fixed = np.where(reached, wanted, NONE)
+        labels = np.where(wanted == CONFLICT, labels, fixed).astype(np.int32)
+        return labels if (labels != NONE).any() else None
 
     def may_share(
         self, v: Var, every: Sequence[ReachedPairs], found: ReachedPairs
@@ -323,7 +334,7 @@ class BackwardPass:
             ) not in ('none', 'custom'):
                 continue
             ends = np.cumsum([v.aval.size for v in eqn.outvars])
-            reached = self.operands(i, eqn, element_numbers(eqn, ends))
+            reached = labels_in(self.operands(i, eqn, element_numbers(eqn, ends)))
             known = [origins.get(v) if is_var(v) else None for v in eqn.invars]
             for v, labels in zip(
                 eqn.outvars, forward_labels(eqn, known, reached, ends), strict=True
@@ -332,31 +343,21 @@ class BackwardPass:
                     origins[v] = labels
         return origins
 
-    def settle(
-        self,
-        labels: np.ndarray,
-        wanted: np.ndarray,
-        start: ReachedPairs | None,
-        uses: Sequence[Use],
-    ) -> Labels:
-        reached = np.zeros(labels.shape, bool) if start is None else start.labels >= 0
-        for use in uses:
-            reached = reached | (use.reach.labels == wanted)
-        fixed = np.where(reached, wanted, NONE)
-        labels = np.where(wanted == CONFLICT, labels, fixed).astype(np.int32)
-        return labels if (labels != NONE).any() else None
-
     # ------------------------------------------------------------ one equation
 
-    def operands(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
+    def operands(
+        self, i: int, eqn: Equation, outs: list[Labels], size: int | None = None
+    ) -> list[ReachedPairs | None]:
+        """What each operand reaches, from the labels of the results; ``size``: how many
+        positions these name, if others than those of the pass."""
         kind = structure(eqn)
         if kind in ('custom', 'call'):
-            return labels_in(enter_call(self, eqn, outs, self.size))
+            return enter_call(self, eqn, outs, self.size if size is None else size)
         if kind in ('cond', 'scan'):
             self.entered[i] = self.bodies(i, eqn, outs)
-            return labels_in(self.entered[i])
+            return self.entered[i]
         operation = operation_of(eqn) or self.missing(eqn)
-        return operation.labels(eqn, outs, self.const)
+        return without_sources(operation.labels(eqn, outs, self.const))
 
     def missing(self, eqn: Equation) -> Operation:
         """For a primitive that is not registered: element-wise if a numerical probe

@@ -96,19 +96,11 @@ def uses_of_parameters(
         reached = {
             v: [g for g, found in enumerate(positions) if v in found.labels]
             for v in eqn.outvars
-            if is_var(v)
         }
-        if not any(reached.values()):
-            continue
-        for k in weight_operands(dependence, eqn):
+        for k in weight_operands(dependence, eqn) if any(reached.values()) else ():
+            own = of(dependence.total, eqn.invars[k]).grads & dependence.parameters
             for y, into in reached.items():
-                if (
-                    not of(dependence.total, y).grads
-                    & of(dependence.total, eqn.invars[k]).grads
-                    & dependence.parameters
-                ):
-                    continue
-                if into:
+                if into and of(dependence.total, y).grads & own:
                     yield i, k, y, into
 
 
@@ -161,9 +153,9 @@ def _site(
 ) -> Site:
     equations = dependence.program.equations
     weight = eqn.invars[k]
-    grads = of(dependence.total, weight).grads
+    own = of(dependence.total, weight).grads & dependence.parameters
     parameters = tuple(
-        p for p in dependence.program.parameters if grads & dependence.bit[p.invar]
+        p for p in dependence.program.parameters if own & dependence.bit[p.invar]
     )
     weight_jaxpr = slice_back(
         equations, dependence.producer, [p.invar for p in parameters], weight
@@ -178,7 +170,6 @@ def _site(
         for path, out in zip(group.hidden_paths, group.hidden_outvars, strict=True)
         if out is y or any(out in e.outvars for e in program.eqns)
     ]
-    own = sum(dependence.bit[p.invar] for p in parameters)
     cut = {
         path
         for group, found in into

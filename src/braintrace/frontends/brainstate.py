@@ -15,7 +15,7 @@ import brainstate
 import brainunit as u
 import jax
 
-from ..compat import ClosedJaxpr, Jaxpr, Var, changed, evaluate, is_var
+from ..compat import ClosedJaxpr, Jaxpr, Var, changed, evaluate
 from ..errors import CompilationError, InputError, is_explained, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name, path_names
@@ -76,7 +76,9 @@ class ModuleInfo(NamedTuple):
             self.compiled_model_states, self.state_tree_outvars, strict=True
         ):
             path = self.state_id_to_path[id(state)]
-            parts[_role(path, state, self.hidden_path_to_invar)][path] = outvars
+            is_parameter = isinstance(state, brainstate.ParamState)
+            role = 0 if is_parameter else 1 if path in self.hidden_path_to_invar else 2
+            parts[role][path] = outvars
         return parts
 
     def read_states(self) -> list[Any]:
@@ -112,16 +114,13 @@ class ModuleInfo(NamedTuple):
     def arrange(self, results: Sequence[Any]) -> tuple:
         """Sort the results of the jaxpr as :meth:`jaxpr_call` returns them."""
         a, b = self.num_var_out, self.num_var_out + self.num_var_state
-        leaves = iter(results[a:b])
+        new = jax.tree.unflatten(
+            jax.tree.structure(self.state_tree_outvars), results[a:b]
+        )
         hidden: dict[Path, Any] = {}
         others: dict[Path, Any] = {}
-        for state, tree in zip(
-            self.compiled_model_states, self.state_tree_outvars, strict=True
-        ):
+        for state, value in zip(self.compiled_model_states, new, strict=True):
             path = self.state_id_to_path[id(state)]
-            value = jax.tree.map(
-                lambda _: next(leaves), tree, is_leaf=lambda v: not is_var(v)
-            )
             (hidden if path in self.hidden_path_to_invar else others)[path] = value
         extra = self.jaxpr.outvars[b:]
         return (
@@ -152,12 +151,6 @@ class ModuleInfo(NamedTuple):
 def path_mapping(found: Mapping[Path, Any]) -> brainstate.util.PrettyDict:
     """A mapping that prints one entry a line."""
     return brainstate.util.PrettyDict(found)
-
-
-def _role(path: Path, state: brainstate.State, hidden: dict[Path, Var]) -> int:
-    if isinstance(state, brainstate.ParamState):
-        return 0
-    return 1 if path in hidden else 2
 
 
 def is_module(model: Any) -> bool:

@@ -19,7 +19,7 @@ from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_f
 from ..program.step import check_shapes, distinct_outputs, path_name
 from ..source_lines import failing_line
 from .failures import AS_ARRAYS, fix_of_value, unset_environment
-from .pure import Leaves, PureModel, free_name, leaf_paths, state_paths
+from .pure import Leaves, PureModel, free_name, is_float, leaf_paths, state_paths
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,7 @@ def extract_function_info(
     step: Callable[..., Any], params: Any, state: Any, *inputs: Any
 ) -> FunctionInfo:
     """Trace ``step(params, state, *inputs)`` and sort its variables by role."""
-    is_hidden = [
-        jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
-        for x in jax.tree.leaves(state)
-    ]
+    is_hidden = list(map(is_float, jax.tree.leaves(state)))
     paths = leaf_paths(params), state_paths(state)
     return _trace(
         step, params, state, inputs, *paths, is_hidden, [True] * len(is_hidden)
