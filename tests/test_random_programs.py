@@ -61,10 +61,8 @@ def with_roles(program, kinds):
     """The program with some states taken as groups along their last axis, and some as not hidden."""
 
     def grouped(h):
-        *shape, count = h.varshape
-        return dataclasses.replace(
-            h, varshape=tuple(shape), num_state=count, state=Grouped(tuple(shape))
-        )
+        shape = h.varshape[:-1]
+        return dataclasses.replace(h, varshape=shape, state=Grouped(shape))
 
     kind = lambda h: kinds[h.path[0]]
     hidden = tuple(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,14 +62,14 @@ _UNKNOWN = _Unknown()
 
 def _global_x64() -> bool:
     """``jax_enable_x64`` outside of any ``with jax.enable_x64(...)``."""
-    # Such a context belongs to its thread, so a new thread reads the global value.
-    values: list[bool] = []
-    reader = threading.Thread(
-        target=lambda: values.append(jax.config.read('jax_enable_x64'))
-    )
-    reader.start()
-    reader.join()
-    return values[0]
+    return _in_new_thread(lambda: jax.config.read('jax_enable_x64'))
+
+
+def _in_new_thread(read: Callable[[], Any]) -> Any:
+    """What a function gives outside of all contexts and transformations: these belong
+    to their thread."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(read).result()
 
 
 @contextlib.contextmanager
@@ -113,10 +112,6 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
     return () if any(value is _UNKNOWN for value in jaxpr.consts) else jaxpr.consts
 
 
-def _debug_info(inputs: int, outputs: int) -> Any:
-    return _DebugInfo('braintrace', 'braintrace', ('',) * inputs, ('',) * outputs)
-
-
 def make_jaxpr(
     constvars: Sequence[Var],
     invars: Sequence[Var],
@@ -127,8 +122,11 @@ def make_jaxpr(
     """Assemble a program from its parts; ``like`` is one of the same inputs and
     outputs, for its names."""
     effects = frozenset().union(*(eqn.effects for eqn in equations))
+    names = ('',) * len(invars), ('',) * len(outvars)
     info = (
-        like.debug_info if like is not None else _debug_info(len(invars), len(outvars))
+        _DebugInfo('braintrace', 'braintrace', *names)
+        if like is None
+        else like.debug_info
     )
     parts = (list(constvars), list(invars), list(outvars), list(equations))
     build: Any = jex.Jaxpr
@@ -154,6 +152,29 @@ def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
 def values_of(atoms: Iterable[Atom], env: Mapping[Var, Any]) -> list[Any]:
     """The values of variables, and of literals."""
     return [env[v] if is_var(v) else v.val for v in atoms]
+
+
+def changed(
+    program: Any,
+    *,
+    invars: Sequence[Var] | None = None,
+    outvars: Sequence[Atom] | None = None,
+    equations: Sequence[Equation] | None = None,
+) -> Any:
+    """The same program with other inputs, outputs or equations; closed if it was."""
+    old = open_jaxpr(program)
+    invars = old.invars if invars is None else invars
+    outvars = old.outvars if outvars is None else outvars
+    same = len(invars) == len(old.invars) and len(outvars) == len(old.outvars)
+    new = make_jaxpr(
+        old.constvars,
+        invars,
+        outvars,
+        old.eqns if equations is None else equations,
+        like=old if same else None,
+    )
+    is_closed = isinstance(program, jex.ClosedJaxpr)
+    return close(new, consts_of(program)) if is_closed else new
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
@@ -391,7 +412,6 @@ def scope(eqn: Equation) -> str:
 
 
 @functools.cache
-@functools.cache
 def sequential_options() -> dict[str, Any] | None:
     """Options of ``jax.jit`` for a program of small operations on CPUs: in an order
     that is not meant for several threads, because handing an operation to another
@@ -421,6 +441,4 @@ def _trace_state() -> Any:
 
 @functools.cache
 def _top_state() -> Any:
-    # Transformations belong to a thread: a new one has none.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_trace_state).result()
+    return _in_new_thread(_trace_state)

@@ -13,6 +13,7 @@ from ..errors import CompilationError, three_parts
 from ..frontends.brainstate import path_mapping
 from ..program import Hidden, Path, StepProgram
 from ..program.step import path_names
+from .credit import CreditAnalysis
 from .cuts import Positions
 from .dependence import StepDependence, check_loops, of, opaque_equations
 from .groups import HiddenGroup, group_hidden, make_group, positions_of_paths
@@ -45,6 +46,11 @@ class Analysed:
     def relations(self) -> list[HiddenParamOpRelation]:
         """The sites by operation."""
         return by_operation(self.dependence, self.sites)
+
+    @cached_property
+    def credit(self) -> CreditAnalysis:
+        """What judges the parameters."""
+        return CreditAnalysis(self)
 
     @property
     def by_path(self) -> GroupsByPath:

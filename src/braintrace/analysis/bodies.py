@@ -21,7 +21,7 @@ from ..operations.labels import (
 from ..source_lines import from_library
 from .cuts import PARTED
 from .dependence import carry_fixpoint
-from .pairs import Alone, ReachedPairs, together
+from .pairs import Alone, ReachedPairs, labels_in, together, without_sources
 from .probe import confirmed
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def enter_call(
     (sub,) = sub_programs(eqn)
     bits = at.bits(eqn.invars)
     inner = at.body(sub.jaxpr, eqn.invars, bits, opaque=True, size=size)
-    starts = [None if labels is None else ReachedPairs(labels) for labels in outs]
-    inner.run(list(zip(inner.jaxpr.outvars, starts, strict=True)))
+    inner.run(list(zip(inner.jaxpr.outvars, without_sources(outs), strict=True)))
     found = inner.inputs()
     if at.opaque or from_library(sub.jaxpr):
         return found
@@ -84,8 +83,7 @@ def enter_branches(
     operands, entered = eqn.invars[1:], {}
     every: list[list[ReachedPairs]] = [[] for _ in operands]
     for b, branch in enumerate(read_branches(eqn)):
-        bits = at.bits(operands)
-        inner = at.body(branch, operands, bits, at.opaque, at.size)
+        inner = at.body(branch, operands, at.bits(operands))
         invars = inner.jaxpr.invars
         given = {invars[k - 1]: why for k, why in alone.items()}
         inner.run(list(zip(inner.jaxpr.outvars, outs, strict=True)), alone=given)
@@ -123,9 +121,8 @@ def enter_loop(
     operands = eqn.invars[first:]
     if at.opaque and scan.key != ('jaxpr', None):
         # A derivative that is not known might follow the condition of a loop.
-        labels = [None if out is None else out.labels for out in outs]
-        mixed = MIXING.labels(eqn, labels, at.const)
-        return {}, [None if x is None else ReachedPairs(x) for x in mixed], {}
+        mixed = MIXING.labels(eqn, labels_in(outs), at.const)
+        return {}, without_sources(mixed), {}
     a, b = scan.num_consts, scan.num_consts + scan.num_carry
     bits = at.bits(operands)
     carry_bits, _ = carry_fixpoint(scan.body, bits[:a], bits[a:b], bits[b:])
@@ -134,7 +131,7 @@ def enter_loop(
     stacked = [reach and _over_rounds(at, v, reach) for v, reach in results]
     inside = [*bits[:a], *carry_bits, *bits[b:]]
     while True:
-        inner = at.body(scan.body, operands[:a], inside, at.opaque, at.size)
+        inner = at.body(scan.body, operands[:a], inside)
         invars = inner.jaxpr.invars
         ends = {v: c for v, c in zip(invars[a:b], carry, strict=True) if c is not None}
         # A carry is held by the position it ends at, whatever is outside.

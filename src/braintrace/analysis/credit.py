@@ -13,18 +13,20 @@ A class is a fact about the model. What a learning rule makes of it is in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..compat import Atom, Equation, is_var
-from ..program import OtherState, Parameter, Path
+from ..program import OtherState, Parameter
 from ..program.step import path_name, path_names
 from ..source_lines import described, source_line, source_text
-from .analysed import Analysed
 from .cuts import Cut
 from .dependence import of, union
-from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
-from .groups import HiddenGroup
+from .sites import uses_of_parameters
+
+if TYPE_CHECKING:
+    from .analysed import Analysed
 
 Links = frozenset[tuple[int, int]]
 """Pairs (group, read-out) whose traces carry the memory of the read-out."""
@@ -37,8 +39,17 @@ NOT_HIDDEN = 'which is not a hidden state'
 """Ends the reason of a parameter whose credit stops at a state that carries none."""
 
 
+class CreditClass(NamedTuple):
+    """The class of one parameter array, and why. ``temporal``: it moves a state whose
+    old value matters at a later step."""
+
+    credit: str
+    reason: str
+    temporal: bool
+
+
 class CreditAnalysis:
-    """Everything needed to judge the parameters of one program.
+    """Judges the parameters of one program.
 
     ``live_groups``: whether the old value of each group influences anything.
     ``live_others``: other states that carry what parameters did from step to step, in
@@ -46,33 +57,75 @@ class CreditAnalysis:
     """
 
     def __init__(self, analysed: Analysed):
-        self.dependence, self.sites = analysed.dependence, analysed.sites
-        self.members, self.groups = analysed.members, analysed.groups
-        self.positions, self.opaque = analysed.positions, analysed.opaque
-        p = self.dependence.program
-        new = [*(h.outvar for h in p.hidden), *(o.outvar for o in p.others)]
-        # Bits of everything that some result of the step depends on, and of everything
-        # that the new states of each group do.
-        self._all_results = self.grads([*p.outputs, *new])
-        self._new = [self.grads([h.outvar for h in m]) for m in self.members]
-        old = map(self.dependence.old, self.members)
-        self.live_groups = [bool(self._all_results & bits) for bits in old]
+        self.dependence, self.groups = analysed.dependence, analysed.groups
+        self.members, self.positions = analysed.members, analysed.positions
+        self.opaque = analysed.opaque
+        # Of each group: bits of its old states, of its new states, and of everything
+        # that the new states depend on.
+        self._old = [self.dependence.old(m) for m in self.members]
+        self._new = [self.dependence.new(m) for m in self.members]
+        self._behind = [self.grads(h.outvar for h in m) for m in self.members]
+        outputs = self.dependence.program.outputs
+        # Bits of everything that some result of the step depends on.
+        self._all_results = self.grads([*outputs, *self._new_states])
+        # Bits of what outputs read, and of what they read through no new state.
+        self._seen = self.grads(outputs)
+        self._read = union(of(self.dependence.direct, v) for v in outputs).grads
+        self.live_groups = [bool(self._all_results & old) for old in self._old]
         self.live_others = self._find_live_others()
         # Groups whose trace lives on: the old value reaches the new one, or an output
         # directly.
-        read = union(of(self.dependence.direct, v) for v in p.outputs).grads
         self._remembers = [
-            any(h.invar in found.labels for h in m)
-            or bool(read & self.dependence.old(m))
-            for m, found in zip(self.members, self.positions, strict=True)
+            any(h.invar in found.labels for h in m) or bool(self._read & old)
+            for m, found, old in zip(
+                self.members, self.positions, self._old, strict=True
+            )
         ]
+        self._leaks: dict[tuple[int, Links], list[str]] = {}
 
-    def grads(self, atoms: Sequence[Atom | None]) -> int:
+    def grads(self, atoms: Iterable[Atom | None]) -> int:
         """Bits of everything that some values depend on."""
-        bits = 0
-        for atom in atoms:
-            bits |= of(self.dependence.total, atom).grads if atom is not None else 0
-        return bits
+        total = self.dependence.total
+        return union(of(total, atom) for atom in atoms if atom is not None).grads
+
+    @property
+    def _new_states(self) -> list[Atom | None]:
+        p = self.dependence.program
+        return [*(h.outvar for h in p.hidden), *(o.outvar for o in p.others)]
+
+    def _name(self, g: int) -> str:
+        return path_names(self.groups[g].hidden_paths)
+
+    def _moved(self, parameter: Parameter) -> list[int]:
+        """The groups that a parameter moves."""
+        bit = self.dependence.bit[parameter.invar]
+        return [g for g, behind in enumerate(self._behind) if behind & bit]
+
+    # ------------------------------------------------------------ other states
+
+    def _find_live_others(self) -> list[OtherState]:
+        dependence, program = self.dependence, self.dependence.program
+        read = [
+            o
+            for o in program.others
+            if o.outvar is not None and self._all_results & dependence.bit[o.invar]
+        ]
+        carrying = dependence.parameters | sum(self._old) | sum(self._new)
+        live: list[OtherState] = []
+        while found := [
+            o for o in read if o not in live and self.grads([o.outvar]) & carrying
+        ]:
+            live += found
+            for o in found:
+                carrying |= dependence.bit[o.invar]
+        return [o for o in read if o in live]
+
+    def _others_fed(self, bits: int) -> list[str]:
+        """Names of the other states that carry on something with these bits."""
+        fed = (o for o in self.live_others if self.grads([o.outvar]) & bits)
+        return [path_name(o.path) for o in fed]
+
+    # ------------------------------------------------------------ from group to group
 
     @cached_property
     def _passed_on(self) -> list[int]:
@@ -87,38 +140,9 @@ class CreditAnalysis:
 
     def _is_read(self, new: Atom) -> bool:
         """Whether another result of the same step depends on a new state."""
-        p = self.dependence.program
-        states = [*(h.outvar for h in p.hidden), *(o.outvar for o in p.others)]
-        results = [*p.outputs, *(v for v in states if v is not new)]
-        return bool(self.grads(results) & self.dependence.new_bit[new])
-
-    def _find_live_others(self) -> list[OtherState]:
-        dependence, program = self.dependence, self.dependence.program
-        read = [
-            o
-            for o in program.others
-            if o.outvar is not None and self._all_results & dependence.bit[o.invar]
-        ]
-        hidden = program.hidden
-        carrying = (
-            dependence.parameters | dependence.old(hidden) | dependence.new(hidden)
-        )
-        live: list[OtherState] = []
-        while found := [
-            o for o in read if o not in live and self.grads([o.outvar]) & carrying
-        ]:
-            live += found
-            for o in found:
-                carrying |= dependence.bit[o.invar]
-        return [o for o in read if o in live]
-
-    def _stopped(self, bits: int) -> list[str]:
-        return [
-            f'no credit passes {described(e)}' for e, into in self.opaque if into & bits
-        ]
-
-    def _cuts(self, g: int, bits: int) -> list[Cut]:
-        return [c for c in self.positions[g].found if c.bits.grads & bits]
+        others = [v for v in self._new_states if v is not new]
+        seen = self._seen | self.grads(others)
+        return bool(seen & self.dependence.new_bit[new])
 
     @cached_property
     def _making(self) -> list[list[Equation]]:
@@ -139,22 +163,17 @@ class CreditAnalysis:
     def passage(self, g: int, other: int, within: bool = False) -> Equation | None:
         """The first equation by which a group's old states (or within a step its new
         ones) enter another's new ones."""
-        members = self.members[g]
-        read = {h.outvar if within else h.invar for h in members}
-        bits = self.dependence.new(members) if within else self.dependence.old(members)
-        if (
-            not union(
-                self.dependence.behind[h.outvar] for h in self.members[other]
-            ).grads
-            & bits
-        ):
+        read = {h.outvar if within else h.invar for h in self.members[g]}
+        bits = self._new[g] if within else self._old[g]
+        made_of = (self.dependence.behind[h.outvar] for h in self.members[other])
+        if not union(made_of).grads & bits:
             return None
-        doors = (
+        entering = (
             e
             for e in self._making[other]
             if any(is_var(v) and v in read for v in e.invars)
         )
-        return next((e for e in doors if self.grads(e.outvars) & bits), None)
+        return next((e for e in entering if self.grads(e.outvars) & bits), None)
 
     @cached_property
     def _crossings(self) -> list[dict[int, str]]:
@@ -162,57 +181,67 @@ class CreditAnalysis:
         return [self._crossings_of(g) for g in range(len(self.groups))]
 
     def _crossings_of(self, g: int) -> dict[int, str]:
-        old, new = (
-            self.dependence.old(self.members[g]),
-            self.dependence.new(self.members[g]),
-        )
-        name = path_names(self.groups[g].hidden_paths)
+        old, new = self._old[g], self._new[g]
         found: dict[int, str] = {}
         for other, live in enumerate(self.live_groups):
             fed = (
-                self._new[other] & (old | new) if live else self._passed_on[other] & old
+                self._behind[other] & (old | new)
+                if live
+                else self._passed_on[other] & old
             )
             if other != g and fed:
                 passage = self.passage(g, other) or self.passage(g, other, within=True)
                 where = f' ({source_text(passage)})' if passage else ''
-                fed_paths = path_names(self.groups[other].hidden_paths)
-                found[other] = f'{name} feeds {fed_paths}, another group{where}'
+                found[other] = (
+                    f'{self._name(g)} feeds {self._name(other)}, another group{where}'
+                )
         return found
 
+    # ------------------------------------------------------------ where credit ends
+
+    def _stopped(self, bits: int) -> list[str]:
+        return [
+            f'no credit passes {described(e)}' for e, into in self.opaque if into & bits
+        ]
+
+    def _cuts(self, g: int, bits: int) -> list[Cut]:
+        return [c for c in self.positions[g].found if c.bits.grads & bits]
+
     def _leaks_of(self, g: int, linked: Links) -> list[str]:
-        """Why credit that reached a group is not all carried on."""
-        old, new = (
-            self.dependence.old(self.members[g]),
-            self.dependence.new(self.members[g]),
-        )
-        name = path_names(self.groups[g].hidden_paths)
+        """Why credit that reached a group is not all carried on; the same for all
+        parameters."""
+        if (g, linked) not in self._leaks:
+            self._leaks[g, linked] = self._find_leaks(g, linked)
+        return self._leaks[g, linked]
+
+    def _find_leaks(self, g: int, linked: Links) -> list[str]:
+        name, states = self._name(g), self._old[g] | self._new[g]
         found = [
             f'{name} feeds itself across positions, cut at {described(c.eqn)}'
-            for c in self._cuts(g, old)[:1]
+            for c in self._cuts(g, self._old[g])[:1]
         ]
         crossings = self._crossings[g].items()
         found += [text for other, text in crossings if (g, other) not in linked]
-        for state in self.live_others:
-            if self.grads([state.outvar]) & (old | new):
-                found.append(f'{name} feeds {path_name(state.path)}, {NOT_HIDDEN}')
-        return found + self._stopped(old | new)
+        fed = self._others_fed(states)
+        found += [f'{name} feeds {other}, {NOT_HIDDEN}' for other in fed]
+        return found + self._stopped(states)
 
-    def _is_felt(self, bit: int, carried: Sequence[HiddenGroup]) -> bool:
-        """Whether an output of a step feels these bits in that step, or what traces
-        carry of them."""
-        outputs = self.dependence.program.outputs
-        seen = self.grads(outputs)
-        read = union(of(self.dependence.direct, atom) for atom in outputs).grads
-        new_and_old = [
-            (
-                self.dependence.new(self.members[g.index]),
-                self.dependence.old(self.members[g.index]),
-            )
-            for g in carried
-        ]
-        return bool(seen & bit) or any(
-            seen & new or read & old for new, old in new_and_old
-        )
+    def _lost(
+        self, bit: int, moved: Sequence[int], linked: Links, stopped: list[str]
+    ) -> list[str]:
+        """Why credit of a parameter that moves some groups is not all kept."""
+        cuts: dict[tuple, str] = {}
+        for g in moved:
+            for c in self._cuts(g, bit) if self.live_groups[g] else ():
+                text = f'path to {self._name(g)} cut at {described(c.eqn)}: {c.reason}'
+                name, line = c.eqn.primitive.name, source_line(c.eqn)
+                cuts.setdefault((g, c.reason, name, line), text)
+        lost = list(cuts.values())
+        lost += [leak for g in moved for leak in self._leaks_of(g, linked)]
+        lost += [f'feeds {other}, {NOT_HIDDEN}' for other in self._others_fed(bit)]
+        return list(dict.fromkeys([*lost, *stopped]))
+
+    # ------------------------------------------------------------ one parameter
 
     def judge(
         self, parameter: Parameter, linked: Links = frozenset()
@@ -222,130 +251,79 @@ class CreditAnalysis:
         ``linked``: pairs of groups (g, read-out) where traces carry all that g does to
         the read-out.
         """
-        bit = self.dependence.bit[parameter.invar]
+        bit, moved = self.dependence.bit[parameter.invar], self._moved(parameter)
         stopped = self._stopped(bit)
         if not self._all_results & bit:
-            return 'none', stopped[
-                0
-            ] if stopped else 'no differentiable path to a state or an output'
-        met = [g for g in range(len(self.groups)) if self._new[g] & bit]
-        reached = [g for g in met if self.live_groups[g]]
-        others = [o for o in self.live_others if self.grads([o.outvar]) & bit]
-        stopped += [
-            leak
-            for g in met
-            for leak in self._stopped(self.dependence.old(self.members[g]))
-        ]
-        if not reached and not others and not stopped:
+            nowhere = 'no differentiable path to a state or an output'
+            return 'none', next(iter(stopped), nowhere)
+        stopped += [text for g in moved for text in self._stopped(self._old[g])]
+        if not self.is_temporal(parameter) and not stopped:
             return 'exact', 'acts on outputs of its own step only'
-        into = lambda g: path_names(self.groups[g].hidden_paths)
-        cuts: dict[tuple, str] = {}
-        for g in reached:
-            for c in self._cuts(g, bit):
-                text = f'path to {into(g)} cut at {described(c.eqn)}: {c.reason}'
-                name, line = c.eqn.primitive.name, source_line(c.eqn)
-                cuts.setdefault((g, c.reason, name, line), text)
-        lost = list(cuts.values())
-        lost += [leak for g in met for leak in self._leaks_of(g, linked)]
-        lost += [f'feeds {path_name(o.path)}, {NOT_HIDDEN}' for o in others]
-        lost = list(dict.fromkeys([*lost, *stopped]))
-        shown = lambda lost: (
-            lost[0] + (f' (and {len(lost) - 1} more)' if len(lost) > 1 else '')
-        )
-        sites = [s for s in self.sites if parameter in s.parameters]
+        lost = self._lost(bit, moved, linked, stopped)
         remembered = {g for g, _ in linked}
         carried = [
-            g
-            for s in sites
-            for g in s.hidden_groups
-            if self._remembers[g.index] or g.index in remembered
+            g for g in self._traced(parameter) if self._remembers[g] or g in remembered
         ]
-        if lost and not self._is_felt(bit, carried):
-            return (
-                'none',
-                f'{NO_CREDIT}: {[*self._feeding(met), *lost][0]}',
-            )
+        if lost and not self._reaches_outputs(bit, carried):
+            feeding = (text for g in moved for text in self._crossings[g].values())
+            return 'none', f'{NO_CREDIT}: {next(feeding, lost[0])}'
+        more = f' (and {len(lost) - 1} more)' if len(lost) > 1 else ''
         if not carried:
-            why = (
-                shown(lost) if lost else 'no state keeps its value position by position'
-            )
-            return 'instantaneous', why
+            nothing_kept = 'no state keeps its value position by position'
+            return 'instantaneous', lost[0] + more if lost else nothing_kept
         if lost:
-            return 'local', shown(lost)
-        return (
-            'exact',
-            f'every path into {path_names(carried[0].hidden_paths)} keeps its position',
+            return 'local', lost[0] + more
+        return 'exact', f'every path into {self._name(carried[0])} keeps its position'
+
+    def _reaches_outputs(self, bit: int, carried: Sequence[int]) -> bool:
+        """Whether an output of a step depends on a parameter in that step, or on the
+        groups in which traces carry it."""
+        return bool(self._seen & bit) or any(
+            self._seen & self._new[g] or self._read & self._old[g] for g in carried
         )
 
-    def _feeding(self, groups: Sequence[int]) -> list[str]:
-        return [text for g in groups for text in self._crossings[g].values()]
-
-    def readouts_of(self, parameter: Parameter, linked: Links) -> list[str]:
-        """Names of the read-outs to which a parameter's groups are linked."""
-        bit = self.dependence.bit[parameter.invar]
-        pairs = sorted(pair for pair in linked if self._new[pair[0]] & bit)
-        found = (path_names(self.groups[readout].hidden_paths) for _, readout in pairs)
-        return list(dict.fromkeys(found))
-
-    def has_site(self, parameter: Parameter, group: int) -> bool:
-        """Whether a use of a parameter reaches a group by a path that keeps
-        positions."""
-        mine = (s for s in self.sites if parameter in s.parameters)
-        return any(g.index == group for s in mine for g in s.hidden_groups)
-
-    def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
-        """Pairs (g, other) of groups where a parameter moves g and g feeds the
-        other."""
-        bit = self.dependence.bit[parameter.invar]
-        met = [g for g in range(len(self.groups)) if self._new[g] & bit]
-        return [(g, other) for g in met for other in self._crossings[g]]
+    @cached_property
+    def classes(self) -> dict[Parameter, CreditClass]:
+        """The credit class of every parameter array."""
+        return {
+            p: CreditClass(*self.judge(p), self.is_temporal(p))
+            for p in self.dependence.program.parameters
+        }
 
     def is_temporal(self, parameter: Parameter) -> bool:
         """Whether the parameter moves a state whose old value matters at a later
         step."""
+        live = any(self.live_groups[g] for g in self._moved(parameter))
+        return live or bool(self._others_fed(self.dependence.bit[parameter.invar]))
+
+    def readouts_of(self, parameter: Parameter, linked: Links) -> list[str]:
+        """Names of the read-outs to which a parameter's groups are linked."""
+        moved = self._moved(parameter)
+        found = (self._name(readout) for g, readout in sorted(linked) if g in moved)
+        return list(dict.fromkeys(found))
+
+    def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
+        """Pairs (g, other) of groups where a parameter moves g and g feeds the
+        other."""
+        moved = self._moved(parameter)
+        return [(g, other) for g in moved for other in self._crossings[g]]
+
+    def has_site(self, parameter: Parameter, group: int) -> bool:
+        """Whether a use of a parameter reaches a group by a path that keeps
+        positions."""
+        return group in self._traced(parameter)
+
+    def _traced(self, parameter: Parameter) -> list[int]:
+        """The groups that each use of a parameter reaches by paths that keep
+        positions."""
         bit = self.dependence.bit[parameter.invar]
-        through_groups = any(
-            new & bit and live
-            for new, live in zip(self._new, self.live_groups, strict=True)
-        )
-        return through_groups or any(
-            self.grads([o.outvar]) & bit for o in self.live_others
-        )
+        return [g for bits, into in self._uses if bits & bit for g in into]
 
-    def credit_record(self, parameter: Parameter) -> CompilationRecord:
-        """The credit class of one parameter array, as a record."""
-        credit, reason = self.judge(parameter)
-        hidden, temporal = self._hidden_of(parameter), self.is_temporal(parameter)
-        return credit_class_record(
-            parameter.path, parameter.name, credit, reason, hidden, temporal
-        )
-
-    def _hidden_of(self, parameter: Parameter) -> tuple[Path, ...]:
-        paths = (
-            p
-            for s in self.sites
-            if parameter in s.parameters
-            for p in s.connected_hidden_paths
-        )
-        return tuple(dict.fromkeys(paths))
-
-
-def credit_class_record(
-    path: Path,
-    name: str,
-    credit: str,
-    reason: str,
-    hidden: tuple[Path, ...],
-    temporal: bool,
-) -> CompilationRecord:
-    level = LEVELS.get(credit, DiagnosticLevel.INFO)
-    context = {'name': name, 'credit': credit, 'reason': reason, 'temporal': temporal}
-    return CompilationRecord(
-        DiagnosticKind.CREDIT,
-        level,
-        f'{name}: {credit} ({reason})',
-        None,
-        path,
-        hidden,
-        context,
-    )
+    @cached_property
+    def _uses(self) -> list[tuple[int, list[int]]]:
+        """The bits of what each use of parameters reads, and the groups it reaches."""
+        equations = self.dependence.program.equations
+        return [
+            (self.grads([equations[i].invars[k]]), into)
+            for i, k, _, into in uses_of_parameters(self.dependence, self.positions)
+        ]

@@ -60,7 +60,7 @@ def union(bits: Iterable[Bits]) -> Bits:
 def flow(
     jaxpr: Jaxpr,
     inputs: Sequence[Bits],
-    marks: Mapping[Var, Bits] | None = None,
+    marks: Mapping[Var, Bits] = {},
     behind: dict[Var, Bits] | None = None,
 ) -> dict[Var, Bits]:
     """Sources of every variable of a program.
@@ -72,18 +72,15 @@ def flow(
     env: dict[Var, Bits] = dict.fromkeys(jaxpr.constvars, Bits())
     env.update(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
-        operands = [env.get(v, Bits()) if is_var(v) else Bits() for v in eqn.invars]
+        operands = [of(env, v) for v in eqn.invars]
         reads = union(operands).reads
         for var, bits in zip(eqn.outvars, _results(eqn, operands), strict=True):
-            bits = Bits(reads, bits.grads)
-            grads = bits.grads if is_differentiable(var) else 0
-            if marks and var in marks:
-                mark = marks[var]
+            found = Bits(reads, bits.grads if is_differentiable(var) else 0)
+            if var in marks:
                 if behind is not None:
-                    behind[var] = Bits(bits.reads, grads)
-                    bits, grads = mark, 0
-                bits, grads = bits | mark, grads | mark.grads
-            env[var] = Bits(bits.reads, grads)
+                    behind[var], found = found, Bits()
+                found = found | marks[var]
+            env[var] = found
     return env
 
 
@@ -108,8 +105,7 @@ def _results(eqn: Equation, operands: list[Bits]) -> list[Bits]:
     if kind in ('custom', 'call'):
         return _custom(eqn, operands)
     read = (b for k, b in enumerate(operands) if differentiates(eqn, k))
-    grads = union(read).grads
-    return [Bits(union(operands).reads, grads)] * len(eqn.outvars)
+    return [union(read)] * len(eqn.outvars)
 
 
 def _custom(eqn: Equation, operands: list[Bits]) -> list[Bits]:
@@ -275,18 +271,14 @@ class StepDependence:
                 return found
             found = more
 
-    def through(self, group: tuple[Hidden, ...]) -> DependenceThrough:
-        """Sources of every value by paths through no new state but those of the
-        group."""
-        return DependenceThrough(self, group)
-
     def is_weight(self, bits: Bits) -> bool:
         """Depends on parameters, and on nothing but parameters and constants."""
         return bool(bits.grads & self.parameters) and not bits.reads & self.data
 
 
 class DependenceThrough(Mapping[Var, Bits]):
-    """A view of the direct sources in which some new hidden states are not barriers."""
+    """Sources of every value by paths that lead through some new hidden states and no
+    others: a view of the direct sources."""
 
     def __init__(self, dependence: StepDependence, through: tuple[Hidden, ...]):
         self.direct = dependence.direct

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..compat import Equation, open_jaxpr, sub_programs
-from ..program import Path
+from ..program import Path, StepProgram
 from ..program.step import path_name, path_names
 from ..source_lines import (
     described,
@@ -15,22 +15,29 @@ from ..source_lines import (
     source_line,
     source_text,
 )
-from .credit import CreditAnalysis, credit_class_record
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .analysed import Analysed
+from .credit import CreditClass
+from .cuts import Cut
+from .dependence import of
+from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
 
 
-def findings(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
+def findings(analysed: Analysed) -> Iterator[CompilationRecord]:
     """All findings, in program order within each kind."""
-    yield from _cut_records(credit)
-    yield from _gap_records(credit)
-    yield from _other_records(credit)
-    for path in credit.dependence.program.untouched_hidden:
+    program = analysed.dependence.program
+    places = _places(program)
+    yield from _cut_records(analysed, places)
+    yield from _crossing_records(analysed, places)
+    yield from _gap_records(analysed)
+    yield from _opaque_records(analysed)
+    yield from _other_records(analysed)
+    for path in program.untouched_hidden:
         yield CompilationRecord(
             DiagnosticKind.UNUSED_STATE,
             DiagnosticLevel.NOTICE,
             f'{path_name(path)} is neither read nor written by the step',
         )
-    for path in credit.dependence.program.constant_hidden:
+    for path in program.constant_hidden:
         yield CompilationRecord(
             DiagnosticKind.CONSTANT_STATE,
             DiagnosticLevel.NOTICE,
@@ -38,10 +45,10 @@ def findings(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
             'constant, and has no trace',
             context={'state': path},
         )
-    yield from _credit_records(credit)
+    yield from _credit_records(analysed)
 
 
-def _places(credit: CreditAnalysis) -> dict[int, int]:
+def _places(program: StepProgram) -> dict[int, int]:
     """The number of the program's own equation that each equation is, or is inside
     of, by identity."""
     found: dict[int, int] = {}
@@ -52,73 +59,88 @@ def _places(credit: CreditAnalysis) -> dict[int, int]:
             for inner in open_jaxpr(sub.jaxpr).eqns:
                 enter(i, inner)
 
-    for i, eqn in enumerate(credit.dependence.program.equations):
+    for i, eqn in enumerate(program.equations):
         enter(i, eqn)
     return found
 
 
-def _cut_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
+def _cut_records(
+    analysed: Analysed, places: dict[int, int]
+) -> Iterator[CompilationRecord]:
     found: dict[tuple, CompilationRecord] = {}
-    places = _places(credit)
-    for g, positions in enumerate(credit.positions):
-        hidden = tuple(credit.groups[g].hidden_paths)
-        old = credit.dependence.old(credit.members[g])
+    dependence = analysed.dependence
+    for group, members, positions in zip(
+        analysed.groups, analysed.members, analysed.positions, strict=True
+    ):
+        hidden = tuple(group.hidden_paths)
         for cut in reversed(positions.found):
-            paths: list[Path | None] = [None] if cut.bits.grads & old else []
+            bits = cut.bits.grads
+            paths: list[Path | None] = [None] if bits & dependence.old(members) else []
             paths += dict.fromkeys(
                 p.path
-                for p in credit.dependence.program.parameters
-                if cut.bits.grads & credit.dependence.bit[p.invar]
+                for p in dependence.program.parameters
+                if bits & dependence.bit[p.invar]
             )
-            equation = places.get(id(cut.eqn))
+            # Equations of one operation and one line are reported once.
+            name, line = cut.eqn.primitive.name, source_line(cut.eqn)
             for path in paths:
-                what = path_names(hidden) if path is None else path_name(path)
-                where = f'{path_names(hidden)} cut at {described(cut.eqn)}'
-                message = f'{what} → {where}: {cut.reason}'
-                # Equations of one operation and one line are reported once.
-                name, line = cut.eqn.primitive.name, source_line(cut.eqn)
                 key = (hidden, path, cut.reason, name, line)
                 if key not in found:
-                    context = {
-                        'source': line,
-                        'library': library_line(cut.eqn),
-                        'operand': cut.operand,
-                        'elements': cut.elements,
-                    }
-                    found[key] = CompilationRecord(
-                        DiagnosticKind.CUT,
-                        DiagnosticLevel.NOTICE,
-                        message,
-                        name,
-                        path,
-                        hidden,
-                        {**context, 'equations': []},
-                    )
+                    found[key] = _cut_record(cut, hidden, path, line)
                 equations = found[key].context['equations']
+                equation = places.get(id(cut.eqn))
                 if equation is not None and equation not in equations:
                     equations.append(equation)
     yield from found.values()
-    for g, group in enumerate(credit.groups):
+
+
+def _cut_record(
+    cut: Cut, hidden: tuple[Path, ...], path: Path | None, line: str
+) -> CompilationRecord:
+    what = path_names(hidden) if path is None else path_name(path)
+    where = f'{path_names(hidden)} cut at {described(cut.eqn)}'
+    return CompilationRecord(
+        DiagnosticKind.CUT,
+        DiagnosticLevel.NOTICE,
+        f'{what} → {where}: {cut.reason}',
+        cut.eqn.primitive.name,
+        path,
+        hidden,
+        {
+            'source': line,
+            'library': library_line(cut.eqn),
+            'operand': cut.operand,
+            'elements': cut.elements,
+            'equations': [],
+        },
+    )
+
+
+def _crossing_records(
+    analysed: Analysed, places: dict[int, int]
+) -> Iterator[CompilationRecord]:
+    credit = analysed.credit
+    for g, group in enumerate(analysed.groups):
         for other, live in enumerate(credit.live_groups):
             eqn = credit.passage(g, other) if live and other != g else None
             if eqn is None:
                 continue
-            line, target = source_line(eqn), credit.groups[other].hidden_paths
+            target = path_names(analysed.groups[other].hidden_paths)
             yield CompilationRecord(
                 DiagnosticKind.CUT,
                 DiagnosticLevel.NOTICE,
-                f'{path_names(group.hidden_paths)} → {path_names(target)} cut at '
+                f'{path_names(group.hidden_paths)} → {target} cut at '
                 f'{described(eqn)}: another group',
                 eqn.primitive.name,
                 None,
                 tuple(group.hidden_paths),
-                {'source': line, 'equations': [places[id(eqn)]]},
+                {'source': source_line(eqn), 'equations': [places[id(eqn)]]},
             )
 
 
-def _gap_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
+def _gap_records(analysed: Analysed) -> Iterator[CompilationRecord]:
     reported = set()
-    for g, found in enumerate(credit.positions):
+    for group, found in zip(analysed.groups, analysed.positions, strict=True):
         for eqn, kind in found.gaps:
             name, line = eqn.primitive.name, source_line(eqn)
             if (name, line) in reported:
@@ -138,33 +160,33 @@ def _gap_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
                 f'braintrace.register_primitive({name!r}, ...)',
                 name,
                 None,
-                tuple(credit.groups[g].hidden_paths),
+                tuple(group.hidden_paths),
                 {'source': line},
             )
-    yield from _opaque_records(credit)
 
 
-def _opaque_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
-    for eqn, _ in credit.opaque:
-        line, name = source_line(eqn), eqn.primitive.name
+def _opaque_records(analysed: Analysed) -> Iterator[CompilationRecord]:
+    for eqn, _ in analysed.opaque:
+        name = eqn.primitive.name
         instead = 'give it one with jax.custom_vjp, or write it in JAX'
         yield CompilationRecord(
             DiagnosticKind.NOT_DIFFERENTIABLE,
             DiagnosticLevel.WARNING,
             f'{operation_name(name)} at {source_text(eqn)} has no reverse derivative: '
             f'no credit passes it; {instead}',
-            eqn.primitive.name,
-            context={'source': line},
+            name,
+            context={'source': source_line(eqn)},
         )
 
 
-def _other_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
-    for state in credit.live_others:
-        bits = credit.grads([state.outvar])
+def _other_records(analysed: Analysed) -> Iterator[CompilationRecord]:
+    dependence = analysed.dependence
+    for state in analysed.credit.live_others:
+        bits = of(dependence.total, state.outvar).grads
         hidden = tuple(
             h.path
-            for h in credit.dependence.program.hidden
-            if bits & credit.dependence.new_bit[h.outvar]
+            for h in dependence.program.hidden
+            if bits & dependence.new_bit[h.outvar]
         )
         yield CompilationRecord(
             DiagnosticKind.OTHER_STATE,
@@ -178,10 +200,25 @@ def _other_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
         )
 
 
-def _credit_records(credit: CreditAnalysis) -> Iterator[CompilationRecord]:
-    for parameter in credit.dependence.program.parameters:
-        yield credit.credit_record(parameter)
-    for path in credit.dependence.program.untouched_parameters:
-        yield credit_class_record(
-            path, path_name(path), 'none', 'the step never reads it', (), False
-        )
+def _credit_records(analysed: Analysed) -> Iterator[CompilationRecord]:
+    for parameter, found in analysed.credit.classes.items():
+        sites = (s for s in analysed.sites if parameter in s.parameters)
+        hidden = dict.fromkeys(p for s in sites for p in s.connected_hidden_paths)
+        yield _credit_record(parameter.path, parameter.name, found, tuple(hidden))
+    never_read = CreditClass('none', 'the step never reads it', False)
+    for path in analysed.dependence.program.untouched_parameters:
+        yield _credit_record(path, path_name(path), never_read, ())
+
+
+def _credit_record(
+    path: Path, name: str, found: CreditClass, hidden: tuple[Path, ...]
+) -> CompilationRecord:
+    return CompilationRecord(
+        DiagnosticKind.CREDIT,
+        LEVELS.get(found.credit, DiagnosticLevel.INFO),
+        f'{name}: {found.credit} ({found.reason})',
+        None,
+        path,
+        hidden,
+        {'name': name, **found._asdict()},
+    )

@@ -13,7 +13,6 @@ from ..frontends import extract
 from ..program import Path, StepProgram
 from ..program.bare import program_of_jaxpr
 from .analysed import Analysed, GroupsByPath, analyse, check_hidden
-from .credit import CreditAnalysis
 from .diagnostics import CompilationRecord, DiagnosticKind
 from .findings import findings
 from .groups import HiddenGroup
@@ -151,9 +150,9 @@ def compile_etrace_graph(
     [HiddenGroup(0: h; positions (4,), 1 state(s) each)]
     """
     with compiling():
-        return graph_of(
-            extract(model, *model_args, **model_kwargs), include_hidden_perturb
-        )
+        info = extract(model, *model_args, **model_kwargs)
+        check_hidden(info.program)
+        return graph_of(info, analyse(info.program), include_hidden_perturb)
 
 
 @contextmanager
@@ -175,14 +174,12 @@ def compiling() -> Iterator[None]:
 
 
 def graph_of(
-    info: Any, include_hidden_perturb: bool = True, analysed: Analysed | None = None
+    info: Any, analysed: Analysed, include_hidden_perturb: bool = True
 ) -> ETraceGraph:
-    """The graph of a step that was traced, and perhaps analysed, before."""
+    """The graph of a step that was traced and analysed."""
     program: StepProgram = info.program
-    check_hidden(program)
-    analysed = analyse(program) if analysed is None else analysed
     relations = analysed.relations
-    found = tuple(findings(CreditAnalysis(analysed)))
+    found = tuple(findings(analysed))
     return ETraceGraph(
         module_info=info.add_jaxpr_outs(
             _extra_outputs(program, analysed.groups, relations)

@@ -16,7 +16,7 @@ from ..errors import NotSupportedError, three_parts
 from ..program import Hidden, Path, slice_between
 from ..program.step import path_name
 from .cuts import Positions
-from .dependence import Relevance, StepDependence
+from .dependence import DependenceThrough, Relevance, StepDependence
 from .positions import find_positions
 
 T = TypeVar('T')
@@ -285,7 +285,7 @@ def positions_of_paths(
     before = dependence.old(old)
     return find_positions(
         dependence.program.closed.jaxpr,
-        dependence.through(through),
+        DependenceThrough(dependence, through),
         Relevance(dependence.parameters | before, dependence.data, before),
         starts=[(h.outvar, h.positions) for h in new],
         keep={h.invar: h.positions for h in old},

@@ -9,15 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..compat import (
-    ClosedJaxpr,
-    Var,
-    add_equation,
-    close,
-    evaluate,
-    make_jaxpr,
-    new_var,
-)
+from ..compat import ClosedJaxpr, Var, add_equation, changed, evaluate, new_var
 from ..errors import three_parts
 from ..program import Path, StepProgram
 from ..program.step import path_names
@@ -95,10 +87,9 @@ def add_perturbation(program: StepProgram) -> HiddenPerturbation:
         equations.append(eqn.replace(outvars=[raw.get(v, v) for v in eqn.outvars]))
         equations += [add_equation(r, deltas[v], v) for v, r in raw.items()]
     invars = [*jaxpr.invars, *deltas.values()]
-    perturbed = make_jaxpr(jaxpr.constvars, invars, jaxpr.outvars, equations)
     return HiddenPerturbation(
         list(deltas.values()),
         [h.path for h in program.hidden],
         [h.state for h in program.hidden],
-        close(perturbed, program.closed.consts),
+        changed(program.closed, invars=invars, equations=equations),
     )

@@ -47,8 +47,16 @@ from ..operations.labels import (
 from .bodies import enter_branches, enter_call, enter_loop
 from .cuts import FAN_OUT, MOVED, PARTED, SUMMED_AND_SHARED, Cut, Positions
 from .dependence import Bits, Constants, Relevance, flow, of
-from .origins import pair_count, sources_of
-from .pairs import Alone, ReachedPairs, Use, together
+from .pairs import (
+    Alone,
+    ReachedPairs,
+    Use,
+    labels_in,
+    pair_count,
+    sources_through,
+    together,
+    without_sources,
+)
 from .probe import is_elementwise
 
 
@@ -62,20 +70,15 @@ class BackwardPass:
         relevance: Relevance,
         size: int,
         const: Constants,
-        out: Positions,
         opaque: bool = False,
         mixes: bool = False,
     ):
         """``opaque``: a body that cannot be cut inside. ``mixes``: pairs of both kinds
         are followed, as they are outside of bodies."""
-        self.jaxpr, self.env, self.relevance, self.size, self.const = (
-            jaxpr,
-            env,
-            relevance,
-            size,
-            const,
-        )
-        self.out, self.opaque, self.mixes = out, opaque, mixes
+        self.jaxpr, self.env, self.relevance = jaxpr, env, relevance
+        self.size, self.const = size, const
+        self.opaque, self.mixes = opaque, mixes
+        self.out = Positions()
         self.uses: dict[Var, list[Use]] = defaultdict(list)
         self.reading: dict[Var, list[tuple[int, int]]] = defaultdict(list)
         self.starts: dict[Var, ReachedPairs] = {}
@@ -111,15 +114,12 @@ class BackwardPass:
             for v, o in zip(eqn.outvars, outs, strict=True):
                 if o is not None:
                     self.out.labels[v] = o
-            for k, edge in enumerate(self.operands(i, eqn, outs)):
+            for k, edge in enumerate(labels_in(self.operands(i, eqn, outs))):
                 self.use(i, k, eqn, outs, edge)
         for v in (*self.jaxpr.invars, *self.jaxpr.constvars):
             labels = self.resolve(v)
             if labels is not None:
                 self.out.labels[v] = labels
-
-    def matters(self, atom: Atom) -> bool:
-        return is_var(atom) and (self.opaque or self.relevance(of(self.env, atom)))
 
     def cut(self, i: int, k: int, mask: np.ndarray, reason: str) -> None:
         self.out.cuts.add(i, k, mask)
@@ -131,19 +131,21 @@ class BackwardPass:
         self, i: int, k: int, eqn: Equation, outs: list[Labels], edge: Labels
     ) -> None:
         """Note what one operand reaches; elements with too many pairs are cut."""
-        if edge is None or not self.matters(eqn.invars[k]):
+        v = eqn.invars[k]
+        if edge is None or not is_var(v):
             return
-        if not self.opaque and not differentiates(eqn, k):
+        matters = self.opaque or self.relevance(of(self.env, v))
+        if not matters or not (self.opaque or differentiates(eqn, k)):
             return
         sources: Labels = None
         if (edge == CONFLICT).any():
-            if not self.is_alone(eqn.invars[k]):
-                sources = sources_of(self, i, k, eqn, outs, edge)
+            if not self.is_alone(v):
+                sources = sources_through(self, i, k, eqn, outs, edge)
             if sources is None and not self.opaque:
                 pairs = pair_count(self, i, k, eqn, outs)
                 edge = self.without_conflicts(i, k, edge, pairs)
         if (edge != NONE).any():
-            self.uses[eqn.invars[k]].append(Use(i, k, ReachedPairs(edge, sources)))
+            self.uses[v].append(Use(i, k, ReachedPairs(edge, sources)))
 
     def without_conflicts(
         self, i: int, k: int, edge: np.ndarray, pairs: int
@@ -161,9 +163,9 @@ class BackwardPass:
         self.cut(i, k, conflict, reason)
         return np.where(conflict, NONE, edge).astype(np.int32)
 
-    def reach(self, v: Var, labels: np.ndarray) -> ReachedPairs:
+    def reach(self, v: Var, labels: Labels) -> ReachedPairs | None:
         """What a value reaches that was resolved before."""
-        return ReachedPairs(labels, self.out.sources.get(v))
+        return None if labels is None else ReachedPairs(labels, self.out.sources.get(v))
 
     def is_alone(self, v: Var) -> bool:
         """Whether each element of a value has one position only: states reach positions
@@ -177,9 +179,8 @@ class BackwardPass:
         cut."""
         uses = self.uses.pop(v, [])
         start = self.starts.get(v)
-        every = [use.reach for use in uses]
-        if start is not None:
-            every.append(start)
+        given = [] if start is None else [start]
+        every = [*(use.reach for use in uses), *given]
         if not every:
             return None
         may_mix = self.mixes and v not in self.made_by_bodies
@@ -199,12 +200,13 @@ class BackwardPass:
                     self.keep_edge(v, use)
                 return labels
             pairs = len(np.unique(np.concatenate([r.pairs(self.size) for r in every])))
-            uses = self.without_sources(uses, pairs)
-            every = [use.reach for use in uses] + ([start] if start else [])
+            uses = self.without_shared(uses, pairs)
+            every = [*(use.reach for use in uses), *given]
             if not every:
                 return None
             labels, _ = together(every, self.size)
         wanted = self.wanted(v, labels, start)
+        reached = np.zeros(labels.shape, bool) if start is None else start.labels >= 0
         for use in uses:
             edge = use.reach.labels
             wrong = (edge >= 0) & (edge != wanted) & (wanted != CONFLICT)
@@ -213,7 +215,10 @@ class BackwardPass:
                 self.cut(use.equation, use.operand, wrong, reason)
             if ((edge >= 0) & ~wrong).any():
                 self.keep_edge(v, use)
-        return self.settle(labels, wanted, start, uses)
+            reached = reached | (edge == wanted)
+        fixed = np.where(reached, wanted, NONE)
+        labels = np.where(wanted == CONFLICT, labels, fixed).astype(np.int32)
+        return labels if (labels != NONE).any() else None
 
     def may_share(
         self, v: Var, every: Sequence[ReachedPairs], found: ReachedPairs
@@ -282,7 +287,7 @@ class BackwardPass:
         self.out.edges.add((use.equation, use.operand))
         self.reading[v].append((use.equation, use.operand))
 
-    def without_sources(self, uses: Sequence[Use], pairs: int) -> list[Use]:
+    def without_shared(self, uses: Sequence[Use], pairs: int) -> list[Use]:
         """Uses of which elements with several positions are cut."""
         found = []
         for use in uses:
@@ -329,7 +334,7 @@ class BackwardPass:
             ) not in ('none', 'custom'):
                 continue
             ends = np.cumsum([v.aval.size for v in eqn.outvars])
-            reached = self.operands(i, eqn, element_numbers(eqn, ends))
+            reached = labels_in(self.operands(i, eqn, element_numbers(eqn, ends)))
             known = [origins.get(v) if is_var(v) else None for v in eqn.invars]
             for v, labels in zip(
                 eqn.outvars, forward_labels(eqn, known, reached, ends), strict=True
@@ -338,32 +343,21 @@ class BackwardPass:
                     origins[v] = labels
         return origins
 
-    def settle(
-        self,
-        labels: np.ndarray,
-        wanted: np.ndarray,
-        start: ReachedPairs | None,
-        uses: Sequence[Use],
-    ) -> Labels:
-        reached = np.zeros(labels.shape, bool) if start is None else start.labels >= 0
-        for use in uses:
-            reached = reached | (use.reach.labels == wanted)
-        fixed = np.where(reached, wanted, NONE)
-        labels = np.where(wanted == CONFLICT, labels, fixed).astype(np.int32)
-        return labels if (labels != NONE).any() else None
-
     # ------------------------------------------------------------ one equation
 
-    def operands(self, i: int, eqn: Equation, outs: list[Labels]) -> list[Labels]:
+    def operands(
+        self, i: int, eqn: Equation, outs: list[Labels], size: int | None = None
+    ) -> list[ReachedPairs | None]:
+        """What each operand reaches, from the labels of the results; ``size``: how many
+        positions these name, if others than those of the pass."""
         kind = structure(eqn)
         if kind in ('custom', 'call'):
-            found = enter_call(self, eqn, outs, self.size)
-            return [None if reach is None else reach.labels for reach in found]
+            return enter_call(self, eqn, outs, self.size if size is None else size)
         if kind in ('cond', 'scan'):
             self.entered[i] = self.bodies(i, eqn, outs)
-            return [None if r is None else r.labels for r in self.entered[i]]
+            return self.entered[i]
         operation = operation_of(eqn) or self.missing(eqn)
-        return operation.labels(eqn, outs, self.const)
+        return without_sources(operation.labels(eqn, outs, self.const))
 
     def missing(self, eqn: Equation) -> Operation:
         """For a primitive that is not registered: element-wise if a numerical probe
@@ -381,24 +375,25 @@ class BackwardPass:
         jaxpr: Any,
         operands: Sequence[Atom],
         inputs: Sequence[Bits],
-        opaque: bool,
-        size: int,
+        opaque: bool = False,
+        size: int | None = None,
     ) -> BackwardPass:
-        """A pass over a body whose first inputs are the given operands of this
-        program."""
+        """A pass over a body whose first inputs are the given operands of this program.
+        ``size``: how many positions there are, if others than outside."""
         body = open_jaxpr(jaxpr)
-        const = Constants(
-            jaxpr, dict(zip(body.invars, operands, strict=False)), self.const
+        given = dict(zip(body.invars, operands, strict=False))
+        return BackwardPass(
+            body,
+            flow(body, inputs),
+            self.relevance,
+            self.size if size is None else size,
+            Constants(jaxpr, given, self.const),
+            opaque or self.opaque,
         )
-        env = flow(body, inputs)
-        return BackwardPass(body, env, self.relevance, size, const, Positions(), opaque)
 
     def inputs(self) -> list[ReachedPairs | None]:
         """What the inputs of the program reach."""
-        found = [(v, self.out.labels.get(v)) for v in self.jaxpr.invars]
-        return [
-            None if labels is None else self.reach(v, labels) for v, labels in found
-        ]
+        return [self.reach(v, self.out.labels.get(v)) for v in self.jaxpr.invars]
 
     def bodies(
         self, i: int, eqn: Equation, outs: list[Labels]
@@ -408,18 +403,12 @@ class BackwardPass:
         An operand that the bodies cannot share is entered again, alone.
         """
         enter = enter_branches if structure(eqn) == 'cond' else enter_loop
-        results = [
-            None if labels is None else self.reach(v, labels)
-            for v, labels in zip(eqn.outvars, outs, strict=True)
-        ]
-        alone: dict[int, Alone] = {}
-        if not self.opaque:
-            operands = enumerate(eqn.invars)
-            alone = {
-                k: self.alone.get(v, Alone())
-                for k, v in operands
-                if is_var(v) and self.is_alone(v)
-            }
+        results = list(map(self.reach, eqn.outvars, outs))
+        alone = {
+            k: self.alone.get(v, Alone())
+            for k, v in enumerate(eqn.invars)
+            if not self.opaque and is_var(v) and self.is_alone(v)
+        }
         while True:
             entered, found, met = enter(self, eqn, results, alone)
             self.met |= {(i, k): why for k, why in met.items()}
@@ -451,10 +440,9 @@ def find_positions(
     the group with theirs. ``stop``: values through which no path is followed (new
     states of other groups).
     """
-    out = Positions()
     new = [(atom, ReachedPairs(labels)) for atom, labels in starts]
     old = {v: ReachedPairs(labels) for v, labels in keep.items()}
     alone = {atom: Alone() for atom, _ in starts if is_var(atom)}
-    backward = BackwardPass(jaxpr, env, relevance, size, const, out, mixes=True)
+    backward = BackwardPass(jaxpr, env, relevance, size, const, mixes=True)
     backward.run(new, old, stop, alone)
-    return out
+    return backward.out

@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from ..compat import (
@@ -30,6 +29,7 @@ from ..compat import (
     structure,
     sub_programs,
 )
+from ..frontends.pure import leaf_paths
 from ..operations import differentiates, operation_of
 from ..program import Parameter, Path, cut_inside, slice_back, slice_between
 from ..program.step import path_names
@@ -87,6 +87,23 @@ def mark_of(eqn: Equation) -> str | None:
     return found[-1] if found else None
 
 
+def uses_of_parameters(
+    dependence: StepDependence, positions: Sequence[Positions]
+) -> Iterator[tuple[int, int, Var, list[int]]]:
+    """Where parameters are used, in program order: equation, operand, result, and the
+    groups that the result reaches."""
+    for i, eqn in enumerate(dependence.program.equations):
+        reached = {
+            v: [g for g, found in enumerate(positions) if v in found.labels]
+            for v in eqn.outvars
+        }
+        for k in weight_operands(dependence, eqn) if any(reached.values()) else ():
+            own = of(dependence.total, eqn.invars[k]).grads & dependence.parameters
+            for y, into in reached.items():
+                if into and of(dependence.total, y).grads & own:
+                    yield i, k, y, into
+
+
 def find_sites(
     dependence: StepDependence,
     groups: Sequence[HiddenGroup],
@@ -94,30 +111,16 @@ def find_sites(
 ) -> tuple[Site, ...]:
     """All sites of a program, in program order."""
     result = []
-    for i, eqn in enumerate(dependence.program.equations):
-        reached = {
-            v: [g for g, found in enumerate(positions) if v in found.labels]
-            for v in eqn.outvars
-            if is_var(v)
-        }
-        if not any(reached.values()):
-            continue
-        for k in weight_operands(dependence, eqn):
-            for y, into in reached.items():
-                if (
-                    not of(dependence.total, y).grads
-                    & of(dependence.total, eqn.invars[k]).grads
-                    & dependence.parameters
-                ):
-                    continue
-                pairs = [(groups[g], positions[g]) for g in into]
-                if any(sub_programs(eqn)):
-                    result += [
-                        _site(dependence, cut_inside(i, eqn, p[1].cuts), k, y, [p])
-                        for p in pairs
-                    ]
-                elif pairs:
-                    result.append(_site(dependence, eqn, k, y, pairs))
+    for i, k, y, into in uses_of_parameters(dependence, positions):
+        eqn = dependence.program.equations[i]
+        pairs = [(groups[g], positions[g]) for g in into]
+        if any(sub_programs(eqn)):
+            result += [
+                _site(dependence, cut_inside(i, eqn, p[1].cuts), k, y, [p])
+                for p in pairs
+            ]
+        else:
+            result.append(_site(dependence, eqn, k, y, pairs))
     return tuple(result)
 
 
@@ -150,9 +153,9 @@ def _site(
 ) -> Site:
     equations = dependence.program.equations
     weight = eqn.invars[k]
-    grads = of(dependence.total, weight).grads
+    own = of(dependence.total, weight).grads & dependence.parameters
     parameters = tuple(
-        p for p in dependence.program.parameters if grads & dependence.bit[p.invar]
+        p for p in dependence.program.parameters if own & dependence.bit[p.invar]
     )
     weight_jaxpr = slice_back(
         equations, dependence.producer, [p.invar for p in parameters], weight
@@ -167,7 +170,6 @@ def _site(
         for path, out in zip(group.hidden_paths, group.hidden_outvars, strict=True)
         if out is y or any(out in e.outvars for e in program.eqns)
     ]
-    own = sum(dependence.bit[p.invar] for p in parameters)
     cut = {
         path
         for group, found in into
@@ -383,10 +385,7 @@ def _leaf_index(parameter: Parameter) -> int:
     """The number of a parameter's array among those of its state."""
     if parameter.state is None:
         return 0
-    keyed, _ = jax.tree_util.tree_flatten_with_path(parameter.state.value)
-    keys = [
-        tuple(getattr(k, 'key', getattr(k, 'idx', k)) for k in ks) for ks, _ in keyed
-    ]
+    keys = leaf_paths(parameter.state.value)
     return keys.index(parameter.leaf) if parameter.leaf in keys else 0
 
 

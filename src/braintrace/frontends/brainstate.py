@@ -8,26 +8,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import brainstate
 import brainunit as u
 import jax
 
-from ..compat import (
-    ClosedJaxpr,
-    Jaxpr,
-    Var,
-    close,
-    evaluate,
-    is_var,
-    make_jaxpr,
-)
+from ..compat import ClosedJaxpr, Jaxpr, Var, changed, evaluate
 from ..errors import CompilationError, InputError, is_explained, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name, path_names
 from .failures import explain_failure
 from .module_states import look_again, module_states
+from .pure import leaf_paths
 
 
 class StateChanged(CompilationError):
@@ -70,11 +64,8 @@ class ModuleInfo(NamedTuple):
 
     def add_jaxpr_outs(self, jax_vars: Sequence[Var]) -> ModuleInfo:
         """The same record with a jaxpr that also returns the given variables."""
-        jaxpr = self.jaxpr
-        more = make_jaxpr(
-            jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *jax_vars], jaxpr.eqns
-        )
-        return self._replace(closed_jaxpr=close(more, self.closed_jaxpr.consts))
+        outvars = [*self.jaxpr.outvars, *jax_vars]
+        return self._replace(closed_jaxpr=changed(self.closed_jaxpr, outvars=outvars))
 
     def split_state_outvars(
         self,
@@ -85,7 +76,9 @@ class ModuleInfo(NamedTuple):
             self.compiled_model_states, self.state_tree_outvars, strict=True
         ):
             path = self.state_id_to_path[id(state)]
-            parts[_role(path, state, self.hidden_path_to_invar)][path] = outvars
+            is_parameter = isinstance(state, brainstate.ParamState)
+            role = 0 if is_parameter else 1 if path in self.hidden_path_to_invar else 2
+            parts[role][path] = outvars
         return parts
 
     def read_states(self) -> list[Any]:
@@ -121,16 +114,13 @@ class ModuleInfo(NamedTuple):
     def arrange(self, results: Sequence[Any]) -> tuple:
         """Sort the results of the jaxpr as :meth:`jaxpr_call` returns them."""
         a, b = self.num_var_out, self.num_var_out + self.num_var_state
-        leaves = iter(results[a:b])
+        new = jax.tree.unflatten(
+            jax.tree.structure(self.state_tree_outvars), results[a:b]
+        )
         hidden: dict[Path, Any] = {}
         others: dict[Path, Any] = {}
-        for state, tree in zip(
-            self.compiled_model_states, self.state_tree_outvars, strict=True
-        ):
+        for state, value in zip(self.compiled_model_states, new, strict=True):
             path = self.state_id_to_path[id(state)]
-            value = jax.tree.map(
-                lambda _: next(leaves), tree, is_leaf=lambda v: not is_var(v)
-            )
             (hidden if path in self.hidden_path_to_invar else others)[path] = value
         extra = self.jaxpr.outvars[b:]
         return (
@@ -161,12 +151,6 @@ class ModuleInfo(NamedTuple):
 def path_mapping(found: Mapping[Path, Any]) -> brainstate.util.PrettyDict:
     """A mapping that prints one entry a line."""
     return brainstate.util.PrettyDict(found)
-
-
-def _role(path: Path, state: brainstate.State, hidden: dict[Path, Var]) -> int:
-    if isinstance(state, brainstate.ParamState):
-        return 0
-    return 1 if path in hidden else 2
 
 
 def is_module(model: Any) -> bool:
@@ -307,55 +291,53 @@ def _sort(
         paths.setdefault(id(state), ('<outside>', type(state).__name__, i))
 
     values = [state.value for state in states]
-    counts = [len(jax.tree.leaves(v)) for v in values]
-    num_out = len(jax.tree.leaves(out_shapes))
-    num_in = len(traced.jaxpr.invars) - sum(counts)
     for state, old, new in zip(states, values, new_shapes, strict=True):
         _check_new_value(paths[id(state)], old, new)
         if id(state) in written and isinstance(state, brainstate.ParamState):
             raise _parameter_written(paths[id(state)])
 
-    hidden_places, start = [], num_out
-    for state, n in zip(states, counts, strict=True):
-        if _is_hidden(state) and id(state) in written:
-            hidden_places.append(start)
-        start += n
-    closed = distinct_outputs(normal_form(traced), hidden_places)
+    counts = [len(jax.tree.leaves(value)) for value in values]
+    num_out = len(jax.tree.leaves(out_shapes))
+    num_in = len(traced.jaxpr.invars) - sum(counts)
+    moving = {id(s) for s in states if _is_hidden(s) and id(s) in written}
+    places = zip(states, accumulate(counts, initial=num_out), strict=False)
+    closed = distinct_outputs(
+        normal_form(traced), [place for s, place in places if id(s) in moving]
+    )
 
     jaxpr = closed.jaxpr
-    invars, outvars = iter(jaxpr.invars[num_in:]), iter(jaxpr.outvars[num_out:])
-    in_trees, out_trees = [], []
+    tree = jax.tree.structure(values)
+    in_trees = jax.tree.unflatten(tree, jaxpr.invars[num_in:])
+    out_trees = jax.tree.unflatten(tree, jaxpr.outvars[num_out:])
+    weight_trees: dict[Path, Any] = {}
     parameters: list[Parameter] = []
     hidden: list[Hidden] = []
     others: list[OtherState] = []
-    for state, value in zip(states, values, strict=True):
+    for state, value, ins, outs in zip(
+        states, values, in_trees, out_trees, strict=True
+    ):
         path = paths[id(state)]
-        leaves, tree = jax.tree.flatten(value)
-        ins, outs = [next(invars) for _ in leaves], [next(outvars) for _ in leaves]
-        in_trees.append(jax.tree.unflatten(tree, ins))
-        out_trees.append(jax.tree.unflatten(tree, outs))
+        keys = leaf_paths(value, lambda x: isinstance(x, u.Quantity))
+        arrays = zip(keys, jax.tree.leaves(ins), jax.tree.leaves(outs), strict=True)
         if isinstance(state, brainstate.ParamState):
-            parameters += [
-                Parameter(path, key, v, state)
-                for key, v in zip(_keys(value), ins, strict=True)
-            ]
-        elif _is_hidden(state) and id(state) in written:
-            hidden.append(
-                Hidden(
-                    path, ins[0], outs[0], state, tuple(state.varshape), state.num_state
-                )
-            )
+            weight_trees[path] = ins
+            parameters += [Parameter(path, key, old, state) for key, old, _ in arrays]
+        elif id(state) in moving:
+            ((_, old, new),) = arrays
+            hidden.append(Hidden(path, old, new, state, tuple(state.varshape)))
         else:
-            new = [v if id(state) in written else None for v in outs]
+            is_written = id(state) in written
             others += [
-                OtherState(path, key, v, o)
-                for key, v, o in zip(_keys(value), ins, new, strict=True)
+                OtherState(path, key, old, new if is_written else None)
+                for key, old, new in arrays
             ]
 
     constant = [s for s in states if _is_hidden(s) and id(s) not in written]
     order = {path: i for i, path in enumerate([*found, *paths.values()])}
     touched = {id(s) for s in states}
-    untouched = {p: s for p, s in found.items() if id(s) not in touched}
+    untouched = lambda kind: tuple(
+        p for p, s in found.items() if id(s) not in touched and isinstance(s, kind)
+    )
     program = StepProgram(
         closed,
         inputs=tuple(jaxpr.invars[:num_in]),
@@ -364,18 +346,9 @@ def _sort(
         others=tuple(others),
         outputs=tuple(jaxpr.outvars[:num_out]),
         constant_hidden=tuple(paths[id(s)] for s in constant),
-        untouched_hidden=tuple(
-            p for p, s in untouched.items() if isinstance(s, brainstate.HiddenState)
-        ),
-        untouched_parameters=tuple(
-            p for p, s in untouched.items() if isinstance(s, brainstate.ParamState)
-        ),
+        untouched_hidden=untouched(brainstate.HiddenState),
+        untouched_parameters=untouched(brainstate.ParamState),
     )
-    weight_trees = {
-        paths[id(s)]: tree
-        for s, tree in zip(states, in_trees, strict=True)
-        if isinstance(s, brainstate.ParamState)
-    }
     return ModuleInfo(
         stateful_model=function,
         closed_jaxpr=closed,
@@ -404,15 +377,6 @@ def _is_hidden(state: brainstate.State) -> bool:
         return False
     (leaf,) = jax.tree.leaves(state.value)
     return jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
-
-
-def _keys(value: Any) -> list[tuple]:
-    """The keys of every array in a state's value; a quantity counts as one array."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        value, is_leaf=lambda x: isinstance(x, u.Quantity)
-    )
-    name = lambda k: getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', k)))
-    return [tuple(name(k) for k in keys) for keys, _ in flat]
 
 
 # ---------------------------------------------------------------- bad input

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..compat import ClosedJaxpr, Jaxpr, Var, close, evaluate, make_jaxpr
+from ..compat import ClosedJaxpr, Jaxpr, Var, changed, evaluate
 from ..errors import CompilationError, three_parts
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name
 from ..source_lines import failing_line
 from .failures import AS_ARRAYS, fix_of_value, unset_environment
-from .pure import Leaves, PureModel, free_name, leaf_paths, state_paths
+from .pure import Leaves, PureModel, free_name, is_float, leaf_paths, state_paths
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,8 @@ class FunctionInfo(NamedTuple):
 
     def add_jaxpr_outs(self, jax_vars: Sequence[Var]) -> FunctionInfo:
         """The same record with a jaxpr that also returns the given variables."""
-        jaxpr = self.jaxpr
-        more = make_jaxpr(
-            jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *jax_vars], jaxpr.eqns
-        )
-        return self._replace(closed_jaxpr=close(more, self.closed_jaxpr.consts))
+        outvars = [*self.jaxpr.outvars, *jax_vars]
+        return self._replace(closed_jaxpr=changed(self.closed_jaxpr, outvars=outvars))
 
     def flat_inputs(
         self, args: Sequence[Any], old_state_vals: Any, kwargs: dict
@@ -196,10 +193,7 @@ def extract_function_info(
     step: Callable[..., Any], params: Any, state: Any, *inputs: Any
 ) -> FunctionInfo:
     """Trace ``step(params, state, *inputs)`` and sort its variables by role."""
-    is_hidden = [
-        jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
-        for x in jax.tree.leaves(state)
-    ]
+    is_hidden = list(map(is_float, jax.tree.leaves(state)))
     paths = leaf_paths(params), state_paths(state)
     return _trace(
         step, params, state, inputs, *paths, is_hidden, [True] * len(is_hidden)
@@ -250,7 +244,7 @@ def _trace(
             Parameter(p, (), v) for p, v in zip(param_paths, jaxpr.invars, strict=False)
         ),
         hidden=tuple(
-            Hidden(p, a, b, ArrayState(p, a.aval.shape), a.aval.shape, 1)
+            Hidden(p, a, b, ArrayState(p, a.aval.shape), a.aval.shape)
             for p, hidden, _, a, b in states
             if hidden
         ),

@@ -76,7 +76,7 @@ class PureModel:
         self.ongoing = self._ongoing()
         given = zip(self.written, self.ongoing, self.state, strict=True)
         self.hidden = [
-            written and not ongoing and _is_float(x) for written, ongoing, x in given
+            written and not ongoing and is_float(x) for written, ongoing, x in given
         ]
         if not any(self.hidden):
             raise CompilationError(
@@ -168,7 +168,7 @@ class PureModel:
         if wrong := [
             p
             for p, x in zip(self.parameter_paths, self.parameters, strict=True)
-            if not _is_float(x)
+            if not is_float(x)
         ]:
             raise CompilationError(
                 three_parts(
@@ -256,7 +256,8 @@ def free_name(name: str, paths: Sequence[Path]) -> str:
     return name
 
 
-def _is_float(x: Any) -> bool:
+def is_float(x: Any) -> bool:
+    """Whether a value is of real or complex numbers."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 

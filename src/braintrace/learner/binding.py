@@ -315,7 +315,7 @@ def bind_model(learner: Learner, example: tuple) -> StepBinding:
 
     def make() -> StepBinding:
         if learner._compiled_for == (shapes_of(example), state_shapes_of(learner)):
-            info, analysed = learner.graph.module_info, learner.executor.analysed
+            info, analysed = learner.executor.step
         else:
             with inputs_explained(example, learner._example, time=False):
                 info = trace_step(learner._run_model, learner.model, example, {})

@@ -336,8 +336,8 @@ def groups_of(learner: Learner) -> list[tuple[int, tuple[int, ...], Any]] | None
     if not learner._example:
         return None
     dtype = lambda group: jnp.finfo(group.hidden_invars[0].aval.dtype).dtype
-    groups = learner.graph.hidden_groups
-    return [(g.num_state, g.varshape, dtype(g)) for g in groups]
+    _, analysed = learner.executor.step
+    return [(g.num_state, g.varshape, dtype(g)) for g in analysed.groups]
 
 
 def new_rule_state(learner: Learner) -> RuleState | None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..analysis.credit import NOT_HIDDEN
 from ..analysis.diagnostics import ParameterGradient
-from ..analysis.graph import ETraceGraph
 from ..arrays import bytes_of
 from ..errors import CreditWarning, printable, three_parts
 from ..lowering.invariants import StepInvariants
@@ -47,29 +46,24 @@ def _texts(
 ) -> Iterator[str]:
     binding, solver = learner.step_solver(step_fn, sequences)
     rule, program = learner.rule, binding.info.program
+    one_step: dict[str, str] = {}
     if step_fn is None:
-        without = without_gradient(rule, learner.graph, binding)
+        without = without_gradient(rule, binding)
+        one_step = _behind_other_states(gradients_by_class(rule, binding.analysed))
     else:
         gives = gradients_of(rule, binding, solver, ())
         without = _idle(rule, binding, gives, program.outputs[:1], 'loss')
-    if step_fn is not None:
         unread = map(path_name, program.untouched_parameters)
         without |= dict.fromkeys(unread, 'the step never reads it')
     if without:
         without = dict(sorted(without.items()))
         yield _without_gradient(rule.name, without, _trace_bytes(learner, without))
-    one_step = _behind_other_states(gradients_of_model(learner)) if not step_fn else {}
     if one_step:
         yield _one_step(rule.name, one_step)
     for loss in _readout_losses(rule, binding, solver):
         names = [n for n in loss.parameters if n not in without]
         if loss.kept > MOST and names:
             yield _behind_a_readout(rule, loss, names)
-
-
-def gradients_of_model(learner: Learner) -> dict[str, ParameterGradient]:
-    """What a rule gives every parameter, by the model alone."""
-    return gradients_by_class(learner.rule, learner.graph.explain(kind='credit'))
 
 
 def _behind_other_states(gives: Mapping[str, ParameterGradient]) -> dict[str, str]:
@@ -126,19 +120,14 @@ def _readout_losses(
     return [ReadoutLoss(*key, tuple(names)) for key, names in found.items()]
 
 
-def without_gradient(
-    rule: Rule, graph: ETraceGraph, binding: StepBinding
-) -> dict[str, str]:
+def without_gradient(rule: Rule, binding: StepBinding) -> dict[str, str]:
     """The parameter arrays to which a rule gives no gradient, with the reasons.
 
     A step function decides what the loss depends on; here the outputs of the model
     stand for it. Parameters that the model does not read may be read by a step
     function."""
-    program = binding.info.program
-    gives = gradients_by_class(rule, graph.explain(kind='credit'))
-    read = {p.name for p in program.parameters}
-    gives = {name: given for name, given in gives.items() if name in read}
-    return _idle(rule, binding, gives, program.outputs, 'output')
+    gives = gradients_by_class(rule, binding.analysed)
+    return _idle(rule, binding, gives, binding.info.program.outputs, 'output')
 
 
 def _idle(

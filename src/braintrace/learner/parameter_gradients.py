@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..analysis.analysed import Analysed
 from ..analysis.credit import Links
 from ..analysis.diagnostics import CompilationRecord, ParameterGradient
 from ..compiled_step import CompiledSite
@@ -38,23 +39,22 @@ def gradients_of(
     ``credits``: the model's credit records. Parameters that only this step reads are
     judged by the step itself.
     """
-    records = {record.context['name']: record for record in credits if record.context}
-    found = gradients_by_class(rule, records.values())
-    facts = _StepUnderRule(rule, StepInvariants(binding.stages_of(solver.step)), solver)
+    known = {r.context['name']: _known(r) for r in credits if r.context}
+    found = {name: gradient_of(rule, facts) for name, facts in known.items()}
+    step = _StepUnderRule(rule, StepInvariants(binding.stages_of(solver.step)), solver)
     for parameter in binding.info.program.parameters:
-        record = records.get(parameter.name) or facts.credit.credit_record(parameter)
-        found[parameter.name] = gradient_of(rule, facts.of_parameter(parameter, record))
+        facts = known.get(parameter.name)
+        if facts is None:
+            facts = ParameterFacts(*step.credit.classes[parameter])
+        found[parameter.name] = gradient_of(rule, step.of_parameter(parameter, facts))
     return found
 
 
-def gradients_by_class(
-    rule: Rule, credits: Iterable[CompilationRecord]
-) -> dict[str, ParameterGradient]:
+def gradients_by_class(rule: Rule, analysed: Analysed) -> dict[str, ParameterGradient]:
     """What a rule gives parameters of which no more than the credit class is known."""
     return {
-        record.context['name']: gradient_of(rule, _known(record))
-        for record in credits
-        if record.context
+        p.name: gradient_of(rule, ParameterFacts(*credit))
+        for p, credit in analysed.credit.classes.items()
     }
 
 
@@ -108,10 +108,10 @@ class _StepUnderRule:
         return '', ''
 
     def of_parameter(
-        self, parameter: Parameter, record: CompilationRecord
+        self, parameter: Parameter, known: ParameterFacts
     ) -> ParameterFacts:
-        """All that a rule is judged by for one parameter."""
-        known = _known(record)._replace(
+        """All that a rule is judged by for one parameter; ``known``: its class."""
+        known = known._replace(
             moves_states=self.step.moves_states(parameter),
             affects_output=self.step.reaches_outputs(parameter),
         )

@@ -206,7 +206,7 @@ def _is_credited(learner: Learner, path: Path) -> bool:
 
     def make() -> frozenset[Path]:
         binding = bind_model(learner, learner._example)
-        without = without_gradient(learner.rule, learner.graph, binding)
+        without = without_gradient(learner.rule, binding)
         arrays = binding.info.program.parameters
         credited = {p.path for p in arrays if p.name not in without}
         return frozenset(p.path for p in arrays) - credited

@@ -3,7 +3,9 @@ step."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -17,8 +19,13 @@ from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Jaxpr, Var, evaluate, is_var
 from ..errors import printable, three_parts
 from ..frontends import class_as_model
-from ..frontends.brainstate import extract_module_info, is_module, trace_step
-from ..operations.labels import CONFLICT
+from ..frontends.brainstate import (
+    ModuleInfo,
+    extract_module_info,
+    is_module,
+    trace_step,
+)
+from ..operations.labels import CONFLICT, Labels
 from ..program import Path
 from ..program.data import first_step
 from ..program.step import path_name
@@ -45,14 +52,13 @@ class SiteJacobian(NamedTuple):
     hidden_to_y: dict[int, jax.Array | tuple[jax.Array, jax.Array]]
 
 
-def state_jacobian(
-    group: HiddenGroup, program: Jaxpr, y: jax.Array, constants: Sequence[Any]
-) -> jax.Array:
-    """∂h/∂y, ``(*y.shape, num_state)``, of a y→hidden program: one reverse pass for
-    each state."""
-    new, pull = jax.vjp(
-        lambda y: group.concat_hidden(evaluate(program, constants, y)), y
-    )
+ToHidden = Callable[[jax.Array], jax.Array]
+"""From y to the new states of a group, stacked along the last axis."""
+
+
+def state_jacobian(to_hidden: ToHidden, y: jax.Array) -> jax.Array:
+    """∂h/∂y, ``(*y.shape, num_state)``: one reverse pass for each state."""
+    new, pull = jax.vjp(to_hidden, y)
     columns = [
         pull(jnp.zeros_like(new).at[..., s].set(1))[0] for s in range(new.shape[-1])
     ]
@@ -60,20 +66,14 @@ def state_jacobian(
 
 
 def shared_jacobian(
-    group: HiddenGroup,
-    program: Jaxpr,
-    y: jax.Array,
-    constants: Sequence[Any],
-    elements: np.ndarray | None = None,
+    to_hidden: ToHidden, y: jax.Array, elements: np.ndarray | None = None
 ) -> jax.Array:
     """∂h/∂y, ``(*varshape, num_state)``, where one element of y reaches each position.
 
     A tangent of ones at all elements, or those given by a mask, has the derivative by
     that one. Forward mode is the transpose of reverse mode, which every operation has.
     """
-    new, pull = jax.vjp(
-        lambda y: group.concat_hidden(evaluate(program, constants, y)), y
-    )
+    new, pull = jax.vjp(to_hidden, y)
     along = jax.linear_transpose(lambda bar: pull(bar)[0], new)
     ones = jnp.ones_like(y) if elements is None else jnp.asarray(elements, y.dtype)
     slopes = along(ones)[0]
@@ -83,20 +83,27 @@ def shared_jacobian(
     return slopes
 
 
-def mixed_jacobian(
-    group: HiddenGroup,
-    program: Jaxpr,
-    y: jax.Array,
-    constants: Sequence[Any],
-    elements: np.ndarray,
-) -> tuple[jax.Array, jax.Array]:
-    """∂h/∂y by elements that reach one position, and by positions for the others.
+def _along(
+    group: HiddenGroup, path: Jaxpr, constants: Sequence[Any], y: jax.Array
+) -> jax.Array:
+    return group.concat_hidden(evaluate(path, constants, y))
 
-    ``elements``: a mask of those that reach several positions.
-    """
-    single = state_jacobian(group, program, y, constants)
-    single = jnp.where(elements[..., None], 0, single)
-    return single, shared_jacobian(group, program, y, constants, elements)
+
+def path_jacobian(
+    to_hidden: ToHidden, y: jax.Array, positions: np.ndarray, sources: Labels
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """∂h/∂y of one path in the form that :class:`SiteJacobian` has for its pairs."""
+    if sources is None:
+        return state_jacobian(to_hidden, y)
+    if not (sources == CONFLICT).any():
+        return shared_jacobian(to_hidden, y)
+    several = positions == CONFLICT
+    single = jnp.where(several[..., None], 0, state_jacobian(to_hidden, y))
+    return single, shared_jacobian(to_hidden, y, several)
+
+
+_writing = threading.Lock()
+"""Held while a graph is written, or replaced."""
 
 
 class ETraceGraphExecutor:
@@ -139,8 +146,8 @@ class ETraceGraphExecutor:
         self.call = model if call is None else call
         self.trained = trained
         self.vjp_method = vjp_method
+        self._step: tuple[ModuleInfo, Analysed] | None = None
         self._graph: ETraceGraph | None = None
-        self.analysed: Analysed | None = None
 
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
         """Trace and analyse one step on example inputs.
@@ -157,19 +164,19 @@ class ETraceGraphExecutor:
             check_hidden(info.program)
             if self.trained:
                 check_parameters(info.program)
-            analysed = analyse(info.program)
-            self._graph = graph_of(info, analysed=analysed)
-            self.analysed = analysed
+            step = info, analyse(info.program)
+        with _writing:
+            self._step, self._graph = step, None
 
     @property
     def is_compiled(self) -> bool:
-        """Whether there is a graph."""
-        return self._graph is not None
+        """Whether a step was traced and analysed."""
+        return self._step is not None
 
     @property
-    def graph(self) -> ETraceGraph:
-        """The compiled graph."""
-        if self._graph is None:
+    def step(self) -> tuple[ModuleInfo, Analysed]:
+        """The step as it was traced, and what was found in it."""
+        if self._step is None:
             raise ValueError(
                 three_parts(
                     'executor.graph before compiling',
@@ -177,7 +184,16 @@ class ETraceGraphExecutor:
                     'executor.compile_graph(*example_inputs) first',
                 )
             )
-        return self._graph
+        return self._step
+
+    @property
+    def graph(self) -> ETraceGraph:
+        """The compiled graph. A gradient needs none of its records, so they are
+        written when it is first read."""
+        with _writing:
+            if self._graph is None:
+                self._graph = graph_of(*self.step)
+            return self._graph
 
     @property
     def states(self) -> Any:
@@ -258,22 +274,16 @@ class ETraceGraphExecutor:
         (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
         jacobians: dict[int, Any] = {}
         site, y = relation.sites[-1], env[relation.y_var]
-        for group, to_hidden, positions, sources in zip(
+        for group, path, positions, sources in zip(
             relation.hidden_groups,
             relation.y_to_hidden_group_jaxprs,
             site.y_positions,
             site.y_sources,
             strict=True,
         ):
-            constants = [env[v] for v in to_hidden.constvars]
-            path = (group, to_hidden, y, constants)
-            if sources is None:
-                jacobians[group.index] = state_jacobian(*path)
-            elif (sources == CONFLICT).any():
-                several = positions == CONFLICT
-                jacobians[group.index] = mixed_jacobian(*path, several)
-            else:
-                jacobians[group.index] = shared_jacobian(*path)
+            constants = [env[v] for v in path.constvars]
+            to_hidden = partial(_along, group, path, constants)
+            jacobians[group.index] = path_jacobian(to_hidden, y, positions, sources)
         x = None if relation.x_var is None else env[relation.x_var]
         return SiteJacobian(x, weight, jacobians)
 
@@ -310,15 +320,14 @@ class ETraceGraphExecutor:
         group, each of shape ``(*varshape, num_state)``.
         """
         results, env, flat = self._run(args, kwargs)
-        graph, analysed = self.graph, self.analysed
-        assert analysed is not None  # compiled with the graph
+        info, analysed = self.step
 
         def perturbed(deltas: list[jax.Array]) -> Any:
-            return graph.module_info.outputs(joint_outputs(analysed, flat, deltas))
+            return info.outputs(joint_outputs(analysed, flat, deltas))
 
         zeros = [
             jnp.zeros_like(group.concat_hidden([env[v] for v in group.hidden_invars]))
-            for group in graph.hidden_groups
+            for group in analysed.groups
         ]
         _, pull = jax.vjp(perturbed, zeros)
         return (*results, *self._jacobians(env), lambda cotangents: pull(cotangents)[0])

@@ -26,10 +26,10 @@ class StepInvariants:
 
     stages: Stages
 
-    @cached_property
+    @property
     def credit(self) -> CreditAnalysis:
         """The credit analysis of the step itself."""
-        return CreditAnalysis(self.stages.analysed)
+        return self.stages.analysed.credit
 
     def _bit(self, parameter: Parameter) -> int:
         return self.stages.dependence.bit[parameter.invar]

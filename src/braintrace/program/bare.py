@@ -11,6 +11,7 @@ from ..compat import (
     ClosedJaxpr,
     Jaxpr,
     Var,
+    changed,
     close,
     consts_of,
     is_var,
@@ -64,16 +65,13 @@ def program_of_jaxpr(
             Parameter(('weight', i), (), v) for i, v in enumerate(weights)
         ),
         hidden=tuple(
-            _hidden(path, pairs[path][0], new[path], path_to_state[path])
-            for path in paths
+            Hidden(path, pairs[path][0], new[path], state, tuple(state.varshape))
+            for path, state in path_to_state.items()
+            if path in pairs
         ),
         others=(),
         outputs=tuple(closed.jaxpr.outvars),
     )
-
-
-def _hidden(path: Path, old: Var, new: Var, state: Any) -> Hidden:
-    return Hidden(path, old, new, state, tuple(state.varshape), state.num_state)
 
 
 def _closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
@@ -100,10 +98,7 @@ def _renamed(closed: ClosedJaxpr, names: Sequence[tuple[int, Var]]) -> ClosedJax
         e.replace(invars=rename(e.invars), outvars=rename(e.outvars))
         for e in jaxpr.eqns
     ]
-    return close(
-        make_jaxpr(jaxpr.constvars, jaxpr.invars, rename(jaxpr.outvars), equations),
-        closed.consts,
-    )
+    return changed(closed, outvars=rename(jaxpr.outvars), equations=equations)
 
 
 def _check(path: Path, holds: bool, where: str) -> None:

@@ -18,6 +18,7 @@ from ..compat import (
     ClosedJaxpr,
     Equation,
     Var,
+    changed,
     close,
     consts_of,
     copy_equation,
@@ -40,18 +41,15 @@ from .loops import followed
 def normal_form(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program with calls inlined and dead equations dropped."""
     jaxpr = open_jaxpr(closed)
-    consts: dict[Var, Any] = {}
+    consts: dict[Var, Any] = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
     names: dict[Var, Atom] = {}
-    for var, value in zip(jaxpr.constvars, consts_of(closed), strict=True):
-        consts[var] = value
     equations: list[Equation] = []
     for eqn in jaxpr.eqns:
         _emit(eqn, names, consts, equations)
     outvars = [_read(names, v) for v in jaxpr.outvars]
     equations = drop_dead(_copied(equations, outvars), outvars)
-    used = {v for eqn in equations for v in eqn.invars if is_var(v)} | {
-        v for v in outvars if is_var(v)
-    }
+    read = [*outvars, *(v for eqn in equations for v in eqn.invars)]
+    used = {v for v in read if is_var(v)}
     consts = {v: c for v, c in consts.items() if v in used}
     return close(
         make_jaxpr(list(consts), jaxpr.invars, outvars, equations, like=jaxpr),
@@ -65,14 +63,12 @@ def _copied(equations: list[Equation], outvars: list[Atom]) -> list[Equation]:
     wanted = {v for v in outvars if is_var(v)}
     result: list[Equation] = []
     for eqn in equations:
-        raw = (
-            {v: new_var(v.aval) for v in eqn.outvars if v in wanted}
-            if structure(eqn) == 'scan'
-            else {}
+        copied = (
+            [v for v in eqn.outvars if v in wanted] if structure(eqn) == 'scan' else []
         )
-        result.append(
-            eqn.replace(outvars=[raw.get(v, v) for v in eqn.outvars]) if raw else eqn
-        )
+        raw = {v: new_var(v.aval) for v in copied}
+        outs = [raw.get(v, v) for v in eqn.outvars]
+        result.append(eqn.replace(outvars=outs) if raw else eqn)
         result += [copy_equation(r, v) for v, r in raw.items()]
     return result
 
@@ -153,8 +149,7 @@ def _parted(jaxpr: Any, kind: str) -> Any:
         outvars.append(v)
     if len(equations) == len(body.eqns):
         return jaxpr
-    parted = make_jaxpr(body.constvars, body.invars, outvars, equations, like=body)
-    return close(parted, consts_of(jaxpr)) if isinstance(jaxpr, ClosedJaxpr) else parted
+    return changed(jaxpr, outvars=outvars, equations=equations)
 
 
 def _normal_body(jaxpr: Any) -> Any:

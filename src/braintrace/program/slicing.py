@@ -14,12 +14,10 @@ import numpy as np
 
 from ..compat import (
     Atom,
-    ClosedJaxpr,
     Equation,
     Jaxpr,
     Var,
-    close,
-    consts_of,
+    changed,
     is_var,
     make_jaxpr,
     open_jaxpr,
@@ -52,11 +50,11 @@ class Cuts:
 
 def cut_inside(i: int, eqn: Equation, cuts: Cuts) -> Equation:
     """Equation i with the cuts inside its sub-programs in place."""
-    bodies = {
-        sub.key: _cut_body(sub.jaxpr, cuts.bodies[i, sub.key])
-        for sub in sub_programs(eqn)
-        if cuts.bodies.get((i, sub.key))
-    }
+    bodies = {}
+    for key, body in sub_programs(eqn):
+        if inside := cuts.bodies.get((i, key)):
+            equations = with_cuts(open_jaxpr(body).eqns, inside)
+            bodies[key] = changed(body, equations=equations)
     return replace_sub_programs(eqn, bodies) if bodies else eqn
 
 
@@ -71,14 +69,6 @@ def cut_equation_at(i: int, eqn: Equation, cuts: Cuts) -> list[Equation]:
             operands[k] = stop.outvars[0]
             stops.append(stop)
     return [*stops, eqn.replace(invars=operands)]
-
-
-def _cut_body(jaxpr: Any, cuts: Cuts) -> Any:
-    body = open_jaxpr(jaxpr)
-    cut = make_jaxpr(
-        body.constvars, body.invars, body.outvars, with_cuts(body.eqns, cuts), like=body
-    )
-    return close(cut, consts_of(jaxpr)) if isinstance(jaxpr, ClosedJaxpr) else cut
 
 
 def with_cuts(equations: Sequence[Equation], cuts: Cuts) -> list[Equation]:

@@ -12,16 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..compat import (
-    Atom,
-    ClosedJaxpr,
-    Var,
-    close,
-    copy_equation,
-    is_var,
-    make_jaxpr,
-    new_var,
-)
+from ..compat import Atom, ClosedJaxpr, Var, changed, copy_equation, is_var, new_var
 from ..errors import three_parts
 
 Path = tuple[Any, ...]
@@ -39,7 +30,6 @@ class Hidden:
     outvar: Atom
     state: Any
     varshape: tuple[int, ...]
-    num_state: int
 
     @property
     def positions(self) -> np.ndarray:
@@ -146,7 +136,4 @@ def distinct_outputs(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxpr:
             copies.append(copy_equation(out, outvars[i]))
         if i in places:
             taken.add(outvars[i])
-    return close(
-        make_jaxpr(jaxpr.constvars, jaxpr.invars, outvars, [*jaxpr.eqns, *copies]),
-        closed.consts,
-    )
+    return changed(closed, outvars=outvars, equations=[*jaxpr.eqns, *copies])
