@@ -17,7 +17,7 @@ from ..errors import NotSupportedError, three_parts
 from .binding import recording_of
 from .model_states import place_states, start_here
 from .models import MODULE, interface_of
-from .placement import Placement, on_mesh
+from .placement import Placement
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -49,20 +49,19 @@ def alone(learner: Learner) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _on_devices(lock: Any, placement: Placement) -> Iterator[None]:
-    with lock, on_mesh(placement):
+    with lock, placement.active():
         yield
+
+
+def synchronised(learner: Learner) -> contextlib.AbstractContextManager:
+    """Around every call, which has the model for itself; where its user keeps its
+    values elsewhere, they are read before and written after."""
+    interface = interface_of(learner.model)
+    return alone(learner) if interface is MODULE else _followed(learner, interface)
 
 
 @contextlib.contextmanager
-def followed(learner: Learner) -> Iterator[None]:
-    """Values that the user keeps elsewhere are read before and written after.
-
-    For a brainstate module there are none, and nothing is locked.
-    """
-    interface = interface_of(learner.model)
-    if interface is MODULE:
-        yield
-        return
+def _followed(learner: Learner, interface: Any) -> Iterator[None]:
     record = recording_of(learner)
     with alone(learner):
         if record is not None and record.runs_model:
@@ -70,14 +69,6 @@ def followed(learner: Learner) -> Iterator[None]:
             return
         with interface.followed(lambda: _compile_again(learner)):
             yield
-
-
-def synchronised(learner: Learner) -> contextlib.AbstractContextManager:
-    """Around every call, which has the model for itself; where its user keeps its
-    values elsewhere, they are read before and written after."""
-    return (
-        alone(learner) if interface_of(learner.model) is MODULE else followed(learner)
-    )
 
 
 def _compile_again(learner: Learner) -> None:

@@ -22,7 +22,6 @@ from .binding import bind_model
 from .carried import make_traces, new_rule_state
 from .model_states import StartValue
 from .models import interface_of
-from .placement import on_mesh
 from .programs import shapes_of, state_shapes_of
 
 if TYPE_CHECKING:
@@ -56,11 +55,10 @@ def compile_learner(learner: Learner, args: tuple) -> None:
     }
     if learner.rule.predictor is not None:
         learner.rule_state = new_rule_state(learner)
-    with on_mesh(learner.placement):
-        model = bind_model(learner, args)
-        if not model.leaves_parameters_unread:
-            learner.rule.check_readouts(model.step(False))
-        make_traces(learner)
+    model = bind_model(learner, args)
+    if not model.leaves_parameters_unread:
+        learner.rule.check_readouts(model.step(False))
+    make_traces(learner)
 
 
 def compile_for(learner: Learner, args: tuple) -> None:

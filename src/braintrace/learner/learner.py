@@ -34,11 +34,10 @@ from . import (
     describing,
     measuring,
     model_states,
-    online_training,
     saving,
     training,
 )
-from .access import followed, place_inputs, synchronised
+from .access import place_inputs, synchronised
 from .arguments import check_choice, check_optimizer, check_options
 from .batch import check_batch_size
 from .binding import StepBinding, bind_model, bind_step_fn
@@ -54,7 +53,7 @@ from .models import interface_of
 from .optimizers import update_by
 from .placement import Placement
 from .programs import Kept
-from .sequences import TraceChoice, options_of, solver_of
+from .sequences import TraceChoice, solver_of
 from .spellings import check_subclass, member
 
 if TYPE_CHECKING:
@@ -174,7 +173,7 @@ class Learner(brainstate.nn.Module):
 
         Its current states are where a fresh sequence starts.
         """
-        with followed(self):
+        with synchronised(self):
             compiling.compile_learner(self, first_step(args))
 
     # ------------------------------------------------------------ training
@@ -261,24 +260,24 @@ class Learner(brainstate.nn.Module):
     def params(self) -> Any:
         """The parameters of a model that is no brainstate module, as its framework
         holds them: a State of Params, an Equinox model, the params of a function."""
-        with followed(self):
+        with synchronised(self):
             return interface_of(self.model).params
 
     @params.setter
     def params(self, value: Any) -> None:
-        with followed(self):
+        with synchronised(self):
             interface_of(self.model).params = value
 
     @property
     def state(self) -> Any:
         """What such a model carries from step to step, in the structure in which it was
         given."""
-        with followed(self):
+        with synchronised(self):
             return interface_of(self.model).state
 
     @state.setter
     def state(self, value: Any) -> None:
-        with followed(self):
+        with synchronised(self):
             interface_of(self.model).state = value
 
     def _run_model(self, *args: Any) -> Any:
@@ -366,28 +365,14 @@ class Learner(brainstate.nn.Module):
         sequences start from then on.
         """
         check_batch_size(batch_size)
-        with followed(self):
+        with synchronised(self):
             if batch_size is None:
                 model_states.restore_start(self)
             else:
                 model_states.resize(self, batch_size)
                 make_traces(self)
-            self._clear_traces()
+            self._carried.clear()
             self.running_index.value = jnp.zeros((), jnp.int32)
-
-    def _clear_traces(self) -> None:
-        self._carried.clear()
-
-    # Streams call these by the learner.
-    _synchronised = synchronised
-    _placed = place_inputs
-    _read_traces = carried.read_traces
-    _write_traces = carried.write_traces
-    _model_binding = bind_model
-    _binding = bind_step_fn
-    _solver = solver_of
-    _options = options_of
-    _online_step = online_training.online_step_of
 
 
 def _with_common_options(own: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import ArgumentError, three_parts
 from ..program import Path
 from ..rules import PRESETS, Rule, named
-from .access import followed, place_inputs, synchronised
+from .access import place_inputs, synchronised
 from .arguments import check_call, check_choice, length_of
 from .binding import StepBinding, bind_step_fn, recording
 from .calls import GradientCall, failure_explained, solve
@@ -195,7 +195,7 @@ def unmoved(learner: Learner) -> Iterator[None]:
 
     This covers every state that is read or written inside, of the learner or not.
     """
-    with followed(learner):
+    with synchronised(learner):
         touched: Any = brainstate.StateTraceStack()
         try:
             with touched, learner._carried.unmoved():

@@ -27,7 +27,7 @@ def init_etrace_state(learner: Any, *args: Any, **kwargs: Any) -> None:
     """Start the traces again from zero; the model's states stay as they are."""
     _ = learner.graph  # refuses a learner that was not compiled
     make_traces(learner)
-    learner._clear_traces()
+    learner._carried.clear()
 
 
 def config_of(rule: Rule) -> ETraceConfig:
