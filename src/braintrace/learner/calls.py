@@ -19,7 +19,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..errors import CompilationError, is_explained, three_parts
+from ..errors import is_explained, three_parts
 from ..frontends.brainstate import inputs_kept
 from ..frontends.failures import explain_failure
 from ..program import Path
@@ -29,7 +29,6 @@ from .access import alone
 from .arguments import check_call, length_of
 from .batch import BatchError
 from .binding import (
-    Recording,
     StepBinding,
     bind_model,
     bind_step_fn,
@@ -102,7 +101,8 @@ def gradients_in_steps(learner: Learner, call: GradientCall) -> SequenceGradient
     """Gradients of a sequence, step by step; states and traces are written."""
     with learner._carried.cleared_on_error():
         found = solve(learner, call)
-        _check_finite(learner, found)
+        if learner.check_finite:
+            _check_finite(found)
         binding, solver, solved, weights = found
         after = (solved.states, solved.traces, next_rule_state(learner, solved))
         write_back(
@@ -128,7 +128,8 @@ def gradients_at(
                 )
             )
         found = solve(learner, call, at=interface_of(learner.model).values_at(params))
-        _check_finite(learner, found)
+        if learner.check_finite:
+            _check_finite(found)
         paths, states = found.binding.paths.items(), found.solved.states
         new = {path: states[v] for v, path in paths if v in states}
         interface_of(learner.model).write_at(params, new)
@@ -153,29 +154,28 @@ def solve(
     binding = bind_step_fn(learner, call.step_fn, sequences, rule is not None)
     if call.has_aux is not None:
         check_aux(binding.out_tree, call.has_aux)
-    if rule is None:
-        rule, rule_state = learner.rule, rule_value(learner)
-    solver, program = gradient_program_of(learner, binding, rule, fresh)
+    solver, program = gradient_program_of(learner, binding, rule or learner.rule, fresh)
     parameters, states = binding.read()
+    inputs = binding.inputs(sequences)
     if fresh:
         states = binding.with_values(states, start_values(learner))
     if at:
         parameters = binding.with_values(parameters, at)
         states = binding.with_values(states, at)
+    if rule is None:
+        rule_state = rule_value(learner)
     traces = [] if fresh else read_traces(learner, solver, donate=True)
     if learner.check_finite:
         # What the call gives may be refused, and then the traces must still be there.
         traces = jax.tree.map(jnp.copy, traces)
-    inputs = binding.inputs(sequences)
     given = (parameters, states, traces, inputs, weights, unit, rule_state)
     solved = program(*given, masked=call.mask is not None)
     return SolvedCall(binding, solver, solved, weights)
 
 
-def _check_finite(learner: Learner, found: SolvedCall) -> None:
-    if learner.check_finite:
-        named = found.binding.gradients_by_name(found.solved.gradients)
-        check_finite_values(found.solved.losses, found.weights, named, 'step')
+def _check_finite(found: SolvedCall) -> None:
+    named = found.binding.gradients_by_name(found.solved.gradients)
+    check_finite_values(found.solved.losses, found.weights, named, 'step')
 
 
 def write_back(
@@ -220,7 +220,7 @@ def run_step(learner: Learner, args: tuple, window: bool, modulator: Any) -> Any
     if record is not None:
         record.calls += 1
         if record.runs_model:
-            _record_modulator(learner, record, modulator)
+            record.note_modulator(modulator)
             run = learner._run_model
             if window:
                 run = partial(brainstate.transform.for_loop, learner._run_model)
@@ -239,22 +239,6 @@ def run_step(learner: Learner, args: tuple, window: bool, modulator: Any) -> Any
     rule_state = next_rule_state(learner, None)
     write_back(learner, binding, solver, states, traces, rule_state, calls=1)
     return binding.outputs(values)
-
-
-def _record_modulator(learner: Learner, record: Recording, modulator: Any) -> None:
-    if modulator is None or record.ignores_modulators:
-        return
-    if not record.takes_modulators:
-        check_modulated(learner, modulator)
-    if record.modulator is not None:
-        raise CompilationError(
-            three_parts(
-                'two calls with a modulator in one step_fn',
-                'a step has one, which multiplies all traces of it',
-                'one call with modulator=... in a step_fn',
-            )
-        )
-    record.modulator = jnp.asarray(modulator, jnp.result_type(float))
 
 
 def _step_program(

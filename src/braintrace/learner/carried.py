@@ -59,14 +59,10 @@ class EligibilityTrace(brainstate.ShortTermState):
         self.value = value
         self.was_read = False
 
-    def peek(self) -> Any:
-        """The trace, without counting as a reader of its arrays."""
-        return _VALUE.fget(self)
-
-    def look(self) -> Any:
-        """The trace as it is; a transformation around does not count this as reading
-        it."""
-        return self._read_value()
+    def peek(self, tracked: bool = True) -> Any:
+        """The trace, without counting as a reader of its arrays; unless ``tracked``, a
+        transformation around does not count it as read either."""
+        return _VALUE.fget(self) if tracked else self._read_value()
 
     def take_for_donation(self) -> Any:
         """The trace in arrays that are safe to donate."""
@@ -302,7 +298,7 @@ def write_traces(learner: Learner, solver: Solver, values: list[Any]) -> None:
 def _may_differ_from_zero(trace: EligibilityTrace) -> bool:
     """False for a trace that is known to be zero; inside a trace its value may be
     unknown."""
-    leaves = jax.tree.leaves(trace.look())
+    leaves = jax.tree.leaves(trace.peek(tracked=False))
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return True
     with jax.ensure_compile_time_eval():

@@ -122,7 +122,7 @@ def described(learner: Learner) -> str:
         for g in learner.graph.hidden_groups
     ]
     traces = learner.traces.values()
-    size = size_text(sum(bytes_of(trace.look()) for trace in traces))
+    size = size_text(sum(bytes_of(trace.peek(tracked=False)) for trace in traces))
     lines = [
         f'{rule} learner of {model}' + (f', batch {batch}' if batch else ''),
         f'inputs      {", ".join(_some(inputs))}',
