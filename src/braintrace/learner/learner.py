@@ -39,7 +39,6 @@ from . import (
 )
 from .access import place_inputs, synchronised
 from .arguments import check_choice, check_optimizer, check_options
-from .batch import check_batch_size
 from .binding import StepBinding, bind_model, bind_step_fn
 from .carried import (
     CarriedTraces,
@@ -48,7 +47,7 @@ from .carried import (
     new_rule_state,
     rule_value,
 )
-from .model_states import StartValue
+from .model_states import StartValue, check_batch_size
 from .models import interface_of
 from .optimizers import update_by
 from .placement import Placement

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..errors import ArgumentError, CompilationError, three_parts
 from ..frontends.module_states import known_states, module_states
@@ -26,6 +27,23 @@ _last_shaped: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 class StartValue(brainstate.State):
     """The value of a model's state at the start of a fresh sequence."""
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Raise unless it is a number of samples, or None."""
+    if batch_size is None:
+        return
+    whole = isinstance(batch_size, (int, np.integer)) and not isinstance(
+        batch_size, bool
+    )
+    if not whole or batch_size < 1:
+        raise ArgumentError(
+            three_parts(
+                f'batch_size={batch_size!r}',
+                'it is the number of samples in a batch',
+                'a whole number of at least 1, or None for states without a batch axis',
+            )
+        )
 
 
 def make_states(
