@@ -8,14 +8,14 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import brainstate
 
 from ..errors import NotSupportedError, three_parts
 from .binding import recording_of
-from .model_states import place_states, start_here
+from .model_states import place_states, restored_on_error, start_here
 from .models import MODULE, interface_of
 from .placement import Placement
 
@@ -56,14 +56,16 @@ def _on_devices(lock: Any, placement: Placement) -> Iterator[None]:
 def synchronised(learner: Learner) -> contextlib.AbstractContextManager:
     """Around every call, which has the model for itself; where its user keeps its
     values elsewhere, they are read before and written after."""
-    interface = interface_of(learner.model)
-    return alone(learner) if interface is MODULE else _followed(learner, interface)
+    turn, interface = alone(learner), interface_of(learner.model)
+    return turn if interface is MODULE else _followed(learner, turn, interface)
 
 
 @contextlib.contextmanager
-def _followed(learner: Learner, interface: Any) -> Iterator[None]:
+def _followed(
+    learner: Learner, turn: contextlib.AbstractContextManager, interface: Any
+) -> Iterator[None]:
     record = recording_of(learner)
-    with alone(learner):
+    with turn:
         if record is not None and record.runs_model:
             yield
             return
@@ -107,15 +109,3 @@ def undone_on_error(learner: Learner, optimizer: Any = None) -> Iterator[None]:
     moving = (*learner._held(), *own, *learner._kept.optimizers.values())
     with restored_on_error(moving):
         yield
-
-
-@contextlib.contextmanager
-def restored_on_error(states: Iterable[brainstate.State]) -> Iterator[None]:
-    """Some states as they were, if what is done inside fails or is interrupted."""
-    before = [(state, state.value) for state in states]
-    try:
-        yield
-    except BaseException:
-        for state, value in before:
-            state.value = value
-        raise

@@ -26,7 +26,7 @@ from ..program import Path
 from ..rules import Rule
 from ..solver import Solved, Solver
 from .access import alone
-from .arguments import check_call, length_of
+from .arguments import check_call, check_choice, length_of
 from .batch import BatchError
 from .binding import (
     StepBinding,
@@ -67,6 +67,17 @@ class GradientCall:
     reduction: str = 'mean'
     has_aux: bool | None = None
     fresh: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice('reduction', self.reduction, ('mean', 'sum'))
+        described = 'one slice of each sequence'
+        check_call('step_fn', self.step_fn, self.sequences, described)
+        length_of(self.sequences)
+
+    @property
+    def length(self) -> int:
+        """Steps of the sequences."""
+        return len(jax.tree.leaves(self.sequences)[0])
 
 
 class SequenceGradients(NamedTuple):
@@ -148,9 +159,7 @@ def solve(
     ``at``: values of parameters and states in place of the current ones, by path.
     """
     sequences, fresh = call.sequences, call.fresh
-    check_call('step_fn', call.step_fn, sequences, 'one slice of each sequence')
-    length = length_of(sequences)
-    weights, unit = loss_weights(call.mask, length, 'steps', call.reduction)
+    weights, unit = loss_weights(call.mask, call.length, 'steps', call.reduction)
     binding = bind_step_fn(learner, call.step_fn, sequences, rule is not None)
     if call.has_aux is not None:
         check_aux(binding.out_tree, call.has_aux)

@@ -24,7 +24,6 @@ from ..errors import ArgumentError, three_parts
 from ..frontends.brainstate import matrices_kept
 from ..frontends.module_states import known_states, module_states
 from ..program import Path
-from ..program.data import first_step
 from ..program.step import path_name
 from ..rules import Rule
 from ..solver import Solver
@@ -167,13 +166,7 @@ class Learner(brainstate.nn.Module):
 
     # ------------------------------------------------------------ compiling
 
-    def compile_graph(self, *args: Any) -> None:
-        """Compile the model for example inputs of one step.
-
-        Its current states are where a fresh sequence starts.
-        """
-        with synchronised(self):
-            compiling.compile_learner(self, first_step(args))
+    compile_graph = compiling.compile_graph
 
     # ------------------------------------------------------------ training
 

@@ -16,7 +16,7 @@ from ..errors import ArgumentError, three_parts
 from ..program import Path
 from ..rules import PRESETS, Rule, named
 from .access import place_inputs, synchronised
-from .arguments import check_call, check_choice, length_of
+from .arguments import length_of
 from .binding import StepBinding, bind_step_fn, recording
 from .calls import GradientCall, failure_explained, solve
 from .carried import groups_of, rule_value, trace_table
@@ -100,7 +100,6 @@ def gradient_check(
     have by default, :class:`ETraceConfig`, or learners for their rule with its
     options, as ``braintrace.SnAp(model, n=2)``, its modulator or its predictor.
     """
-    check_choice('reduction', reduction, ('mean', 'sum'))
     own = (learner.rule, rule_value(learner))
     compared = [own] if rules is None else _rules_of(rules)
     with synchronised(learner), unmoved(learner):
@@ -141,10 +140,7 @@ def certificate(
     >>> round(found.descent, 3), found.descends
     (1.0, True)
     """
-    check_choice('reduction', reduction, ('mean', 'sum'))
-    check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
     check_directions(directions)
-    length_of(sequences)
     with synchronised(learner), unmoved(learner):
         call = GradientCall(
             place_inputs(learner, sequences, 1), step_fn, mask, reduction
@@ -272,7 +268,7 @@ def _certify(
     seed: int,
 ) -> Certificate:
     """Whether the rule's gradient of a fresh sequence points downhill."""
-    length = len(jax.tree.leaves(call.sequences)[0])
+    length = call.length
     weights, unit = loss_weights(call.mask, length, 'steps', call.reduction)
     binding = bind_step_fn(learner, call.step_fn, call.sequences)
     own = parameter_groups(binding.info.program.parameters, per_parameter, groups)

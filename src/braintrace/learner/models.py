@@ -22,6 +22,7 @@ from ..frontends import pure_model
 from ..frontends.pure import PureModel
 from ..program import Path
 from ..program.step import path_name
+from .model_states import restored_on_error
 
 
 class ModuleInterface:
@@ -211,10 +212,8 @@ class AdaptedModel(brainstate.nn.Module):
         before = [state.value for state in states]
         self.user_values.inside = True
         try:
-            yield
-        except BaseException:
-            _assign(states, before)
-            raise
+            with restored_on_error(states):
+                yield
         finally:
             self.user_values.inside = False
         self._push(before)

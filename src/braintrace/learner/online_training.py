@@ -25,7 +25,7 @@ from .carried import (
 )
 from .losses import check_finite_values, loss_weights
 from .optimizers import update_by
-from .programs import loop_of, program_of
+from .programs import loop_of, state_shapes_of, stored
 from .sequences import gradient_program_of
 from .stream_program import StreamProgram, shapes_of_inputs
 
@@ -79,20 +79,16 @@ def train_online(
 
 def _program(learner: Learner, call: OnlineCall, inputs: tuple) -> StreamProgram:
     """The compiled call for inputs of these shapes, made if there is none."""
-    shapes = shapes_of_inputs(inputs)
-
-    def stored(make: Callable[[], Any], is_reusable: bool | None = None) -> Any:
-        parts = (call, shapes, *learner._held())
-        return program_of(learner, 'online', parts, make, is_reusable)
-
-    known = stored(lambda: None, is_reusable=False)  # looks up only
+    parts = ('online', call, shapes_of_inputs(inputs))
+    key = lambda: (*parts, *learner._held(), state_shapes_of(learner))
+    known = learner._kept.programs.get(key())
     if known is not None:
         return known
     with undone_on_error(learner, call.optimizer):
         _, run = _loop(learner, call, inputs)  # makes traces, if there are none yet
         places, placement = state_places(learner.model), learner.placement
         given = (run, inputs, False, None, placement, places)
-        return stored(lambda: StreamProgram(*given))
+        return stored(learner, key(), lambda: StreamProgram(*given))
 
 
 def _by_brainstate(learner: Learner, call: OnlineCall, inputs: tuple) -> Given:
