@@ -262,13 +262,9 @@ def _step_program(
     binding = bind_model(learner, example)
     solver = solver_of(learner, binding, rule, False, in_chunk)
     run = online_step(solver, rule, window, exact, learner.placement)
-    make = lambda: jax.jit(run)
-    parts = (solver, window, exact)
-    return (
-        binding,
-        solver,
-        program_of(learner, 'step', parts, make, binding.is_reusable),
-    )
+    make, parts = lambda: jax.jit(run), (solver, window, exact)
+    program = program_of(learner, 'step', parts, make, binding.is_reusable)
+    return binding, solver, program
 
 
 # ---------------------------------------------------------------- without a loss

@@ -20,10 +20,8 @@ from ..solver import Factorised
 from ..solver.factors import FactorTrace
 from ..text import size_text
 from .batch import batch_of
-from .binding import bind_model
 from .carried import trace_table
 from .parameter_gradients import gradients_of
-from .sequences import solver_of
 from .spellings import member
 from .weights import path_of_parameter
 
@@ -35,8 +33,7 @@ if TYPE_CHECKING:
 def report_of(learner: Learner) -> CompilationReport:
     """What the compiler found, what the rule gives each parameter, and its traces."""
     found, rule = learner.graph.report, learner.rule
-    binding = bind_model(learner, learner._example)
-    solver = solver_of(learner, binding, rule, loss=False)
+    binding, solver = learner.step_solver()
     gives = gradients_of(rule, binding, solver, found.credits)
     first = {
         r.weight_path: gives[r.context['name']].kind for r in reversed(found.credits)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, overload
 import brainstate
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..errors import ArgumentError, three_parts
 from ..program import Path
 from ..rules import PRESETS, Rule, named
 from .access import place_inputs, synchronised
-from .arguments import length_of
+from .arguments import is_count, length_of
 from .binding import StepBinding, bind_step_fn, recording
 from .calls import GradientCall, failure_explained, solve
 from .carried import groups_of, rule_value, trace_table
@@ -156,7 +155,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """Bytes that a sequence of the compiled inputs needs on each device, before any
     is allocated; ``mesh`` and ``shard``: on other devices, as for ``compile``."""
-    if not isinstance(steps, (int, np.integer)) or steps < 1:
+    if not is_count(steps):
         why = 'a sequence has at least one step'
         fix = 'a whole number of at least 1'
         shown = repr(steps)

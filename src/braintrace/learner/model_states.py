@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 import brainstate
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..errors import ArgumentError, CompilationError, three_parts
 from ..frontends.module_states import known_states, module_states
 from ..program import Path
 from ..program.step import path_name
+from .arguments import is_count
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -32,12 +32,7 @@ class StartValue(brainstate.State):
 
 def check_batch_size(batch_size: Any) -> None:
     """Raise unless it is a number of samples, or None."""
-    if batch_size is None:
-        return
-    whole = isinstance(batch_size, (int, np.integer)) and not isinstance(
-        batch_size, bool
-    )
-    if not whole or batch_size < 1:
+    if batch_size is not None and not is_count(batch_size):
         raise ArgumentError(
             three_parts(
                 f'batch_size={batch_size!r}',

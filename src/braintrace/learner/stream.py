@@ -22,7 +22,7 @@ from ..errors import three_parts
 from ..frontends.module_states import StatePlaces, state_places
 from ..program import Path
 from .access import place_inputs, synchronised
-from .arguments import check_arrays, check_call, check_optimizer
+from .arguments import check_arrays, check_call, check_optimizer, is_count
 from .batch import AxesError
 from .binding import bind_model, bind_step_fn, recording_of
 from .carried import read_traces, write_traces
@@ -85,7 +85,7 @@ class Stream:
         chunk: int | None = None,
         decay: float | None = None,
     ):
-        if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        if chunk is not None and not is_count(chunk):
             raise ValueError(
                 three_parts(
                     f'stream(..., chunk={chunk!r})',

@@ -17,7 +17,13 @@ from ..program import Path
 from ..program.data import MultiStepData, SingleStepData
 from . import calls, chunks
 from .access import place_inputs, synchronised
-from .arguments import LOSS_OUTPUTS, check_choice, check_optimizer, length_of
+from .arguments import (
+    LOSS_OUTPUTS,
+    check_choice,
+    check_optimizer,
+    is_count,
+    length_of,
+)
 from .batch import batch_explained, check_rank
 from .calls import GradientCall
 from .carried import next_rule_state, write_rule_state
@@ -226,7 +232,7 @@ def etrace_online(
     interface_of(learner.model).check_loop_optimizer(optimizer)
     check_optimizer(optimizer)
     length_of(sequences, step_fn)
-    if not isinstance(update_every, int) or update_every < 1:
+    if not is_count(update_every):
         raise ValueError(
             three_parts(
                 f'update_every={update_every!r}',
