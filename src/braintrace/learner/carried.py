@@ -269,11 +269,12 @@ def make_traces(learner: Learner) -> None:
     # Traces that are too large are refused again, with the reason, when one is needed.
     with contextlib.suppress(NotSupportedError):
         binding = bind_model(learner, learner._example)
-        _prepare(learner, solver_of(learner, binding, learner.rule, loss=False))
+        prepare_traces(learner, solver_of(learner, binding, learner.rule, loss=False))
 
 
-def _prepare(learner: Learner, solver: Solver) -> None:
-    """Zero traces of a step, unless there are traces like them already."""
+def prepare_traces(learner: Learner, solver: Solver) -> None:
+    """Zero traces of a step, unless there are traces like them already: before a
+    program that reads them is traced."""
     rule, carried = learner.rule, learner._carried
     if rule.has_trace and not carried.fit(solver):
         carried.check_zero()
@@ -285,7 +286,7 @@ def _prepare(learner: Learner, solver: Solver) -> None:
 def read_traces(learner: Learner, solver: Solver, donate: bool = False) -> list[Any]:
     """The traces of a step, made if there are none yet; ``donate``: safe to be written
     to."""
-    _prepare(learner, solver)
+    prepare_traces(learner, solver)
     return learner._carried.read(solver, donate) if learner.rule.has_trace else []
 
 

@@ -2,8 +2,9 @@
 
 :class:`Learner` is made here, with all that its calls share: the model with its rule,
 the programs made so far, and the states that calls read and write. What a user calls is
-in a file for each purpose: ``training.py``, ``measuring.py``, ``saving.py`` and
-``describing.py``. Their functions take the learner first, and are its methods.
+in a file for each purpose: ``compiling.py``, ``training.py``, ``measuring.py``,
+``saving.py`` and ``describing.py``. Their functions take the learner first, and are its
+methods.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from .arguments import length_of
 from .binding import StepBinding, bind_step_fn, check_aux
 from .carried import (
     next_rule_state,
+    prepare_traces,
     read_traces,
     rule_value,
     write_rule_state,
@@ -146,7 +147,7 @@ def online_step_of(
     """A function of a window and the weights of its losses that gives gradients; states
     and traces are read and written."""
     solver, program = gradient_program_of(learner, binding, learner.rule, fresh=False)
-    read_traces(learner, solver)  # makes them before a program is traced
+    prepare_traces(learner, solver)
 
     def step(window: tuple, weights: jax.Array) -> Solved:
         traces, inputs = read_traces(learner, solver), binding.inputs(window)

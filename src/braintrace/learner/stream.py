@@ -25,7 +25,7 @@ from .access import place_inputs, synchronised
 from .arguments import check_arrays, check_call, check_optimizer, is_count
 from .batch import AxesError
 from .binding import bind_model, bind_step_fn, recording_of
-from .carried import read_traces, write_traces
+from .carried import prepare_traces, read_traces, write_traces
 from .models import interface_of
 from .online_training import online_step_of
 from .optimizers import update_by
@@ -367,7 +367,7 @@ class Stream:
         binding = bind_model(learner, inputs)
         solver = solver_of(learner, binding, learner.rule, loss=False)
         evolve = evolution_program(solver, options_of(learner))
-        read_traces(learner, solver)  # makes them before a program is traced
+        prepare_traces(learner, solver)
 
         def predict(*inputs: Any) -> Any:
             given = (*binding.read(), read_traces(learner, solver))
