@@ -56,16 +56,16 @@ def _on_devices(lock: Any, placement: Placement) -> Iterator[None]:
 def synchronised(learner: Learner) -> contextlib.AbstractContextManager:
     """Around every call, which has the model for itself; where its user keeps its
     values elsewhere, they are read before and written after."""
-    turn, interface = alone(learner), interface_of(learner.model)
-    return turn if interface is MODULE else _followed(learner, turn, interface)
+    lock, interface = alone(learner), interface_of(learner.model)
+    return lock if interface is MODULE else _followed(learner, lock, interface)
 
 
 @contextlib.contextmanager
 def _followed(
-    learner: Learner, turn: contextlib.AbstractContextManager, interface: Any
+    learner: Learner, lock: contextlib.AbstractContextManager, interface: Any
 ) -> Iterator[None]:
     record = recording_of(learner)
-    with turn:
+    with lock:
         if record is not None and record.runs_model:
             yield
             return
