@@ -8,16 +8,16 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import brainstate
 
 from ..errors import NotSupportedError, three_parts
 from .binding import recording_of
-from .model_states import place_states, start_here
+from .model_states import place_states, restored_on_error, start_here
 from .models import MODULE, interface_of
-from .placement import Placement, on_mesh
+from .placement import Placement
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -49,35 +49,28 @@ def alone(learner: Learner) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _on_devices(lock: Any, placement: Placement) -> Iterator[None]:
-    with lock, on_mesh(placement):
+    with lock, placement.active():
         yield
-
-
-@contextlib.contextmanager
-def followed(learner: Learner) -> Iterator[None]:
-    """Values that the user keeps elsewhere are read before and written after.
-
-    For a brainstate module there are none, and nothing is locked.
-    """
-    interface = interface_of(learner.model)
-    if interface is MODULE:
-        yield
-        return
-    record = recording_of(learner)
-    with alone(learner):
-        if record is not None and record.runs_model:
-            yield
-            return
-        with interface.followed(lambda: _compile_again(learner)):
-            yield
 
 
 def synchronised(learner: Learner) -> contextlib.AbstractContextManager:
     """Around every call, which has the model for itself; where its user keeps its
     values elsewhere, they are read before and written after."""
-    return (
-        alone(learner) if interface_of(learner.model) is MODULE else followed(learner)
-    )
+    lock, interface = alone(learner), interface_of(learner.model)
+    return lock if interface is MODULE else _followed(learner, lock, interface)
+
+
+@contextlib.contextmanager
+def _followed(
+    learner: Learner, lock: contextlib.AbstractContextManager, interface: Any
+) -> Iterator[None]:
+    record = recording_of(learner)
+    with lock:
+        if record is not None and record.runs_model:
+            yield
+            return
+        with interface.followed(lambda: _compile_again(learner)):
+            yield
 
 
 def _compile_again(learner: Learner) -> None:
@@ -116,15 +109,3 @@ def undone_on_error(learner: Learner, optimizer: Any = None) -> Iterator[None]:
     moving = (*learner._held(), *own, *learner._kept.optimizers.values())
     with restored_on_error(moving):
         yield
-
-
-@contextlib.contextmanager
-def restored_on_error(states: Iterable[brainstate.State]) -> Iterator[None]:
-    """Some states as they were, if what is done inside fails or is interrupted."""
-    before = [(state, state.value) for state in states]
-    try:
-        yield
-    except BaseException:
-        for state, value in before:
-            state.value = value
-        raise

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..errors import ArgumentError, one_of, three_parts
 from ..frontends.failures import is_nested_list
@@ -27,6 +28,12 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         )
 
 
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether it is a whole number of at least so much."""
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return is_whole and value >= least
+
+
 def check_options(
     rule: Rule,
     block: Any,
@@ -37,7 +44,7 @@ def check_options(
 ) -> None:
     """Raise unless a learner of the rule can have these options."""
     _check_combination(rule, trace, trace_dtype)
-    if block is not None and (not isinstance(block, int) or block < 1):
+    if block is not None and not is_count(block):
         raise ArgumentError(
             three_parts(
                 f'block={block!r}',

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._brainstate import brainstate
 from ..errors import (
@@ -25,23 +24,6 @@ from ..source_lines import failing_line
 Shape = tuple[int, ...]
 _OF_SHAPES = (TypeError, ValueError, CompilationError)
 """Errors of shapes that do not fit; modules of brainstate wrap them."""
-
-
-def check_batch_size(batch_size: Any) -> None:
-    """Raise unless it is a number of samples, or None."""
-    if batch_size is None:
-        return
-    whole = isinstance(batch_size, (int, np.integer)) and not isinstance(
-        batch_size, bool
-    )
-    if not whole or batch_size < 1:
-        raise ArgumentError(
-            three_parts(
-                f'batch_size={batch_size!r}',
-                'it is the number of samples in a batch',
-                'a whole number of at least 1, or None for states without a batch axis',
-            )
-        )
 
 
 def check_batch(inputs: tuple, batch_size: int | None) -> None:

@@ -57,6 +57,22 @@ class Recording:
     modulator: Any = None
     outputs: Any = None
 
+    def note_modulator(self, modulator: Any) -> None:
+        """Keep the modulator that a call was given, which is the only one."""
+        if modulator is None or self.ignores_modulators:
+            return
+        if not self.takes_modulators:
+            self.learner.check_modulated(modulator)
+        if self.modulator is not None:
+            raise CompilationError(
+                three_parts(
+                    'two calls with a modulator in one step_fn',
+                    'a step has one, which multiplies all traces of it',
+                    'one call with modulator=... in a step_fn',
+                )
+            )
+        self.modulator = jnp.asarray(modulator, jnp.result_type(float))
+
 
 _recordings: ContextVar[tuple[Recording, ...]] = ContextVar('recordings', default=())
 
@@ -335,7 +351,7 @@ def bind_step_fn(
     learner.check_compiled()
     check_shapes(learner)
     example = jax.tree.map(_slice_of, sequences)
-    parts = (shapes_of(example), learner.rule_state, state_shapes_of(learner))
+    parts = (shapes_of(example), learner.rule_state)
 
     def make() -> StepBinding:
         try:
@@ -343,13 +359,11 @@ def bind_step_fn(
         except BatchError as error:
             raise error.of_sequences(sequences) from error
         if found.is_reusable:
-            warn_of_copies(learner, step_fn, parts)
+            warn_of_copies(learner, step_fn, (*parts, state_shapes_of(learner)))
         return found
 
-    key = ('binding', step_fn, *parts)
-    binding = learner._kept.programs.get(
-        key, make, is_reusable=lambda found: found.is_reusable
-    )
+    is_reusable = lambda found: found.is_reusable
+    binding = program_of(learner, 'binding', (step_fn, *parts), make, is_reusable)
     if binding.modulator_given and not takes_modulators:
         learner.check_modulated(1.0)
     return binding

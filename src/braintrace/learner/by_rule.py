@@ -28,10 +28,10 @@ from ..rules import (
 from ..rules.feedback import feedback_signal
 from ..solver import Factorised, RandomFeedback
 from .arguments import length_of
-from .batch import check_batch, check_batch_size
+from .batch import check_batch
 from .credit_warnings import warn_of_credit
 from .learner import Learner
-from .model_states import make_states
+from .model_states import check_batch_size, make_states
 from .models import AdaptedModel
 from .spellings import positions
 
@@ -53,38 +53,27 @@ def _new_class(preset: Preset, base: type[Learner]) -> type[Learner]:
     A rule's own options come first by position, then ``name`` and ``vjp_method``.
     ``config``: an :class:`ETraceConfig` of the same kind of trace in place of the rule.
     """
-    by_position = [p.name for p in preset.options if p.kind is not p.KEYWORD_ONLY]
-    by_position += ['name', 'vjp_method']
     is_modulated = preset.default.is_modulated
+    shown = [p for p in preset.options if p.kind is not p.KEYWORD_ONLY]
+    shown += [_parameter('name'), _parameter('vjp_method', preset.vjp_method)]
     if is_modulated:
-        by_position.append('modulator')
+        shown.append(_parameter('modulator', 1.0))
+    by_position = [p.name for p in shown]
 
     def __init__(
         self: Learner, model: brainstate.nn.Module, *args: Any, **options: Any
     ) -> None:
         options = {**_by_name(preset, by_position, args, options), **options}
-        modulator = None
-        if is_modulated:
-            modulator = options.pop('modulator', None)
+        modulator = options.pop('modulator', None) if is_modulated else None
         rule = _take_rule(preset, options)
         options.setdefault('vjp_method', preset.vjp_method)
         Learner.__init__(self, model, rule, **options)
         if modulator is not None:
             self.set_modulator(modulator)
 
-    parameters = list(inspect.signature(Learner.__init__).parameters.values())
-    first = [p for p in parameters if p.name in ('self', 'model')]
-    last = [p for p in parameters if p.kind is p.VAR_KEYWORD]
-    positional = [p for p in preset.options if p.kind is not p.KEYWORD_ONLY]
-    shown = [
-        *positional,
-        _parameter('name'),
-        _parameter('vjp_method', preset.vjp_method),
-    ]
-    if is_modulated:
-        shown.append(_parameter('modulator', 1.0))
-    shown += [p for p in preset.options if p.kind is p.KEYWORD_ONLY]
-    signature = inspect.Signature([*first, *shown, *last])
+    own, model, *_ = inspect.signature(Learner.__init__).parameters.values()
+    by_name = [p for p in preset.options if p.kind is p.KEYWORD_ONLY]
+    signature = inspect.Signature([own, model, *shown, *by_name])
     setattr(__init__, '__signature__', signature)  # noqa: B010 - not one for mypy
     body = {
         '__init__': __init__,

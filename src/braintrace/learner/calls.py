@@ -19,17 +19,16 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..errors import CompilationError, is_explained, three_parts
+from ..errors import is_explained, three_parts
 from ..frontends.brainstate import inputs_kept
 from ..frontends.failures import explain_failure
 from ..program import Path
 from ..rules import Rule
 from ..solver import Solved, Solver
 from .access import alone
-from .arguments import check_call, length_of
+from .arguments import check_call, check_choice, length_of
 from .batch import BatchError
 from .binding import (
-    Recording,
     StepBinding,
     bind_model,
     bind_step_fn,
@@ -69,6 +68,17 @@ class GradientCall:
     has_aux: bool | None = None
     fresh: bool = True
 
+    def __post_init__(self) -> None:
+        check_choice('reduction', self.reduction, ('mean', 'sum'))
+        described = 'one slice of each sequence'
+        check_call('step_fn', self.step_fn, self.sequences, described)
+        length_of(self.sequences)
+
+    @property
+    def length(self) -> int:
+        """Steps of the sequences."""
+        return len(jax.tree.leaves(self.sequences)[0])
+
 
 class SequenceGradients(NamedTuple):
     """Gradients by path, losses, what each of these counts, and auxiliary values."""
@@ -102,7 +112,8 @@ def gradients_in_steps(learner: Learner, call: GradientCall) -> SequenceGradient
     """Gradients of a sequence, step by step; states and traces are written."""
     with learner._carried.cleared_on_error():
         found = solve(learner, call)
-        _check_finite(learner, found)
+        if learner.check_finite:
+            _check_finite(found)
         binding, solver, solved, weights = found
         after = (solved.states, solved.traces, next_rule_state(learner, solved))
         write_back(
@@ -128,7 +139,8 @@ def gradients_at(
                 )
             )
         found = solve(learner, call, at=interface_of(learner.model).values_at(params))
-        _check_finite(learner, found)
+        if learner.check_finite:
+            _check_finite(found)
         paths, states = found.binding.paths.items(), found.solved.states
         new = {path: states[v] for v, path in paths if v in states}
         interface_of(learner.model).write_at(params, new)
@@ -147,35 +159,32 @@ def solve(
     ``at``: values of parameters and states in place of the current ones, by path.
     """
     sequences, fresh = call.sequences, call.fresh
-    check_call('step_fn', call.step_fn, sequences, 'one slice of each sequence')
-    length = length_of(sequences)
-    weights, unit = loss_weights(call.mask, length, 'steps', call.reduction)
+    weights, unit = loss_weights(call.mask, call.length, 'steps', call.reduction)
     binding = bind_step_fn(learner, call.step_fn, sequences, rule is not None)
     if call.has_aux is not None:
         check_aux(binding.out_tree, call.has_aux)
-    if rule is None:
-        rule, rule_state = learner.rule, rule_value(learner)
-    solver, program = gradient_program_of(learner, binding, rule, fresh)
+    solver, program = gradient_program_of(learner, binding, rule or learner.rule, fresh)
     parameters, states = binding.read()
+    inputs = binding.inputs(sequences)
     if fresh:
         states = binding.with_values(states, start_values(learner))
     if at:
         parameters = binding.with_values(parameters, at)
         states = binding.with_values(states, at)
+    if rule is None:
+        rule_state = rule_value(learner)
     traces = [] if fresh else read_traces(learner, solver, donate=True)
     if learner.check_finite:
         # What the call gives may be refused, and then the traces must still be there.
         traces = jax.tree.map(jnp.copy, traces)
-    inputs = binding.inputs(sequences)
     given = (parameters, states, traces, inputs, weights, unit, rule_state)
     solved = program(*given, masked=call.mask is not None)
     return SolvedCall(binding, solver, solved, weights)
 
 
-def _check_finite(learner: Learner, found: SolvedCall) -> None:
-    if learner.check_finite:
-        named = found.binding.gradients_by_name(found.solved.gradients)
-        check_finite_values(found.solved.losses, found.weights, named, 'step')
+def _check_finite(found: SolvedCall) -> None:
+    named = found.binding.gradients_by_name(found.solved.gradients)
+    check_finite_values(found.solved.losses, found.weights, named, 'step')
 
 
 def write_back(
@@ -220,7 +229,7 @@ def run_step(learner: Learner, args: tuple, window: bool, modulator: Any) -> Any
     if record is not None:
         record.calls += 1
         if record.runs_model:
-            _record_modulator(learner, record, modulator)
+            record.note_modulator(modulator)
             run = learner._run_model
             if window:
                 run = partial(brainstate.transform.for_loop, learner._run_model)
@@ -241,22 +250,6 @@ def run_step(learner: Learner, args: tuple, window: bool, modulator: Any) -> Any
     return binding.outputs(values)
 
 
-def _record_modulator(learner: Learner, record: Recording, modulator: Any) -> None:
-    if modulator is None or record.ignores_modulators:
-        return
-    if not record.takes_modulators:
-        check_modulated(learner, modulator)
-    if record.modulator is not None:
-        raise CompilationError(
-            three_parts(
-                'two calls with a modulator in one step_fn',
-                'a step has one, which multiplies all traces of it',
-                'one call with modulator=... in a step_fn',
-            )
-        )
-    record.modulator = jnp.asarray(modulator, jnp.result_type(float))
-
-
 def _step_program(
     learner: Learner, args: tuple, window: bool, in_chunk: bool
 ) -> tuple[StepBinding, Solver, Callable]:
@@ -269,13 +262,9 @@ def _step_program(
     binding = bind_model(learner, example)
     solver = solver_of(learner, binding, rule, False, in_chunk)
     run = online_step(solver, rule, window, exact, learner.placement)
-    make = lambda: jax.jit(run)
-    parts = (solver, window, exact)
-    return (
-        binding,
-        solver,
-        program_of(learner, 'step', parts, make, binding.is_reusable),
-    )
+    make, parts = lambda: jax.jit(run), (solver, window, exact)
+    program = program_of(learner, 'step', parts, make, binding.is_reusable)
+    return binding, solver, program
 
 
 # ---------------------------------------------------------------- without a loss

@@ -59,14 +59,10 @@ class EligibilityTrace(brainstate.ShortTermState):
         self.value = value
         self.was_read = False
 
-    def peek(self) -> Any:
-        """The trace, without counting as a reader of its arrays."""
-        return _VALUE.fget(self)
-
-    def look(self) -> Any:
-        """The trace as it is; a transformation around does not count this as reading
-        it."""
-        return self._read_value()
+    def peek(self, tracked: bool = True) -> Any:
+        """The trace, without counting as a reader of its arrays; unless ``tracked``, a
+        transformation around does not count it as read either."""
+        return _VALUE.fget(self) if tracked else self._read_value()
 
     def take_for_donation(self) -> Any:
         """The trace in arrays that are safe to donate."""
@@ -273,11 +269,12 @@ def make_traces(learner: Learner) -> None:
     # Traces that are too large are refused again, with the reason, when one is needed.
     with contextlib.suppress(NotSupportedError):
         binding = bind_model(learner, learner._example)
-        _prepare(learner, solver_of(learner, binding, learner.rule, loss=False))
+        prepare_traces(learner, solver_of(learner, binding, learner.rule, loss=False))
 
 
-def _prepare(learner: Learner, solver: Solver) -> None:
-    """Zero traces of a step, unless there are traces like them already."""
+def prepare_traces(learner: Learner, solver: Solver) -> None:
+    """Zero traces of a step, unless there are traces like them already: before a
+    program that reads them is traced."""
     rule, carried = learner.rule, learner._carried
     if rule.has_trace and not carried.fit(solver):
         carried.check_zero()
@@ -289,7 +286,7 @@ def _prepare(learner: Learner, solver: Solver) -> None:
 def read_traces(learner: Learner, solver: Solver, donate: bool = False) -> list[Any]:
     """The traces of a step, made if there are none yet; ``donate``: safe to be written
     to."""
-    _prepare(learner, solver)
+    prepare_traces(learner, solver)
     return learner._carried.read(solver, donate) if learner.rule.has_trace else []
 
 
@@ -302,7 +299,7 @@ def write_traces(learner: Learner, solver: Solver, values: list[Any]) -> None:
 def _may_differ_from_zero(trace: EligibilityTrace) -> bool:
     """False for a trace that is known to be zero; inside a trace its value may be
     unknown."""
-    leaves = jax.tree.leaves(trace.look())
+    leaves = jax.tree.leaves(trace.peek(tracked=False))
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return True
     with jax.ensure_compile_time_eval():

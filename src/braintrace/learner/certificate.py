@@ -25,6 +25,7 @@ from ..program import Parameter
 from ..program.step import path_name
 from ..solver import Solved
 from ..solver.forward import derivatives_along
+from .arguments import is_count
 
 _COVERED = 0.9
 """How often the interval of a cosine holds it."""
@@ -183,8 +184,7 @@ def certificate_program(
 
 def check_directions(directions: Any) -> None:
     """Raise unless it is a number of random directions."""
-    whole = isinstance(directions, (int, np.integer))
-    if not whole or isinstance(directions, bool) or directions < 0:
+    if not is_count(directions, least=0):
         raise ArgumentError(
             three_parts(
                 f'directions={directions!r}',

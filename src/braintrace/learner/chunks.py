@@ -37,9 +37,8 @@ def gradients_in_chunks(
     """SequenceGradients over windows of ``size`` steps that ``step_fn`` takes whole; it
     returns a loss for each step, or one for the window."""
     step_fn, mask, has_aux = call.step_fn, call.mask, call.has_aux
-    length = length_of(call.sequences)
-    chunks = in_windows(call.sequences, length, size)
-    per_step, per_window = window_weights(mask, length, size, call.reduction)
+    chunks = in_windows(call.sequences, call.length, size)
+    per_step, per_window = window_weights(mask, call.length, size, call.reduction)
     parameters = module_states(learner.model, brainstate.ParamState)
 
     def one(total: Any, xs: tuple) -> tuple:

@@ -4,7 +4,6 @@ made for, where fresh sequences start, and zero traces."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import brainstate
@@ -15,14 +14,14 @@ from ..errors import NotCompiledError, three_parts
 from ..frontends.brainstate import StateChanged
 from ..frontends.module_states import module_states
 from ..lowering.executor import ETraceGraphExecutor
-from ..program import Path
+from ..program.data import first_step
 from ..program.step import path_name
 from . import model_states
+from .access import synchronised
 from .binding import bind_model
 from .carried import make_traces, new_rule_state
 from .model_states import StartValue
 from .models import interface_of
-from .placement import on_mesh
 from .programs import shapes_of, state_shapes_of
 
 if TYPE_CHECKING:
@@ -37,55 +36,48 @@ def new_executor(learner: Learner) -> ETraceGraphExecutor:
     )
 
 
-def compile_learner(learner: Learner, args: tuple) -> None:
-    """Compile for the inputs of one step. The model's current states are where a fresh
-    sequence starts."""
-    for state in module_states(learner.model).values():
-        state.value = jax.tree.map(_strongly_typed, state.value)
-    compile_for(learner, args)
-    learner._carried.forget()
-    learner._kept.programs.clear()
-    learner._example = args
-    learner._compiled_for = (shapes_of(args), state_shapes_of(learner))
-    model_states.place_states(learner)
-    learner._kept.shapes = model_states.compiled_shapes(learner)
-    learner._start = {
-        path: StartValue(state.value)
-        for path, state in module_states(learner.model).items()
-        if not interface_of(learner.model).carries_on(path, state)
-    }
-    if learner.rule.predictor is not None:
-        learner.rule_state = new_rule_state(learner)
-    with on_mesh(learner.placement):
+def compile_graph(learner: Learner, *args: Any) -> None:
+    """Compile the model for example inputs of one step.
+
+    Fresh sequences start from the current states of the model.
+    """
+    args = first_step(args)
+    with synchronised(learner):
+        for state in module_states(learner.model).values():
+            state.value = jax.tree.map(_strongly_typed, state.value)
+        _analyse_step(learner, args)
+        learner._carried.forget()
+        learner._kept.programs.clear()
+        learner._example = args
+        learner._compiled_for = (shapes_of(args), state_shapes_of(learner))
+        model_states.place_states(learner)
+        learner._kept.shapes = model_states.compiled_shapes(learner)
+        learner._start = {
+            path: StartValue(state.value)
+            for path, state in module_states(learner.model).items()
+            if not interface_of(learner.model).carries_on(path, state)
+        }
+        if learner.rule.predictor is not None:
+            learner.rule_state = new_rule_state(learner)
         model = bind_model(learner, args)
         if not model.leaves_parameters_unread:
             learner.rule.check_readouts(model.step(False))
         make_traces(learner)
 
 
-def compile_for(learner: Learner, args: tuple) -> None:
+def _analyse_step(learner: Learner, args: tuple) -> None:
     """Compile the graph for example inputs. If no batch size was given, hidden states
     to which the step itself adds the batch axis of the inputs are given it before."""
     states = module_states(learner.model)
-    before = {path: state.value for path, state in states.items()}
-    try:
-        _compile_with_batch_axes(learner, args, states)
-    except BaseException:
-        for path, state in states.items():
-            state.value = before[path]
-        raise
-
-
-def _compile_with_batch_axes(
-    learner: Learner, args: tuple, states: Mapping[Path, brainstate.State]
-) -> None:
-    while True:
-        try:
-            return learner.executor.compile_graph(*args)
-        except StateChanged as error:
-            has_batch = learner._kept.has_batch_size
-            if has_batch or not _add_batch_axis(states.get(error.path), error, args):
-                raise
+    with model_states.restored_on_error(states.values()):
+        while True:
+            try:
+                return learner.executor.compile_graph(*args)
+            except StateChanged as error:
+                state = states.get(error.path)
+                may_add = not learner._kept.has_batch_size
+                if not (may_add and _add_batch_axis(state, error, args)):
+                    raise
 
 
 def _add_batch_axis(state: Any, error: StateChanged, args: tuple) -> bool:
@@ -104,7 +96,7 @@ def _add_batch_axis(state: Any, error: StateChanged, args: tuple) -> bool:
     warnings.warn(
         f'state {path_name(error.path)} had no batch axis and the inputs have one: it '
         f'now has {batch[0]} samples; write batch_size={batch[0]}',
-        stacklevel=6,
+        stacklevel=4,
     )
     state.value = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), state.value)
     return True

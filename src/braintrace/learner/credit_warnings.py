@@ -17,7 +17,12 @@ from ..rules.exactness import ONE_STEP
 from ..solver import Solver
 from ..text import size_text
 from .binding import StepBinding
-from .parameter_gradients import gradients_by_class, gradients_of
+from .parameter_gradients import (
+    gradients_by_class,
+    gradients_of,
+    idle,
+    without_gradient,
+)
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -52,7 +57,7 @@ def _texts(
         one_step = _behind_other_states(gradients_by_class(rule, binding.analysed))
     else:
         gives = gradients_of(rule, binding, solver, ())
-        without = _idle(rule, binding, gives, program.outputs[:1], 'loss')
+        without = idle(rule, binding, gives, program.outputs[:1], 'loss')
         unread = map(path_name, program.untouched_parameters)
         without |= dict.fromkeys(unread, 'the step never reads it')
     if without:
@@ -120,45 +125,10 @@ def _readout_losses(
     return [ReadoutLoss(*key, tuple(names)) for key, names in found.items()]
 
 
-def without_gradient(rule: Rule, binding: StepBinding) -> dict[str, str]:
-    """The parameter arrays to which a rule gives no gradient, with the reasons.
-
-    A step function decides what the loss depends on; here the outputs of the model
-    stand for it. Parameters that the model does not read may be read by a step
-    function."""
-    gives = gradients_by_class(rule, binding.analysed)
-    return _idle(rule, binding, gives, binding.info.program.outputs, 'output')
-
-
-def _idle(
-    rule: Rule,
-    binding: StepBinding,
-    gives: Mapping[str, ParameterGradient],
-    read_by: Sequence[Any],
-    what: str,
-) -> dict[str, str]:
-    """Parameters whose gradient is none, and those that no value in ``read_by`` ever
-    depends on."""
-    program, dependence = binding.info.program, binding.analysed.dependence
-    without = {name: g.reason for name, g in gives.items() if g.kind == 'none'}
-    # A rule with a modulator does not follow the loss.
-    if program.outputs and not rule.is_modulated:
-        behind = dependence.ever_behind(read_by)
-        idle = [
-            p.name for p in program.parameters if not behind & dependence.bit[p.invar]
-        ]
-        nothing = (
-            f'no derivative of any {what} leads to it, in its own step or later '
-            '(comparisons, rounding and stop_gradient have none)'
-        )
-        without |= {n: nothing for n in idle if n not in without and n in gives}
-    return without
-
-
 def _trace_bytes(learner: Learner, names: Collection[str]) -> int:
     """Bytes of the traces that belong to these parameters alone."""
     own = [trace for key, trace in learner.traces.items() if {*key[0]} <= {*names}]
-    return sum(bytes_of(trace.look()) for trace in own)
+    return sum(bytes_of(trace.peek(tracked=False)) for trace in own)
 
 
 def _without_gradient(rule: str, reasons: dict[str, str], traces: int) -> str:

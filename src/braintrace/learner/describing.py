@@ -20,10 +20,8 @@ from ..solver import Factorised
 from ..solver.factors import FactorTrace
 from ..text import size_text
 from .batch import batch_of
-from .binding import bind_model
 from .carried import trace_table
 from .parameter_gradients import gradients_of
-from .sequences import solver_of
 from .spellings import member
 from .weights import path_of_parameter
 
@@ -36,8 +34,7 @@ def report_of(learner: Learner) -> CompilationReport:
     """The findings of the compiler, the gradient that the rule gives each parameter,
     and the traces."""
     found, rule = learner.graph.report, learner.rule
-    binding = bind_model(learner, learner._example)
-    solver = solver_of(learner, binding, rule, loss=False)
+    binding, solver = learner.step_solver()
     gives = gradients_of(rule, binding, solver, found.credits)
     first = {
         r.weight_path: gives[r.context['name']].kind for r in reversed(found.credits)
@@ -125,7 +122,7 @@ def described(learner: Learner) -> str:
         for g in learner.graph.hidden_groups
     ]
     traces = learner.traces.values()
-    size = size_text(sum(bytes_of(trace.look()) for trace in traces))
+    size = size_text(sum(bytes_of(trace.peek(tracked=False)) for trace in traces))
     lines = [
         f'{rule} learner of {model}' + (f', batch {batch}' if batch else ''),
         f'inputs      {", ".join(_some(inputs))}',

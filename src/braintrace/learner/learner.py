@@ -2,8 +2,8 @@
 
 :class:`Learner` holds what its calls share: the model with its rule, the compiled
 programs, and the states that calls read and write. The public methods are functions in
-files by purpose: ``training.py``, ``measuring.py``, ``saving.py`` and
-``describing.py``. Their first argument is the learner.
+files by purpose: ``compiling.py``, ``training.py``, ``measuring.py``,
+``saving.py`` and ``describing.py``. Their first argument is the learner.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ..errors import ArgumentError, three_parts
 from ..frontends.brainstate import matrices_kept
 from ..frontends.module_states import known_states, module_states
 from ..program import Path
-from ..program.data import first_step
 from ..program.step import path_name
 from ..rules import Rule
 from ..solver import Solver
@@ -34,13 +33,11 @@ from . import (
     describing,
     measuring,
     model_states,
-    online_training,
     saving,
     training,
 )
-from .access import followed, place_inputs, synchronised
+from .access import place_inputs, synchronised
 from .arguments import check_choice, check_optimizer, check_options
-from .batch import check_batch_size
 from .binding import StepBinding, bind_model, bind_step_fn
 from .carried import (
     CarriedTraces,
@@ -49,12 +46,12 @@ from .carried import (
     new_rule_state,
     rule_value,
 )
-from .model_states import StartValue
+from .model_states import StartValue, check_batch_size
 from .models import interface_of
 from .optimizers import update_by
 from .placement import Placement
 from .programs import Kept
-from .sequences import TraceChoice, options_of, solver_of
+from .sequences import TraceChoice, solver_of
 from .spellings import check_subclass, member
 
 if TYPE_CHECKING:
@@ -182,13 +179,7 @@ class Learner(brainstate.nn.Module):
 
     # ------------------------------------------------------------ compiling
 
-    def compile_graph(self, *args: Any) -> None:
-        """Compile the model for example inputs of one step.
-
-        Fresh sequences start from the current states of the model.
-        """
-        with followed(self):
-            compiling.compile_learner(self, first_step(args))
+    compile_graph = compiling.compile_graph
 
     # ------------------------------------------------------------ training
 
@@ -275,23 +266,23 @@ class Learner(brainstate.nn.Module):
         """The parameters of a model other than a brainstate module, in the structure of
         its framework: a State of Params, an Equinox module, or the params of a
         function."""
-        with followed(self):
+        with synchronised(self):
             return interface_of(self.model).params
 
     @params.setter
     def params(self, value: Any) -> None:
-        with followed(self):
+        with synchronised(self):
             interface_of(self.model).params = value
 
     @property
     def state(self) -> Any:
         """The states of such a model, in the structure in which they were passed."""
-        with followed(self):
+        with synchronised(self):
             return interface_of(self.model).state
 
     @state.setter
     def state(self, value: Any) -> None:
-        with followed(self):
+        with synchronised(self):
             interface_of(self.model).state = value
 
     def _run_model(self, *args: Any) -> Any:
@@ -382,28 +373,14 @@ class Learner(brainstate.nn.Module):
         then start from them.
         """
         check_batch_size(batch_size)
-        with followed(self):
+        with synchronised(self):
             if batch_size is None:
                 model_states.restore_start(self)
             else:
                 model_states.resize(self, batch_size)
                 make_traces(self)
-            self._clear_traces()
+            self._carried.clear()
             self.running_index.value = jnp.zeros((), jnp.int32)
-
-    def _clear_traces(self) -> None:
-        self._carried.clear()
-
-    # Streams call these by the learner.
-    _synchronised = synchronised
-    _placed = place_inputs
-    _read_traces = carried.read_traces
-    _write_traces = carried.write_traces
-    _model_binding = bind_model
-    _binding = bind_step_fn
-    _solver = solver_of
-    _options = options_of
-    _online_step = online_training.online_step_of
 
 
 def _with_common_options(own: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:

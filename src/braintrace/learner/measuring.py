@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, overload
 import brainstate
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..errors import ArgumentError, three_parts
 from ..program import Path
 from ..rules import PRESETS, Rule, named
-from .access import followed, place_inputs, synchronised
-from .arguments import check_call, check_choice, length_of
+from .access import place_inputs, synchronised
+from .arguments import is_count, length_of
 from .binding import StepBinding, bind_step_fn, recording
 from .calls import GradientCall, failure_explained, solve
 from .carried import groups_of, rule_value, trace_table
@@ -100,7 +99,6 @@ def gradient_check(
     or learners such as ``braintrace.SnAp(model, n=2)``, whose rule, options, modulator
     and predictor are used. Nothing is changed.
     """
-    check_choice('reduction', reduction, ('mean', 'sum'))
     own = (learner.rule, rule_value(learner))
     compared = [own] if rules is None else _rules_of(rules)
     with synchronised(learner), unmoved(learner):
@@ -142,10 +140,7 @@ def certificate(
     >>> round(found.descent, 3), found.descends
     (1.0, True)
     """
-    check_choice('reduction', reduction, ('mean', 'sum'))
-    check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
     check_directions(directions)
-    length_of(sequences)
     with synchronised(learner), unmoved(learner):
         call = GradientCall(
             place_inputs(learner, sequences, 1), step_fn, mask, reduction
@@ -164,7 +159,7 @@ def memory_plan(
 
     ``mesh`` and ``shard``: plan for other devices, as in ``compile``.
     """
-    if not isinstance(steps, (int, np.integer)) or steps < 1:
+    if not is_count(steps):
         why = 'a sequence has at least one step'
         fix = 'a whole number of at least 1'
         shown = repr(steps)
@@ -196,7 +191,7 @@ def memory_plan(
 def unmoved(learner: Learner) -> Iterator[None]:
     """A context that restores all states that are read or written inside it, the random
     numbers included."""
-    with followed(learner):
+    with synchronised(learner):
         touched: Any = brainstate.StateTraceStack()
         try:
             with touched, learner._carried.unmoved():
@@ -273,7 +268,7 @@ def _certify(
     seed: int,
 ) -> Certificate:
     """Whether the rule's gradient of a fresh sequence points downhill."""
-    length = len(jax.tree.leaves(call.sequences)[0])
+    length = call.length
     weights, unit = loss_weights(call.mask, length, 'steps', call.reduction)
     binding = bind_step_fn(learner, call.step_fn, call.sequences)
     own = parameter_groups(binding.info.program.parameters, per_parameter, groups)

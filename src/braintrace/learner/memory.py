@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,12 +14,12 @@ from ..arrays import bytes_of
 from ..compiled_step import Values
 from ..errors import printable
 from ..rules import PRESETS, Rule
-from ..solver import BlockSolver, Solver
+from ..solver import Solver
 from ..source_lines import use_name
 from ..text import size_text
 from .binding import StepBinding
 from .carried import trace_table
-from .sequences import SequenceOptions
+from .sequences import SequenceOptions, gradient_program
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,37 +87,24 @@ def plan_memory(
         states, traces = placement.split(states), placement.split(traces)
         inputs = placement.split_inputs(inputs, 1)
     weights = jax.ShapeDtypeStruct((steps,), jnp.result_type(float))
-    sequence = (inputs, weights)
-    exact = PRESETS['bptt'].default.solver(solver.step)
-    assert isinstance(exact, BlockSolver)
 
-    def windows(length: int) -> Any:
-        run = lambda *given: exact.windows.solve(*given, length=length, masked=False)
-        return _lowered(run, parameters, states, [], *sequence)
+    def program(solver: Solver, rule: Rule, passes: int, traces: list) -> Any:
+        """A gradient of the sequence, lowered; in two passes it is a fresh one."""
+        way = replace(options, passes=passes)
+        solve = gradient_program(solver, rule, passes == 2, way)
+        run = jax.jit(partial(solve, masked=False))
+        return run.lower(parameters, states, traces, inputs, weights, 1.0, rule_state)
 
-    if not rule.has_trace:
-        own = (rule.window.steps if rule.window else None) or steps
-        once, whole = _needed(windows(own), windows(steps))
-        return MemoryPlan(steps, {}, once, None, whole)
-    sizes = dict(zip(trace_table(solver).keys, map(_bytes_here, traces), strict=True))
-
-    def one_pass(p: Values, s: Values, traces: list, xs: Values, w: jax.Array) -> Any:
-        if rule.multi_step and isinstance(solver, BlockSolver):
-            found = solver.windows.solve(p, s, traces, xs, w, length=1, masked=False)
-        else:
-            given = (p, s, traces, xs, w)
-            found = options.one_pass(solver, *given, rule_state, masked=False)
-        return options.pinned(found)
-
-    def two_pass(p: Values, s: Values, xs: Values, w: jax.Array) -> Any:
-        assert isinstance(solver, BlockSolver)
-        block = options.block_length(solver, steps, carried=False)
-        return solver.two_pass(p, s, xs, w, block, rule_state, masked=False)
-
-    ways = [_lowered(one_pass, parameters, states, traces, *sequence), windows(steps)]
-    if rule.runs_in_two_passes and not rule.multi_step:
-        ways.append(_lowered(two_pass, parameters, states, *sequence))
+    exact = PRESETS['bptt'].default
+    ways = [program(solver, rule, 1, traces)]
+    ways.append(program(exact.solver(solver.step), exact, 1, []))
+    if rule.runs_in_two_passes and not (rule.multi_step or rule.deep):
+        ways.append(program(solver, rule, 2, []))
     once, whole, *twice = _needed(*ways)
+    sizes = {}
+    if rule.has_trace:
+        keys = trace_table(solver).keys
+        sizes = dict(zip(keys, map(_bytes_here, traces), strict=True))
     return MemoryPlan(steps, sizes, once, twice[0] if twice else None, whole)
 
 
@@ -135,10 +122,6 @@ _QUICK = {
     'xla_backend_optimization_level': 0,
     'xla_llvm_disable_expensive_passes': True,
 }
-
-
-def _lowered(run: Callable, *args: Any) -> Any:
-    return jax.jit(run).lower(*args)
 
 
 def _needed(*programs: Any) -> list[int]:

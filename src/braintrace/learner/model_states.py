@@ -3,8 +3,9 @@ learner was compiled for, and where sequences start."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import brainstate
@@ -15,6 +16,7 @@ from ..errors import ArgumentError, CompilationError, three_parts
 from ..frontends.module_states import known_states, module_states
 from ..program import Path
 from ..program.step import path_name
+from .arguments import is_count
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -26,6 +28,18 @@ _last_shaped: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 class StartValue(brainstate.State):
     """The value of a model's state at the start of a fresh sequence."""
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Raise unless it is a number of samples, or None."""
+    if batch_size is not None and not is_count(batch_size):
+        raise ArgumentError(
+            three_parts(
+                f'batch_size={batch_size!r}',
+                'it is the number of samples in a batch',
+                'a whole number of at least 1, or None for states without a batch axis',
+            )
+        )
 
 
 def make_states(
@@ -98,6 +112,18 @@ def _with_states(value: Any, replaced: Mapping[int, brainstate.State]) -> Any:
     return type(value)(new)
 
 
+@contextlib.contextmanager
+def restored_on_error(states: Iterable[brainstate.State]) -> Iterator[None]:
+    """Some states as they were, if what is done inside fails or is interrupted."""
+    before = [(state, state.value) for state in states]
+    try:
+        yield
+    except BaseException:
+        for state, value in before:
+            state.value = value
+        raise
+
+
 def state_shapes(states: Mapping[Path, brainstate.State]) -> Shapes:
     """The shape of each state that is one array."""
     leaves = {path: jax.tree.leaves(state.value) for path, state in states.items()}
@@ -164,14 +190,9 @@ def start_here(learner: Learner) -> None:
 
 def resize(learner: Learner, batch_size: int) -> None:
     """States and example inputs of another batch; no traces."""
-    held = {s: s.value for s in module_states(learner.model).values()}
-    try:
+    with restored_on_error(module_states(learner.model).values()):
         make_states(learner.model, batch_size, learner.vmap)
         _check_axes(learner, batch_size)
-    except BaseException:
-        for state, value in held.items():
-            state.value = value
-        raise
     before = list(start_values(learner).values())
     start_here(learner)
     after = list(start_values(learner).values())

@@ -22,11 +22,18 @@ from ..frontends import pure_model
 from ..frontends.pure import PureModel
 from ..program import Path
 from ..program.step import path_name
+from .model_states import restored_on_error
 
 
 class ModuleInterface:
     """What a learner needs of a brainstate module beside its states; an
     :class:`AdaptedModel` has the same members for other models."""
+
+    # The parameters and what is carried from step to step, as the framework holds them:
+    # of other models only.
+    __slots__ = ()
+    params: Any
+    state: Any
 
     def followed(self, recompile: Callable[[], None]) -> Any:
         """Around a call: values that are kept in the user's model are read before it
@@ -64,24 +71,6 @@ class ModuleInterface:
 
     def check_loop_optimizer(self, optimizer: Any) -> None:
         """Raise if an optimiser cannot be used inside a compiled loop."""
-
-    @property
-    def params(self) -> Any:
-        """The parameters as the framework holds them."""
-        raise AttributeError('params')
-
-    @params.setter
-    def params(self, value: Any) -> None:
-        raise AttributeError('params')
-
-    @property
-    def state(self) -> Any:
-        """What the model carries from step to step, as the framework holds it."""
-        raise AttributeError('state')
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        raise AttributeError('state')
 
 
 MODULE = ModuleInterface()
@@ -223,10 +212,8 @@ class AdaptedModel(brainstate.nn.Module):
         before = [state.value for state in states]
         self.user_values.inside = True
         try:
-            yield
-        except BaseException:
-            _assign(states, before)
-            raise
+            with restored_on_error(states):
+                yield
         finally:
             self.user_values.inside = False
         self._push(before)

@@ -18,6 +18,7 @@ from .arguments import length_of
 from .binding import StepBinding, bind_step_fn, check_aux
 from .carried import (
     next_rule_state,
+    prepare_traces,
     read_traces,
     rule_value,
     write_rule_state,
@@ -25,7 +26,7 @@ from .carried import (
 )
 from .losses import check_finite_values, loss_weights
 from .optimizers import update_by
-from .programs import loop_of, program_of
+from .programs import loop_of, state_shapes_of, stored
 from .sequences import gradient_program_of
 from .stream_program import StreamProgram, shapes_of_inputs
 
@@ -79,20 +80,16 @@ def train_online(
 
 def _program(learner: Learner, call: OnlineCall, inputs: tuple) -> StreamProgram:
     """The compiled call for inputs of these shapes, made if there is none."""
-    shapes = shapes_of_inputs(inputs)
-
-    def stored(make: Callable[[], Any], is_reusable: bool | None = None) -> Any:
-        parts = (call, shapes, *learner._held())
-        return program_of(learner, 'online', parts, make, is_reusable)
-
-    known = stored(lambda: None, is_reusable=False)  # looks up only
+    parts = ('online', call, shapes_of_inputs(inputs))
+    key = lambda: (*parts, *learner._held(), state_shapes_of(learner))
+    known = learner._kept.programs.get(key())
     if known is not None:
         return known
     with undone_on_error(learner, call.optimizer):
         _, run = _loop(learner, call, inputs)  # makes traces, if there are none yet
         places, placement = state_places(learner.model), learner.placement
         given = (run, inputs, False, None, placement, places)
-        return stored(lambda: StreamProgram(*given))
+        return stored(learner, key(), lambda: StreamProgram(*given))
 
 
 def _by_brainstate(learner: Learner, call: OnlineCall, inputs: tuple) -> Given:
@@ -150,7 +147,7 @@ def online_step_of(
     """A function of a window and the weights of its losses that gives gradients; states
     and traces are read and written."""
     solver, program = gradient_program_of(learner, binding, learner.rule, fresh=False)
-    read_traces(learner, solver)  # makes them before a program is traced
+    prepare_traces(learner, solver)
 
     def step(window: tuple, weights: jax.Array) -> Solved:
         traces, inputs = read_traces(learner, solver), binding.inputs(window)

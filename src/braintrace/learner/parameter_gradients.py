@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +61,41 @@ def gradients_by_class(rule: Rule, analysed: Analysed) -> dict[str, ParameterGra
 def _known(record: CompilationRecord) -> ParameterFacts:
     context: Mapping[str, Any] = record.context or {}
     return ParameterFacts(context['credit'], context['reason'], context['temporal'])
+
+
+def without_gradient(rule: Rule, binding: StepBinding) -> dict[str, str]:
+    """The parameter arrays to which a rule gives no gradient, with the reasons.
+
+    A step function decides what the loss depends on; here the outputs of the model
+    stand for it. Parameters that the model does not read may be read by a step
+    function."""
+    gives = gradients_by_class(rule, binding.analysed)
+    return idle(rule, binding, gives, binding.info.program.outputs, 'output')
+
+
+def idle(
+    rule: Rule,
+    binding: StepBinding,
+    gives: Mapping[str, ParameterGradient],
+    read_by: Sequence[Any],
+    what: str,
+) -> dict[str, str]:
+    """Parameters whose gradient is none, and those that no value in ``read_by`` ever
+    depends on."""
+    program, dependence = binding.info.program, binding.analysed.dependence
+    without = {name: g.reason for name, g in gives.items() if g.kind == 'none'}
+    # A rule with a modulator does not follow the loss.
+    if program.outputs and not rule.is_modulated:
+        behind = dependence.ever_behind(read_by)
+        unused = [
+            p.name for p in program.parameters if not behind & dependence.bit[p.invar]
+        ]
+        nothing = (
+            f'no derivative of any {what} leads to it, in its own step or later '
+            '(comparisons, rounding and stop_gradient have none)'
+        )
+        without |= {n: nothing for n in unused if n not in without and n in gives}
+    return without
 
 
 class _StepUnderRule:

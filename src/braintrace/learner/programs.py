@@ -52,61 +52,19 @@ def in_trace() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
-class ProgramCache:
-    """Programs by what they depend on."""
-
-    def __init__(self) -> None:
-        self._programs: dict[tuple, Any] = {}
-
-    def get(
-        self,
-        key: tuple,
-        make: Callable[[], Any],
-        is_reusable: bool | Callable[[Any], bool] | None = None,
-    ) -> Any:
-        """The program of a key, made if there is none.
-
-        A program that is made inside a trace, as inside jit, may close over tracers,
-        which are of no use afterwards; it is not stored. ``is_reusable``: whether it
-        can be stored, where that is known.
-        """
-        if key in self._programs:
-            return self._programs[key]
-        program = make()
-        if callable(is_reusable):
-            is_reusable = is_reusable(program)
-        if is_reusable is None:
-            is_reusable = not in_trace()
-        if is_reusable:
-            if len(self._programs) >= _MOST_PROGRAMS:
-                self._programs.pop(next(iter(self._programs)))
-            self._programs[key] = program
-        return program
-
-    def values(self) -> list[Any]:
-        """All programs that are kept."""
-        return list(self._programs.values())
-
-    def clear(self) -> None:
-        """Remove all programs."""
-        self._programs.clear()
-
-    def __len__(self) -> int:
-        return len(self._programs)
-
-
 @dataclass
 class Kept:
     """What a learner stores between calls beside its states. It is one object, so that
     brainstate does not find states in it.
 
-    ``optimizers``: states of optax transformations. ``shapes``: shapes of the hidden
-    states when the learner was compiled. ``has_batch_size``: whether `compile` was
-    given a batch size. ``said``: texts of warnings so far. ``codes``: how many step
-    functions with the same code were traced.
+    ``programs``: by what they depend on. ``optimizers``: states of optax
+    transformations. ``shapes``: shapes of the hidden states when the learner was
+    compiled. ``has_batch_size``: whether `compile` was given a batch size. ``said``:
+    texts of warnings so far. ``codes``: how many step functions with the same code were
+    traced.
     """
 
-    programs: ProgramCache = field(default_factory=ProgramCache)
+    programs: dict[tuple, Any] = field(default_factory=dict)
     optimizers: dict[Any, brainstate.State] = field(default_factory=dict)
     shapes: Shapes = field(default_factory=dict)
     has_batch_size: bool = False
@@ -153,12 +111,38 @@ def program_of(
     kind: str,
     parts: tuple,
     make: Callable[[], Any],
-    is_reusable: bool | None = None,
+    is_reusable: bool | Callable[[Any], bool] | None = None,
 ) -> Any:
     """A program of some kind, made once for these parts and the shapes of all
     states."""
-    key = (kind, *parts, state_shapes_of(learner))
-    return learner._kept.programs.get(key, make, is_reusable)
+    return stored(learner, (kind, *parts, state_shapes_of(learner)), make, is_reusable)
+
+
+def stored(
+    learner: Learner,
+    key: tuple,
+    make: Callable[[], Any],
+    is_reusable: bool | Callable[[Any], bool] | None = None,
+) -> Any:
+    """The program of a key, made if there is none.
+
+    A program that is made inside a trace, as inside jit, may close over tracers, which
+    are of no use afterwards; it is not stored. ``is_reusable``: whether it can be
+    stored, where that is known.
+    """
+    programs = learner._kept.programs
+    if key in programs:
+        return programs[key]
+    program = make()
+    if callable(is_reusable):
+        is_reusable = is_reusable(program)
+    if is_reusable is None:
+        is_reusable = not in_trace()
+    if is_reusable:
+        if len(programs) >= _MOST_PROGRAMS:
+            programs.pop(next(iter(programs)))
+        programs[key] = program
+    return program
 
 
 def loop_of(

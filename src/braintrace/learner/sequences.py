@@ -16,9 +16,9 @@ from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver, Solved, Solver
 from ..solver.block import length_of
 from .binding import StepBinding, bind_model
-from .credit_warnings import without_gradient
+from .parameter_gradients import without_gradient
 from .placement import Placement
-from .programs import program_of
+from .programs import program_of, stored
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -198,7 +198,7 @@ def solver_of(
         return rule.solver(*given, has_readouts)
 
     key = ('solver', binding, rule, loss, in_chunk, bool(idle))
-    return learner._kept.programs.get(key, make, binding.is_reusable)
+    return stored(learner, key, make, binding.is_reusable)
 
 
 def _is_credited(learner: Learner, path: Path) -> bool:
@@ -211,7 +211,7 @@ def _is_credited(learner: Learner, path: Path) -> bool:
         credited = {p.path for p in arrays if p.name not in without}
         return frozenset(p.path for p in arrays) - credited
 
-    return path not in learner._kept.programs.get(('credited',), make, True)
+    return path not in stored(learner, ('credited',), make, True)
 
 
 def options_of(learner: Learner) -> SequenceOptions:

@@ -21,12 +21,15 @@ import numpy as np
 from ..errors import three_parts
 from ..frontends.module_states import StatePlaces, state_places
 from ..program import Path
-from .arguments import check_arrays, check_call, check_optimizer
+from .access import place_inputs, synchronised
+from .arguments import check_arrays, check_call, check_optimizer, is_count
 from .batch import AxesError
-from .binding import recording_of
+from .binding import bind_model, bind_step_fn, recording_of
+from .carried import prepare_traces, read_traces, write_traces
 from .models import interface_of
+from .online_training import online_step_of
 from .optimizers import update_by
-from .sequences import evolution_program
+from .sequences import evolution_program, options_of, solver_of
 from .stream_program import (
     QuickCall,
     StreamProgram,
@@ -83,7 +86,7 @@ class Stream:
         chunk: int | None = None,
         decay: float | None = None,
     ):
-        if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        if chunk is not None and not is_count(chunk):
             raise ValueError(
                 three_parts(
                     f'stream(..., chunk={chunk!r})',
@@ -147,7 +150,7 @@ class Stream:
         if found is not None:
             return StreamStep(*found)
         given = inputs
-        inputs = self.learner._placed(inputs, 0 if self.chunk is None else 1)
+        inputs = place_inputs(self.learner, inputs, 0 if self.chunk is None else 1)
         if self.chunk is None:
             found = self._run('learn', self._learning, inputs)
             assert self._latest_program is not None
@@ -171,7 +174,7 @@ class Stream:
     def predict(self, *inputs: Any) -> Any:
         """Return the outputs of the model. States and traces advance, and weights do
         not change."""
-        inputs = self.learner._placed(inputs, 0)
+        inputs = place_inputs(self.learner, inputs, 0)
         return self._run('predict', self._predicting, inputs)
 
     def gradient(
@@ -196,7 +199,7 @@ class Stream:
                     'one of them',
                 )
             )
-        inputs = self.learner._placed(inputs, 0)
+        inputs = place_inputs(self.learner, inputs, 0)
         if of is not None:
             step_fn = self._scalar_of(of)
         step_fn = self.step_fn if step_fn is None else step_fn
@@ -334,8 +337,9 @@ class Stream:
         """A step by the learner's rule: gradients by path, the loss, the outputs."""
         check_call('step_fn', step_fn, inputs, 'the inputs of one step')
         learner = self.learner
-        binding = learner._binding(self._returning_outputs(step_fn), _one(inputs))
-        run = learner._online_step(binding, masked=False)
+        returning = self._returning_outputs(step_fn)
+        binding = bind_step_fn(learner, returning, _one(inputs))
+        run = online_step_of(learner, binding, masked=False)
 
         def step(*inputs: Any) -> tuple:
             solved = run(_one(inputs), jnp.ones(1))
@@ -366,16 +370,16 @@ class Stream:
     def _predicting(self, inputs: tuple) -> Callable[..., Any]:
         """A step without a loss."""
         learner = self.learner
-        binding = learner._model_binding(inputs)
-        solver = learner._solver(binding, learner.rule, loss=False)
-        evolve = evolution_program(solver, learner._options())
-        learner._read_traces(solver)
+        binding = bind_model(learner, inputs)
+        solver = solver_of(learner, binding, learner.rule, loss=False)
+        evolve = evolution_program(solver, options_of(learner))
+        prepare_traces(learner, solver)
 
         def predict(*inputs: Any) -> Any:
-            given = (*binding.read(), learner._read_traces(solver))
+            given = (*binding.read(), read_traces(learner, solver))
             solved = evolve(*given, binding.inputs(_one(inputs)))
             binding.write(solved.states)
-            learner._write_traces(solver, solved.traces)
+            write_traces(learner, solver, solved.traces)
             learner._count(1)
             return _first(binding.stacked(solved.aux, 1))
 
@@ -395,7 +399,7 @@ class Stream:
         ``make(inputs)`` gives a function that reads and writes states. ``count``: how
         many of the steps in the inputs count.
         """
-        with self.learner._synchronised():
+        with synchronised(self.learner):
             key = (kind, *shapes_of_inputs(inputs))
             program = self._programs.get(key)
             places = state_places(self.learner.model)

@@ -6,7 +6,6 @@ They check their arguments. ``calls.py`` runs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import brainstate
@@ -17,13 +16,19 @@ from ..errors import ArgumentError, three_parts
 from ..program import Path
 from ..program.data import MultiStepData, SingleStepData
 from . import calls, chunks
-from .access import place_inputs, restored_on_error, synchronised
-from .arguments import LOSS_OUTPUTS, check_choice, check_optimizer, length_of
+from .access import place_inputs, synchronised
+from .arguments import (
+    LOSS_OUTPUTS,
+    check_choice,
+    check_optimizer,
+    is_count,
+    length_of,
+)
 from .batch import batch_explained, check_rank
 from .calls import GradientCall
 from .carried import next_rule_state, write_rule_state
 from .losses import results
-from .model_states import state_shapes
+from .model_states import restored_on_error, state_shapes
 from .models import interface_of
 from .online_training import train_online
 from .optimizers import update_by
@@ -148,14 +153,14 @@ def etrace_grad(
     ``has_aux`` the auxiliary values are returned as well, stacked over time.
     """
     check_choice('loss_output', loss_output, LOSS_OUTPUTS)
-    check_choice('reduction', reduction, ('mean', 'sum'))
     chosen = None if weights is None else selected(weights, learner.param_states)
-    call = GradientCall(sequences, step_fn, mask, reduction, has_aux, fresh)
+    how = (step_fn, mask, reduction, has_aux, fresh)
     if params is not None:
+        call = GradientCall(sequences, *how)
         found = calls.gradients_at(learner, call, params, chunk_size)
     else:
         with synchronised(learner):
-            call = replace(call, sequences=place_inputs(learner, sequences, 1))
+            call = GradientCall(place_inputs(learner, sequences, 1), *how)
             if chunk_size in (None, 1):
                 found = calls.gradients_in_steps(learner, call)
             else:
@@ -237,7 +242,7 @@ def etrace_online(
     interface_of(learner.model).check_loop_optimizer(optimizer)
     check_optimizer(optimizer)
     length_of(sequences, step_fn)
-    if not isinstance(update_every, int) or update_every < 1:
+    if not is_count(update_every):
         raise ValueError(
             three_parts(
                 f'update_every={update_every!r}',

@@ -95,21 +95,9 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor, metaclass=_OfLearners):
         check_switches(type(self).__name__, switches)
         super().__init__(model)
         self.vjp_method = vjp_method
-        self.include_recurrent_mixing = include_recurrent_mixing
-        self.sparse_n = sparse_n
-        self.snap_max_jacobian_elements = snap_max_jacobian_elements
-        self.control_flow = control_flow
         self.full_jacobian = full_jacobian
-
-    @property
-    def is_single_step_vjp(self) -> bool:
-        """Whether a call is differentiated along kept paths of its own step."""
-        return self.vjp_method == 'single-step'
-
-    @property
-    def is_multi_step_vjp(self) -> bool:
-        """Whether a call is an exact window."""
-        return self.vjp_method == 'multi-step'
+        for name, value in switches.items():
+            setattr(self, name, value)
 
     def solve_h2w_h2h_jacobian(
         self,
@@ -124,7 +112,7 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor, metaclass=_OfLearners):
         Hidden-to-weight Jacobians are two dictionaries: inputs of sites by the identity
         of their variable, and ∂h/∂y by the identity of y and the name of the group.
         """
-        self._check_stepper(etrace_stepper, init_etrace)
+        _check_stepper(etrace_stepper, init_etrace)
         results, env, _ = self._run(args, kwargs)
         return (*results, *self._published_jacobians(env), None)
 
@@ -137,7 +125,7 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor, metaclass=_OfLearners):
     ) -> tuple:
         """The same, with the loss-to-hidden residuals as the result before the last: a
         function of the cotangents of the outputs."""
-        self._check_stepper(etrace_stepper, init_etrace)
+        _check_stepper(etrace_stepper, init_etrace)
         _, env, _ = self._run(args, kwargs)
         found = super().solve_h2w_h2h_l2h_jacobian(*args, **kwargs)
         return (*found[:3], *self._published_jacobians(env), found[-1], None)
@@ -161,13 +149,13 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor, metaclass=_OfLearners):
             full.append(full_jacobian(group, old, constants))
         return (inputs, derivatives), full
 
-    @staticmethod
-    def _check_stepper(etrace_stepper: Any, init_etrace: Any) -> None:
-        if etrace_stepper is not None or init_etrace is not None:
-            raise NotSupportedError(
-                three_parts(
-                    'a solve with etrace_stepper or init_etrace',
-                    'executors here take one step and keep no traces',
-                    'a learner, whose update advances its traces',
-                )
+
+def _check_stepper(etrace_stepper: Any, init_etrace: Any) -> None:
+    if etrace_stepper is not None or init_etrace is not None:
+        raise NotSupportedError(
+            three_parts(
+                'a solve with etrace_stepper or init_etrace',
+                'executors here take one step and keep no traces',
+                'a learner, whose update advances its traces',
             )
+        )

@@ -78,7 +78,21 @@ class ETraceOp:
         )
 
 
-class MatMulOp(ETraceOp):
+class _Masked(ETraceOp):
+    """An operation whose weight is masked, and a function of it taken."""
+
+    weight_mask: Any
+    weight_fn: Callable
+    apply_weight_fn_before_mask = False
+
+    def _weight(self, weight: Any) -> Any:
+        masked = lambda w: w if self.weight_mask is None else w * self.weight_mask
+        if self.apply_weight_fn_before_mask:
+            return masked(self.weight_fn(weight))
+        return self.weight_fn(masked(weight))
+
+
+class MatMulOp(_Masked):
     """``x @ weight + bias`` of a dictionary with these names."""
 
     def __init__(
@@ -92,19 +106,13 @@ class MatMulOp(ETraceOp):
         self.weight_fn = weight_fn
         self.apply_weight_fn_before_mask = apply_weight_fn_before_mask
 
-    def _weight(self, weight: Any) -> Any:
-        masked = lambda w: w if self.weight_mask is None else w * self.weight_mask
-        if self.apply_weight_fn_before_mask:
-            return masked(self.weight_fn(weight))
-        return self.weight_fn(masked(weight))
-
     def xw_to_y(self, x: Any, w: Any) -> Any:
         """The product."""
         w = _dictionary(self, w)
         return ops.matmul(x, w['weight'], w.get('bias'), weight_fn=self._weight)
 
 
-class ConvOp(ETraceOp):
+class ConvOp(_Masked):
     """A convolution with ``weight`` and ``bias`` of a dictionary."""
 
     def __init__(
@@ -134,15 +142,11 @@ class ConvOp(ETraceOp):
             'dimension_numbers': dimension_numbers,
         }
 
-    def _kernel(self, weight: Any) -> Any:
-        masked = weight if self.weight_mask is None else weight * self.weight_mask
-        return self.weight_fn(masked)
-
     def xw_to_y(self, x: Any, w: Any) -> Any:
         """The convolution."""
         w = _dictionary(self, w)
         given = (x, w['weight'], w.get('bias'))
-        return ops.conv(*given, kernel_fn=self._kernel, **self.options)
+        return ops.conv(*given, kernel_fn=self._weight, **self.options)
 
 
 class SpMatMulOp(ETraceOp):
@@ -202,7 +206,18 @@ def _dictionary(op: ETraceOp, weight: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- parameters
 
 
-class ETraceParam(brainstate.ParamState):
+class _WithOperation:
+    """A value with its operation; ``execute(x)`` runs it."""
+
+    value: Any
+    op: Any
+
+    def execute(self, x: Any) -> Any:
+        """The operation of x and the value."""
+        return self.op(x, self.value)
+
+
+class ETraceParam(_WithOperation, brainstate.ParamState):
     """A parameter with its operation; ``execute(x)`` runs it."""
 
     def __init__(
@@ -216,10 +231,6 @@ class ETraceParam(brainstate.ParamState):
         self.op = op
         self.gradient = grad
         self.is_etrace = True
-
-    def execute(self, x: Any) -> Any:
-        """The operation of x and the parameter."""
-        return self.op(x, self.value)
 
 
 class ElemWiseParam(ETraceParam):
@@ -236,7 +247,7 @@ class ElemWiseParam(ETraceParam):
         return self.op(None, self.value)
 
 
-class NonTempParam(brainstate.ParamState):
+class NonTempParam(_WithOperation, brainstate.ParamState):
     """A parameter with its operation. It is traced like any other:
     ``trace=lambda path: ...`` of ``compile`` chooses."""
 
@@ -251,21 +262,13 @@ class NonTempParam(brainstate.ParamState):
         self.op = op
         self.is_etrace = False
 
-    def execute(self, x: Any) -> Any:
-        """The operation of x and the parameter."""
-        return self.op(x, self.value)
 
-
-class FakeETraceParam:
+class FakeETraceParam(_WithOperation):
     """A value that is no parameter, with an operation."""
 
     def __init__(self, value: Any, op: ETraceOp | Callable):
         self.value = value
         self.op = op
-
-    def execute(self, x: Any) -> Any:
-        """The operation of x and the value."""
-        return self.op(x, self.value)
 
 
 class FakeElemWiseParam:

@@ -25,9 +25,9 @@ from . import traces
 
 def init_etrace_state(learner: Any, *args: Any, **kwargs: Any) -> None:
     """Reset the traces to zero. The states of the model do not change."""
-    _ = learner.graph  # refuses a learner that was not compiled
+    learner.check_compiled()
     make_traces(learner)
-    learner._clear_traces()
+    learner._carried.clear()
 
 
 def config_of(rule: Rule) -> ETraceConfig:
@@ -64,12 +64,16 @@ def config_of(rule: Rule) -> ETraceConfig:
     return ETraceConfig(**parts)
 
 
+def _absent(learner: Any, what: str) -> AttributeError:
+    """The error of a member that such a learner does not have; for `hasattr` a no."""
+    return AttributeError(f'{type(learner).__name__!r} object has no {what}')
+
+
 def _decay(side: int | None) -> Callable[[Any], float]:
     def of(learner: Any) -> float:
         decays = learner.rule.decay
         if decays is None:
-            kind = type(learner).__name__
-            raise AttributeError(f'{kind!r} object has no decay: its traces are whole')
+            raise _absent(learner, 'decay: its traces are whole')
         if side is None and decays[0] != decays[1]:
             raise AttributeError(f'two decays {decays}: decay_x and decay_f')
         return decays[side or 0]
@@ -81,15 +85,14 @@ def _regime(learner: Any) -> str:
     """Whether the Jacobian of a unit's own states is part of OSTL's trace."""
     regimes = {'OSTLRecurrent': 'with-H', 'OSTLFeedforward': 'without-H'}
     if learner.rule.name not in regimes:
-        raise AttributeError(f'{type(learner).__name__!r} object has no regime')
+        raise _absent(learner, 'regime')
     return regimes[learner.rule.name]
 
 
 def _module(learner: Any) -> Any:
     """The learner itself, if it maps a model over a batch: there is no other inside."""
     if not learner.vmap:
-        kind = type(learner).__name__
-        raise AttributeError(f'{kind!r} object has no module: it maps nothing')
+        raise _absent(learner, 'module: it maps nothing')
     return learner
 
 
@@ -107,8 +110,7 @@ def _of_projection(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def of(learner: Any) -> Any:
         if not isinstance(learner.rule.trace, RandomProjection):
-            kind = type(learner).__name__
-            raise AttributeError(f'{kind!r} object has no projection')
+            raise _absent(learner, 'projection')
         return value(learner.rule.trace)
 
     return of
@@ -119,24 +121,21 @@ def _drawn_from(trace: RandomProjection) -> brainstate.State:
     return brainstate.ShortTermState(jax.random.key(trace.seed))
 
 
-def _path_to_states(learner: Any) -> Any:
-    _ = learner.graph
-    return learner.executor.path_to_states
+def _of_executor(name: str) -> Callable[[Any], Any]:
+    """A member of the executor of a compiled learner."""
 
+    def of(learner: Any) -> Any:
+        learner.check_compiled()
+        return getattr(learner.executor, name)
 
-def _state_id_to_path(learner: Any) -> dict[int, tuple]:
-    _ = learner.graph
-    return learner.executor.state_id_to_path
+    return of
 
 
 def _states_of_traces(learner: Any) -> dict[tuple, EligibilityTrace]:
     """Traces for each weight, in states by the keys of operation and group."""
     _check_has_traces(learner)
     if isinstance(learner.rule.trace, (Factorised, RandomProjection)):
-        kind = type(learner).__name__
-        raise AttributeError(
-            f'{kind!r} object has no etrace_bwg: its traces are factors'
-        )
+        raise _absent(learner, 'etrace_bwg: its traces are factors')
     if isinstance(learner.rule.trace, (Coupled, CoupledWithin)):
         return dict(learner.traces)  # one influence of all parameters
     if not learner.rule.has_trace:
@@ -150,10 +149,8 @@ def _in_states(values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _check_has_traces(learner: Any) -> None:
-    """An AttributeError, which `hasattr` takes as no, before traces are made."""
     if not learner.is_compiled:
-        kind = type(learner).__name__
-        raise AttributeError(f'{kind!r} object has no traces: it is not compiled')
+        raise _absent(learner, 'traces: it is not compiled')
 
 
 def _factors(side: int) -> Callable[[Any], dict[Any, EligibilityTrace]]:
@@ -162,8 +159,7 @@ def _factors(side: int) -> Callable[[Any], dict[Any, EligibilityTrace]]:
     def of(learner: Any) -> dict[Any, EligibilityTrace]:
         _check_has_traces(learner)
         if not isinstance(learner.rule.trace, Factorised):
-            kind = type(learner).__name__
-            raise AttributeError(f'{kind!r} object has no factors: traces are whole')
+            raise _absent(learner, 'factors: traces are whole')
         return _in_states(traces.factors(learner)[side])
 
     return of
@@ -194,7 +190,7 @@ def _feedback(learner: Any) -> str:
 def _sparse_n(learner: Any) -> int:
     trace = learner.rule.trace
     if not isinstance(trace, CoupledWithin):
-        raise AttributeError(f'{type(learner).__name__!r} object has no n')
+        raise _absent(learner, 'n')
     return trace.n
 
 
@@ -238,9 +234,9 @@ MEMBERS: dict[str, Callable[[Any], Any]] = {
     'model4compile': lambda learner: learner.model,
     'module': _module,
     'n': _sparse_n,
-    'path_to_states': _path_to_states,
+    'path_to_states': _of_executor('path_to_states'),
     'regime': _regime,
-    'state_id_to_path': _state_id_to_path,
+    'state_id_to_path': _of_executor('state_id_to_path'),
     'synthesizer': lambda learner: learner.rule.predictor,
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 from ..errors import three_parts
@@ -21,19 +22,13 @@ REGISTERED: set[ETPPrimitive] = set()
 BATCHED: set[ETPPrimitive] = set()
 """Those of a batch, and those made with ``batched=True``."""
 RULES: dict[str, dict[ETPPrimitive, Callable]] = {
-    'dt_to_t': {},
-    'xy_to_dw': {},
-    'init_drtrl': {},
-    'init_pp': {},
+    name: {} for name in ('dt_to_t', 'xy_to_dw', 'init_drtrl', 'init_pp')
 }
 """The four rules as they were given. None of them is called."""
 REGISTRIES: dict[str, Any] = {
     'ETP_PRIMITIVES': REGISTERED,
     'BATCHED_PRIMITIVES': BATCHED,
-    'ETP_RULES_DT_TO_T': RULES['dt_to_t'],
-    'ETP_RULES_XY_TO_DW': RULES['xy_to_dw'],
-    'ETP_RULES_INIT_DRTRL': RULES['init_drtrl'],
-    'ETP_RULES_INIT_PP': RULES['init_pp'],
+    **{f'ETP_RULES_{name.upper()}': rules for name, rules in RULES.items()},
 }
 """The same by the names that tutorials import from `braintrace._op`."""
 
@@ -84,10 +79,11 @@ class ETPPrimitive:
 
     __call__ = bind
 
-    def _derived(self, rule: str, function: Callable) -> Callable:
+    def _derived(self, rule: str, fn: Callable) -> Callable:
+        """Not needed: derived from the function."""
         self._warn(rule)
-        RULES[rule][self] = function
-        return function
+        RULES[rule][self] = fn
+        return fn
 
     def _warn(self, rule: str) -> None:
         warnings.warn(
@@ -97,34 +93,15 @@ class ETPPrimitive:
             stacklevel=4,
         )
 
-    def register_dt_to_t(self, fn: Callable) -> Callable:
-        """Not needed: derived from the function."""
-        return self._derived('dt_to_t', fn)
-
-    def register_xy_to_dw(self, fn: Callable) -> Callable:
-        """Not needed: derived from the function."""
-        return self._derived('xy_to_dw', fn)
-
-    def register_init_drtrl(self, fn: Callable) -> Callable:
-        """Not needed: derived from the function."""
-        return self._derived('init_drtrl', fn)
-
-    def register_init_pp(self, fn: Callable) -> Callable:
-        """Not needed: derived from the function."""
-        return self._derived('init_pp', fn)
+    register_dt_to_t = partialmethod(_derived, 'dt_to_t')
+    register_xy_to_dw = partialmethod(_derived, 'xy_to_dw')
+    register_init_drtrl = partialmethod(_derived, 'init_drtrl')
+    register_init_pp = partialmethod(_derived, 'init_pp')
 
     def register_etp_rules(self, **rules: Callable | None) -> None:
         """Not needed: derived from the function."""
-        known = {
-            'dt_to_t',
-            'xy_to_dw',
-            'init_drtrl',
-            'init_pp',
-            'fast_path',
-            'pp_x_repr',
-            'snap_anchor',
-            'snap_adjacency',
-        }
+        others = {'fast_path', 'pp_x_repr', 'snap_anchor', 'snap_adjacency'}
+        known = RULES.keys() | others
         if unknown := rules.keys() - known:
             raise TypeError(
                 three_parts(

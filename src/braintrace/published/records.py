@@ -62,7 +62,7 @@ EXECUTOR: dict[str, Callable[[Any], Any]] = {
     'snap_max_jacobian_elements': lambda executor: 16777216,
     'sparse_n': lambda executor: None,
 }
-"""Switches of an executor, each with its only value here."""
+"""Members of an executor; its switches have the values that they have by default."""
 
 MEMBERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     'HiddenGroup': {
