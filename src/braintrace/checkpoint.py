@@ -308,6 +308,14 @@ def load(path: str | Path, model: Model, *, states: bool = False) -> Model:
                 'braintrace.load(path, model)',
             )
         )
+    if isinstance(model, type):
+        raise TypeError(
+            three_parts(
+                f'braintrace.load(..., {model.__name__}), a class',
+                'it sets the parameters of a model',
+                f'a model of it: {model.__name__}(...)',
+            )
+        )
     if not isinstance(model, brainstate.nn.Module):
         raise TypeError(
             three_parts(

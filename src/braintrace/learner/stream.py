@@ -26,6 +26,7 @@ from .batch import AxesError
 from .binding import recording_of
 from .models import interface_of
 from .optimizers import update_by
+from .programs import settings_of
 from .sequences import evolution_program
 from .stream_program import (
     QuickCall,
@@ -390,7 +391,7 @@ class Stream:
         many of the steps in the inputs count.
         """
         with self.learner._synchronised():
-            key = (kind, *shapes_of_inputs(inputs))
+            key = (kind, *shapes_of_inputs(inputs), settings_of(self.learner))
             program = self._programs.get(key)
             places = state_places(self.learner.model)
             arrays = None
