@@ -1645,3 +1645,43 @@ def test_a_class_to_load_into(tmp_path):
     with pytest.raises(TypeError, match=r'Leak\), a class') as caught:
         bt.load(tmp_path, Leak)
     assert 'Leak(...)' in str(caught.value)
+
+
+def test_what_fails_inside_a_sequence_of_layers_is_named():
+    """`Sequential` raises an error of its own, which prints the layer."""
+
+    class Timed(brainstate.nn.Module):
+        def update(self, x):
+            return x * brainstate.environ.get('dt')
+
+    net = brainstate.nn.Sequential(Timed(), Leak())
+    with pytest.raises(bt.CompilationError, match=r'--dt 0\.1ms') as caught:
+        bt.compile(net, 'd_rtrl', X, batch_size=4)
+    assert 'test_first_use.py:' in str(caught.value)
+    assert 'ShapedArray' not in str(caught.value)
+    net = brainstate.nn.Sequential(brainstate.nn.Linear(3, 5), Leak())
+    with pytest.raises(
+        bt.CompilationError, match=r'fails with TypeError: .*dot_general'
+    ):
+        bt.compile(net, 'd_rtrl', X, batch_size=4)
+
+
+def test_weights_for_a_model_of_another_framework(tmp_path):
+    with pytest.raises(TypeError, match=r'learner.load_weights\(path\)'):
+        bt.load(tmp_path / 'net.safetensors', lambda params, state, x: (state, x))
+
+
+def test_the_command_alone_prints_its_help(capsys):
+    assert cli.main([]) == cli.USAGE
+    assert 'examples:' in capsys.readouterr().err
+
+
+def test_a_model_on_the_command_line_that_needs_arguments(tmp_path, monkeypatch):
+    file = tmp_path / 'own.py'
+    file.write_text('def build(inputs, outputs, units=3):\n    pass\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r'inputs=\.\.\., outputs=') as caught:
+        look.load('own.py:build')
+    assert 'own.py:build(' in str(caught.value)
+    with pytest.raises(ValueError, match="has no 'other'\n  Fix: build"):
+        look.load('own.py:other')

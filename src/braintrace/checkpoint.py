@@ -317,11 +317,13 @@ def load(path: str | Path, model: Model, *, states: bool = False) -> Model:
             )
         )
     if not isinstance(model, brainstate.nn.Module):
+        is_file = Path(path).suffix == '.safetensors'
+        method = 'load_weights' if is_file else 'load'
         raise TypeError(
             three_parts(
                 f'braintrace.load(..., {type(model).__name__})',
                 'it sets the states of a brainstate module',
-                'braintrace.compile(...) of the model, then learner.load(path)',
+                f'braintrace.compile(...) of the model, then learner.{method}(path)',
             )
         )
     if Path(path).suffix == '.safetensors':

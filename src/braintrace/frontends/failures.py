@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any
+from typing import Any, cast
 
 import brainunit as u
 import jax
@@ -21,6 +21,9 @@ def explain_failure(
     model: Any, args: tuple, error: Exception, what: str = 'a step'
 ) -> CompilationError:
     """The error of a step, or of a function around it, that fails on such inputs."""
+    # `Sequential` prints the layer that failed; what failed in it is the cause.
+    while isinstance(error, brainstate.BrainStateError) and error.__cause__:
+        error = cast(Exception, error.__cause__)
     name, line = type(model).__name__, failing_line(error)
     if isinstance(error, AttributeError) and isinstance(
         getattr(error, 'obj', None), brainstate.nn.Module
