@@ -124,9 +124,9 @@ class Kept:
 def current_settings() -> dict[str, Any]:
     """The settings ``fit`` and ``dt`` of brainstate, as far as they are set to values
     that can be compared: a step reads them when it is traced."""
-    found = {}
+    settings, found = brainstate.environ.all(), {}
     for name in ('fit', 'dt'):
-        value = brainstate.environ.get(name, None)
+        value = settings.get(name)
         if isinstance(value, u.Quantity):
             value = (value.mantissa, value.unit)
         number = value[0] if isinstance(value, tuple) else value
