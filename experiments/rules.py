@@ -202,6 +202,7 @@ def page(
         'Start with `D_RTRL`. If its traces are too large, use `pp_prop`; if credit between units over time matters',
         'and the net is small, `SnAp` or `RTRL`; if there is no loss but a reward, `ThreeFactor`. Below a leaky',
         "read-out use `D_RTRL` with `reach='readout'`, or `EProp`, which is the same with symmetric feedback.",
+        "For several recurrent layers there is [`reach='deep'`](tutorials/reading-the-report.md#several-layers).",
         "`learner.gradient_check(..., rules=['d_rtrl', 'pp_prop'])` compares them on your own model, and",
         "`.plot('rules.png')` draws it; `braintrace.SnAp(net, n=2)` in the list is a rule with its options.",
         'Each rule has a page with its formula, its options, a figure and its paper.',
