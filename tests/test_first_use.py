@@ -1687,3 +1687,15 @@ def test_a_model_on_the_command_line_that_needs_arguments(tmp_path, monkeypatch)
     assert 'own.py:build(' in str(caught.value)
     with pytest.raises(ValueError, match="has no 'other'\n  Fix: build"):
         look.load('own.py:other')
+
+
+def test_an_optimizer_that_is_made_for_every_update():
+    learner = bt.compile(Leak(), 'd_rtrl', X, batch_size=4)
+    gradients = learner.weights()
+    for _ in range(3):
+        learner.apply(gradients, optax.adam(1e-3))
+    with pytest.warns(RecompilationWarning, match='outside the loop'):
+        learner.apply(gradients, optax.adam(1e-3))
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learner.apply(gradients, optax.adam(1e-3))
