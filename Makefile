@@ -59,7 +59,7 @@ lint: $(READY)
 
 types: $(READY)  # the examples as a user's own code, by two type checkers
 	$(RUN) -m mypy
-	$(RUN) -m pyright
+	$(RUN) -m pyright --pythonpath $(RUN)
 
 scale: $(READY)  # several devices and processes of this machine beside one
 	$(RUN) benchmarks/scale.py $(ARGS)

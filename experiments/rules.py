@@ -205,6 +205,7 @@ def page(
         '| --- | --- |',
         '| the traces of `D_RTRL` are too large | `pp_prop` |',
         "| a leaky read-out | `D_RTRL` with `reach='readout'`, or `EProp`; with symmetric feedback both are the same |",
+        "| several recurrent layers | `D_RTRL` with [`reach='deep'`](tutorials/reading-the-report.md#several-layers) |",
         '| credit between units over time matters, and the network is small | `SnAp` or `RTRL` |',
         '| a reward instead of a loss | `ThreeFactor` |',
         '',

@@ -283,7 +283,7 @@ def test_checking_and_timing(here, capsys):
             ['train', 'copying', '--model', 'mine.py:make'],
             'numbers of inputs and outputs',
         ),
-        (['explain', 'mine.py:needs'], 'needs no more arguments'),
+        (['explain', 'mine.py:needs'], 'a function without arguments, or '),
         (['train', 'copying', '--task-option', 'speed=3'], 'options among'),
         (['train', 'copying', '--model', 'nothing'], 'one of'),
         (['train', 'copying', '--rule', 'nothing'], 'd_rtrl'),

@@ -1523,3 +1523,179 @@ def test_a_state_that_is_replaced_by_an_array():
     written, _, fix = parts_of(error.value)
     assert written.endswith('and only reads h')
     assert 'self.h.value = ...; self.h = ... would put an array' in fix
+
+
+# ---------------------------------------------------------------- settings
+
+
+class Dropped(brainstate.nn.Module):
+    """Units that decay, on inputs of which half are left out while `fit` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = brainstate.nn.Dropout(0.5)
+        self.inner = Leak()
+
+    def update(self, x):
+        return self.inner(self.drop(x))
+
+
+def test_dropout_is_off_where_fit_is_false():
+    brainstate.random.seed(0)
+    with brainstate.environ.context(fit=True):
+        learner = bt.compile(Dropped(), 'd_rtrl', X, batch_size=4)
+        given = learner.evaluate(XS)
+    inner = bt.compile(learner.model.inner, 'd_rtrl', X, batch_size=4)
+    with brainstate.environ.context(fit=False):
+        without = learner.evaluate(XS)
+        stepped = learner(XS[0])
+        stream = learner.stream(lambda x: jnp.mean(learner(x) ** 2), optax.sgd(0.0))
+        learner.reset_state()
+        streamed = stream(XS[0]).outputs
+        settled = stream(XS[0]).outputs
+    assert np.allclose(without, inner.evaluate(XS))
+    assert np.allclose(stepped, without[0])
+    assert np.allclose(streamed, without[0])
+    assert not np.allclose(without, given)
+    with brainstate.environ.context(fit=True):
+        assert np.array_equal(learner.evaluate(XS), given)
+        # Without dropout all samples and outputs are the same.
+        assert len(np.unique(settled)) == 1
+        assert len(np.unique(stream(XS[0]).outputs)) > 1
+
+
+def test_validation_is_without_dropout():
+    seen = []
+
+    def step(x):
+        seen.append(brainstate.environ.get('fit'))
+        return jnp.mean(learner(x) ** 2)
+
+    with brainstate.environ.context(fit=True):
+        learner = bt.compile(Dropped(), 'd_rtrl', X, batch_size=4)
+        options = {'optimizer': optax.sgd(0.0), 'updates': 2, 'show': False}
+        found = bt.fit(learner, [(XS,)], step_fn=step, validate=[(XS,)], **options)
+    assert set(seen) == {True, False}
+    inner = bt.compile(learner.model.inner, 'd_rtrl', X, batch_size=4)
+    expected = np.mean(inner.evaluate(XS) ** 2)
+    assert np.allclose(found['valid_loss'][-1], expected, rtol=1e-5)
+
+
+def test_a_model_that_reads_fit():
+    with pytest.raises(bt.CompilationError) as caught:
+        bt.compile(Dropped(), 'd_rtrl', X, batch_size=4)
+    assert 'brainstate.environ.set(fit=True) before' in str(caught.value)
+
+
+def test_a_time_step_that_changes():
+    class Decay(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = brainstate.ParamState(jnp.ones(3))
+
+        def init_state(self, batch_size=None, **kwargs):
+            self.h = brainstate.HiddenState(jnp.zeros((batch_size, 3)))
+
+        def update(self, x):
+            dt = brainstate.environ.get('dt')
+            self.h.value = self.h.value * jnp.exp(-dt / (5.0 * u.ms))
+            self.h.value += self.w.value * x
+            return self.h.value
+
+    with brainstate.environ.context(dt=1.0 * u.ms):
+        learner = bt.compile(Decay(), 'd_rtrl', X, batch_size=4)
+        first = learner.evaluate(XS)
+    with brainstate.environ.context(dt=5.0 * u.ms):
+        second = learner.evaluate(XS)
+    assert np.allclose(first[1], 1 + np.exp(-0.2))
+    assert np.allclose(second[1], 1 + np.exp(-1.0))
+
+
+# ---------------------------------------------------------------- other mistakes
+
+
+def test_labels_without_a_time_axis_in_fit(learner):
+    """The error names the sequences, although the loss fails first."""
+
+    def step(x, label):
+        logits = learner(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
+
+    given = {'optimizer': optax.sgd(0.1), 'updates': 1, 'show': False}
+    data = [(jnp.ones((3, 4, 3)), jnp.zeros(4, int))]
+    with pytest.raises(ValueError, match=r'jnp.broadcast_to\(y, \(3, ') as caught:
+        bt.fit(learner, data, step_fn=step, **given)
+    assert 'sequences of shapes (3, 4, 3), (4,)' in str(caught.value)
+
+
+def test_a_model_in_place_of_the_learner_in_fit(learner):
+    with pytest.raises(TypeError, match=r'fit\(Leak, ...\)'):
+        bt.fit(learner.model, [(XS,)], step_fn=lambda x: 0.0, optimizer=1, updates=1)
+
+
+def test_a_shape_in_place_of_an_example():
+    with pytest.raises(bt.CompilationError, match=r'Fix: .*jnp.zeros\(\(4, 3\)\)'):
+        bt.compile(Leak(), 'd_rtrl', (4, 3), batch_size=4)
+
+
+def test_a_misspelled_option_of_compile():
+    with pytest.raises(TypeError, match=r'Fix: batch_size=...\?'):
+        bt.compile(Leak(), 'd_rtrl', jnp.ones(3), batchsize=4)
+
+
+def test_a_class_to_load_into(tmp_path):
+    with pytest.raises(TypeError, match=r'Leak\), a class') as caught:
+        bt.load(tmp_path, Leak)
+    assert 'Leak(...)' in str(caught.value)
+
+
+def test_what_fails_inside_a_sequence_of_layers_is_named():
+    """`Sequential` raises an error of its own, which prints the layer."""
+
+    class Timed(brainstate.nn.Module):
+        def update(self, x):
+            return x * brainstate.environ.get('dt')
+
+    net = brainstate.nn.Sequential(Timed(), Leak())
+    with pytest.raises(bt.CompilationError, match=r'--dt 0\.1ms') as caught:
+        bt.compile(net, 'd_rtrl', X, batch_size=4)
+    assert 'test_first_use.py:' in str(caught.value)
+    assert 'ShapedArray' not in str(caught.value)
+    net = brainstate.nn.Sequential(brainstate.nn.Linear(3, 5), Leak())
+    with pytest.raises(
+        bt.CompilationError, match=r'fails with TypeError: .*dot_general'
+    ):
+        bt.compile(net, 'd_rtrl', X, batch_size=4)
+
+
+def test_weights_for_a_model_of_another_framework(tmp_path):
+    with pytest.raises(TypeError, match=r'learner.load_weights\(path\)'):
+        bt.load(tmp_path / 'net.safetensors', lambda params, state, x: (state, x))
+
+
+def test_the_command_alone_prints_its_help(capsys):
+    assert cli.main([]) == cli.USAGE
+    assert 'examples:' in capsys.readouterr().err
+
+
+def test_a_model_on_the_command_line_that_needs_arguments(tmp_path, monkeypatch):
+    file = tmp_path / 'own.py'
+    file.write_text('def build(inputs, outputs, units=3):\n    pass\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r'inputs=\.\.\., outputs=') as caught:
+        look.load('own.py:build')
+    assert 'own.py:build(' in str(caught.value)
+    with pytest.raises(ValueError, match="has no 'other'\n  Fix: build"):
+        look.load('own.py:other')
+
+
+def test_an_optimizer_that_is_made_for_every_update():
+    learner = bt.compile(Leak(), 'd_rtrl', X, batch_size=4)
+    gradients = learner.weights()
+    for _ in range(3):
+        learner.apply(gradients, optax.adam(1e-3))
+    with pytest.warns(RecompilationWarning, match='outside the loop'):
+        learner.apply(gradients, optax.adam(1e-3))
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learner.apply(gradients, optax.adam(1e-3))

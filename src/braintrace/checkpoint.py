@@ -309,12 +309,22 @@ def load(path: str | Path, model: Model, *, states: bool = False) -> Model:
                 'braintrace.load(path, model)',
             )
         )
+    if isinstance(model, type):
+        raise TypeError(
+            three_parts(
+                f'braintrace.load(..., {model.__name__}), a class',
+                'it sets the parameters of a model',
+                f'a model of it: {model.__name__}(...)',
+            )
+        )
     if not isinstance(model, brainstate.nn.Module):
+        is_file = Path(path).suffix == '.safetensors'
+        method = 'load_weights' if is_file else 'load'
         raise TypeError(
             three_parts(
                 f'braintrace.load(..., {type(model).__name__})',
                 'it sets the states of a brainstate module',
-                'braintrace.compile(...) of the model, then learner.load(path)',
+                f'braintrace.compile(...) of the model, then learner.{method}(path)',
             )
         )
     if Path(path).suffix == '.safetensors':

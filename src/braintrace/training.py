@@ -8,11 +8,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ from .checkpoint import Checkpoints, states_of
 from .errors import three_parts
 from .history import History, Record, metrics_log, notice, read_records
 from .learner import Learner
-from .learner.arguments import check_call
+from .learner.arguments import check_call, length_of
 from .learner.batch import BatchError
 from .learner.credit_warnings import warn_of_credit
 from .progress import Progress
@@ -98,6 +99,15 @@ def fit(
         'certificate_every': certificate_every,
     }
     given = {name: n for name, n in counts.items() if n is not None}
+    if not isinstance(learner, Learner):
+        raise TypeError(
+            three_parts(
+                f'fit({type(learner).__name__}, ...)',
+                'it trains a learner: a model with a learning rule',
+                "learner = braintrace.compile(model, 'd_rtrl', x, batch_size=...), and "
+                'a step_fn that calls this learner',
+            )
+        )
     if any(n < 1 for n in given.values()):
         shown = ', '.join(f'{name}={n}' for name, n in given.items())
         why = 'each counts updates'
@@ -169,7 +179,7 @@ def fit(
         for i in range(done, updates):
             sequences = learner.placed(*data(i))
             if i == done:
-                check_call('step_fn', step_fn, sequences, 'one slice of each sequence')
+                length_of(sequences, step_fn)
                 warn_of_credit(learner, step_fn, sequences)
             measured = {}
             if certificate_every is not None and i % certificate_every == 0:
@@ -184,7 +194,7 @@ def fit(
             if held_out is not None and ((i + 1) % validate_every == 0 or last):
                 # Iterables are counted by the measurements they were used for.
                 number = i if held_out.kind == 'function' else i // validate_every
-                with learner.unmoved():
+                with learner.unmoved(), _not_fitting():
                     trials = learner.placed(*held_out(number))
                     found = _measure(learner, trials, step_fn, metrics)
                 record |= {f'valid_{name}': value for name, value in found.items()}
@@ -259,6 +269,16 @@ def _first_of(batches: Batches, learner: Learner) -> tuple:
         return batches.peek()
     with learner.unmoved():  # it may be drawn by brainstate.random
         return batches.peek()
+
+
+@contextmanager
+def _not_fitting() -> Iterator[None]:
+    """Set ``fit`` of brainstate to False if it is True, so that dropout and batch
+    normalisation measure as they do after training."""
+    with ExitStack() as stack:
+        if brainstate.environ.get('fit', None):
+            stack.enter_context(brainstate.environ.context(fit=False))
+        yield
 
 
 @contextmanager

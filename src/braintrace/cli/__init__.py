@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument(
         '--version', action='version', version=f'braintrace {__version__}'
     )
-    commands = main.add_subparsers(dest='command', required=True, metavar='COMMAND')
+    commands = main.add_subparsers(dest='command', metavar='COMMAND')
 
     def command(name: str, run: str, text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
@@ -276,6 +276,9 @@ def _run(options: argparse.Namespace) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
     options = parser().parse_args(arguments)
+    if options.command is None:
+        parser().print_help(sys.stderr)
+        return USAGE
     try:
         result, text, code = _run(options)
     except Exception as error:

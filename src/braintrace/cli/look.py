@@ -107,7 +107,8 @@ def load(text: str, *more: Any) -> Any:
     for part in name.split('.'):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), 3)
-            fix = ' or '.join(near) or f'a function of {where}'
+            own = [name for name in dir(found) if _is_from(found, name)]
+            fix = ' or '.join(near or own[:8]) or f'a function of {where}'
             raise ValueError(
                 three_parts(f'a model {text!r}', f'{where} has no {part!r}', fix)
             )
@@ -117,16 +118,22 @@ def load(text: str, *more: Any) -> Any:
     try:
         _signature(found).bind(*more, *arguments, **keywords)
     except TypeError as error:
+        needed = [
+            f'{p.name}=...'
+            for p in _signature(found).parameters.values()
+            if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
         wanted = (
             'a function of the numbers of inputs and outputs'
             if more
-            else 'one that needs no more arguments'
+            else 'a function without arguments'
         )
+        given = ', '.join(needed[len(more) :]) or 'units=16'
         raise ValueError(
             three_parts(
                 f'a model {text!r}',
                 f'{name}: {error}',
-                f"{wanted}; others by '{where}:{name}(units=16)'",
+                f"{wanted}, or '{where}:{name}({given})' with their values",
             )
         ) from error
     try:
@@ -138,6 +145,13 @@ def load(text: str, *more: Any) -> Any:
             why = f'{name}: {" ".join(str(reason).split())}{failing_line(error)}'
             raise ValueError(three_parts(f'a model {text!r}', why, advice)) from error
         raise
+
+
+def _is_from(module: Any, name: str) -> bool:
+    """Whether a public function or class of this name was written in the module."""
+    x, home = getattr(module, name, None), getattr(module, '__name__', '')
+    is_own = callable(x) and getattr(x, '__module__', None) == home
+    return is_own and not name.startswith('_')
 
 
 def _signature(found: Any) -> inspect.Signature:

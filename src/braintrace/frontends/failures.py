@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any
+from typing import Any, cast
 
 import brainunit as u
 import jax
@@ -21,6 +21,9 @@ def explain_failure(
     model: Any, args: tuple, error: Exception, what: str = 'a step'
 ) -> CompilationError:
     """The error of a step, or of a function around it, that fails on such inputs."""
+    # `Sequential` prints the layer that failed; what failed in it is the cause.
+    while isinstance(error, brainstate.BrainStateError) and error.__cause__:
+        error = cast(Exception, error.__cause__)
     name, line = type(model).__name__, failing_line(error)
     if isinstance(error, AttributeError) and isinstance(
         getattr(error, 'obj', None), brainstate.nn.Module
@@ -53,6 +56,11 @@ def is_nested_list(x: Any) -> bool:
     )
 
 
+def _is_shape(x: Any) -> bool:
+    """Whether an input is a tuple of whole numbers."""
+    return isinstance(x, tuple) and bool(x) and all(type(n) is int for n in x)
+
+
 def _shape_text(x: Any) -> Any:
     """The shape of an input; that of a list of numbers as numpy reads it."""
     if not is_nested_list(x):
@@ -68,6 +76,12 @@ def unset_environment(error: Exception) -> str | None:
     unset = re.search(r"Key '(\w+)' not found in environment", str(error))
     if unset is None:
         return None
+    if unset[1] == 'fit':
+        return (
+            'brainstate.environ.set(fit=True) before the model is compiled, which '
+            'turns dropout on; to turn it off in a call: '
+            'with brainstate.environ.context(fit=False)'
+        )
     if unset[1] != 'dt':
         return f'brainstate.environ.set({unset[1]}=...) before the model is made'
     return (
@@ -91,6 +105,9 @@ def _fix_of(error: Exception, args: tuple, what: str) -> str:
             'arrays that fit each other: outputs of the learner, targets and weights '
             'have the batch axis of the inputs'
         )
+    shape = next((x for x in args if _is_shape(x)), None)
+    if shape is not None:
+        return f'an array, not its shape: jnp.zeros({shape})'
     if isinstance(error, (TypeError, ValueError)):
         shapes = [np.shape(x) for x in jax.tree.leaves(args)]
         batches = [shape[0] for shape in shapes if len(shape) > 1]

@@ -149,10 +149,10 @@ def _wrong_lengths(sequences: tuple, shapes: list[tuple[int, ...]]) -> ArgumentE
     if listed:
         fix += '; a list with an array for each step is one sequence: jnp.stack(xs)'
     elif () not in shapes and len({shape[0] for shape in shapes}) > 1:
-        length = max(shape[0] for shape in shapes)
+        # Inputs come first in most step functions.
         fix += (
             '; what is the same at all steps, as the label of a sample, is repeated: '
-            f'jnp.broadcast_to(y, ({length}, *y.shape))'
+            f'jnp.broadcast_to(y, ({shapes[0][0]}, *y.shape))'
         )
     return ArgumentError(
         three_parts(

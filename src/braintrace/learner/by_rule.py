@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import warnings
@@ -390,11 +391,15 @@ def _made(kind: Any, model: Any, vmap: bool, options: dict[str, Any]) -> Learner
         names = [
             n for n in inspect.signature(kind).parameters if n not in ('self', 'model')
         ]
+        unknown = [name for name in options if name not in names]
+        near = difflib.get_close_matches(' '.join(unknown), ['batch_size', *names], 1)
+        asked = f'{near[0]}=...? ' if near else ''
         raise TypeError(
             three_parts(
                 f'compile(..., {kind.__name__}, {options})',
                 str(error).split('() ')[-1],
-                f'options of {kind.__name__} only: {", ".join(names)}',
+                f'{asked}batch_size and options of {kind.__name__} only: '
+                f'{", ".join(names)}',
             )
         ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -10,10 +11,13 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..errors import CompilationError, three_parts
+from ..errors import CompilationError, RecompilationWarning, three_parts
 from ..program import Path
 
 Made = TypeVar('Made')
+
+_MOST_COPIES = 4
+"""From this many optimisers of one kind on, an optimiser was not made once."""
 
 
 def made_beside(
@@ -62,6 +66,25 @@ def made_beside(
     return made
 
 
+def _warn_of_copies(optimizer: Any, held: Mapping[Any, Any]) -> None:
+    """Warn once of an optimiser that is made anew for every update."""
+    code_of = lambda each: getattr(each.update, '__code__', None)
+    code = code_of(optimizer)
+    copies = [each for each in held if code is not None and code_of(each) is code]
+    if len(copies) != _MOST_COPIES:
+        return
+    warnings.warn(
+        three_parts(
+            f'{_MOST_COPIES} optimisers of the same kind were used with this learner',
+            'each has a state of its own, as the moments of Adam, which starts at its '
+            'first update; and each is compiled',
+            'make it once, outside the loop, and use the same object in every call',
+        ),
+        RecompilationWarning,
+        stacklevel=2,
+    )
+
+
 def update_by(
     optimizer: Any,
     parameters: dict[Path, brainstate.State],
@@ -85,6 +108,7 @@ def update_by(
             values = {path: state.value for path, state in parameters.items()}
             make = lambda: brainstate.ShortTermState(optimizer.init(values))
             held[optimizer] = made_beside(parameters, make)
+            _warn_of_copies(optimizer, held)
         memory = held[optimizer]
         states = [memory]
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import brainstate
+import brainunit as u
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..errors import RecompilationWarning, three_parts
 from ..frontends.module_states import known_states
@@ -59,8 +61,9 @@ class Kept:
 
     ``programs``: by what they depend on. ``optimizers``: states of optax
     transformations. ``shapes``: shapes of the hidden states when the learner was
-    compiled. ``has_batch_size``: whether `compile` was given a batch size. ``said``:
-    texts of warnings so far. ``codes``: how many step functions with the same code were
+    compiled. ``has_batch_size``: whether `compile` was given a batch size.
+    ``settings``: the settings of brainstate at that time. ``said``: texts of warnings
+    so far. ``codes``: how many step functions with the same code were
     traced.
     """
 
@@ -68,6 +71,7 @@ class Kept:
     optimizers: dict[Any, brainstate.State] = field(default_factory=dict)
     shapes: Shapes = field(default_factory=dict)
     has_batch_size: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
     codes: Counter[tuple] = field(default_factory=Counter)
 
@@ -75,12 +79,34 @@ class Kept:
 # ---------------------------------------------------------------- of a learner
 
 
+def current_settings() -> dict[str, Any]:
+    """The settings ``fit`` and ``dt`` of brainstate, as far as they are set to values
+    that can be compared: a step reads them when it is traced."""
+    settings, found = brainstate.environ.all(), {}
+    for name in ('fit', 'dt'):
+        value = settings.get(name)
+        if isinstance(value, u.Quantity):
+            value = (value.mantissa, value.unit)
+        number = value[0] if isinstance(value, tuple) else value
+        if isinstance(number, (bool, int, float, np.generic)):
+            found[name] = value
+    return found
+
+
+def settings_of(learner: Learner) -> tuple:
+    """The settings that a program is made for. One that is not set now is as it was
+    when the learner was compiled."""
+    settings = learner._kept.settings | current_settings()
+    return tuple(settings.items())
+
+
 def state_shapes_of(learner: Learner) -> tuple:
-    """The shapes of all states that a program of the learner is made for."""
+    """The shapes of all states that a program of the learner is made for, and the
+    settings."""
     kinds = (brainstate.ParamState, brainstate.HiddenState)
     states = list(known_states(learner.model, *kinds).values())
     states += [] if learner.rule_state is None else [learner.rule_state]
-    return shapes_of([state.value for state in states])
+    return *shapes_of([state.value for state in states]), settings_of(learner)
 
 
 def warn_of_copies(learner: Learner, step_fn: Callable, parts: tuple) -> None:

@@ -29,6 +29,7 @@ from .carried import prepare_traces, read_traces, write_traces
 from .models import interface_of
 from .online_training import online_step_of
 from .optimizers import update_by
+from .programs import settings_of
 from .sequences import evolution_program, options_of, solver_of
 from .stream_program import (
     QuickCall,
@@ -400,7 +401,7 @@ class Stream:
         many of the steps in the inputs count.
         """
         with synchronised(self.learner):
-            key = (kind, *shapes_of_inputs(inputs))
+            key = (kind, *shapes_of_inputs(inputs), settings_of(self.learner))
             program = self._programs.get(key)
             places = state_places(self.learner.model)
             arrays = None
