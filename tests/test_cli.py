@@ -371,7 +371,7 @@ def test_a_training_killed_in_its_first_checkpoint_goes_on_and_can_start_anew(
         'a',
     ]
 
-    def killed(checkpoints, update, states):
+    def killed(checkpoints, update, states, background):
         unfinished = (
             checkpoints.folder
             / f'{update}.orbax-checkpoint-tmp'
