@@ -216,8 +216,10 @@ class CreditAnalysis:
 
     def _find_leaks(self, g: int, linked: Links) -> list[str]:
         name, states = self._name(g), self._old[g] | self._new[g]
+        is_one = len(self.groups[g].hidden_paths) == 1
+        back = 'feeds itself' if is_one else 'feed themselves'
         found = [
-            f'{name} feeds itself across positions, cut at {described(c.eqn)}'
+            f'{name} {back} across positions, cut at {described(c.eqn)}'
             for c in self._cuts(g, self._old[g])[:1]
         ]
         crossings = self._crossings[g].items()

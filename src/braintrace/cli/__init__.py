@@ -98,10 +98,10 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(
             '--json',
             action='store_true',
-            help='print the result as JSON, progress goes to stderr',
+            help='print the result as JSON; progress goes to stderr',
         )
         made.add_argument(
-            '--seed', type=int, default=0, help='of weights and data (default 0)'
+            '--seed', type=int, default=0, help='seed of weights and data (default 0)'
         )
         return made
 
@@ -118,15 +118,17 @@ def parser() -> argparse.ArgumentParser:
             '--model',
             help=f'{", ".join(NETWORKS)}, or file.py:factory of inputs and outputs',
         )
-        made.add_argument('--units', type=_at_least_one, help='of the network')
+        made.add_argument('--units', type=_at_least_one, help='units of the network')
         made.add_argument(
             '--updates',
             '--epochs',
             type=_at_least_one,
-            help='of the weights, one a batch',
+            help='number of updates of the weights; each uses one batch',
         )
-        made.add_argument('--batch', type=_at_least_one, help='trials in a batch')
-        made.add_argument('--lr', type=float, help="Adam's rate")
+        made.add_argument(
+            '--batch', type=_at_least_one, help='number of trials in a batch'
+        )
+        made.add_argument('--lr', type=float, help='learning rate of Adam')
         for flag in ('--task-option', '--rule-option'):
             made.add_argument(
                 flag, type=_option, action='append', default=[], metavar='NAME=VALUE'
@@ -165,10 +167,20 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         '--coordinator',
         metavar='HOST:PORT',
-        help='where process 0 of several is reached; start each with its --process',
+        help='address of process 0, if there are several processes',
     )
-    train.add_argument('--processes', type=_at_least_one, metavar='N')
-    train.add_argument('--process', type=int, metavar='I', help='counted from 0')
+    train.add_argument(
+        '--processes',
+        type=_at_least_one,
+        metavar='N',
+        help='number of processes',
+    )
+    train.add_argument(
+        '--process',
+        type=int,
+        metavar='I',
+        help='number of this process, counted from 0',
+    )
     train.add_argument(
         '--certificate-every',
         type=_at_least_one,
@@ -185,10 +197,16 @@ def parser() -> argparse.ArgumentParser:
     )
     compare.add_argument('task', help=', '.join(TASKS))
     compare.add_argument(
-        '--rules', type=_names, default=['d_rtrl', 'pp_prop', 'bptt'], help='a,b,c'
+        '--rules',
+        type=_names,
+        default=['d_rtrl', 'pp_prop', 'bptt'],
+        help='names of rules: a,b,c',
     )
     compare.add_argument(
-        '--seeds', type=_at_least_one, default=1, help='how many, counted from --seed'
+        '--seeds',
+        type=_at_least_one,
+        default=1,
+        help='number of seeds, counted from --seed',
     )
     training(compare)
 
@@ -197,7 +215,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(
             'model',
             nargs=None if required else '?',
-            help='module:factory or file.py:factory',
+            help='the model, as module:factory or file.py:factory',
         )
         made.add_argument(
             '--input',
@@ -232,7 +250,10 @@ def parser() -> argparse.ArgumentParser:
     )
     model(check)
     check.add_argument(
-        '--rules', type=_names, default=['d_rtrl', 'pp_prop', 'eprop'], help='a,b,c'
+        '--rules',
+        type=_names,
+        default=['d_rtrl', 'pp_prop', 'eprop'],
+        help='names of rules: a,b,c',
     )
     check.add_argument('--plot', metavar='FILE', help='draw the comparison')
 
@@ -243,9 +264,17 @@ def parser() -> argparse.ArgumentParser:
     )
     model(bench, required=False)
     bench.add_argument(
-        '--rules', type=_names, default=['d_rtrl', 'pp_prop'], help='a,b,c'
+        '--rules',
+        type=_names,
+        default=['d_rtrl', 'pp_prop'],
+        help='names of rules: a,b,c',
     )
-    bench.add_argument('--rounds', type=_at_least_one, default=5)
+    bench.add_argument(
+        '--rounds',
+        type=_at_least_one,
+        default=5,
+        help='rounds of measuring (default 5)',
+    )
     return main
 
 

@@ -312,10 +312,10 @@ def _is_deleted(x: Any) -> bool:
 
 
 def _mark_read(traces: dict[tuple, EligibilityTrace]) -> None:
-    """Read the traces, so that the next call does not take their arrays for donation:
-    the caller still refers to them."""
+    """The next call must not take the arrays of these traces for donation: the caller
+    still refers to them."""
     for trace in traces.values():
-        _ = trace.value
+        trace.was_read = True
 
 
 # ---------------------------------------------------------------- the rule's own state
