@@ -6,6 +6,7 @@ import zlib
 from collections import defaultdict
 from pathlib import Path
 
+import brainstate
 import jax
 import pytest
 
@@ -15,6 +16,18 @@ jax.config.update(
 )
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    """Settings of brainstate that a test makes, or a page that it runs, end with it."""
+    before = brainstate.environ.all()
+    yield
+    for name in ('fit', 'dt'):
+        if name in before:
+            brainstate.environ.set(**{name: before[name]})
+        else:
+            brainstate.environ.pop(name, None)
 
 
 @pytest.fixture

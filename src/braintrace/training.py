@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._brainstate import brainstate
 from .batches import Batches
 from .checkpoint import Checkpoints, states_of
 from .errors import three_parts

@@ -89,12 +89,13 @@ def update_by(
     optimizer: Any,
     parameters: dict[Path, brainstate.State],
     held: dict[Any, brainstate.State],
+    of_stream: bool = False,
 ) -> Callable[..., None]:
     """How to apply gradients: ``update(gradients, wanted=None)``.
 
     A braintools optimiser keeps its own states; the state of an optax transformation is
     kept in ``held``, so that loops carry it. Where ``wanted`` is false, nothing
-    changes.
+    changes. ``of_stream``: every stream may have an optimiser of its own.
     """
     if hasattr(optimizer, 'register_trainable_weights'):
         unregistered = getattr(optimizer, 'opt_state', optimizer) is None
@@ -108,7 +109,8 @@ def update_by(
             values = {path: state.value for path, state in parameters.items()}
             make = lambda: brainstate.ShortTermState(optimizer.init(values))
             held[optimizer] = made_beside(parameters, make)
-            _warn_of_copies(optimizer, held)
+            if not of_stream:
+                _warn_of_copies(optimizer, held)
         memory = held[optimizer]
         states = [memory]
 

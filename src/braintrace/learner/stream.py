@@ -302,7 +302,7 @@ class Stream:
             return _no_update
         learner = self.learner
         held = learner._kept.optimizers
-        return update_by(self.optimizer, learner.param_states, held)
+        return update_by(self.optimizer, learner.param_states, held, of_stream=True)
 
     def _applying_eligibility(self, _: tuple) -> Callable[..., None]:
         apply, kept = self._applying(), self._eligibility

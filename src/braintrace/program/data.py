@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 
 from ..errors import three_parts
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class SingleStepData:
+class _Inputs:
+    """Inputs, which are a pytree."""
+
+    data: Any
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        """The parts that hold arrays, and what else there is."""
+        return (self.data,), None
+
+    @classmethod
+    def tree_unflatten(cls, rest: None, parts: tuple[Any]) -> Self:
+        """The inverse."""
+        return cls(*parts)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class SingleStepData(_Inputs):
     """Inputs of one time step."""
 
-    data: Any
 
-
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
-class MultiStepData:
+class MultiStepData(_Inputs):
     """Inputs of several time steps, time first."""
-
-    data: Any
 
 
 def first_step(inputs: Any) -> Any:

@@ -17,7 +17,7 @@ def bptt() -> Rule:
         window=Window(),
         exact_when='always',
         cost=('T·B·H·S', 'T·B·I·H'),
-        use='the baseline; not online',
+        use='the baseline for comparisons; it is not online',
     )
 
 
@@ -32,5 +32,5 @@ def tbptt(k: int = 20) -> Rule:
         window=Window(k),
         exact_when='no credit crosses a window',
         cost=('k·B·H·S', 'T·B·I·H'),
-        use='the usual compromise; a baseline',
+        use='a baseline with bounded memory',
     )

@@ -11,5 +11,5 @@ def d_rtrl() -> Rule:
     """One trace for each weight, carried forward through the states of its own
     position."""
     return Rule(
-        'D_RTRL', use='the default: spiking and gated units with memory of their own'
+        'D_RTRL', use='the default; spiking and gated units that have their own memory'
     )

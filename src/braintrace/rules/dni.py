@@ -41,5 +41,5 @@ def dni(synthesizer: Any = None, *, window: int = 10, predictor: Any = None) -> 
         window=Window(window, predictor),
         exact_when='the predictor is right',
         cost=('window·B·H·S', 'T·B·I·H'),
-        use='credit from the future without waiting for it',
+        use='an estimate of later credit at the end of each window',
     )

@@ -68,7 +68,7 @@ def eprop(
         exact_when=when
         if is_plain
         else f'{when}, symmetric feedback and no κ of its own',
-        use='leaky read-outs; biological plausibility: no weights sent back',
+        use='leaky read-outs; models of learning in the brain, with random feedback',
     )
 
 

@@ -14,7 +14,7 @@ from .rule import Rule
 def ostl_recurrent() -> Rule:
     """Online spatio-temporal learning with the Jacobian of the states of each unit: the
     trace of D_RTRL."""
-    return Rule('OSTLRecurrent', use='the same trace under the name of its paper')
+    return Rule('OSTLRecurrent', use='the same as D_RTRL, under the name of its paper')
 
 
 @register('OSTLFeedforward')
@@ -25,8 +25,8 @@ def ostl_feedforward(decay_or_rank: Any = 1e-6) -> Rule:
         'OSTLFeedforward',
         Factorised(as_decays('decay_or_rank', decay_or_rank)),
         ScalarLeak(1.0),
-        exact_when='one step; or units that leak by the decay, with no other memory '
-        'and a drive that enters linearly',
+        exact_when='one step; or units whose only memory is a leak by the decay, with '
+        'inputs added linearly',
         cost=('B·(I + H·S)', 'T·B·I·H'),
         use='feed-forward spiking layers',
     )

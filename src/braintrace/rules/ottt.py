@@ -17,8 +17,8 @@ def ottt(leak: float = 0.9) -> Rule:
         'OTTT',
         Factorised((as_decay('leak', leak), 0.0)),
         ScalarLeak(0.0),
-        exact_when='units that leak by `leak`, with no other memory and a drive that '
-        'enters linearly',
+        exact_when='units whose only memory is a leak by `leak`, with inputs added '
+        'linearly',
         cost=('B·I', 'T·B·I·H'),
-        use='feed-forward spiking layers: the least memory',
+        use='feed-forward spiking layers, with the least memory',
     )

@@ -24,6 +24,6 @@ def pp_prop(decay_or_rank: Any = 0.9) -> Rule:
         exact_when='one step; or one decay, states without memory and inputs '
         'constant in time',
         cost=('B·(I + H·S)', 'T·B·I·H'),
-        use='many neurons: memory linear in them; sparse nets; less where adaptation '
-        'is the memory',
+        use='large or sparse networks: memory grows linearly with neurons; less '
+        'suited to networks that store information in adaptation',
     )

@@ -29,5 +29,5 @@ def rflo(
         recursion=ScalarLeak(as_decay('leak', leak)),
         signal=signal,
         exact_when=when if signal == Symmetric() else f'{when}, symmetric feedback',
-        use='leaky rate units; a comparison',
+        use='leaky rate units; comparisons',
     )

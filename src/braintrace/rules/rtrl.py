@@ -16,5 +16,5 @@ def rtrl() -> Rule:
         Coupled(),
         exact_when='always',
         cost=('B·H²·I·S', 'T·B·H³·I'),
-        use='the exact reference, for small nets',
+        use='the exact reference, for small networks',
     )

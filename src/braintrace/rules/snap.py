@@ -21,5 +21,5 @@ def snap(n: int = 2) -> Rule:
         CoupledWithin(n),
         exact_when='no parameter reaches more states than it does within `n` steps',
         cost=('B·I·H·S·(states within n steps)', 'T·B·H³·I'),
-        use='small or sparse nets whose units feed each other',
+        use='small or sparse networks with recurrent connections',
     )

@@ -31,5 +31,5 @@ def three_factor(*, kappa_filter_decay: float | KappaFilter | None = None) -> Ru
         signal=Modulated(),
         exact_when='the modulator is ∂loss/∂h, no filter, and no position feeds '
         'another across time',
-        use='rewards and neuromodulators in place of a loss',
+        use='a reward or a neuromodulator instead of a loss',
     )

@@ -21,5 +21,5 @@ def uoro(*, seed: Any = 0) -> Rule:
         RandomProjection(as_seed('seed', seed)),
         exact_when='in the mean over seeds',
         cost=('I·H + B·H·S', 'T·B·I·H'),
-        use='unbiased credit across positions at the cost of noise; many small updates',
+        use='unbiased but noisy credit between units; many small updates',
     )
