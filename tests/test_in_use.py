@@ -574,3 +574,26 @@ def test_an_update_that_is_interrupted_is_undone(xs, ys, monkeypatch):
     jax.tree.map(
         np.testing.assert_array_equal, before, (weights_of(learner), states.value)
     )
+
+
+def test_a_copy_keeps_the_settings_of_its_learner():
+    class Leaky(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = brainstate.ParamState(jnp.ones(H))
+
+        def init_state(self, batch_size=None, **kwargs):
+            self.h = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+
+        def update(self, x):
+            dt = brainstate.environ.get('dt')
+            self.h.value = (1 - dt) * self.h.value + dt * self.w.value * x
+            return self.h.value
+
+    with brainstate.environ.context(dt=0.5):
+        learner = braintrace.compile(Leaky(), 'd_rtrl', jnp.ones((B, H)), batch_size=B)
+        copied = copy.deepcopy(learner)
+    # The step is known from compiling, so that it is not traced again without dt.
+    outputs = [each(jnp.ones((B, H))) for each in (learner, copied)]
+    np.testing.assert_array_equal(*outputs)
+    assert np.any(outputs[0] != 0)

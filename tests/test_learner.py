@@ -591,3 +591,51 @@ def test_wrapped_inputs_pass_through_jit_into_the_learner(xs):
     assert_close(found, wanted)
     learner.reset_state()
     assert_close(step(braintrace.MultiStepData(xs)), wanted)
+
+
+def test_the_program_used_last_is_dropped_last():
+    learner = braintrace.compile(
+        brainstate.nn.GRUCell(2, 3), 'd_rtrl', jnp.ones((2, 2)), batch_size=2
+    )
+    traced = []
+
+    def used_always(x):
+        traced.append(x)
+        return learner(x).sum()
+
+    xs = jnp.ones((2, 2, 2))
+    learner.evaluate(xs, step_fn=used_always)
+    count = len(traced)
+    for _ in range(40):
+        learner.evaluate(xs, step_fn=lambda x: learner(x).sum())
+        learner.evaluate(xs, step_fn=used_always)
+    assert len(traced) == count
+
+
+def test_deep_windows_are_not_exact_windows():
+    with pytest.raises(ValueError, match=r"reach='deep' with vjp_method='multi-step'"):
+        braintrace.D_RTRL(
+            brainstate.nn.GRUCell(2, 3), reach='deep', vjp_method='multi-step'
+        )
+
+
+def test_windows_of_weights_in_half_precision_are_summed_in_single():
+    """A thousand small terms, each less than half of the last place of their sum."""
+
+    class Half(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = brainstate.ParamState(jnp.ones(1, jnp.bfloat16))
+
+        def init_state(self, batch_size=None, **kwargs):
+            self.h = brainstate.HiddenState(jnp.zeros(1, jnp.bfloat16))
+
+        def update(self, x):
+            self.h.value = 0 * self.h.value + self.w.value * x
+            return self.h.value
+
+    xs = jnp.ones((1000, 1), jnp.bfloat16)
+    learner = braintrace.compile(Half(), 'tbptt', xs[0], k=1)
+    step = lambda x: learner(x).astype(jnp.float32).sum()
+    found = learner.etrace_grad(xs, step_fn=step, reduction='sum')
+    np.testing.assert_allclose(float(found['w',][0]), 1000, rtol=1e-2)

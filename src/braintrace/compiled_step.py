@@ -214,7 +214,7 @@ class WeightUse(Protocol):
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
         """The storage of its trace; ``positions``: the position that each element of y
-        reaches."""
+        reaches, ``shape``: the shape of the group."""
         ...
 
 

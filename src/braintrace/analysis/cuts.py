@@ -35,7 +35,8 @@ class Positions:
 
     ``sources`` has the values of which an element reaches several positions: the
     element that reaches each position, flat, or CONFLICT where several do that reach no
-    other. Their labels say CONFLICT for elements with several positions.
+    other. Their labels say CONFLICT for elements with several positions. ``found``: the
+    cuts as records. ``gaps``: equations without a rule, and what they were taken for.
     """
 
     labels: dict[Var, np.ndarray] = field(default_factory=dict)

@@ -74,8 +74,8 @@ class Use(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """Why the elements of a value reach one position each: if it is for their number,
-    all ``pairs`` and all ``elements`` of what the value stands for."""
+    """A value whose elements may reach one position each. ``pairs`` and ``elements``: the
+    counts that are the reason, named where a path is cut; 0 if there is another one."""
 
     pairs: int = 0
     elements: int = 0

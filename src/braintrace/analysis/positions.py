@@ -194,6 +194,8 @@ class BackwardPass:
         if held is not None:
             return self.resolve_held(v, held, uses)
         if (labels == CONFLICT).any():
+            # Some elements reach several positions: a trace may hold that, or uses are
+            # cut until none does.
             if sources is not None and self.may_share(v, every, reach):
                 self.out.sources[v] = sources
                 for use in uses:
@@ -205,6 +207,7 @@ class BackwardPass:
             if not every:
                 return None
             labels, _ = together(every, self.size)
+        # One position for each element: uses that lead to another one are cut.
         wanted = self.wanted(v, labels, start)
         reached = np.zeros(labels.shape, bool) if start is None else start.labels >= 0
         for use in uses:
@@ -438,7 +441,8 @@ def find_positions(
 
     ``starts``: new states of the group with their positions. ``keep``: old states of
     the group with theirs. ``stop``: values through which no path is followed (new
-    states of other groups).
+    states of other groups). ``env``: what each value depends on. ``relevance``: which
+    dependences matter. ``size``: the number of positions. ``const``: known values.
     """
     new = [(atom, ReachedPairs(labels)) for atom, labels in starts]
     old = {v: ReachedPairs(labels) for v, labels in keep.items()}

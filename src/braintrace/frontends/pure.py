@@ -48,6 +48,9 @@ class PureModel:
     ``written``: which states a step writes; ``hidden``: which of them carry credit;
     ``ongoing``: which of the others continue when a fresh sequence starts. With
     ``batch`` the given state and inputs are of one sample, mapped over it.
+
+    A subclass sets the arrays and paths below, then calls this ``__init__``, and
+    defines :meth:`one`.
     """
 
     parameters: list[Any]

@@ -78,6 +78,13 @@ def _check_combination(rule: Rule, trace: Any, trace_dtype: Any) -> None:
             "reach='local', or rule 'd_rtrl' or 'pp_prop'",
         ),
         (
+            rule.deep and rule.multi_step,
+            "reach='deep' with vjp_method='multi-step'",
+            'both say which paths a window follows: the former cuts those from one '
+            'unit to another across time, the latter cuts none',
+            "one of the two: reach='deep', or vjp_method='multi-step'",
+        ),
+        (
             not rule.is_local and (trace != 'auto' or trace_dtype is not None),
             f'a choice of traces with {rule.name}',
             'it holds one influence of all parameters on all states',

@@ -4,7 +4,8 @@ once, values go in and come out.
     learner(x)                 run_step
     etrace_grad                gradients_in_steps, gradients_at; windows: ``chunks.py``
     etrace_evolve              evolve
-    etrace_online, streams     ``online_training.py``
+    etrace_online              ``online_training.py``
+    streams                    ``stream.py``, ``stream_program.py``
 """
 
 from __future__ import annotations

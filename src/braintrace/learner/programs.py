@@ -158,6 +158,7 @@ def stored(
     """
     programs = learner._kept.programs
     if key in programs:
+        programs[key] = programs.pop(key)  # the one used last is dropped last
         return programs[key]
     program = make()
     if callable(is_reusable):

@@ -124,6 +124,12 @@ def deeply_copied(learner: Learner, memo: Any = None) -> Any:
     optimizers: dict[Any, brainstate.State] = {}
     for key, state in learner._kept.optimizers.items():
         optimizers[key] = brainstate.ShortTermState(copy.deepcopy(state.value))
-    copied._kept = Kept(optimizers=optimizers, shapes=learner._kept.shapes)
+    kept = learner._kept
+    copied._kept = Kept(
+        optimizers=optimizers,
+        shapes=kept.shapes,
+        has_batch_size=kept.has_batch_size,
+        settings=kept.settings,
+    )
     copied._carried = learner._carried.copied(copied.traces)
     return copied

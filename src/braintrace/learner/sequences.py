@@ -110,8 +110,10 @@ def gradient_program(
         if isinstance(solver, InfluenceSolver):
             return options.one_pass(solver, *once, rule_state, masked)
         if rule.multi_step and rule.has_trace:
+            # Every step is an exact window, and traces carry credit across windows.
             return solver.windows.solve(*once, length=1, masked=masked)
         if rule.window is not None or rule.deep:
+            # A deep rule takes the call as one window, so a fresh one needs no traces.
             steps = rule.window.steps if rule.window else None
             return solver.windows.solve(
                 parameters,

@@ -1,6 +1,6 @@
 """The methods of a :class:`Learner` that train it or advance its states.
 
-They check their arguments. ``calls.py`` runs them.
+They check their arguments. ``calls.py`` lists what runs them.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ def replay(
     ys = [kept[equation.outvars[i]] for i in places]
     if data and any(sub_programs(equation)):
         results = run_equation(equation, operands)
+        # The value is y; its derivative is that of y itself and that of the data.
         ys = [known_value(y, results[i] + y) for i, y in zip(places, ys, strict=True)]
     elif data:
         ys = _replayed(equation, data, tuple(places), ys, list(operands))

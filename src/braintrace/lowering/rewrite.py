@@ -235,14 +235,14 @@ def _parted(analysed: Analysed, i: int, y: Var, mask: np.ndarray) -> Analysed:
     program = analysed.dependence.program
     product = program.equations[i]
     single, shared = new_var(y.aval), new_var(y.aval)
-    unused = [v if v is y else new_var(v.aval) for v in product.outvars]
+    again = [shared if v is y else new_var(v.aval) for v in product.outvars]
     choice = trace(jax.lax.select_n, [jax.typeof(jnp.asarray(mask)), y.aval, y.aval])
     (select,) = choice.jaxpr.eqns
     which = new_var(select.invars[0].aval)
     equations = [
         *program.equations[:i],
         product.replace(outvars=[single if v is y else v for v in product.outvars]),
-        product.replace(outvars=[shared if v is y else v for v in unused]),
+        product.replace(outvars=again),
         inlined(
             select,
             product,

@@ -127,11 +127,12 @@ class Stages:
         self.dependence = self.analysed.dependence
         self.program = self.dependence.program
         self.equations = self.program.equations
-        parts = set(map(id, split.dependence.program.equations))
+        unchanged = set(map(id, split.dependence.program.equations))
+        # The products that were split, by their results.
         products = {
             eqn.outvars[0]: eqn
             for eqn in analysed.dependence.program.equations
-            if id(eqn) not in parts
+            if id(eqn) not in unchanged
         }
         self.unsplit = [
             next((products[v] for v in eqn.outvars if v in products), eqn)

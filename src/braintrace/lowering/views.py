@@ -105,10 +105,12 @@ def evaluate_views(
 
     for i, eqn in enumerate(equations):
         shared: dict[tuple[int, ...], list[Any]] = {}
+        held: list[Any] = []  # keys are identities, so what they name must stay alive
         for view in sorted(set().union(*(views[v] for v in eqn.outvars))):
             operands = [operand(i, k, v, view) for k, v in enumerate(eqn.invars)]
             cut = cutting[view].inside.get(i)
             moved = [] if cut is None else [read(v, PERTURBED) for v in eqn.invars]
+            held += [*operands, *moved]
             key = tuple(map(id, [*operands, *moved]))
             if key not in shared:
                 results = run(i, operands)

@@ -1,4 +1,8 @@
-"""How the traces of dense products are stored and solved."""
+"""How the traces of dense products are stored and solved.
+
+Letters: t steps, n axes of y that w does not have, w axes of the weight, h positions, c
+contracted axes.
+"""
 
 from __future__ import annotations
 
@@ -179,8 +183,8 @@ class DenseTrace:
     def _visit(
         self, block: _Block, y_bars: jax.Array | None = None
     ) -> tuple[Components, jax.Array]:
-        """The same for the part of y that the trace has: samples, inputs and outputs
-        have one axis each."""
+        """The same, with γ · ε of the part of w that the trace has. Kernels take one axis
+        each for samples, inputs and outputs."""
         # llvmlite is optional.
         from .kernels.dense_visit import visit
         from .kernels.span_visit import visit_after_span

@@ -50,7 +50,7 @@ class OriginRule(Protocol):
 
 
 def join(a: Labels, b: Labels) -> Labels:
-    """Element by element: what reaches a's position in one use and b's in another."""
+    """The label of each element that has label a by one use and b by another."""
     if a is None or b is None:
         return b if a is None else a
     return np.where(a == NONE, b, np.where((b == NONE) | (a == b), a, CONFLICT)).astype(

@@ -2,7 +2,8 @@
 
 One record serves a family of primitives. The analysis uses it to find how elements of
 operands reach elements of results (labels). The lowering and the solver use it to find
-how a weight is used. No other file makes decisions by the name of a primitive.
+how a weight is used. Only files of this folder and ``compat.py`` decide by the name of
+a primitive.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class UseRule(Protocol):
 class Operation:
     """The description of a family of primitives for the compiler.
 
+    - ``family``: its name in reports. The compiler gives 'elementwise', 'movement',
+      'reduction' and 'product' a meaning.
     - ``labels``: which elements of the operands reach which elements of the results.
     - ``origins``: the same relation, from results to operands, for operations that
       repeat elements of an operand.
@@ -106,16 +109,6 @@ class Operation:
     def is_product(self) -> bool:
         """Whether its weights multiply data from elsewhere, as a layer does."""
         return self.family == 'product'
-
-    def forward(
-        self, eqn: Equation, ins: Sequence[Labels], const: Const
-    ) -> list[Labels]:
-        """Labels of the results from those of the operands: the backward rule run on
-        index arrays."""
-        ends = np.cumsum([v.aval.size for v in eqn.outvars])
-        return forward_labels(
-            eqn, ins, self.labels(eqn, element_numbers(eqn, ends), const), ends
-        )
 
 
 def element_numbers(eqn: Equation, ends: np.ndarray) -> list[Labels]:

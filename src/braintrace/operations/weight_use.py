@@ -1,9 +1,8 @@
 """Uses of weights: y = op(x, w) as the solver sees it; those of element-wise weights and
 of operations of any kind.
 
-A trace has one array a component of the states that y can reach. D acts at the position
-that each element of y reaches, so every layout keeps the order of y. Letters: t steps,
-y elements of the result, w elements of the weight, p positions of the group.
+Layouts of traces are in ``whole_traces.py`` and beside each operation. Letters: t steps,
+y elements of the result, w elements of the weight, h positions of the group.
 """
 
 from __future__ import annotations

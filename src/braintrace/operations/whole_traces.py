@@ -1,7 +1,7 @@
 """Traces that are solved in one piece, all samples together: those of element-wise
 weights and of operations of any kind.
 
-Letters: t steps, y elements of the result, w elements of the weight, p positions of the
+Letters: t steps, y elements of the result, w elements of the weight, h positions of the
 group.
 """
 
@@ -99,7 +99,7 @@ class WholeTrace(ABC):
 
 @dataclass(frozen=True, eq=False)
 class FullTrace(WholeTrace):
-    """(p, w): the influence of every element of w on every position."""
+    """(h, w): the influence of every element of w on every position."""
 
     @cached_property
     def _places(self) -> int:
@@ -124,7 +124,7 @@ class FullTrace(WholeTrace):
         return factor.reshape(-1, *(1,) * (trace.ndim - 1)) * trace
 
     def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
-        return jnp.einsum('p,p...->...', credit.reshape(-1), trace)
+        return jnp.einsum('h,h...->...', credit.reshape(-1), trace)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Parts of a step program: cuts put in, and the equations between sources and targets.
 
-Cuts are kept apart from the program: ``cuts[i, k]`` masks operand k of equation i, and
+Cuts are kept apart from the program: ``edges[i, k]`` masks operand k of equation i, and
 ``bodies[i, key]`` holds the cuts inside a sub-program of equation i.
 """
 

@@ -3,8 +3,8 @@ the one loop over blocks.
 
     gradient = Σ_t ∂ℓ_t/∂θ + Σ_t (∂h_t/∂θ|local)ᵀ γ_t  one product for each weight
 
-Letters: t steps of the block, h positions, s components of a position, y results of
-taps.
+Letters: t steps of the block, b samples, h positions, s components of a position, y
+results of taps.
 """
 
 from __future__ import annotations

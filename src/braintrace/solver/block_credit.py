@@ -67,7 +67,8 @@ def local_gradients(
 ) -> list[Values]:
     """By group, what its credit adds to the one-step gradients of tap results.
 
-    ``is_plain``: the rule's signal is the true one, which these gradients hold already.
+    ``is_plain``: traces follow D and the true signal reads them. The one-step gradients
+    hold this signal already, so only γ is added.
     """
     fold = lambda values: [
         recursion.folded(mine, slopes)

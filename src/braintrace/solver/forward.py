@@ -5,7 +5,7 @@ For a direction u in the space of the parameters, nothing cut:
     ḣ_t = J_t ḣ_{t-1} + (∂h_t/∂θ) u        ⟨g_true, u⟩ = Σ_t w_t ℓ̇_t
 
 Only ḣ is carried, one for each direction, so memory does not depend on T. Letters: t
-steps, u directions.
+steps, k directions, u one of them.
 """
 
 from __future__ import annotations

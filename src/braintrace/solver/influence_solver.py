@@ -1,6 +1,6 @@
 """A whole sequence solved by an influence that is carried from step to step.
 
-Letters: t steps, n numbers that parameters are made of, m numbers that states are.
+Letters: t steps.
 """
 
 from __future__ import annotations

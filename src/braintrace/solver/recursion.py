@@ -9,8 +9,8 @@ reads, and what leaky read-outs remember.
                  what a leaky read-out that is driven by u · W remembers. It reads
                  m_t / κ, of which the part U_t ε_t is in the signal of h already
 
-Both add components, numbered after those of the states: one larger recursion of the
-same kind,
+The filter and the memory add components, numbered after those of the states: one larger
+recursion of the same kind,
 
     (ε, ē)_t = ((M, 0), (M, κ)) (ε, ē)_{t-1} + (1, 1) ∂h_t/∂θ
     (ε, m)_t = ((M, 0), (κ (U M + V), κ)) (ε, m)_{t-1} + (1, κ U) ∂h_t/∂θ
@@ -91,11 +91,11 @@ class MemoryRead(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """A component beside those of the states: its decay κ, and the states that drive
-    it; ``old_states`` are those that do so a step later.
+    """A component beside those of the states: a filter, or what leaky read-outs
+    remember. It decays by κ and is driven by new states (``states``) and by old ones.
 
-    ``links``: those to the read-outs that remember so, each with the positions of its
-    read-out that decay by κ, None for all. A filter has none.
+    ``links``: the links to read-outs that decay by κ, each with the positions that do,
+    None for all. A filter has none.
     """
 
     kappa: float

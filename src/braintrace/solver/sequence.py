@@ -209,6 +209,8 @@ class BlockSolver:
         # γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t back to the start, and (∂h_t/∂y_t)ᵀ γ_t.
         first: list[Components] = credit or []
         local: list[Values] = [Values() for _ in self.step.groups]
+        # Factors read the signal of each step, not γ: a plain rule with nothing but
+        # factors needs no credit.
         if traces_of.has_block_traces or not self.is_plain:
             last = no_credit(traces_of.recursions) if credit is None else credit
             every, first = backward_credit(view, block, last)
@@ -362,6 +364,7 @@ class BlockSolver:
             return block
         kept = self.kept_bytes + self.traces.driven_bytes
         most = max(bytes_of(self.trace_shapes) // kept // block, 1)
+        # As few visits as memory allows, after about equal numbers of blocks.
         count = -(-steps // block)
         visits = -(-count // most)
         return block * -(-count // visits)

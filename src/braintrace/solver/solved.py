@@ -1,7 +1,7 @@
 """What a sequence gives: its gradients are summed over steps by weight, and in the end
 become those of parameters.
 
-Letters: t steps.
+Letters: t steps, n devices, w elements of a weight.
 """
 
 from __future__ import annotations

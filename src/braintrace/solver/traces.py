@@ -1,7 +1,7 @@
 """The traces of a step under a rule: which there are, and how each is stored.
 
-Letters: t steps of a block, y elements of a site's result, s components of a position.
-``visits.py`` advances them.
+Letters: y elements of a site's result, s components of a position. ``visits.py`` advances
+the traces.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Traces:
 
     @cached_property
     def driven_bytes(self) -> int:
-        """Bytes that :func:`drive` keeps of one step."""
+        """Bytes that :func:`visits.drive` keeps of one step."""
         found = 0
         for n, (site, _, layout, components, shares) in enumerate(self.sites):
             if isinstance(layout, FactorLayout):

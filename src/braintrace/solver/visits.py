@@ -140,12 +140,13 @@ def visit(
     of results that the same visit sums.
     """
     new = list(traces)
-    for n, (site, tap, layout, _, source) in enumerate(traces_of.sites):
+    for n, (site, tap, layout, _, first) in enumerate(traces_of.sites):
         if isinstance(layout, FactorLayout):
             continue
         fixed, _ = tap.operands(constants, _NoSteps())
-        box, shape = traces_of.row_box(source), site.use.result.shape
-        data, parts = driven[n].data, driven[source].rows
+        # The first of the traces that share rows holds them.
+        box, shape = traces_of.row_box(first), site.use.result.shape
+        data, parts = driven[n].data, driven[first].rows
         rows = {s: padded(row, box, shape) for s, row in parts.items()}
         whole, mine = products[site.group], credit[site.group]
         given = (traces[n], fixed, data, rows, whole, mine)

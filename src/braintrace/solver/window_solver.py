@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from ..arrays import sum_type
 from ..compiled_step import CompiledStep, Components, Values
 from .block import Block, forward, length_of, over_blocks
 from .block_credit import credit_at_start
@@ -77,7 +78,9 @@ class WindowSolver:
         step = self.step
         constants = step.constants(parameters, states)
         count = -(-length_of(inputs) // length)
-        zero = Values((key, jnp.zeros_like(x)) for key, x in parameters.items())
+        zero = Values(
+            (key, jnp.zeros_like(x, sum_type(x.dtype))) for key, x in parameters.items()
+        )
         learned = [jnp.zeros_like(x) for x in rule_state] if predictor else []
 
         def one(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
@@ -124,6 +127,7 @@ class WindowSolver:
         last, traces, total, through, learned, error = carry
         if traces:
             total = add(total, self.sums.of_parameters(parameters, states, through))
+        total = Values((k, x.astype(parameters[k].dtype)) for k, x in total.items())
         windows = max(count - fresh, 1)
         update = [x / windows for x in learned]
         return Solved(total, losses, aux, last, traces, update, error / windows)
@@ -174,8 +178,8 @@ class WindowSolver:
         """The traces after a window, and the gradient with γ_0 · ε_0 added.
 
         The losses of the window give their credit by reverse mode, so the traces only
-        advance. ``credit``: γ_0, None for none. ``dead``: there is no loss in the
-        window or after it.
+        advance. ``credit``: γ_0, None for none. ``dead``: the window has no loss
+        and its end gets no credit, so γ_0 is zero.
         """
         step, traces_of, dead = self.step, self.traces, jnp.asarray(dead)
         last, kept = forward(step, constants, states.pick(step.written), inputs)
