@@ -53,8 +53,8 @@ LONG = {
 }
 """Tests of many seconds, beside which daily others do much of the same."""
 
-SMALLER = {'test_holds_here': 17}
-"""Tests of very many cases, of which a smaller part than a twelfth runs daily."""
+SMALLER = {'test_holds_here': 22}
+"""Tests of very many cases, of which a smaller part than a sixteenth runs daily."""
 
 
 FIRST = ('test_on_eight_devices', 'test_the_pages_are_built')
@@ -62,7 +62,7 @@ FIRST = ('test_on_eight_devices', 'test_the_pages_are_built')
 
 
 def pytest_collection_modifyitems(config, items):
-    """Daily, tests with three cases and more run a twelfth of them, at least one, the
+    """Daily, tests with three cases and more run a sixteenth of them, at least one, the
     same ones every time, and some long tests do not run.
 
     A case that is chosen on the command line always runs; `ZOO=all` runs all.
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config, items):
             cases[item.nodeid.split('[')[0]].append(item.nodeid)
     left_out = {i.nodeid for i in items if {i.name, i.name.split('[')[0]} & LONG}
     for test, names in cases.items():
-        part = SMALLER.get(test.rpartition('::')[2], 12)
+        part = SMALLER.get(test.rpartition('::')[2], 16)
         count = len(names) if len(names) < 3 else math.ceil(len(names) / part)
         in_order = sorted(names, key=lambda name: zlib.crc32(name.encode()))
         left_out.update(in_order[count:])
