@@ -43,6 +43,11 @@ class Batches:
     [0.0, 1.0, 0.0]
     """
 
+    @classmethod
+    def of(cls, data: Any) -> Batches:
+        """``data`` as batches, unless it is that already."""
+        return data if isinstance(data, Batches) else cls(data)
+
     def __init__(self, data: Any, transform: Callable[..., Any] | None = None):
         self.data, self.transform = data, transform
         self.kind = _kind_of(data)

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,8 @@ def fit(
                 'validate=..., or a metric of training',
             )
         )
-    data = _as_batches(batches)
-    held_out = None if validate is None else _as_batches(validate)
+    data = Batches.of(batches)
+    held_out = None if validate is None else Batches.of(validate)
     if held_out is not None:
         _check_alike(*(_first_of(given, learner) for given in (held_out, data)))
     history = History()
@@ -259,10 +259,6 @@ def _check_begun(out: str | Path | None) -> None:
         )
 
 
-def _as_batches(given: Any) -> Batches:
-    return given if isinstance(given, Batches) else Batches(given)
-
-
 def _first_of(batches: Batches, learner: Learner) -> tuple:
     """Some batch, none taken."""
     if batches.kind != 'function':
@@ -271,14 +267,12 @@ def _first_of(batches: Batches, learner: Learner) -> tuple:
         return batches.peek()
 
 
-@contextmanager
-def _not_fitting() -> Iterator[None]:
+def _not_fitting() -> AbstractContextManager[Any]:
     """Set ``fit`` of brainstate to False if it is True, so that dropout and batch
     normalisation measure as they do after training."""
-    with ExitStack() as stack:
-        if brainstate.environ.get('fit', None):
-            stack.enter_context(brainstate.environ.context(fit=False))
-        yield
+    if brainstate.environ.get('fit', None):
+        return brainstate.environ.context(fit=False)
+    return nullcontext()
 
 
 @contextmanager
