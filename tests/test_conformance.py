@@ -59,15 +59,6 @@ NEAR = {
         'h0',
         'pp_prop',
     ),  # the samples that read it are set to it at every step, so they keep no memory
-    *(
-        (name, key, rule)
-        for name in (
-            'skip_connection_inside_a_branch',
-            'two_layers_with_a_skip_connection',
-        )
-        for key in ('w2', 'gain')
-        for rule in ('d_rtrl', 'pp_prop')
-    ),  # they drive the upper layer, which feeds no other; the report is of the group
     (
         'same_value_twice',
         'w',
