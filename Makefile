@@ -21,10 +21,10 @@ test: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal  # builds the docs too
 
 zoo: $(READY)  # every case of every test, of which the daily run takes a part
-	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal --ignore tests/test_conformance.py
+	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal --ignore tests/gradients/test_conformance.py
 
 conformance: $(READY)  # every rule on every model, for hours; RULE=rtrl: by one rule
-	ZOO=all RULE=$(RULE) JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/test_conformance.py
+	ZOO=all RULE=$(RULE) JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/gradients/test_conformance.py
 
 browser: $(READY) $(BROWSER)  # CHROME=/path/to/chrome: by that one
 	JAX_PLATFORMS=cpu $(RUN) scripts/browser.py $(ARGS)
@@ -34,14 +34,14 @@ $(BROWSER):  # a Chromium from PyPI
 	$(BROWSER) -m pip install --quiet PyQt6==6.11.0 PyQt6-WebEngine==6.11.0 || { rm -rf .venv-browser; exit 1; }
 
 fuzz: $(READY)  # 10,000 random programs; any part of the seeds may be run alone
-	ZOO=all SEEDS=$(or $(SEEDS),0:100) PROGRAMS=$(or $(PROGRAMS),100) JAX_PLATFORMS=cpu $(RUN) -m pytest tests/test_random_programs.py
+	ZOO=all SEEDS=$(or $(SEEDS),0:100) PROGRAMS=$(or $(PROGRAMS),100) JAX_PLATFORMS=cpu $(RUN) -m pytest tests/gradients/test_random_programs.py
 
 torture: $(READY)  # faults on purpose; ARGS='--part kills --seed 3 --minutes 10 --resume'
 	JAX_PLATFORMS=cpu $(RUN) -m torture $(ARGS)
 
 operations: $(READY)
 	$(RUN) scripts/operations.py
-	OPERATIONS=all JAX_PLATFORMS=cpu $(RUN) -m pytest tests/test_operations.py
+	OPERATIONS=all JAX_PLATFORMS=cpu $(RUN) -m pytest tests/unit/operations/test_operations.py
 
 models: $(READY)
 	JAX_PLATFORMS=cpu $(RUN) scripts/any_model.py

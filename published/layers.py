@@ -5,7 +5,7 @@ The same file runs on both packages, each in its own environment:
     python published/layers.py out.npz
 
 `make published` writes what the published package gives to tests/data/published.npz, and
-tests/test_published.py compares ours with it. Every parameter is filled with numbers drawn
+tests/published/test_published.py compares ours with it. Every parameter is filled with numbers drawn
 from its own path, so both packages must also agree on names and shapes.
 """
 

@@ -40,47 +40,47 @@ MODELS = ('gru_batched', 'lif_recurrent', 'conv1d', 'sparse_recurrent')
 
 SMOKE = {
     'compilation': [
-        'tests/test_compiler.py',
-        'tests/test_page.py::test_page[gru]',
-        'tests/test_page.py::test_page[loop]',
+        'tests/graph/test_compiler.py',
+        'tests/leaves/test_page.py::test_page[gru]',
+        'tests/leaves/test_page.py::test_page[loop]',
     ],
     'gradients against an oracle': [
-        'tests/test_exactness.py::test_local_rule[gru-two passes-2]',
-        'tests/test_exactness.py::test_local_rule[adaptive_lif-one pass-2]',
-        'tests/test_exactness.py::test_local_rule[recurrent_convolution-one pass-2]',
-        'tests/test_exactness.py::test_pp_prop_by_formula',
-        'tests/test_exactness.py::test_online_is_a_loop_by_hand',
-        'tests/test_ops.py',
+        'tests/gradients/test_exactness.py::test_local_rule[gru-two passes-2]',
+        'tests/gradients/test_exactness.py::test_local_rule[adaptive_lif-one pass-2]',
+        'tests/gradients/test_exactness.py::test_local_rule[recurrent_convolution-one pass-2]',
+        'tests/gradients/test_exactness.py::test_pp_prop_by_formula',
+        'tests/gradients/test_exactness.py::test_online_is_a_loop_by_hand',
+        'tests/leaves/test_ops.py',
     ],
     'checkpoints and training': [
-        'tests/test_training.py::test_resumed_training_is_the_uninterrupted_one',
-        'tests/test_training.py::test_checkpoints_hold_traces_and_random_numbers_and_are_whole_or_refused',
+        'tests/leaves/test_training.py::test_resumed_training_is_the_uninterrupted_one',
+        'tests/leaves/test_training.py::test_checkpoints_hold_traces_and_random_numbers_and_are_whole_or_refused',
     ],
     'command line and plots': [
-        'tests/test_cli.py::test_training_writes_all_and_goes_on_exactly',
-        'tests/test_cli.py::test_checking_and_timing',
+        'tests/leaves/test_cli.py::test_training_writes_all_and_goes_on_exactly',
+        'tests/leaves/test_cli.py::test_checking_and_timing',
     ],
     'Flax': [
-        'tests/test_flax.py::test_stock_cells_give_the_gradient_of_bptt[gru]',
-        'tests/test_flax.py::test_training_as_in_flax',
+        'tests/learner/test_flax.py::test_stock_cells_give_the_gradient_of_bptt[gru]',
+        'tests/learner/test_flax.py::test_training_as_in_flax',
     ],
     'Equinox': [
-        'tests/test_equinox.py::test_stock_cells_give_the_gradient_of_bptt[gru]',
-        'tests/test_equinox.py::test_training_as_in_equinox',
+        'tests/learner/test_equinox.py::test_stock_cells_give_the_gradient_of_bptt[gru]',
+        'tests/learner/test_equinox.py::test_training_as_in_equinox',
     ],
     'neurons of brainpy.state': [
-        'tests/test_engine.py::test_one_step_is_the_plain_gradient[brainpy_if]',
-        'tests/test_engine.py::test_the_rule_is_the_dense_recursion[brainpy_if-local]',
+        'tests/gradients/test_engine.py::test_one_step_is_the_plain_gradient[brainpy_if]',
+        'tests/gradients/test_engine.py::test_the_rule_is_the_dense_recursion[brainpy_if-local]',
     ],
     'recorded data': [
-        'tests/test_tasks.py::test_digits_are_read_pixel_by_pixel_and_a_fifth_is_held_out',
-        'tests/test_tasks.py::test_spoken_digits_are_read_from_their_file',
+        'tests/leaves/test_tasks.py::test_digits_are_read_pixel_by_pixel_and_a_fifth_is_held_out',
+        'tests/leaves/test_tasks.py::test_spoken_digits_are_read_from_their_file',
     ],
-    'precision': ['tests/test_precision.py'],
+    'precision': ['tests/learner/test_precision.py'],
     'NIR, safetensors and TensorBoard': [
-        'tests/test_nir.py',
-        'tests/test_saving.py::test_weights_in_a_file_of_safetensors',
-        'tests/test_data_and_loggers.py::test_scalars_for_tensorboard',
+        'tests/leaves/test_nir.py',
+        'tests/learner/test_saving.py::test_weights_in_a_file_of_safetensors',
+        'tests/leaves/test_data_and_loggers.py::test_scalars_for_tensorboard',
     ],
 }
 """Tests by what they are about; the rules are added below."""
@@ -210,9 +210,12 @@ class Environment:
         """Run the smoke tests."""
         start = time.monotonic()
         models = ' or '.join(f'[{name}-' for name in MODELS)
-        run = self._run(['tests/test_conformance.py', '-k', models])
+        run = self._run(['tests/gradients/test_conformance.py', '-k', models])
         run += self._run([test for tests in SMOKE.values() for test in tests])
-        for title, tests in {RULES: ['tests/test_conformance.py'], **SMOKE}.items():
+        for title, tests in {
+            RULES: ['tests/gradients/test_conformance.py'],
+            **SMOKE,
+        }.items():
             modules = {Path(test.partition('::')[0]).stem for test in tests}
             mine = [passed for module, passed in run if module in modules]
             self.counts[title] = (sum(mine), len(mine))

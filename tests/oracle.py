@@ -6,6 +6,8 @@ the cuts that the analysis chose. A number may leak in the place of D; and signa
 place of ε_t.
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,23 @@ from braintrace.solver import (
 )
 
 NO_CUTS = Cuts()
+
+
+@contextlib.contextmanager
+def precision(case):
+    with jax.enable_x64(True) if case.x64 else contextlib.nullcontext():
+        yield
+
+
+def close_to(a, b, case, scale=1.0):
+    """Equal to rounding of the case's precision."""
+    wide = lambda x: np.asarray(x, complex if jnp.iscomplexobj(x) else float)
+    a, b = wide(a), wide(b)
+    assert a.shape == b.shape
+    size = max(np.abs(a).max(initial=0), np.abs(b).max(initial=0), 1e-6) * scale
+    tolerance = 1e-10 if case.x64 else 0.05 if 'float16' in case.name else 1e-4
+    assert np.isfinite(a).all()
+    np.testing.assert_allclose(a, b, atol=tolerance * size, rtol=tolerance)
 
 
 def local_step(program, members, positions):

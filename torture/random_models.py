@@ -22,6 +22,7 @@ import braintrace
 from .progress import ROOT, random_of
 
 sys.path.insert(0, str(ROOT / 'tests'))
+sys.path.insert(0, str(ROOT / 'tests' / 'gradients'))
 from oracle import total_of
 from programs import Program, draw_position_program, draw_program
 from test_random_programs import (

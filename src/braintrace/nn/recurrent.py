@@ -1,7 +1,7 @@
 """Recurrent cells that use the marked `Linear`.
 
 Functions, parameter names and shapes are those of the published package, so its saved
-weights can be loaded; `tests/test_published.py` compares both. Each cell maps `x` (...,
+weights can be loaded; `tests/published/test_published.py` compares both. Each cell maps `x` (...,
 inputs) to (..., units). ``[x, h]`` in a docstring is concatenation on the last axis.
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TASK = ['copying', '--units', '8', '--batch', '8', '--save-every', '2']
 TASK += ['--task-option', 'length=1', '--task-option', 'lag=2']
 SETTINGS = """

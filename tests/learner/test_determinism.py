@@ -104,7 +104,7 @@ def describe():
 
 def in_a_process(seed):
     source = os.pathsep.join(
-        [str(HERE), str(HERE.parent / 'src'), os.environ.get('PYTHONPATH', '')]
+        [str(HERE), str(HERE.parents[1] / 'src'), os.environ.get('PYTHONPATH', '')]
     )
     env = os.environ | {'PYTHONHASHSEED': seed, 'PYTHONPATH': source}
     code = 'import test_determinism; print(test_determinism.describe())'

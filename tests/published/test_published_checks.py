@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent.parent / 'published'
+FOLDER = Path(__file__).parents[2] / 'published'
 sys.path.insert(0, str(FOLDER))
 
 from check import load  # noqa: E402 - its folder is no package

@@ -16,12 +16,12 @@ import pytest
 import braintrace.cli
 from shown_output import expected_outputs, is_near, matches
 
-sys.path.insert(0, str(Path(__file__).parent.parent / 'scripts'))
+sys.path.insert(0, str(Path(__file__).parents[2] / 'scripts'))
 from notebooks import INLINE, notebooks
 from rule_pages import written
 from run_pages import blocks_of, is_executed, run_and_keep
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / 'docs'
 NAV = re.findall(
     r'- (?:.*: )?(\S+\.md)$', (ROOT / 'mkdocs.yml').read_text(), re.MULTILINE

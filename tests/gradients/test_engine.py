@@ -13,8 +13,7 @@ import pytest
 
 from braintrace.compiled_step import Values
 from braintrace.frontends.brainstate import trace_step
-from oracle import Problem, sequence, total_of
-from test_zoo import close_to, precision
+from oracle import Problem, close_to, precision, sequence, total_of
 from zoo import CASES
 
 ALL = os.environ.get('ZOO') == 'all'

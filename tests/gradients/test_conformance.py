@@ -19,8 +19,7 @@ from braintrace.learner.by_rule import RULES
 from braintrace.learner.carried import trace_table
 from braintrace.learner.sequences import solver_of
 from braintrace.rules import PRESETS
-from oracle import sequence, total_of
-from test_zoo import close_to, precision
+from oracle import close_to, precision, sequence, total_of
 from zoo import CASES
 
 ALL = os.environ.get('ZOO') == 'all'

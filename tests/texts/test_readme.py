@@ -9,7 +9,7 @@ from pathlib import Path
 import braintrace
 from shown_output import expected_outputs, matches
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_example_runs(capsys):

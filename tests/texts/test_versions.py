@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-sys.path.insert(0, str(Path(__file__).parent.parent / 'scripts'))
+sys.path.insert(0, str(Path(__file__).parents[2] / 'scripts'))
 from versions import PAGE, ROOT, RULES, SMOKE, lower_bound, pythons, requirements
 
 

@@ -21,7 +21,7 @@ import braintrace
 from braintrace import published
 from braintrace.published import first
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 T, B, INPUTS, H, OUTPUTS = 6, 2, 3, 4, 2
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / 'scripts'))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / 'scripts'))
 from any_model import PAGE, refused, row, title
 
 from zoo import CASES, REFUSED

@@ -12,7 +12,7 @@ ON = "jax.config.update('jax_enable_x64', True)"
 OFF = "jax.config.update('jax_enable_x64', False)"
 
 
-SOURCE = pathlib.Path(__file__).parent.parent / 'src' / 'braintrace'
+SOURCE = pathlib.Path(__file__).parents[2] / 'src' / 'braintrace'
 FIRST_USE = 'import braintrace\nbraintrace.compile'
 
 

@@ -4,7 +4,6 @@ The oracle is the model's own program differentiated by JAX: the whole step with
 dense Jacobians by `jax.jacrev`, and the plain one-step gradient. It shares no slicing with the compiler.
 """
 
-import contextlib
 import os
 
 import jax
@@ -17,16 +16,10 @@ from braintrace.analysis.graph import compile_etrace_graph
 from braintrace.compat import evaluate, is_var
 from braintrace.lowering.executor import ETraceGraphExecutor
 from braintrace.program import slice_back
-from oracle import local_step
+from oracle import close_to, local_step, precision
 from zoo import CASES
 
 ALL = os.environ.get('ZOO') == 'all'
-
-
-@contextlib.contextmanager
-def precision(case):
-    with jax.enable_x64(True) if case.x64 else contextlib.nullcontext():
-        yield
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -57,17 +50,6 @@ def bits(x):
     return np.asarray(
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     )
-
-
-def close_to(a, b, case, scale=1.0):
-    """Equal to rounding of the case's precision."""
-    wide = lambda x: np.asarray(x, complex if jnp.iscomplexobj(x) else float)
-    a, b = wide(a), wide(b)
-    assert a.shape == b.shape
-    size = max(np.abs(a).max(initial=0), np.abs(b).max(initial=0), 1e-6) * scale
-    tolerance = 1e-10 if case.x64 else 0.05 if 'float16' in case.name else 1e-4
-    assert np.isfinite(a).all()
-    np.testing.assert_allclose(a, b, atol=tolerance * size, rtol=tolerance)
 
 
 def measure(model, inputs):

@@ -44,7 +44,7 @@ def test_on_eight_devices():
     done = subprocess.run(
         command,
         env=os.environ | settings,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=900,

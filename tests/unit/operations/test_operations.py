@@ -14,7 +14,7 @@ import numpy as np
 import braintrace
 from braintrace.analysis.diagnostics import DiagnosticKind
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / 'scripts'))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / 'scripts'))
 from operations import OPAQUE, coverage, primitives, treatment
 
 ALL = os.environ.get('OPERATIONS') == 'all'

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).parent.parent / 'examples'
+FOLDER = Path(__file__).parents[2] / 'examples'
 EXAMPLES = sorted(FOLDER.glob('*.py'))
 SMALL = {
     'gru_copy': {'updates': 60, 'units': 24, 'batch': 32, 'lag': 1},
