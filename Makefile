@@ -9,7 +9,7 @@ ARENA := .venv-arena/bin/python
 BROWSER := .venv-browser/bin/python
 TORCH ?= torch==2.13.0
 
-.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint types bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
+.PHONY: train test rotate zoo conformance fuzz torture operations models published versions scale browser lint types bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -19,6 +19,13 @@ test: $(READY)
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal  # builds the docs too
+
+SEED ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo 0)
+SEED_NUMBER = $(shell $(RUN) -c 'import zlib; print(zlib.crc32(b"$(SEED)") % 1000000)')
+
+rotate: $(READY)  # cases drawn by the commit's hash for MINUTES=14; SEED=... draws the same again
+	ZOO=all ROTATE=$(SEED) OPTIMISED=all SEEDS=$(SEED_NUMBER):$$(($(SEED_NUMBER) + 3)) JAX_PLATFORMS=cpu \
+	    $(RUN) -m pytest tests -n 2 --dist load --maxschedchunk 1
 
 zoo: $(READY)  # every case of every test, of which the daily run takes a part
 	ZOO=all JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal --ignore tests/gradients/test_conformance.py

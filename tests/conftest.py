@@ -1,7 +1,18 @@
-"""Small models, so compile fast rather than well, and never the same thing twice."""
+"""Which tests run, and how their programs are compiled.
 
+    make test       the fixed daily share: all unit tests, and of tests with many cases a sixteenth
+    make rotate     cases drawn by a seed, the commit's hash if none is given, until a time limit
+    make zoo        everything
+
+A test that is named on the command line always runs. Models are small, so most programs are compiled
+fast rather than well; kernels, streams, devices and a quarter of all others are compiled as users have
+them. OPTIMISED=all compiles every program like this, OPTIMISED=none none.
+"""
+
+import hashlib
 import math
 import os
+import time
 import zlib
 from collections import defaultdict
 from pathlib import Path
@@ -10,34 +21,13 @@ import brainstate
 import jax
 import pytest
 
-jax.config.update('jax_disable_most_optimizations', True)
-jax.config.update(
-    'jax_compilation_cache_dir', str(Path(__file__).parent.parent / '.cache' / 'xla')
-)
+TESTS = Path(__file__).parent
+jax.config.update('jax_compilation_cache_dir', str(TESTS.parent / '.cache' / 'xla'))
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 
-
-@pytest.fixture(autouse=True)
-def settings():
-    """Settings of brainstate that a test makes, or a page that it runs, end with it."""
-    before = brainstate.environ.all()
-    yield
-    for name in ('fit', 'dt'):
-        if name in before:
-            brainstate.environ.set(**{name: before[name]})
-        else:
-            brainstate.environ.pop(name, None)
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-CHEAP = {'test_interface.py', 'test_labels.py', 'test_architecture.py'}
-"""Files of which every case runs daily."""
+ALWAYS = ('unit', 'graph/test_interface.py')
+"""Of these every case runs daily."""
 
 LONG = {
     'test_a_network_learns',
@@ -56,30 +46,134 @@ LONG = {
 SMALLER = {'test_holds_here': 22}
 """Tests of very many cases, of which a smaller part than a sixteenth runs daily."""
 
-
 FIRST = ('test_on_eight_devices', 'test_the_pages_are_built')
 """Tests of a minute, begun first so that none is left for the end."""
 
+OPTIMISED = ('kernels', 'devices', 'learner/test_streams.py')
+"""Programs of these are compiled as users have them: buffers are donated, loops fused."""
+
+ROTATION = os.environ.get('ROTATE')
+UNTIL = 'ROTATE_UNTIL'
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    """Settings of brainstate that a test makes, or a page that it runs, end with it."""
+    before = brainstate.environ.all()
+    yield
+    for name in ('fit', 'dt'):
+        if name in before:
+            brainstate.environ.set(**{name: before[name]})
+        else:
+            brainstate.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def optimisation(request):
+    jax.config.update('jax_disable_most_optimizations', not is_optimised(request.node))
+
+
+def is_optimised(item):
+    chosen = os.environ.get('OPTIMISED')
+    if chosen in ('all', 'none'):
+        return chosen == 'all'
+    return is_in(item, OPTIMISED) or zlib.crc32(item.nodeid.encode()) % 4 == 0
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+# ---------------------------------------------------------------- which tests run
+
+
+def is_in(item, places):
+    if not item.path.is_relative_to(TESTS):
+        return False
+    path = item.path.relative_to(TESTS).as_posix()
+    return any(path == place or path.startswith(place + '/') for place in places)
+
+
+def is_long(item):
+    return bool({item.name, item.name.split('[')[0]} & LONG)
+
 
 def pytest_collection_modifyitems(config, items):
-    """Daily, tests with three cases and more run a sixteenth of them, at least one, the
-    same ones every time, and some long tests do not run.
-
-    A case that is chosen on the command line always runs; `ZOO=all` runs all.
-    """
     items.sort(key=lambda item: item.name not in FIRST)
     named = config.option.keyword or any('::' in a for a in config.args)
-    if os.environ.get('ZOO') == 'all' or named:
+    if ROTATION is not None:
+        chosen = drawn(items, ROTATION)
+    elif os.environ.get('ZOO') == 'all' or named:
         return
+    else:
+        chosen = daily(items)
+    kept = {item.nodeid for item in chosen}
+    config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in kept])
+    items[:] = chosen
+
+
+def daily(items):
+    """The same share every day; of a test with three cases and more at least one."""
     cases = defaultdict(list)
     for item in items:
-        if item.path.name not in CHEAP:
+        if not is_in(item, ALWAYS):
             cases[item.nodeid.split('[')[0]].append(item.nodeid)
-    left_out = {i.nodeid for i in items if {i.name, i.name.split('[')[0]} & LONG}
+    left_out = {item.nodeid for item in items if is_long(item)}
     for test, names in cases.items():
         part = SMALLER.get(test.rpartition('::')[2], 16)
         count = len(names) if len(names) < 3 else math.ceil(len(names) / part)
         in_order = sorted(names, key=lambda name: zlib.crc32(name.encode()))
         left_out.update(in_order[count:])
-    config.hook.pytest_deselected(items=[i for i in items if i.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
+    return [item for item in items if item.nodeid not in left_out]
+
+
+def drawn(items, seed):
+    """Cases in an order drawn by the seed, as a weighted sample without replacement.
+
+    A case of a test with n cases has the weight n^(-1/2): tests with many cases are drawn more often than
+    others, but do not crowd them out.
+    """
+    items = [i for i in items if not is_long(i) and i.name not in FIRST]
+    cases = defaultdict(int)
+    for item in items:
+        cases[item.nodeid.split('[')[0]] += 1
+
+    def key(item):
+        digest = hashlib.sha256(f'{seed} {item.nodeid}'.encode()).digest()
+        uniform = (int.from_bytes(digest[:8], 'big') + 1) / 2**64
+        # The largest u^(1/weight) first, by logarithms
+        return -math.log(uniform) * math.sqrt(cases[item.nodeid.split('[')[0]])
+
+    return sorted(items, key=key)
+
+
+# ---------------------------------------------------------------- the rotating share
+
+
+def pytest_configure(config):
+    if ROTATION is not None:  # workers start later and inherit it
+        minutes = float(os.environ.get('MINUTES', '14'))
+        os.environ.setdefault(UNTIL, str(time.time() + 60 * minutes))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    """After the time limit no test is begun."""
+    return True if time.time() > float(os.environ.get(UNTIL, 'inf')) else None
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if ROTATION is None or hasattr(config, 'workerinput'):
+        return
+    kinds = ('passed', 'failed', 'error', 'skipped')
+    ran = sum(len(terminalreporter.stats.get(kind, ())) for kind in kinds)
+    terminalreporter.write_line(
+        f'{ran} cases drawn by the seed {ROTATION}. All again: make rotate SEED={ROTATION}\n'
+        f'One of them: ZOO=all OPTIMISED=all SEEDS={os.environ.get("SEEDS")} '
+        '.venv/bin/python -m pytest "the name of the case"'
+    )
