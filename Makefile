@@ -9,7 +9,7 @@ ARENA := .venv-arena/bin/python
 BROWSER := .venv-browser/bin/python
 TORCH ?= torch==2.13.0
 
-.PHONY: train test rotate zoo conformance fuzz torture operations models published versions scale browser lint types bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
+.PHONY: train test messages rotate zoo conformance fuzz torture operations models published versions scale browser lint types bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -18,7 +18,11 @@ test: $(READY)
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
-	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal  # builds the docs too
+	MESSAGES=check JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal  # builds the docs too
+
+messages: $(READY)  # writes tests/texts/messages.txt from the daily tests; review its diff
+	MESSAGES=write JAX_PLATFORMS=cpu $(RUN) -m pytest tests -n 2 --dist worksteal
+	git diff --stat -- tests/texts/messages.txt
 
 SEED ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo 0)
 SEED_NUMBER = $(shell $(RUN) -c 'import zlib; print(zlib.crc32(b"$(SEED)") % 1000000)')

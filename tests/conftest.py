@@ -21,6 +21,8 @@ import brainstate
 import jax
 import pytest
 
+import messages
+
 TESTS = Path(__file__).parent
 jax.config.update('jax_compilation_cache_dir', str(TESTS.parent / '.cache' / 'xla'))
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
@@ -156,6 +158,9 @@ def drawn(items, seed):
 
 
 def pytest_configure(config):
+    if messages.MODE:
+        config.messages = messages.Messages()
+        config.messages.install()
     if ROTATION is not None:  # workers start later and inherit it
         minutes = float(os.environ.get('MINUTES', '14'))
         os.environ.setdefault(UNTIL, str(time.time() + 60 * minutes))
@@ -177,3 +182,9 @@ def pytest_terminal_summary(terminalreporter, config):
         f'One of them: ZOO=all OPTIMISED=all SEEDS={os.environ.get("SEEDS")} '
         '.venv/bin/python -m pytest "the name of the case"'
     )
+
+
+def pytest_sessionfinish(session):
+    if messages.MODE == 'write':
+        worker = getattr(session.config, 'workerinput', {}).get('workerid', 'main')
+        session.config.messages.save(worker)
