@@ -23,6 +23,7 @@ from ..program.step import path_name, path_names
 from ..source_lines import described, source_line, source_text
 from .cuts import Cut
 from .dependence import of, union
+from .groups import layers_apart
 from .sites import uses_of_parameters
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ NO_CREDIT = (
 traces."""
 NOT_HIDDEN = 'which is not a hidden state'
 """Ends the reason of a parameter whose credit stops at a state that carries none."""
+APART = 'because their paths part at an integer key'
+"""Why states that are coupled position by position are in different groups."""
 
 
 class CreditClass(NamedTuple):
@@ -198,6 +201,28 @@ class CreditAnalysis:
         )
         return next((e for e in entering if self.grads(e.outvars) & bits), None)
 
+    @cached_property
+    def _apart(self) -> list[tuple[Hidden, Hidden]]:
+        return layers_apart(self.dependence)
+
+    def is_apart(self, g: int, other: int) -> bool:
+        """Whether a group feeds another one position by position, and only the paths of
+        their states keep the two from being one group."""
+        return any(
+            a in self.members[g] and b in self.members[other] for a, b in self._apart
+        )
+
+    def lost_between_layers(self, parameter: Parameter) -> list[tuple[Hidden, Hidden]]:
+        """Pairs of states (a, b) between which credit of a parameter is lost, and only
+        their paths keep the two from being in one group."""
+        return [
+            (a, b)
+            for g, states in self._moved(parameter).items()
+            for other in self._crossings(g, states)
+            for a, b in self._apart
+            if a in states and b in self.members[other]
+        ]
+
     def _crossings(self, g: int, states: tuple[Hidden, ...]) -> dict[int, str]:
         """The other groups that some states of a group feed, in words."""
         old, new = self.dependence.old(states), self.dependence.new(states)
@@ -213,9 +238,9 @@ class CreditAnalysis:
             if other != g and fed:
                 passage = self.passage(g, other) or self.passage(g, other, within=True)
                 where = f' ({source_text(passage)})' if passage else ''
-                found[other] = (
-                    f'{self._name(g)} feeds {self._name(other)}, another group{where}'
-                )
+                feeds = f'{self._name(g)} feeds {self._name(other)}'
+                apart = f' {APART}' if self.is_apart(g, other) else ''
+                found[other] = f'{feeds}, another group{apart}{where}'
         self._fed_by[old] = found
         return found
 
