@@ -1218,6 +1218,22 @@ def skipping(w, name, old):
     return f'0.8 * {old.text} + {bounded}({a} @ {w.parameter(n, n)}) + {skip}'
 
 
+@writes(3)
+def units_apart(w, name, old):
+    """Reads inputs beside states in one array: by one product for the first unit, by another for the rest."""
+    if not old.shape or old.shape[-1] < 2:
+        return leaky(w, name, old)
+    *front, n = old.shape
+    x = w.fitted(next(v for v in w.values if v.text == "x['x']"), (*front, 2))
+    state = w.pick([old, w.value(lambda v: v.shape == old.shape) or old]).text
+    made = w.name((f'jnp.concatenate([{x}, {state}], -1)', (*front, n + 2)))
+    if made is None:
+        return leaky(w, name, old)
+    first, rest = (f'{made.text} @ {w.parameter(n + 2, m)}' for m in (1, n - 1))
+    bounded = 'jnp.tanh' if w.types is REAL else 'squash'
+    return f'0.8 * {old.text} + {bounded}(jnp.concatenate([{first}, {rest}], -1))'
+
+
 def draw_program(pick: Pick) -> Program:
     """A program, choice by choice; shapes that the grammar does not tell are found by evaluation."""
     return Writer(pick).write()

@@ -94,6 +94,13 @@ FAILED_ONCE = [
     ('mixed_bfloat16_and_float32', 'pp_prop'),
     *((name, 'rflo') for name in ('learnable_delay', 'state_passed_through')),
     *(
+        (name, 'd_rtrl')
+        for name in (
+            'skip_connection_inside_a_branch',
+            'gated_linear_recurrence_behind_a_convolution',
+        )
+    ),
+    *(
         (name, 'rtrl')
         for name in (
             'matmul_in_custom_vjp',

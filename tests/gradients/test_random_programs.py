@@ -342,6 +342,14 @@ FOUND = {  # what random programs have found, made small
         v2""",
         {'w': (2, 2)}, {'h': (3, 2)}, {'x': (2,)},
     ),
+    'one column of a product with concatenated inputs feeds one unit': program(
+        """v0 = jnp.concatenate([x['x'], s['h']])
+        v1 = jnp.concatenate([v0 @ p['w'], v0 @ p['u']])
+        v2 = 0.8 * s['h'] + jnp.tanh(v1)
+        v2
+        v2""",
+        {'w': (5, 1), 'u': (5, 2)}, {'h': (3,)}, {'x': (2,)},
+    ),
     'branches that move elements before their result is shared': program(
         """v0 = x['x'] @ p['w']
         v1 = lax.cond(v0[0] > 0, lambda a: a[::-1], lambda a: 2 * a, v0)

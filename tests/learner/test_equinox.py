@@ -243,6 +243,42 @@ def test_statistics_go_on():
     assert float(jnp.abs(learner.state[0]).max()) == 0
 
 
+def test_states_in_a_list():
+    class Line(eqx.Module):
+        line: list
+        w: jax.Array
+
+        def __init__(self):
+            self.line = [eqx.nn.StateIndex(jnp.zeros(H)) for _ in range(2)]
+            self.w = jax.random.normal(KEY, (I, H))
+
+        def __call__(self, x, state):
+            first, second = self.line
+            late = state.get(second)
+            state = state.set(second, state.get(first))
+            return late, state.set(first, jnp.tanh(x @ self.w))
+
+    model, state = eqx.nn.make_with_state(Line)()
+    with pytest.warns(bt.CreditWarning, match='attributes or a dictionary'):
+        learner = bt.compile(model, 'd_rtrl', XS[0, 0], state=state)
+    assert len(learner.graph.hidden_groups) == 2
+
+    class Carried(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x, state):
+            first, second = state
+            return second, [jnp.tanh(x @ self.w), first]
+
+    model, state = Carried(model.w), [jnp.zeros(H)] * 2
+    learner = bt.compile(
+        model, 'd_rtrl', XS[0, 0], state=state, vmap=True, batch_size=B
+    )
+    assert credits_of(learner) == {'w': 'exact'}
+    got = learner.etrace_grad(XS, step_fn=squared(learner), reduction='mean')
+    close(got, bptt(model, state, XS))
+
+
 BAD = {
     'no state': (
         lambda: (Reads(CELLS['gru']()), XS[0, 0], {}),

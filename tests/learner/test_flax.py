@@ -302,6 +302,25 @@ class Branches(Spiking):
         return super().__call__(x) if x.sum() > 0 else x
 
 
+def test_variables_in_a_list_are_layers():
+    class Line(nnx.Module):
+        def __init__(self):
+            line = [nnx.Variable(jnp.zeros((B, H))) for _ in range(2)]
+            self.line = nnx.List(line) if hasattr(nnx, 'List') else line
+            self.w = nnx.Param(jnp.ones((I, H)))
+
+        def __call__(self, x):
+            first, second = self.line
+            late = second[...]
+            second[...] = first[...]
+            first[...] = jnp.tanh(x @ self.w[...])
+            return late
+
+    with pytest.warns(bt.CreditWarning, match='attributes or a dictionary'):
+        learner = bt.compile(Line(), 'd_rtrl', XS[0])
+    assert len(learner.graph.hidden_groups) == 2
+
+
 BAD = {
     'no state': (lambda: (NoState(), {}), r'no hidden state(.|\n)*state=carry'),
     'a Param written': (

@@ -418,3 +418,28 @@ def test_bad_models_of_learners():
             jnp.zeros((), jnp.int32),
             X,
         )
+
+
+@pytest.mark.parametrize('kind', [tuple, list])
+def test_states_in_a_list_are_one_group_as_in_a_tuple(kind):
+    def step(p, state, x):
+        h, trace = state
+        trace = 0.9 * trace + p['g'] * jnp.tanh(h)
+        return kind([jnp.tanh(p['a'] * h + x @ p['w']), trace]), trace
+
+    params = {'w': array(I, H), 'a': array(H), 'g': array(H)}
+    state, xs = kind([array(B, H), array(B, H)]), array(6, B, I)
+    learner = bt.compile(step, 'd_rtrl', params, state, xs[0])
+    paths = [('state', '0'), ('state', '1')]
+    assert [g.hidden_paths for g in learner.graph.hidden_groups] == [paths]
+
+    def loss(p):
+        outs = jax.lax.scan(lambda s, x: step(p, s, x), state, xs)[1]
+        return jnp.sum(outs**2)
+
+    got = learner.etrace_grad(
+        xs, step_fn=lambda x: jnp.sum(learner(x) ** 2), reduction='sum'
+    )
+    wanted = jax.grad(loss)(params)
+    for name in params:
+        np.testing.assert_allclose(got[name], wanted[name], rtol=1e-4, atol=1e-6)

@@ -872,6 +872,64 @@ def test_an_output_that_the_loss_does_not_read():
     assert 'no derivative of any loss leads to it' in why
 
 
+class Delayed(Leak):
+    """Units behind a delay line of two states, kept in a list or in a dictionary."""
+
+    def __init__(self, kept_in):
+        super().__init__()
+        self.kept_in = kept_in
+
+    def init_state(self, batch_size=None, **kwargs):
+        super().init_state(batch_size)
+        line = [brainstate.HiddenState(jnp.zeros((batch_size, 6))) for _ in range(2)]
+        self.line = line if self.kept_in is list else {'new': line[0], 'old': line[1]}
+
+    def update(self, x):
+        first, second = self.line if self.kept_in is list else self.line.values()
+        late = second.value
+        second.value, first.value = first.value, jnp.tanh(x @ self.feed.value)
+        self.h.value = 0.9 * self.h.value + late
+        return (self.h.value + first.value) @ self.out.value
+
+
+def test_credit_that_is_lost_between_states_of_a_list():
+    with pytest.warns(bt.CreditWarning) as caught:
+        learner = bt.compile(Delayed(list), 'd_rtrl', X, batch_size=4)
+    (warning,) = caught
+    written, why, fix = parts_of(warning.message)
+    assert written == (
+        'D_RTRL loses credit of feed between states of a list: line.0 → line.1'
+    )
+    assert 'integer key' in why
+    assert 'attributes or a dictionary' in fix
+    given = learner.report.gradients['feed']
+    assert given.kind == 'one step'
+    assert 'another group because their paths part at an integer key' in given.reason
+    (record,) = (r for r in learner.report.diagnostics if r.kind == 'cut')
+    assert record.level == 'warning'
+    assert record.message.endswith('because their paths part at an integer key')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', bt.CreditWarning)
+        bt.compile(Delayed(list), 'bptt', X, batch_size=4)
+        fixed = bt.compile(Delayed(dict), 'd_rtrl', X, batch_size=4)
+    ratios = [
+        {row.name: row.relative_error for row in check.rows}['feed']
+        for check in (
+            each.gradient_check(XS, step_fn=mean_square(each))
+            for each in (learner, fixed)
+        )
+    ]
+    assert ratios[0] > 0.1
+    assert ratios[1] < 1e-5
+
+
+def test_layers_of_a_list_that_meet_in_products_are_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', bt.CreditWarning)
+        layers = [Leak(outputs=6), Leak(inputs=6)]
+        bt.compile(brainstate.nn.Sequential(*layers), 'd_rtrl', X, batch_size=4)
+
+
 def test_a_read_out_whose_memory_costs_most_of_the_credit():
     with pytest.warns(bt.CreditWarning) as caught:
         bt.compile(Slow(), 'd_rtrl', X, batch_size=4)

@@ -236,8 +236,9 @@ def initial_state_by_counter():
 
 @case(
     ['lower upper'],
-    {'w1': 'local 0', 'w2': 'local 0', 'gain': 'local 0'},
-    note='the product is cut between the layers, the skip connection is kept',
+    {'w1': 'local 0', 'w2': 'exact 0', 'gain': 'exact 0'},
+    note='the product is cut between the layers, the skip connection is kept; what moves the upper layer alone '
+    'meets no cut',
 )
 def two_layers_with_a_skip_connection():
     def step(m, x):
@@ -259,7 +260,7 @@ def two_layers_with_a_skip_connection():
 
 @case(
     ['lower upper'],
-    {'w1': 'local 0', 'w2': 'local 0', 'gain': 'local 0'},
+    {'w1': 'local 0', 'w2': 'exact 0', 'gain': 'exact 0'},
     note='the same, with the upper layer in a branch: the cut is inside it',
 )
 def skip_connection_inside_a_branch():
@@ -278,5 +279,46 @@ def skip_connection_inside_a_branch():
         'gain': weight(H),
         'lower': hidden(B, H),
         'upper': hidden(B, H),
+    }
+    return Step(step, **parts), (array(B, I),)
+
+
+@case(
+    ['u1 u2 h'],
+    {
+        'w': 'local 0',
+        'kernel': 'local 0',
+        'wa': 'exact 0',
+        'wx': 'exact 0',
+        'ba': 'exact 0',
+        'decay': 'exact 0',
+        'out': 'exact',
+    },
+    note='as in Griffin: gates mix what a convolution over time keeps, and the recurrence itself is linear',
+)
+def gated_linear_recurrence_behind_a_convolution():
+    def step(m, x):
+        u = x @ m.w.value
+        k = m.kernel.value
+        c = k[0] * u + k[1] * m.u1.value + k[2] * m.u2.value
+        m.u2.value = m.u1.value
+        m.u1.value = u
+        rate = jax.nn.sigmoid(c @ m.wa.value + m.ba.value)
+        a = jnp.exp(-rate * jax.nn.softplus(m.decay.value))
+        drive = jax.nn.sigmoid(c @ m.wx.value) * c
+        m.h.value = a * m.h.value + jnp.sqrt(1 - a * a) * drive
+        return (jax.nn.gelu(x @ m.w.value) * m.h.value) @ m.out.value
+
+    parts = {
+        'w': weight(I, H),
+        'kernel': weight(3, H),
+        'wa': weight(H, H),
+        'wx': weight(H, H),
+        'ba': weight(H),
+        'decay': weight(H),
+        'out': weight(H, 2),
+        'u1': hidden(B, H),
+        'u2': hidden(B, H),
+        'h': hidden(B, H),
     }
     return Step(step, **parts), (array(B, I),)

@@ -18,11 +18,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..compat import Atom, Equation, is_var
-from ..program import OtherState, Parameter
+from ..program import Hidden, OtherState, Parameter
 from ..program.step import path_name, path_names
 from ..source_lines import described, source_line, source_text
 from .cuts import Cut
 from .dependence import of, union
+from .groups import layers_apart
 from .sites import uses_of_parameters
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 Links = frozenset[tuple[int, int]]
 """Pairs (group, read-out) whose traces carry the memory of the read-out."""
+MovedStates = dict[int, tuple[Hidden, ...]]
+"""By group, the states that a parameter moves."""
 NO_CREDIT = (
     'no output of its step depends on it, and no credit comes back from later ones'
 )
@@ -37,6 +40,8 @@ NO_CREDIT = (
 traces."""
 NOT_HIDDEN = 'which is not a hidden state'
 """Ends the reason of a parameter whose credit stops at a state that carries none."""
+APART = 'because their paths part at an integer key'
+"""Why states that are coupled position by position are in different groups."""
 
 
 class CreditClass(NamedTuple):
@@ -81,7 +86,8 @@ class CreditAnalysis:
                 self.members, self.positions, self._old, strict=True
             )
         ]
-        self._leaks: dict[tuple[int, Links], list[str]] = {}
+        self._moved_by: dict[tuple[int, Links], MovedStates] = {}
+        self._fed_by: dict[int, dict[int, str]] = {}
 
     def grads(self, atoms: Iterable[Atom | None]) -> int:
         """Bits of everything that some values depend on."""
@@ -96,10 +102,30 @@ class CreditAnalysis:
     def _name(self, g: int) -> str:
         return path_names(self.groups[g].hidden_paths)
 
-    def _moved(self, parameter: Parameter) -> list[int]:
-        """The groups that a parameter moves."""
+    def _moved(self, parameter: Parameter, linked: Links = frozenset()) -> MovedStates:
+        """By group, the states that a parameter moves: at its own step, or later through
+        states of the same group or of one that is linked to it.
+
+        What another state of the group loses is no loss to a parameter that never moves
+        that state.
+        """
         bit = self.dependence.bit[parameter.invar]
-        return [g for g, behind in enumerate(self._behind) if behind & bit]
+        if (bit, linked) in self._moved_by:
+            return self._moved_by[bit, linked]
+        total, old = self.dependence.total, self.dependence.old
+        moved: MovedStates = {}
+        before: MovedStates | None = None
+        while moved != before:
+            before, moved = moved, {}
+            for g, members in enumerate(self.members):
+                carrying = {g, *(lower for lower, upper in linked if upper == g)}
+                bits = bit | sum(old(before.get(c, ())) for c in carrying)
+                if self._behind[g] & bits:
+                    moved[g] = tuple(
+                        h for h in members if of(total, h.outvar).grads & bits
+                    )
+        self._moved_by[bit, linked] = moved
+        return moved
 
     # ------------------------------------------------------------ other states
 
@@ -176,12 +202,32 @@ class CreditAnalysis:
         return next((e for e in entering if self.grads(e.outvars) & bits), None)
 
     @cached_property
-    def _crossings(self) -> list[dict[int, str]]:
-        """The other groups that each group feeds, in words."""
-        return [self._crossings_of(g) for g in range(len(self.groups))]
+    def _apart(self) -> list[tuple[Hidden, Hidden]]:
+        return layers_apart(self.dependence)
 
-    def _crossings_of(self, g: int) -> dict[int, str]:
-        old, new = self._old[g], self._new[g]
+    def is_apart(self, g: int, other: int) -> bool:
+        """Whether a group feeds another one position by position, and only the paths of
+        their states keep the two from being one group."""
+        return any(
+            a in self.members[g] and b in self.members[other] for a, b in self._apart
+        )
+
+    def lost_between_layers(self, parameter: Parameter) -> list[tuple[Hidden, Hidden]]:
+        """Pairs of states (a, b) between which credit of a parameter is lost, and only
+        their paths keep the two from being in one group."""
+        return [
+            (a, b)
+            for g, states in self._moved(parameter).items()
+            for other in self._crossings(g, states)
+            for a, b in self._apart
+            if a in states and b in self.members[other]
+        ]
+
+    def _crossings(self, g: int, states: tuple[Hidden, ...]) -> dict[int, str]:
+        """The other groups that some states of a group feed, in words."""
+        old, new = self.dependence.old(states), self.dependence.new(states)
+        if old in self._fed_by:
+            return self._fed_by[old]
         found: dict[int, str] = {}
         for other, live in enumerate(self.live_groups):
             fed = (
@@ -192,9 +238,10 @@ class CreditAnalysis:
             if other != g and fed:
                 passage = self.passage(g, other) or self.passage(g, other, within=True)
                 where = f' ({source_text(passage)})' if passage else ''
-                found[other] = (
-                    f'{self._name(g)} feeds {self._name(other)}, another group{where}'
-                )
+                feeds = f'{self._name(g)} feeds {self._name(other)}'
+                apart = f' {APART}' if self.is_apart(g, other) else ''
+                found[other] = f'{feeds}, another group{apart}{where}'
+        self._fed_by[old] = found
         return found
 
     # ------------------------------------------------------------ where credit ends
@@ -207,31 +254,28 @@ class CreditAnalysis:
     def _cuts(self, g: int, bits: int) -> list[Cut]:
         return [c for c in self.positions[g].found if c.bits.grads & bits]
 
-    def _leaks_of(self, g: int, linked: Links) -> list[str]:
-        """Why credit that reached a group is not all carried on; the same for all
-        parameters."""
-        if (g, linked) not in self._leaks:
-            self._leaks[g, linked] = self._find_leaks(g, linked)
-        return self._leaks[g, linked]
-
-    def _find_leaks(self, g: int, linked: Links) -> list[str]:
-        name, states = self._name(g), self._old[g] | self._new[g]
+    def _leaks(self, g: int, moved: tuple[Hidden, ...], linked: Links) -> list[str]:
+        """Why credit that reached some states of a group is not all carried on."""
+        name, old = self._name(g), self.dependence.old(moved)
+        states = old | self.dependence.new(moved)
         is_one = len(self.groups[g].hidden_paths) == 1
         back = 'feeds itself' if is_one else 'feed themselves'
         found = [
             f'{name} {back} across positions, cut at {described(c.eqn)}'
-            for c in self._cuts(g, self._old[g])[:1]
+            for c in self._cuts(g, old)[:1]
         ]
-        crossings = self._crossings[g].items()
+        crossings = self._crossings(g, moved).items()
         found += [text for other, text in crossings if (g, other) not in linked]
         fed = self._others_fed(states)
         found += [f'{name} feeds {other}, {NOT_HIDDEN}' for other in fed]
         return found + self._stopped(states)
 
     def _lost(
-        self, bit: int, moved: Sequence[int], linked: Links, stopped: list[str]
+        self, parameter: Parameter, linked: Links, stopped: list[str]
     ) -> list[str]:
-        """Why credit of a parameter that moves some groups is not all kept."""
+        """Why credit of a parameter is not all kept."""
+        bit = self.dependence.bit[parameter.invar]
+        moved = self._moved(parameter, linked)
         cuts: dict[tuple, str] = {}
         for g in moved:
             for c in self._cuts(g, bit) if self.live_groups[g] else ():
@@ -239,7 +283,8 @@ class CreditAnalysis:
                 name, line = c.eqn.primitive.name, source_line(c.eqn)
                 cuts.setdefault((g, c.reason, name, line), text)
         lost = list(cuts.values())
-        lost += [leak for g in moved for leak in self._leaks_of(g, linked)]
+        for g, states in moved.items():
+            lost += self._leaks(g, states, linked)
         lost += [f'feeds {other}, {NOT_HIDDEN}' for other in self._others_fed(bit)]
         return list(dict.fromkeys([*lost, *stopped]))
 
@@ -253,22 +298,25 @@ class CreditAnalysis:
         ``linked``: pairs of groups (g, read-out) where traces carry all that g does to
         the read-out.
         """
-        bit, moved = self.dependence.bit[parameter.invar], self._moved(parameter)
+        bit = self.dependence.bit[parameter.invar]
+        moved = self._moved(parameter, linked)
         stopped = self._stopped(bit)
         if not self._all_results & bit:
             nowhere = 'no differentiable path to a state or an output'
             return 'none', next(iter(stopped), nowhere)
-        stopped += [text for g in moved for text in self._stopped(self._old[g])]
+        for states in moved.values():
+            stopped += self._stopped(self.dependence.old(states))
         if not self.is_temporal(parameter) and not stopped:
             return 'exact', 'acts on outputs of its own step only'
-        lost = self._lost(bit, moved, linked, stopped)
+        lost = self._lost(parameter, linked, stopped)
         remembered = {g for g, _ in linked}
         carried = [
             g for g in self._traced(parameter) if self._remembers[g] or g in remembered
         ]
         if lost and not self._reaches_outputs(bit, carried):
-            feeding = (text for g in moved for text in self._crossings[g].values())
-            return 'none', f'{NO_CREDIT}: {next(feeding, lost[0])}'
+            feeding = (self._crossings(g, m).values() for g, m in moved.items())
+            first = next((text for texts in feeding for text in texts), lost[0])
+            return 'none', f'{NO_CREDIT}: {first}'
         more = f' (and {len(lost) - 1} more)' if len(lost) > 1 else ''
         if not carried:
             nothing_kept = 'no state keeps its value position by position'
@@ -305,10 +353,10 @@ class CreditAnalysis:
         return list(dict.fromkeys(found))
 
     def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
-        """Pairs (g, other) of groups where a parameter moves g and g feeds the
+        """Pairs (g, other) of groups where states of g that a parameter moves feed the
         other."""
-        moved = self._moved(parameter)
-        return [(g, other) for g in moved for other in self._crossings[g]]
+        moved = self._moved(parameter).items()
+        return [(g, other) for g, m in moved for other in self._crossings(g, m)]
 
     def has_site(self, parameter: Parameter, group: int) -> bool:
         """Whether a use of a parameter reaches a group by a path that keeps

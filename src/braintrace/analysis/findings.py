@@ -16,7 +16,7 @@ from ..source_lines import (
     source_text,
 )
 from .analysed import Analysed
-from .credit import CreditClass
+from .credit import APART, CreditClass
 from .cuts import Cut
 from .dependence import of
 from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
@@ -126,11 +126,12 @@ def _crossing_records(
             if eqn is None:
                 continue
             target = path_names(analysed.groups[other].hidden_paths)
+            apart = credit.is_apart(g, other)
             yield CompilationRecord(
                 DiagnosticKind.CUT,
-                DiagnosticLevel.NOTICE,
+                DiagnosticLevel.WARNING if apart else DiagnosticLevel.NOTICE,
                 f'{path_names(group.hidden_paths)} → {target} cut at '
-                f'{described(eqn)}: another group',
+                f'{described(eqn)}: another group' + (f' {APART}' if apart else ''),
                 eqn.primitive.name,
                 None,
                 tuple(group.hidden_paths),

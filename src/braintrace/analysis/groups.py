@@ -337,6 +337,25 @@ def _may_join(a: Hidden, b: Hidden) -> bool:
     return not different_layers(a.path, b.path)
 
 
+def layers_apart(dependence: StepDependence) -> list[tuple[Hidden, Hidden]]:
+    """Pairs of states (a, b) where a reaches the new b position by position, as in a
+    group, and which are different layers only by an integer key of their paths."""
+    found: list[tuple[Hidden, Hidden]] = []
+    for b in dependence.program.hidden:
+        read = dependence.behind[b.outvar].grads
+        others = tuple(
+            a
+            for a in dependence.program.hidden
+            if a.varshape == b.varshape
+            and not _may_join(a, b)
+            and read & (dependence.bit[a.invar] | dependence.new_bit[a.outvar])
+        )
+        if others:
+            positions = positions_of_paths(dependence, others, (b,), (*others, b))
+            found += [(a, b) for a in others if _stays(a, positions)]
+    return found
+
+
 def make_group(
     index: int,
     group: tuple[Hidden, ...],

@@ -234,9 +234,9 @@ def leaf_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
 
 
 def state_paths(tree: Any) -> list[Path]:
-    """The same for what a step carries: entries of a tuple are parts of one thing, not
-    layers: words, not numbers."""
-    if isinstance(tree, tuple) and not hasattr(tree, '_fields'):
+    """The same for what a step carries: entries of a tuple or a list are parts of one
+    thing, not layers: words, not numbers."""
+    if isinstance(tree, tuple | list) and not hasattr(tree, '_fields'):
         return [
             (str(i), *path) for i, part in enumerate(tree) for path in state_paths(part)
         ]

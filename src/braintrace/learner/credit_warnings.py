@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..analysis.credit import NOT_HIDDEN
+from ..analysis.credit import APART, NOT_HIDDEN
 from ..analysis.diagnostics import ParameterGradient
 from ..arrays import bytes_of
 from ..errors import CreditWarning, printable, three_parts
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 MOST = 0.5
 """A read-out that keeps more than this of its value has most of its credit in its
 memory."""
+AS_ONE_GROUP = (
+    'attributes or a dictionary in place of the list, so that the states form one '
+    'group; or nothing, if they are layers'
+)
+"""What to write where states of a list are coupled position by position."""
 
 
 def warn_of_credit(
@@ -65,6 +70,8 @@ def _texts(
         yield _without_gradient(rule.name, without, _trace_bytes(learner, without))
     if one_step:
         yield _one_step(rule.name, one_step)
+    if step_fn is None and _leaves_out_layers(rule):
+        yield from _between_layers(rule.name, binding, without)
     for loss in _readout_losses(rule, binding, solver):
         names = [n for n in loss.parameters if n not in without]
         if loss.kept > MOST and names:
@@ -87,6 +94,37 @@ def _one_step(rule: str, reasons: dict[str, str]) -> str:
     )
 
 
+def _leaves_out_layers(rule: Rule) -> bool:
+    """Whether a rule leaves out credit that passes from group to group."""
+    local = rule.is_local and rule.window is None
+    return local and not rule.is_modulated and not rule.deep
+
+
+def _between_layers(
+    rule: str, binding: StepBinding, without: Collection[str]
+) -> Iterator[str]:
+    """Parameters whose credit is lost between states that would be one group if their
+    paths did not part at an integer key; ``without``: those with no gradient at all."""
+    names: list[str] = []
+    pairs: dict[str, None] = {}
+    for p in binding.info.program.parameters:
+        lost = binding.analysed.credit.lost_between_layers(p)
+        if lost and p.name not in without:
+            names.append(p.name)
+            pairs |= {
+                f'{path_name(a.path)} → {path_name(b.path)}': None for a, b in lost
+            }
+    if names:
+        yield three_parts(
+            f'{rule} loses credit of {_listed(names)} between states of a list: '
+            f'{_listed(list(pairs))}',
+            'these feed each other position by position, as states of one hidden group '
+            'do, but states whose paths part at an integer key are different layers '
+            'and share no traces',
+            AS_ONE_GROUP,
+        )
+
+
 class ReadoutLoss(NamedTuple):
     """A leaky read-out whose memory is left out of some parameters' credit.
 
@@ -104,8 +142,8 @@ def _readout_losses(
     rule: Rule, binding: StepBinding, solver: Solver
 ) -> list[ReadoutLoss]:
     """The read-outs with a memory that the traces of a rule could carry and do not."""
-    carried = rule.reach == 'readout' or rule.filter is not None or rule.deep
-    if not rule.is_local or rule.window is not None or rule.is_modulated or carried:
+    carried = rule.reach == 'readout' or rule.filter is not None
+    if not _leaves_out_layers(rule) or carried:
         return []
     if len(solver.step.groups) < 2:  # the read-out is a group of its own
         return []
@@ -142,6 +180,8 @@ def _without_gradient(rule: str, reasons: dict[str, str], traces: int) -> str:
             'a brainstate.HiddenState in place of the state that is named, for a delay '
             'braintrace.nir.Delay; or nothing, if that is intended'
         )
+    if any(APART in reason for reason in reasons.values()):
+        fix = AS_ONE_GROUP
     if traces:
         fix += f" (their traces take {size_text(traces)}: trace='credited' leaves "
         fix += 'them out)'

@@ -88,13 +88,14 @@ def _at(
 class _Split:
     """Equations that replace a product. ``products``: the numbers of the products of
     its parts; ``sums``: their results and the sums of these; ``data``: the operand that
-    ``maker`` made."""
+    ``maker``, the equation of number ``made_at``, made."""
 
     equations: list[Equation]
     products: list[int]
     sums: list[Var]
     data: int
     maker: Equation
+    made_at: int
 
 
 def split_products(analysed: Analysed) -> Analysed:
@@ -136,14 +137,15 @@ def _split(dependence: StepDependence, eqn: Equation) -> _Split | None:
     joined = eqn.invars[1 - k]
     if joined not in dependence.producer:
         return None
-    maker = dependence.program.equations[dependence.producer[joined]]
+    made_at = dependence.producer[joined]
+    maker = dependence.program.equations[made_at]
     parts = operation.split(eqn, k, maker)
     hidden = sum(dependence.bit[h.invar] for h in dependence.program.hidden)
     states = hidden | sum(dependence.new_bit.values())
     reads_state = {bool(of(total, v).reads & states) for v in maker.invars}
     if parts is None or len(reads_state) != 2:
         return None
-    return _traced(parts, [eqn.invars[k], *maker.invars], eqn, 1 - k, maker)
+    return _traced(parts, [eqn.invars[k], *maker.invars], eqn, 1 - k, maker, made_at)
 
 
 def _traced(
@@ -152,6 +154,7 @@ def _traced(
     caller: Equation,
     data: int,
     maker: Equation,
+    made_at: int,
 ) -> _Split:
     """The equations of a sum of parts, in place of the equation that gave it."""
 
@@ -179,7 +182,7 @@ def _traced(
             sums.append(names[out])
         changed = {'invars': renamed, 'outvars': [names[out]]}
         equations.append(inlined(eqn, caller, at_caller, **changed))
-    return _Split(equations, products, sums, data, maker)
+    return _Split(equations, products, sums, data, maker, made_at)
 
 
 def _carry_over(
@@ -196,16 +199,19 @@ def _carry_over(
         for k, v in enumerate(eqn.invars):
             if v in split.sums:
                 moved.edges.add((place + n, k))
+    # A part reads what the maker read, so a cut on either of the two edges in between
+    # is a cut of the part's own edge.
     axis = split.maker.params['dimension']
     ends = np.cumsum([v.aval.shape[axis] for v in split.maker.invars])[:-1]
-    cut = found.cuts.edges.get((i, split.data))
-    masks = [None] * len(split.products) if cut is None else np.split(cut, ends, axis)
-    for n, operand, mask in zip(split.products, split.maker.invars, masks, strict=True):
-        edge = (place + n, split.data)
-        if mask is not None and mask.any():
-            moved.cuts.add(*edge, mask)
-        carries_credit = is_var(operand) and operand in found.labels
-        if (i, split.data) in found.edges and carries_credit:
+    cuts, whole = found.cuts.edges, (i, split.data)
+    masks = np.split(cuts[whole], ends, axis) if whole in cuts else None
+    for m, n in enumerate(split.products):
+        made_of, edge = (split.made_at, m), (place + n, split.data)
+        if masks is not None and masks[m].any():
+            moved.cuts.add(*edge, masks[m])
+        if made_of in cuts:
+            moved.cuts.add(*edge, cuts[made_of])
+        if whole in found.edges and made_of in found.edges:
             moved.edges.add(edge)
 
 
