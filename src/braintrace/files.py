@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,21 +35,33 @@ def written(what: str, *kinds: type[Exception]) -> Iterator[None]:
         ) from error
 
 
-def write_whole(file: str | Path, text: str) -> None:
-    """Write a text beside a file, then put it in the file's place.
+@contextmanager
+def replacing(file: str | Path) -> Iterator[Path]:
+    """A path to write to; what is written there then takes the place of a file.
 
-    >>> import pathlib, tempfile
-    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    It lies in a new folder beside the file. Only its owner may write there, so nobody
+    can have put a link to another file in the way.
+    """
+    file = Path(file)
+    with (
+        written(str(file)),
+        tempfile.TemporaryDirectory(prefix='.part-', dir=file.parent) as folder,
+    ):
+        beside = Path(folder, file.name)
+        yield beside
+        os.replace(beside, file)
+
+
+def write_whole(file: str | Path, text: str) -> None:
+    """Write a text to a file, whole or not at all.
+
+    >>> folder = Path(tempfile.mkdtemp())
     >>> write_whole(folder / 'a.txt', 'new')
     >>> [(p.name, p.read_text()) for p in folder.iterdir()]
     [('a.txt', 'new')]
     """
-    file = Path(file)
-    beside = file.with_name(f'.{file.name}.part')
-    with written(str(file)):
-        with beside.open('w', encoding='utf-8') as part:
-            part.write(text)
-            part.flush()
-            # Without this a power cut could leave the new name with an empty file.
-            os.fsync(part.fileno())
-        os.replace(beside, file)
+    with replacing(file) as beside, beside.open('w', encoding='utf-8') as part:
+        part.write(text)
+        part.flush()
+        # Without this a power cut could leave the new name with an empty file.
+        os.fsync(part.fileno())

@@ -3,7 +3,6 @@ safetensors."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ArgumentError, UnknownParameter, one_of, three_parts
+from ..files import replacing
 from ..program import Path
 from ..program.step import path_name
 
@@ -208,11 +208,8 @@ def write_safetensors(parameters: States, file: str | FilePath) -> None:
     arrays = named_arrays(read_weights(parameters))
     # Not ascontiguousarray, which gives a single number an axis.
     whole = {name: np.asarray(x, order='C') for name, x in arrays.items()}
-    file = FilePath(file)
-    # Written beside and moved: a crash leaves the old file or the new one.
-    beside = file.with_name(f'.{file.name}.part')
-    safetensors.save_file(whole, beside, metadata={'format': 'np'})
-    os.replace(beside, file)
+    with replacing(file) as beside:
+        safetensors.save_file(whole, beside, metadata={'format': 'np'})
 
 
 def read_safetensors(parameters: States, file: str | FilePath) -> None:
