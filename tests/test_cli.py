@@ -298,7 +298,8 @@ def test_checking_and_timing(here, capsys):
         (['explain', 'no_such_module:f'], 'file.py'),
         (['explain', 'mine.py:make(1 +)'], 'cannot be read'),
         (['check', 'mine.py:make', '--rules', 'nothing'], 'd_rtrl'),
-        (['bench'], 'make bench'),
+        (['explain', 'mine.py:make', '--dt', '1.2.3'], 'a number above 0'),
+        (['explain', 'mine.py:make', '--dt', '0ms'], 'a number above 0'),
         (['train', 'copying', '--task-option', 'lag=-3'], 'not a negative one'),
         (['train', 'copying', '--task-option', 'lag=abc'], 'a number'),
         (['train', 'copying', '--out', 'mine.py'], 'it is a file'),
@@ -333,6 +334,12 @@ def test_help_and_bad_words(capsys):
         (['--version'], 0),
         (['nothing'], 2),
         (['train', 'x', '--batch', '0'], 2),
+        (['train', 'x', '--units', 'abc'], 2),
+        (['train', 'x', '--lr', '-1'], 2),
+        (['train', 'x', '--lr', 'nan'], 2),
+        (['train', 'x', '--process', '-1'], 2),
+        (['train', 'x', '--seed', 'x'], 2),
+        (['explain', 'x', '--input', '8,-3'], 2),
     ]:
         with pytest.raises(SystemExit) as stopped:
             main(words)
@@ -340,7 +347,28 @@ def test_help_and_bad_words(capsys):
     printed, said = capsys.readouterr()
     assert 'braintrace train evidence' in printed
     assert braintrace.__version__ in printed
-    assert '0 is less than 1' in said
+    assert 'invalid ' not in said.replace('invalid choice', '')
+    for told in (
+        "--batch: '0' is not a whole number of at least 1",
+        "--units: 'abc' is not a whole number of at least 1",
+        "--lr: '-1' is not a number above 0",
+        "--lr: 'nan' is not a number above 0",
+        "--process: '-1' is not a whole number of at least 0",
+        "--seed: 'x' is not a whole number of at least 0",
+        "--input: '8,-3' is not a shape such as 8,3",
+    ):
+        assert told in said
+
+
+def test_no_code_of_the_current_folder_is_run_unless_it_is_named(here, capsys):
+    script = here / 'benchmarks' / 'run.py'
+    script.parent.mkdir()
+    script.write_text('open("planted", "w").close()')
+    with pytest.raises(SystemExit) as stopped:
+        main(['bench'])
+    assert stopped.value.code == 2
+    assert not (here / 'planted').exists()
+    assert 'required: model' in capsys.readouterr().err
 
 
 def test_a_rule_without_traces_in_a_folder_of_its_own(here, capsys):

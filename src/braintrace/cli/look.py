@@ -8,9 +8,9 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import math
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -65,15 +65,19 @@ def time_step(text: str | None) -> Iterator[None]:
     found = re.fullmatch(r'\s*([0-9.]+(?:e-?[0-9]+)?)\s*([a-z]*)\s*', text)
     units: Any = u
     unit = {'': 1.0, 's': units.second, 'ms': units.ms, 'us': units.us}
-    if found is None or found[2] not in unit:
+    try:
+        number = float(found[1]) if found is not None else 0.0
+    except ValueError:
+        number = 0.0
+    if found is None or found[2] not in unit or not 0 < number < math.inf:
         raise ValueError(
             three_parts(
                 f'--dt {text}',
-                'it is the time from one step to the next',
+                'it is the time from one step to the next, a number above 0',
                 '--dt 1.0 for a model without units, --dt 0.1ms for one with units',
             )
         )
-    with brainstate.environ.context(dt=float(found[1]) * unit[found[2]]):
+    with brainstate.environ.context(dt=number * unit[found[2]]):
         yield
 
 
@@ -352,8 +356,6 @@ def check(options: argparse.Namespace) -> Result:
 
 def bench(options: argparse.Namespace) -> Result:
     """Time rules on a model, round by round, beside BPTT and the forward pass."""
-    if options.model is None:
-        return _own_benchmark()
     runs: dict[str, Any] = {}
     for rule in ['bptt', *options.rules]:
         learner, inputs = compiled(options, rule)
@@ -395,19 +397,3 @@ def bench(options: argparse.Namespace) -> Result:
         for name, r in result.items()
     ]
     return result, '\n'.join(lines), 0
-
-
-def _own_benchmark() -> Result:
-    script = Path('benchmarks/run.py')
-    if not script.exists():
-        raise FileNotFoundError(
-            three_parts(
-                'bench without a model',
-                'the benchmark beside the published package is part of the '
-                'repository, and this folder is not one',
-                'braintrace bench module:factory, or make bench in a clone of the '
-                'repository',
-            )
-        )
-    code = subprocess.run([sys.executable, str(script)], check=False).returncode
-    return {'exit': code}, 'results: benchmarks/results.txt', code
