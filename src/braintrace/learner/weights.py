@@ -131,6 +131,8 @@ def write_weights(parameters: States, weights: Mapping[Any, Any]) -> None:
                 f'the arrays that learner.weights() gives, some or all of them{named}',
             )
         )
+    for name, x in given.items():
+        _check_cast(name, x, jnp.result_type(arrays[name]))
     for path, state in parameters.items():
         leaves, structure = jax.tree.flatten(state.value)
         names = list(named_arrays({path: state.value}))
@@ -182,6 +184,36 @@ def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
         if got != want:
             notes.append(f'{name} is {got}, not {want}')
     return '; '.join(sorted(notes)[:5])
+
+
+def _check_cast(name: str, given: Any, dtype: Any) -> None:
+    """Raise if the type of a parameter cannot hold the values given for it, but for
+    rounding."""
+    if getattr(given, 'dtype', None) == dtype:
+        return
+    values = np.asarray(given)
+    kinds = [jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating]
+    kind, own = (
+        [jnp.issubdtype(x, kind) for kind in kinds] for x in (values.dtype, dtype)
+    )
+    why = 'that type has other values'
+    if any(kind) and kind.index(True) <= own.index(True):
+        with np.errstate(over='ignore', invalid='ignore'):
+            cast = values.astype(dtype).astype(values.dtype)
+        changed = cast != values
+        if jnp.issubdtype(values.dtype, jnp.inexact):
+            changed = np.isfinite(values) & ~np.isfinite(cast)
+        if not np.any(changed):
+            return
+        where = np.argmax(changed)
+        why = f'{values.flat[where]} would become {cast.flat[where]}'
+    raise ArgumentError(
+        three_parts(
+            f'values of {name} of type {values.dtype}',
+            f'the parameter is of type {dtype}: {why}',
+            f'values that {dtype} can hold',
+        )
+    )
 
 
 # ------------------------------------------------------------ safetensors
