@@ -22,7 +22,7 @@ from ..errors import three_parts
 from ..frontends.module_states import StatePlaces, state_places
 from ..program import Path
 from .access import place_inputs, synchronised
-from .arguments import check_arrays, check_call, check_optimizer, is_count
+from .arguments import check_arrays, check_call, check_optimizer, is_count, length_of
 from .batch import AxesError
 from .binding import bind_model, bind_step_fn, recording_of
 from .carried import prepare_traces, read_traces, write_traces
@@ -142,6 +142,18 @@ class Stream:
             f'{update}{kept}'
         )
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            three_parts(
+                'a copy or a pickle of a stream',
+                'its step_fn calls the learner that the stream was made from, so the '
+                'copy would train the same learner',
+                'learner = copy.deepcopy(stream.learner), and '
+                'learner.stream(step_fn, optimizer) with a step_fn that calls it; '
+                'stream.save(folder) and load(folder) copy all that a stream moves',
+            )
+        )
+
     # ------------------------------------------------------------ steps
 
     def __call__(self, *inputs: Any) -> StreamStep:
@@ -157,7 +169,7 @@ class Stream:
             assert self._latest_program is not None
             self._quick_call = QuickCall.like(self.learner, self._latest_program, given)
             return StreamStep(*found)
-        length, most = len(jax.tree.leaves(inputs)[0]), self.chunk
+        length, most = length_of(inputs), self.chunk
         if not 1 <= length <= most:
             raise ValueError(
                 three_parts(
