@@ -13,6 +13,7 @@ import pytest
 import braintrace
 from braintrace.checkpoint import Checkpoints
 from braintrace.cli import look, main, parser, runs, settings
+from braintrace.files import alone_in
 
 SMALL = [
     '--batch',
@@ -382,6 +383,37 @@ def test_a_rule_without_traces_in_a_folder_of_its_own(here, capsys):
 
 class Killed(BaseException):
     """The end of a process, at any place."""
+
+
+def test_a_training_killed_while_it_wrote_its_settings_is_resumed(here, capsys):
+    words = ['train', 'copying', '--updates', '1', *SMALL]
+    for out in ('whole', 'killed'):
+        run(capsys, *words, '--out', out)
+    for path in (here / 'killed').iterdir():
+        if path.is_file():
+            path.unlink()
+    for path in (here / 'killed/checkpoints').iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    left = [p.name for p in (here / 'killed').rglob('*') if p.is_file()]
+    assert left == ['config.json']
+    code, result, said = run(capsys, 'train', '--resume', 'killed', '--json')
+    assert (code, result['updates']) == (0, 1), said
+    records = [
+        json.loads((here / out / 'metrics.jsonl').read_text())['loss']
+        for out in ('whole', 'killed')
+    ]
+    assert records[0] == records[1]
+    assert (here / 'killed/config.json').exists()
+
+
+def test_two_trainings_in_one_folder_are_refused(here, capsys):
+    words = ['train', 'copying', '--updates', '1', *SMALL, '--out', 'a']
+    with alone_in('a'):
+        code, _, said = run(capsys, *words)
+    assert code == 2
+    assert 'another process is writing there' in said
+    assert list((here / 'a').iterdir()) == []
 
 
 def test_a_training_killed_in_its_first_checkpoint_goes_on_and_can_start_anew(

@@ -36,6 +36,40 @@ def written(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
+def alone_in(folder: str | Path | None) -> Iterator[None]:
+    """Keep a folder to one training at a time: another one in it is an error.
+
+    The operating system ends this with the process, however that ends.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such locks
+        folder = None
+    if folder is None:
+        yield
+        return
+    with written(str(folder)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(
+                three_parts(
+                    f'a training in {folder}',
+                    'another process is writing there',
+                    'another folder, or wait until that process has ended',
+                )
+            ) from error
+        except OSError:
+            pass  # some network file systems have no locks
+        yield
+    finally:
+        os.close(held)
+
+
+@contextmanager
 def replacing(file: str | Path) -> Iterator[Path]:
     """A path to write to; what is written there then takes the place of a file.
 

@@ -112,6 +112,8 @@ def read(out: Path) -> Config:
     """The settings in the folder of a training; raises if they are damaged, or are not
     those it began with."""
     file, copy = _files(out)
+    if not file.exists() and copy.exists():
+        file = copy  # ended between the two: see save()
     if not file.exists():
         raise FileNotFoundError(
             three_parts(

@@ -256,7 +256,7 @@ def write(path: str | os.PathLike, model: brainstate.nn.Module) -> None:
         )
     nir = _package()
     graph = to_graph(model)
-    with replacing(path) as beside:
+    with replacing(Path(path)) as beside:
         nir.write(beside, graph)
 
 
