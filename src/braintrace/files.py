@@ -81,7 +81,7 @@ def replacing(file: str | Path) -> Iterator[Path]:
         written(str(file)),
         tempfile.TemporaryDirectory(prefix='.part-', dir=file.parent) as folder,
     ):
-        beside = Path(folder, file.name)
+        beside = Path(folder, 'file')
         yield beside
         os.replace(beside, file)
 

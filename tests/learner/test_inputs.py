@@ -95,3 +95,39 @@ def test_the_way_that_it_says_works(tmp_path):
     second.load(tmp_path)
     for _ in range(3):
         assert float(second(X).loss) == pytest.approx(float(stream(X).loss), abs=1e-7)
+
+
+def test_what_a_stream_applies_is_checked():
+    learner, step_fn = made()
+    stream = learner.stream(step_fn, optax.sgd(0.1), decay=0.9)
+    gradient = stream.gradient(X).gradient
+    one = dict(list(gradient.items())[:1])
+    before = learner.weights()
+    for wrong in (
+        lambda: stream.apply('abc'),
+        lambda: stream.apply(X),
+        lambda: stream.apply({('no', 'such'): X}),
+        lambda: stream.apply(one),
+        lambda: stream.apply(scale='x'),
+        lambda: stream.apply(scale=None),
+        lambda: stream.apply(scale=np.ones(3)),
+        lambda: learner.stream(step_fn, optax.sgd(0.1), decay='a'),
+        lambda: learner.stream(step_fn, optax.sgd(0.1), decay=[0.5]),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            wrong()
+        assert is_explained(error.value)
+    jax.tree.map(np.testing.assert_array_equal, learner.weights(), before)
+    stream.apply(gradient, scale=np.array([0.5]))
+    assert float(jnp.abs(learner.weights()[('layers', 1, 'weight')]['bias']).sum()) > 0
+
+
+def test_batches_that_hold_no_numbers_are_refused():
+    learner, step_fn = made()
+    options = {'step_fn': step_fn, 'optimizer': optax.sgd(0.1), 'updates': 1}
+    for name in ('texts', 'objects', 'masked', 'text'):
+        x = WRONG[name]
+        steps = x[None] if isinstance(x, np.ndarray) else x
+        with pytest.raises((TypeError, ValueError)) as error:
+            braintrace.fit(learner, lambda i, x=steps: (x,), show=False, **options)
+        assert is_explained(error.value), name

@@ -54,7 +54,15 @@ def test_a_file_may_be_read_as_others_of_its_user(tmp_path):
     assert file.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-def test_a_folder_that_is_missing_is_said_in_three_parts(tmp_path):
+def test_a_folder_in_the_way_or_missing_is_said_in_three_parts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for write in WRITERS.values():
-        with pytest.raises(OSError, match='Fix: '):
-            write(tmp_path / 'missing' / 'file')
+        for file in ('missing/file', '.', tmp_path):
+            with pytest.raises(OSError, match='Fix: '):
+                write(file)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_file_of_weights_is_said_in_three_parts(tmp_path):
+    with pytest.raises(FileNotFoundError, match='Fix: '):
+        learner().load_weights(tmp_path / 'missing.safetensors')

@@ -67,7 +67,7 @@ def check_paths(name: str, given: Any, parameters: Mapping[Path, Any]) -> None:
                 'the first of them: gradients, loss = learner.etrace_grad(...)',
             )
         )
-    if unknown or not listed:
+    if not listed or unknown:
         # The text of a tree would show its arrays.
         is_short = isinstance(unknown, (list, str, int, float))
         shown = repr(unknown) if is_short else f'a {type(unknown).__name__}'
@@ -250,9 +250,8 @@ def read_safetensors(parameters: States, file: str | FilePath) -> None:
     try:
         arrays = safetensors.load_file(file)
     except Exception as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ArgumentError(
+        is_missing = isinstance(error, FileNotFoundError)
+        raise (FileNotFoundError if is_missing else ArgumentError)(
             three_parts(
                 f'weights from {str(file)!r}',
                 f'it cannot be read: {type(error).__name__}: {error}',
