@@ -293,6 +293,10 @@ def test_checking_and_timing(here, capsys):
             'no file of SHD',
         ),
         (['explain', 'mine.py'], 'module:name'),
+        (['explain', ':make'], 'neither the name of a module'),
+        (['explain', '../mine:make'], 'neither the name of a module'),
+        (['train', '--resume', ''], 'no config.json'),
+        (['explain', 'mine.py:make', '--input', '4,9'], 'Fix: '),
         (['explain', 'mine.py:Net'], '--input 8,3'),
         (['explain', 'mine.py:nothing'], "has no 'nothing'"),
         (['explain', 'nowhere.py:f'], 'no such file'),
@@ -341,6 +345,8 @@ def test_help_and_bad_words(capsys):
         (['train', 'x', '--process', '-1'], 2),
         (['train', 'x', '--seed', 'x'], 2),
         (['explain', 'x', '--input', '8,-3'], 2),
+        (['train', 'x', '--seed', f'{2**64}'], 2),
+        (['compare', 'x', '--rules', ','], 2),
     ]:
         with pytest.raises(SystemExit) as stopped:
             main(words)
@@ -357,6 +363,8 @@ def test_help_and_bad_words(capsys):
         "--process: '-1' is not a whole number of at least 0",
         "--seed: 'x' is not a whole number of at least 0",
         "--input: '8,-3' is not a shape such as 8,3",
+        f"--seed: '{2**64}' is not below {2**32}",
+        "--rules: ',' has no names such as a,b,c",
     ):
         assert told in said
 

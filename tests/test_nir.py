@@ -562,6 +562,31 @@ def with_weights_of(values):
     return graph
 
 
+def changed(**fields):
+    graph = chain(nir.Scale(np.ones(N)))
+    for name, value in fields.items():
+        setattr(graph, name, value)
+    return graph
+
+
+def test_options_that_cannot_work_are_named():
+    for options in (
+        {'dtype': 'abc'},
+        {'dtype': int},
+        {'train': 'weight'},
+        {'train': None},
+    ):
+        with pytest.raises(TypeError, match='Fix: '):
+            bnir.read(changed(), DT, **options)
+
+
+def test_names_of_nodes_may_be_numbers():
+    ends = {0: nir.Input(np.array([N])), 2: nir.Output(np.array([N]))}
+    nodes = {**ends, 1: nir.Scale(np.full(N, 2.0))}
+    graph = nir.NIRGraph(nodes=nodes, edges=[(0, 1), (1, 2)], type_check=False)
+    np.testing.assert_allclose(bnir.read(graph, DT)(np.ones(N)), 2.0)
+
+
 def test_graphs_that_cannot_work_are_named():
     plain = lambda: chain(nir.Scale(np.ones(N)))
     delayed = lambda by: lambda: chain(nir.Delay(np.full(N, by)))
@@ -576,6 +601,8 @@ def test_graphs_that_cannot_work_are_named():
         (delayed(np.nan), DT, 'whole steps'),
         (delayed(np.inf), DT, 'whole steps'),
         (lambda: 3, DT, 'nir.read of a int'),
+        (lambda: changed(edges=None), DT, 'nir.read of a NIRGraph'),
+        (lambda: changed(edges=[('input', 'node', 'output')]), DT, 'from one node to'),
     ]:
         with pytest.raises((ValueError, TypeError), match='Fix: ') as error:
             bnir.read(graph(), dt)

@@ -51,7 +51,10 @@ failed; Ctrl-C."""
 
 
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(',') if name.strip()]
+    names = [name.strip() for name in text.split(',') if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f'{text!r} has no names such as a,b,c')
+    return names
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -80,6 +83,8 @@ def _whole(text: str, least: int = 0) -> int:
         raise argparse.ArgumentTypeError(
             f'{text!r} is not a whole number of at least {least}'
         )
+    if number >= 2**32:
+        raise argparse.ArgumentTypeError(f'{text!r} is not below {2**32}')
     return number
 
 

@@ -191,6 +191,14 @@ def _module(where: str) -> Any:
         sys.path.insert(0, str(file.parent))
         spec.loader.exec_module(module)
         return module
+    if not all(part.isidentifier() for part in where.split('.')):
+        raise ValueError(
+            three_parts(
+                f'a model of {where!r}',
+                'it is neither the name of a module nor a file that ends in .py',
+                'a module that Python finds from here, or a file.py',
+            )
+        )
     sys.path.insert(0, '')
     try:
         return importlib.import_module(where)
@@ -217,7 +225,7 @@ def compiled(options: argparse.Namespace, rule: str) -> tuple[Learner, tuple]:
                 'a function that returns a model, or (model, x)',
             )
         )
-    inputs = inputs or [jnp.zeros(shape) for shape in options.input]
+    inputs = [jnp.zeros(shape) for shape in options.input] or inputs
     if not inputs:
         raise ValueError(
             three_parts(

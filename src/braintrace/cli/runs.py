@@ -204,7 +204,7 @@ def train(options: argparse.Namespace) -> Result:
             )
         )
     mesh = join(options)
-    out, config = _resumed(options) if options.resume else _begun(options)
+    out, config = _begun(options) if options.resume is None else _resumed(options)
     with time_step(config.dt):
         return _trained(options, out, config, mesh)
 
@@ -237,7 +237,7 @@ def _trained(
         out=out,
         save_every=config.save_every,
         certificate_every=config.certificate_every,
-        resume=bool(options.resume),
+        resume=options.resume is not None,
     )
     result: dict[str, Any] = {
         'out': str(out),

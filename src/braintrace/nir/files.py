@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,8 @@ def from_graph(
     max_delay_bytes: float = DELAY_BYTES,
 ) -> Model:
     """The same as :func:`read`, from a graph of the package ``nir``."""
-    if not (hasattr(graph, 'nodes') and hasattr(graph, 'edges')):
+    nodes, edges = (getattr(graph, name, None) for name in ('nodes', 'edges'))
+    if not (isinstance(nodes, Mapping) and isinstance(edges, Iterable)):
         raise TypeError(
             three_parts(
                 f'nir.read of a {type(graph).__name__}',
@@ -142,6 +143,14 @@ def from_graph(
     dt = _time_step(graph, dt)
     trainable = [kind for kind in NODES.values() if kind is not Delay]
     known = {name for kind in trainable for name in kind.arrays}
+    if isinstance(train, str) or not isinstance(train, Collection):
+        raise TypeError(
+            three_parts(
+                f'train={train!r}',
+                'it names the arrays that are parameters',
+                "a tuple of names: train=('weight', 'bias')",
+            )
+        )
     if not set(train) <= known:
         raise ValueError(
             three_parts(
@@ -192,18 +201,23 @@ def _flat(
             )
         )
     found: dict[str, Any] = {}
-    wiring.graphs[name] = [(str(a), str(b)) for a, b in graph.edges]
-    for edge in wiring.graphs[name]:
-        if missing := [end for end in edge if end not in graph.nodes]:
+    edges = [tuple(map(str, edge)) for edge in graph.edges]
+    nodes = {str(own): node for own, node in graph.nodes.items()}
+    for edge in edges:
+        missing = [end for end in edge if end not in nodes]
+        if missing or len(edge) != 2:
             raise ValueError(
                 three_parts(
-                    f'{shown} with an edge from {edge[0]!r} to {edge[1]!r}',
-                    f'it has no node {missing[0]!r}',
-                    f'its nodes: {one_of(graph.nodes, missing[0])}',
+                    f'{shown} with an edge {edge}',
+                    f'it has no node {missing[0]!r}'
+                    if missing
+                    else 'an edge leads from one node to another',
+                    f'two of its nodes: {one_of(nodes, *missing[:1])}',
                 )
             )
+    wiring.graphs[name] = [(a, b) for a, b in edges]
     wiring.metadata[name] = dict(graph.metadata or {})
-    for own, node in graph.nodes.items():
+    for own, node in nodes.items():
         full = f'{name}/{own}' if name else own
         kind = type(node).__name__
         if kind == 'NIRGraph':

@@ -52,7 +52,7 @@ class Node(brainstate.nn.Module):
         super().__init__()
         self.dt = as_time_step(dt)
         self.surrogate = surrogate
-        self.dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
+        self.dtype = _real_type(dtype)
         self._check_names(given)
         for name in self.settings:
             setattr(self, name, given[name])
@@ -304,6 +304,23 @@ def as_time_step(dt: Any) -> float:
             )
         )
     return number
+
+
+def _real_type(dtype: Any) -> Any:
+    """The type of parameters and states, by default that of JAX."""
+    try:
+        found = jnp.dtype(jnp.result_type(float) if dtype is None else dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            three_parts(
+                f'dtype={dtype!r}',
+                'parameters and states are real numbers',
+                'jnp.float32, jnp.bfloat16 or None',
+            )
+        )
+    return found
 
 
 def _pair(value: Any, axes: int) -> tuple[int, ...]:
