@@ -108,8 +108,7 @@ def case(seed: int, number: int) -> str:
         how = 'a crash'
         if number % 2:
             how = 'a power cut'
-            for file in (run / 'metrics.jsonl', run / '.metrics.jsonl.part'):
-                if file.exists():
-                    text = file.read_bytes()
-                    file.write_bytes(text[: rng.randint(0, len(text))])
+            for file in run.rglob('metrics.jsonl'):
+                text = file.read_bytes()
+                file.write_bytes(text[: rng.randint(0, len(text))])
         return f'{training().resume_or_start(run)} after {how}'

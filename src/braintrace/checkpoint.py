@@ -71,7 +71,7 @@ class Checkpoints:
                     "pip install 'braintrace-online[train]'",
                 )
             ) from error
-        self._orbax = orbax
+        self._orbax, self._keep = orbax, keep
         self.folder = Path(folder).absolute()
         options = orbax.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=False
@@ -135,6 +135,12 @@ class Checkpoints:
             values[_CHECKSUM] = _checksums(values)
         # A full disk is a ValueError of the library that stores the arrays.
         with written(f'checkpoint {update} of {self._name}', ValueError):
+            # Orbax deletes those that are not kept, and cannot delete a link to one.
+            steps = sorted(self._manager.all_steps())
+            old = [self.folder / str(n) for n in steps[: len(steps) - self._keep + 1]]
+            for link in filter(Path.is_symlink, old):
+                link.unlink()
+                self._manager.reload()
             self._manager.save(update, args=self._orbax.args.StandardSave(values))
             self._manager.wait_until_finished()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,21 +35,67 @@ def written(what: str, *kinds: type[Exception]) -> Iterator[None]:
         ) from error
 
 
-def write_whole(file: str | Path, text: str) -> None:
-    """Write a text beside a file, then put it in the file's place.
+@contextmanager
+def alone_in(folder: str | Path | None) -> Iterator[None]:
+    """Keep a folder to one training at a time: another one in it is an error.
 
-    >>> import pathlib, tempfile
-    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    The operating system ends this with the process, however that ends.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such locks
+        folder = None
+    if folder is None:
+        yield
+        return
+    with written(str(folder)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(
+                three_parts(
+                    f'a training in {folder}',
+                    'another process is writing there',
+                    'another folder, or wait until that process has ended',
+                )
+            ) from error
+        except OSError:
+            pass  # some network file systems have no locks
+        yield
+    finally:
+        os.close(held)
+
+
+@contextmanager
+def replacing(file: str | Path) -> Iterator[Path]:
+    """A path to write to; what is written there then takes the place of a file.
+
+    It lies in a new folder beside the file. Only its owner may write there, so nobody
+    can have put a link to another file in the way.
+    """
+    file = Path(file)
+    with (
+        written(str(file)),
+        tempfile.TemporaryDirectory(prefix='.part-', dir=file.parent) as folder,
+    ):
+        beside = Path(folder, 'file')
+        yield beside
+        os.replace(beside, file)
+
+
+def write_whole(file: str | Path, text: str) -> None:
+    """Write a text to a file, whole or not at all.
+
+    >>> folder = Path(tempfile.mkdtemp())
     >>> write_whole(folder / 'a.txt', 'new')
     >>> [(p.name, p.read_text()) for p in folder.iterdir()]
     [('a.txt', 'new')]
     """
-    file = Path(file)
-    beside = file.with_name(f'.{file.name}.part')
-    with written(str(file)):
-        with beside.open('w', encoding='utf-8') as part:
-            part.write(text)
-            part.flush()
-            # Without this a power cut could leave the new name with an empty file.
-            os.fsync(part.fileno())
-        os.replace(beside, file)
+    with replacing(file) as beside, beside.open('w', encoding='utf-8') as part:
+        part.write(text)
+        part.flush()
+        # Without this a power cut could leave the new name with an empty file.
+        os.fsync(part.fileno())

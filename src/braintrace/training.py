@@ -20,12 +20,15 @@ import numpy as np
 from ._brainstate import brainstate
 from .batches import Batches
 from .checkpoint import Checkpoints, states_of
-from .errors import three_parts
+from .errors import ArgumentError, three_parts
+from .files import alone_in
 from .history import History, Record, metrics_log, notice, read_records
 from .learner import Learner
-from .learner.arguments import check_call, length_of
+from .learner.arguments import check_call, is_count, length_of
 from .learner.batch import BatchError
 from .learner.credit_warnings import warn_of_credit
+from .learner.models import interface_of
+from .learner.weights import named_arrays
 from .progress import Progress
 
 
@@ -78,6 +81,9 @@ def fit(
     again if the training ended before its first checkpoint was complete. Ctrl-C ends
     the training after the current update, with a checkpoint.
 
+    The first gradient that is not finite (with ``update_every``, the first weight) is
+    named in a warning. A loss that is not finite is an error.
+
     A :class:`braintrace.CreditWarning` names parameters that get no gradient from the
     loss of ``step_fn``, or lose most of it.
 
@@ -92,13 +98,13 @@ def fit(
     >>> len(history['loss']), history.ended
     (3, 'finished')
     """
-    counts = {
+    counts: dict[str, Any] = {
         'updates': updates,
         'save_every': save_every,
         'validate_every': validate_every,
-        'certificate_every': certificate_every,
     }
-    given = {name: n for name, n in counts.items() if n is not None}
+    if certificate_every is not None:
+        counts['certificate_every'] = certificate_every
     if not isinstance(learner, Learner):
         raise TypeError(
             three_parts(
@@ -108,10 +114,10 @@ def fit(
                 'a step_fn that calls this learner',
             )
         )
-    if any(n < 1 for n in given.values()):
-        shown = ', '.join(f'{name}={n}' for name, n in given.items())
+    if wrong := {name: n for name, n in counts.items() if not is_count(n)}:
+        shown = ', '.join(f'{name}={n!r}' for name, n in wrong.items())
         why = 'each counts updates'
-        raise ValueError(three_parts(shown, why, 'numbers of at least 1'))
+        raise ArgumentError(three_parts(shown, why, 'whole numbers of at least 1'))
     _check_callbacks(callbacks)
     if validate is None and any(
         getattr(c, 'metric', '').startswith('valid_') for c in callbacks
@@ -168,7 +174,9 @@ def fit(
     # Of several processes the first shows and writes; all call orbax.
     is_first = jax.process_index() == 0
     progress = Progress(updates) if show and is_first else None
+    are_finite = True
     with (
+        alone_in(out if is_first else None),
         metrics_log(out if is_first else None, history.records) as log,
         _stop_asked() as stop,
         _closed(callbacks),
@@ -185,11 +193,12 @@ def fit(
             if certificate_every is not None and i % certificate_every == 0:
                 only = step_fn if metrics is None else _Loss(step_fn)
                 measured = _certify(learner, sequences, only, i + 1)
-            record = {
-                'update': i + 1,
-                **_one(learner, sequences, step_fn, optimizer, metrics, update_every),
-                **measured,
-            }
+            given = (learner, sequences, step_fn, optimizer, metrics, update_every)
+            record, arrays = _one(i + 1, *given)
+            record = {'update': i + 1, **record, **measured}
+            if are_finite and not bool(_are_finite(arrays)):
+                are_finite = False
+                _warn_of_numbers(i + 1, arrays, update_every)
             last = i + 1 == updates
             if held_out is not None and ((i + 1) % validate_every == 0 or last):
                 # Iterables are counted by the measurements they were used for.
@@ -328,14 +337,16 @@ def _check_alike(held_out: Sequence[Any], sequences: Sequence[Any]) -> None:
 
 
 def _one(
+    update: int,
     learner: Learner,
     sequences: tuple,
     step_fn: Callable,
     optimizer: Any,
     metrics: Callable | None,
     update_every: int | None,
-) -> Record:
-    """One batch: its gradient and one update, or updates along it."""
+) -> tuple[Record, dict[tuple, Any]]:
+    """One batch: its gradient and one update, or updates along it. Its record, and the
+    gradients, or after several updates the weights, by path."""
     has_aux = metrics is not None
     if update_every is not None:
         learner.reset_state()
@@ -347,7 +358,8 @@ def _one(
             has_aux=has_aux,
         )
         losses, *outputs = found if has_aux else (found,)
-        return _record(losses, outputs, sequences, metrics)
+        weights = {path: state.value for path, state in learner.param_states.items()}
+        return _record(losses, outputs, sequences, metrics), weights
     gradients, losses, *outputs = learner.etrace_grad(
         *sequences, step_fn=step_fn, has_aux=has_aux, return_value=True, fresh=True
     )
@@ -355,15 +367,37 @@ def _one(
     if not np.isfinite(record['loss']):
         raise FloatingPointError(
             three_parts(
-                f'a batch whose loss is {record["loss"]}',
+                f'update {update}: a batch whose loss is {record["loss"]}',
                 'an update by it would make the weights non-finite; they are as they '
                 'were before it',
-                'finite data, a smaller rate, optax.clip_by_global_norm or '
-                'optax.apply_if_finite',
+                'finite data, a smaller rate, or optax.clip_by_global_norm',
             )
         )
     learner.apply(gradients, optimizer)
-    return record
+    return record, interface_of(learner.model).by_path(gradients)
+
+
+@jax.jit
+def _are_finite(arrays: Any) -> jax.Array:
+    """Whether all numbers are finite: one number, so that one is read from a device."""
+    finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(arrays)]
+    return jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
+
+
+def _warn_of_numbers(
+    update: int, arrays: Mapping[tuple, Any], update_every: int | None
+) -> None:
+    """Name the first array that is not finite."""
+    named = named_arrays(arrays).items()
+    first = next(name for name, x in named if not bool(_are_finite(x)))
+    what = 'gradient' if update_every is None else 'value after it'
+    text = (
+        f'update {update}: {first} has a {what} that is not finite (NaN or infinite); '
+        'later updates are not checked. Try a smaller rate, '
+        'optax.clip_by_global_norm or optax.apply_if_finite; '
+        'braintrace.compile(..., check_finite=True) raises at such a step'
+    )
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def _certify(

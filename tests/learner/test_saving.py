@@ -249,3 +249,35 @@ def test_learners_are_not_pickled_but_copied():
         pickle.dumps(learner)
     equal(copy.deepcopy(learner).weights(), learner.weights())
     assert copy.copy(learner).model is learner.model
+
+
+def test_values_that_the_type_of_a_parameter_cannot_hold_are_refused(tmp_path):
+    from safetensors.numpy import save_file
+
+    learner, before = make(0), make(0).weights()
+    whole = {
+        'feed.bias': np.zeros(3),
+        'feed.weight': np.ones((2, 3)),
+        'out': np.ones((3, 1)),
+    }
+    large = np.array([0, 1, 2**53 + 1])
+    for name, wrong, told in [
+        ('out', np.full((3, 1), 1e300), '1e+300 would become inf'),
+        ('feed.bias', large, '9007199254740993 would become 9007199254740992'),
+        ('feed.bias', np.ones(3) * 1j, 'complex128'),
+        ('feed.bias', np.array(['a', 'b', 'c']), '<U1'),
+    ]:
+        calls = [lambda: learner.set_weights({name: wrong})]  # noqa: B023
+        if wrong.dtype.kind in 'fi':
+            save_file({**whole, name: wrong}, tmp_path / 'w.safetensors')
+            calls += [lambda: learner.load_weights(tmp_path / 'w.safetensors')]
+        for call in calls:
+            with pytest.raises(ValueError, match='Fix: ') as error:
+                call()
+            assert name in str(error.value)
+            assert told in str(error.value)
+            equal(learner.weights(), before)
+    # Rounding is no change, nor is a whole number that the type has.
+    learner.set_weights({'out': np.full((3, 1), 0.1), 'feed.bias': np.arange(3)})
+    np.testing.assert_allclose(learner.weights()[('out',)], 0.1, rtol=1e-7)
+    learner.set_weights({'out': np.full((3, 1), np.inf)})  # it is what was given

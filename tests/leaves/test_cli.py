@@ -13,6 +13,7 @@ import pytest
 import braintrace
 from braintrace.checkpoint import Checkpoints
 from braintrace.cli import look, main, parser, runs, settings
+from braintrace.files import alone_in
 
 SMALL = [
     '--batch',
@@ -292,13 +293,18 @@ def test_checking_and_timing(here, capsys):
             'no file of SHD',
         ),
         (['explain', 'mine.py'], 'module:name'),
+        (['explain', ':make'], 'neither the name of a module'),
+        (['explain', '../mine:make'], 'neither the name of a module'),
+        (['train', '--resume', ''], 'no config.json'),
+        (['explain', 'mine.py:make', '--input', '4,9'], 'Fix: '),
         (['explain', 'mine.py:Net'], '--input 8,3'),
         (['explain', 'mine.py:nothing'], "has no 'nothing'"),
         (['explain', 'nowhere.py:f'], 'no such file'),
         (['explain', 'no_such_module:f'], 'file.py'),
         (['explain', 'mine.py:make(1 +)'], 'cannot be read'),
         (['check', 'mine.py:make', '--rules', 'nothing'], 'd_rtrl'),
-        (['bench'], 'make bench'),
+        (['explain', 'mine.py:make', '--dt', '1.2.3'], 'a number above 0'),
+        (['explain', 'mine.py:make', '--dt', '0ms'], 'a number above 0'),
         (['train', 'copying', '--task-option', 'lag=-3'], 'not a negative one'),
         (['train', 'copying', '--task-option', 'lag=abc'], 'a number'),
         (['train', 'copying', '--out', 'mine.py'], 'it is a file'),
@@ -333,6 +339,14 @@ def test_help_and_bad_words(capsys):
         (['--version'], 0),
         (['nothing'], 2),
         (['train', 'x', '--batch', '0'], 2),
+        (['train', 'x', '--units', 'abc'], 2),
+        (['train', 'x', '--lr', '-1'], 2),
+        (['train', 'x', '--lr', 'nan'], 2),
+        (['train', 'x', '--process', '-1'], 2),
+        (['train', 'x', '--seed', 'x'], 2),
+        (['explain', 'x', '--input', '8,-3'], 2),
+        (['train', 'x', '--seed', f'{2**64}'], 2),
+        (['compare', 'x', '--rules', ','], 2),
     ]:
         with pytest.raises(SystemExit) as stopped:
             main(words)
@@ -340,7 +354,30 @@ def test_help_and_bad_words(capsys):
     printed, said = capsys.readouterr()
     assert 'braintrace train evidence' in printed
     assert braintrace.__version__ in printed
-    assert '0 is less than 1' in said
+    assert 'invalid ' not in said.replace('invalid choice', '')
+    for told in (
+        "--batch: '0' is not a whole number of at least 1",
+        "--units: 'abc' is not a whole number of at least 1",
+        "--lr: '-1' is not a number above 0",
+        "--lr: 'nan' is not a number above 0",
+        "--process: '-1' is not a whole number of at least 0",
+        "--seed: 'x' is not a whole number of at least 0",
+        "--input: '8,-3' is not a shape such as 8,3",
+        f"--seed: '{2**64}' is not below {2**32}",
+        "--rules: ',' has no names such as a,b,c",
+    ):
+        assert told in said
+
+
+def test_no_code_of_the_current_folder_is_run_unless_it_is_named(here, capsys):
+    script = here / 'benchmarks' / 'run.py'
+    script.parent.mkdir()
+    script.write_text('open("planted", "w").close()')
+    with pytest.raises(SystemExit) as stopped:
+        main(['bench'])
+    assert stopped.value.code == 2
+    assert not (here / 'planted').exists()
+    assert 'required: model' in capsys.readouterr().err
 
 
 def test_a_rule_without_traces_in_a_folder_of_its_own(here, capsys):
@@ -354,6 +391,37 @@ def test_a_rule_without_traces_in_a_folder_of_its_own(here, capsys):
 
 class Killed(BaseException):
     """The end of a process, at any place."""
+
+
+def test_a_training_killed_while_it_wrote_its_settings_is_resumed(here, capsys):
+    words = ['train', 'copying', '--updates', '1', *SMALL]
+    for out in ('whole', 'killed'):
+        run(capsys, *words, '--out', out)
+    for path in (here / 'killed').iterdir():
+        if path.is_file():
+            path.unlink()
+    for path in (here / 'killed/checkpoints').iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    left = [p.name for p in (here / 'killed').rglob('*') if p.is_file()]
+    assert left == ['config.json']
+    code, result, said = run(capsys, 'train', '--resume', 'killed', '--json')
+    assert (code, result['updates']) == (0, 1), said
+    records = [
+        json.loads((here / out / 'metrics.jsonl').read_text())['loss']
+        for out in ('whole', 'killed')
+    ]
+    assert records[0] == records[1]
+    assert (here / 'killed/config.json').exists()
+
+
+def test_two_trainings_in_one_folder_are_refused(here, capsys):
+    words = ['train', 'copying', '--updates', '1', *SMALL, '--out', 'a']
+    with alone_in('a'):
+        code, _, said = run(capsys, *words)
+    assert code == 2
+    assert 'another process is writing there' in said
+    assert list((here / 'a').iterdir()) == []
 
 
 def test_a_training_killed_in_its_first_checkpoint_goes_on_and_can_start_anew(

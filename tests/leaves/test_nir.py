@@ -5,6 +5,7 @@ equations by a matrix exponential, convolutions and pools by loops.
 """
 
 import itertools
+import tracemalloc
 
 import brainstate
 import jax
@@ -529,3 +530,103 @@ def test_several_inputs_are_taken_in_the_order_of_their_names(x64):
 def test_a_file_that_is_not_there():
     with pytest.raises(FileNotFoundError):
         bnir.read('nowhere.nir', DT)
+
+
+# ------------------------------------------------------------ graphs that cannot work
+
+
+def chain(node, width=N):
+    """A graph of one node."""
+    ends = {'input': nir.Input(np.array([N])), 'output': nir.Output(np.array([width]))}
+    edges = [('input', 'node'), ('node', 'output')]
+    nodes = {**ends, 'node': node}
+    return nir.NIRGraph(nodes=nodes, edges=edges, type_check=False)
+
+
+def with_an_edge_to_nowhere():
+    graph = chain(nir.Scale(np.ones(N)))
+    graph.edges.append(('node', 'nowhere'))
+    return graph
+
+
+def with_itself_inside():
+    graph = chain(nir.Scale(np.ones(N)))
+    graph.nodes['again'] = graph
+    graph.edges += [('node', 'again'), ('again', 'output')]
+    return graph
+
+
+def with_weights_of(values):
+    graph = chain(nir.Scale(np.ones(N)))
+    graph.nodes['node'].scale = np.array(values)
+    return graph
+
+
+def changed(**fields):
+    graph = chain(nir.Scale(np.ones(N)))
+    for name, value in fields.items():
+        setattr(graph, name, value)
+    return graph
+
+
+def test_options_that_cannot_work_are_named():
+    for options in (
+        {'dtype': 'abc'},
+        {'dtype': int},
+        {'train': 'weight'},
+        {'train': None},
+    ):
+        with pytest.raises(TypeError, match='Fix: '):
+            bnir.read(changed(), DT, **options)
+
+
+def test_names_of_nodes_may_be_numbers():
+    ends = {0: nir.Input(np.array([N])), 2: nir.Output(np.array([N]))}
+    nodes = {**ends, 1: nir.Scale(np.full(N, 2.0))}
+    graph = nir.NIRGraph(nodes=nodes, edges=[(0, 1), (1, 2)], type_check=False)
+    np.testing.assert_allclose(bnir.read(graph, DT)(np.ones(N)), 2.0)
+
+
+def test_graphs_that_cannot_work_are_named():
+    plain = lambda: chain(nir.Scale(np.ones(N)))
+    delayed = lambda by: lambda: chain(nir.Delay(np.full(N, by)))
+    for graph, dt, told in [
+        (with_an_edge_to_nowhere, DT, "no node 'nowhere'"),
+        (with_itself_inside, DT, 'contains itself'),
+        (lambda: with_weights_of(['a', 'b', 'c', 'd']), DT, 'whose scale has the type'),
+        (lambda: with_weights_of([1j] * N), DT, 'complex128'),
+        (plain, 'abc', "dt='abc'"),
+        (plain, [DT], 'a positive number'),
+        (plain, np.inf, 'dt=inf'),
+        (delayed(np.nan), DT, 'whole steps'),
+        (delayed(np.inf), DT, 'whole steps'),
+        (lambda: 3, DT, 'nir.read of a int'),
+        (lambda: changed(edges=None), DT, 'nir.read of a NIRGraph'),
+        (lambda: changed(edges=[('input', 'node', 'output')]), DT, 'from one node to'),
+    ]:
+        with pytest.raises((ValueError, TypeError), match='Fix: ') as error:
+            bnir.read(graph(), dt)
+        assert told in str(error.value)
+
+
+def test_the_memory_of_a_delay_is_predicted_before_it_is_allocated():
+    # 10^8 steps of 4 elements: 1.5 GiB of states, and as much for their choice.
+    long = chain(nir.Delay(np.full(N, 1e5)))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match='max_delay_bytes=1600000016') as error:
+        bnir.read(long, DT)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert '1.5 GiB for each sample, and at most 256.0 MiB' in str(error.value)
+    with pytest.raises(ValueError, match='1e'):
+        bnir.read(chain(nir.Delay(np.full(N, 1e300))), DT)
+    short = chain(nir.Delay(np.full(N, 4 * DT)))
+    with pytest.raises(ValueError, match='80 B'):
+        bnir.read(short, DT, max_delay_bytes=79)
+    assert bnir.read(short, DT, max_delay_bytes=80).parts['node'].shape == (N,)
+
+
+def test_fields_of_a_neuron_have_one_shape():
+    with pytest.raises(ValueError, match=r'tau \(3,\), r \(4,\)'):
+        bnir.LI(tau=np.ones(3), r=np.ones(4), v_leak=0.0)

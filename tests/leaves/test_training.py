@@ -23,6 +23,7 @@ import braintrace
 from braintrace import networks, plots, tasks
 from braintrace.checkpoint import Checkpoints, complete, states_of
 from braintrace.errors import is_explained
+from braintrace.files import alone_in
 from braintrace.progress import Progress
 
 TASK = tasks.Copying(length=2, lag=2, symbols=3)
@@ -438,6 +439,114 @@ def test_numbers_that_are_not_finite_end_a_training():
         braintrace.fit(learner, updates=2, **{**parts, 'batches': lost})
     assert is_explained(error.value)
     jax.tree.map(np.testing.assert_array_equal, weights(learner), before)
+
+
+class Gained(brainstate.nn.Module):
+    """Leaky units, and a gain that only the loss reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.feed = brainstate.ParamState(jnp.full((1, 3), 0.3))
+        self.gain = brainstate.ParamState(jnp.ones(3))
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, 3)))
+
+    def update(self, x):
+        self.h.value = jnp.tanh(0.5 * self.h.value + x @ self.feed.value)
+        return self.h.value
+
+
+def gained(optimizer):
+    """The slope of the gain is 0/0 in batches 1 and 3, whose last input is zero."""
+    learner = braintrace.compile(Gained(), 'd_rtrl', jnp.ones((2, 1)), batch_size=2)
+
+    def step_fn(x):
+        gain = learner.model.gain.value * jnp.max(jnp.abs(x))
+        return jnp.mean(learner(x) ** 2) + jnp.sqrt(jnp.sum(gain**2))
+
+    def batches(i):
+        xs = np.random.default_rng(i).normal(size=(5, 2, 1)).astype('float32')
+        xs[-1] *= i % 2 == 0
+        return (xs,)
+
+    options = {'step_fn': step_fn, 'optimizer': optimizer}
+    return learner, batches, options
+
+
+def test_a_gradient_that_is_not_finite_is_named_once():
+    skips = lambda: optax.apply_if_finite(optax.sgd(0.1), 9)
+    learner, batches, options = gained(skips())
+    with pytest.warns(RuntimeWarning) as warned:
+        braintrace.fit(learner, batches, updates=5, show=False, **options)
+    (text,) = [str(one.message) for one in warned]
+    assert text.startswith('update 2: gain has a gradient that is not finite')
+    # The training is the same as without the look at it.
+    other, _, options = gained(skips())
+    for i in range(5):
+        xs = batches(i)
+        step_fn, optimizer = options['step_fn'], options['optimizer']
+        gradients = other.etrace_grad(*xs, step_fn=step_fn, fresh=True)
+        other.apply(gradients, optimizer)
+    jax.tree.map(np.testing.assert_array_equal, weights(learner), weights(other))
+
+
+def test_a_loss_that_is_not_finite_is_an_error_with_its_update():
+    learner, batches, options = gained(optax.sgd(0.1))
+    with (
+        pytest.warns(RuntimeWarning, match='update 2: gain'),
+        pytest.raises(FloatingPointError, match='update 3: a batch whose loss is nan'),
+    ):
+        braintrace.fit(learner, batches, updates=5, show=False, **options)
+
+
+def test_weights_that_are_not_finite_after_updates_along_a_batch_are_named():
+    learner, batches, options = gained(optax.sgd(0.1))
+    options |= {'update_every': 1, 'show': False}
+    with pytest.warns(RuntimeWarning) as warned:
+        history = braintrace.fit(learner, batches, updates=3, **options)
+    (text,) = [str(one.message) for one in warned]
+    assert text.startswith('update 2: gain has a value after it that is not finite')
+    np.testing.assert_array_equal(np.isfinite(history['loss']), [True, True, False])
+
+
+def test_counts_of_updates_are_whole_numbers():
+    learner, parts = make()
+    names = ('updates', 'save_every', 'validate_every', 'certificate_every')
+    for name in names:
+        for wrong in (2.5, '3', 0, True, *([None] * (name != names[-1]))):
+            with pytest.raises(ValueError, match='whole numbers of at least 1') as e:
+                braintrace.fit(learner, **{'updates': 1, **parts, name: wrong})
+            assert f'{name}={wrong!r}' in str(e.value)
+    history = braintrace.fit(learner, updates=np.int64(1), **parts)
+    assert history.updates == 1
+
+
+def test_two_trainings_in_one_folder_are_refused(tmp_path):
+    learner, parts = make()
+    before = weights(learner)
+    with (
+        alone_in(tmp_path),
+        pytest.raises(RuntimeError, match='another process is writing') as error,
+    ):
+        braintrace.fit(learner, updates=1, out=tmp_path, **parts)
+    assert is_explained(error.value)
+    assert not (tmp_path / 'metrics.jsonl').exists()
+    jax.tree.map(np.testing.assert_array_equal, weights(learner), before)
+    assert braintrace.fit(learner, updates=1, out=tmp_path, **parts).updates == 1
+
+
+def test_a_checkpoint_that_is_a_link_does_not_stop_later_ones(tmp_path):
+    learner, _ = make()
+    states, kept = states_of(learner), Checkpoints(tmp_path / 'kept')
+    for update in (1, 2):
+        kept.save(update, states)
+    shutil.move(tmp_path / 'kept' / '1', tmp_path / 'elsewhere')
+    (tmp_path / 'kept' / '1').symlink_to(tmp_path / 'elsewhere')
+    for update in (3, 4):
+        kept.save(update, states)
+        assert complete(tmp_path / 'kept') == [update - 1, update]
+    assert (tmp_path / 'elsewhere').is_dir()  # what the link led to stays
 
 
 def test_validation_has_the_batch_size_of_training():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -50,7 +51,10 @@ failed; Ctrl-C."""
 
 
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(',') if name.strip()]
+    names = [name.strip() for name in text.split(',') if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f'{text!r} has no names such as a,b,c')
+    return names
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -64,18 +68,37 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _shape(text: str) -> tuple[int, ...]:
+    numbers = [n.strip() for n in text.split(',') if n.strip()]
+    if not all(n.isdecimal() for n in numbers):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a shape such as 8,3')
+    return tuple(map(int, numbers))
+
+
+def _whole(text: str, least: int = 0) -> int:
     try:
-        return tuple(int(n) for n in text.split(',') if n)
+        number = int(text)
     except ValueError:
+        number = least - 1
+    if number < least:
         raise argparse.ArgumentTypeError(
-            f'{text!r} is not a shape such as 8,3'
-        ) from None
+            f'{text!r} is not a whole number of at least {least}'
+        )
+    if number >= 2**32:
+        raise argparse.ArgumentTypeError(f'{text!r} is not below {2**32}')
+    return number
 
 
 def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f'{number} is less than 1')
+    return _whole(text, 1)
+
+
+def _rate(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a number above 0')
     return number
 
 
@@ -101,7 +124,10 @@ def parser() -> argparse.ArgumentParser:
             help='print the result as JSON; progress goes to stderr',
         )
         made.add_argument(
-            '--seed', type=int, default=0, help='seed of weights and data (default 0)'
+            '--seed',
+            type=_whole,
+            default=0,
+            help='seed of weights and data (default 0)',
         )
         return made
 
@@ -128,7 +154,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(
             '--batch', type=_at_least_one, help='number of trials in a batch'
         )
-        made.add_argument('--lr', type=float, help='learning rate of Adam')
+        made.add_argument('--lr', type=_rate, help='learning rate of Adam')
         for flag in ('--task-option', '--rule-option'):
             made.add_argument(
                 flag, type=_option, action='append', default=[], metavar='NAME=VALUE'
@@ -177,7 +203,7 @@ def parser() -> argparse.ArgumentParser:
     )
     train.add_argument(
         '--process',
-        type=int,
+        type=_whole,
         metavar='I',
         help='number of this process, counted from 0',
     )
@@ -210,11 +236,10 @@ def parser() -> argparse.ArgumentParser:
     )
     training(compare)
 
-    def model(made: argparse.ArgumentParser, required: bool = True) -> None:
+    def model(made: argparse.ArgumentParser) -> None:
         time_step(made)
         made.add_argument(
             'model',
-            nargs=None if required else '?',
             help='the model, as module:factory or file.py:factory',
         )
         made.add_argument(
@@ -260,9 +285,9 @@ def parser() -> argparse.ArgumentParser:
     bench = command(
         'bench',
         'look.bench',
-        "time rules on a model beside BPTT and the forward pass; or the project's own",
+        'time rules on a model beside BPTT and the forward pass',
     )
-    model(bench, required=False)
+    model(bench)
     bench.add_argument(
         '--rules',
         type=_names,

@@ -8,9 +8,9 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import math
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -65,15 +65,19 @@ def time_step(text: str | None) -> Iterator[None]:
     found = re.fullmatch(r'\s*([0-9.]+(?:e-?[0-9]+)?)\s*([a-z]*)\s*', text)
     units: Any = u
     unit = {'': 1.0, 's': units.second, 'ms': units.ms, 'us': units.us}
-    if found is None or found[2] not in unit:
+    try:
+        number = float(found[1]) if found is not None else 0.0
+    except ValueError:
+        number = 0.0
+    if found is None or found[2] not in unit or not 0 < number < math.inf:
         raise ValueError(
             three_parts(
                 f'--dt {text}',
-                'it is the time from one step to the next',
+                'it is the time from one step to the next, a number above 0',
                 '--dt 1.0 for a model without units, --dt 0.1ms for one with units',
             )
         )
-    with brainstate.environ.context(dt=float(found[1]) * unit[found[2]]):
+    with brainstate.environ.context(dt=number * unit[found[2]]):
         yield
 
 
@@ -187,6 +191,14 @@ def _module(where: str) -> Any:
         sys.path.insert(0, str(file.parent))
         spec.loader.exec_module(module)
         return module
+    if not all(part.isidentifier() for part in where.split('.')):
+        raise ValueError(
+            three_parts(
+                f'a model of {where!r}',
+                'it is neither the name of a module nor a file that ends in .py',
+                'a module that Python finds from here, or a file.py',
+            )
+        )
     sys.path.insert(0, '')
     try:
         return importlib.import_module(where)
@@ -213,7 +225,7 @@ def compiled(options: argparse.Namespace, rule: str) -> tuple[Learner, tuple]:
                 'a function that returns a model, or (model, x)',
             )
         )
-    inputs = inputs or [jnp.zeros(shape) for shape in options.input]
+    inputs = [jnp.zeros(shape) for shape in options.input] or inputs
     if not inputs:
         raise ValueError(
             three_parts(
@@ -352,8 +364,6 @@ def check(options: argparse.Namespace) -> Result:
 
 def bench(options: argparse.Namespace) -> Result:
     """Time rules on a model, round by round, beside BPTT and the forward pass."""
-    if options.model is None:
-        return _own_benchmark()
     runs: dict[str, Any] = {}
     for rule in ['bptt', *options.rules]:
         learner, inputs = compiled(options, rule)
@@ -395,19 +405,3 @@ def bench(options: argparse.Namespace) -> Result:
         for name, r in result.items()
     ]
     return result, '\n'.join(lines), 0
-
-
-def _own_benchmark() -> Result:
-    script = Path('benchmarks/run.py')
-    if not script.exists():
-        raise FileNotFoundError(
-            three_parts(
-                'bench without a model',
-                'the benchmark beside the published package is part of the '
-                'repository, and this folder is not one',
-                'braintrace bench module:factory, or make bench in a clone of the '
-                'repository',
-            )
-        )
-    code = subprocess.run([sys.executable, str(script)], check=False).returncode
-    return {'exit': code}, 'results: benchmarks/results.txt', code

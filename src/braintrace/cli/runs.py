@@ -21,7 +21,7 @@ from .. import plots
 from .._brainstate import brainstate
 from ..checkpoint import complete
 from ..errors import printable, three_parts
-from ..files import write_whole
+from ..files import alone_in, write_whole
 from ..history import History
 from ..learner import Learner
 from ..networks import network
@@ -204,7 +204,7 @@ def train(options: argparse.Namespace) -> Result:
             )
         )
     mesh = join(options)
-    out, config = _resumed(options) if options.resume else _begun(options)
+    out, config = _begun(options) if options.resume is None else _resumed(options)
     with time_step(config.dt):
         return _trained(options, out, config, mesh)
 
@@ -218,9 +218,10 @@ def _trained(
     is_first = jax.process_index() == 0
     no_page = ''
     # A folder with more updates than requested keeps its number of updates.
-    if is_first and max(complete(out / 'checkpoints'), default=0) <= config.updates:
-        settings.save(out, config)
     if is_first:
+        with alone_in(out):
+            if max(complete(out / 'checkpoints'), default=0) <= config.updates:
+                settings.save(out, config)
         write_whole(out / 'report.txt', f'{learner.report}\n')
         page = lambda: learner.report.to_html(memory=memory)
         _, no_page = attempted(
@@ -236,7 +237,7 @@ def _trained(
         out=out,
         save_every=config.save_every,
         certificate_every=config.certificate_every,
-        resume=bool(options.resume),
+        resume=options.resume is not None,
     )
     result: dict[str, Any] = {
         'out': str(out),

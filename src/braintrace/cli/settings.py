@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
@@ -76,9 +77,12 @@ _KINDS: dict[str, _Kind] = {
     'units': _or_null(_COUNT),
     'batch': _COUNT,
     'updates': _COUNT,
-    'lr': _NUMBER,
+    'lr': (
+        lambda value: _is_number(value) and 0 < value < math.inf,
+        'a number above 0',
+    ),
     'rate_target': _or_null(_NUMBER),
-    'seed': (_is_whole, 'a whole number'),
+    'seed': (lambda value: _is_whole(value) and value >= 0, 'a whole number from 0'),
     'task_options': _TABLE,
     'rule_options': _TABLE,
     'save_every': _COUNT,
@@ -108,6 +112,8 @@ def read(out: Path) -> Config:
     """The settings in the folder of a training; raises if they are damaged, or are not
     those it began with."""
     file, copy = _files(out)
+    if not file.exists() and copy.exists():
+        file = copy  # ended between the two: see save()
     if not file.exists():
         raise FileNotFoundError(
             three_parts(

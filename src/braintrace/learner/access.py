@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import brainstate
 
 from ..errors import NotSupportedError, three_parts
+from .arguments import check_numbers
 from .binding import recording_of
 from .model_states import place_states, restored_on_error, start_here
 from .models import MODULE, interface_of
@@ -85,6 +86,7 @@ def _compile_again(learner: Learner) -> None:
 def place_inputs(learner: Learner, inputs: tuple, axis: int) -> tuple:
     """Inputs on their devices, with samples at ``axis``. Without a mesh, the learner is
     split as the inputs are."""
+    check_numbers(inputs)
     if learner.placement is None:
         found = Placement.of_inputs(inputs, axis)
         if found is None or not learner._example:

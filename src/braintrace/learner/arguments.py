@@ -183,6 +183,46 @@ def check_arrays(inputs: tuple, what: str, shape: str) -> None:
         )
 
 
+def check_numbers(inputs: tuple) -> None:
+    """Raise if one of the inputs is, or has in it, something else than numbers."""
+    for x in inputs:
+        if isinstance(x, jax.Array) or (
+            type(x) is np.ndarray and x.dtype.kind in 'biufc'
+        ):
+            continue  # nearly always, and at every step of a stream
+        for leaf in jax.tree.leaves(x):
+            if isinstance(leaf, np.ma.MaskedArray):
+                raise ArgumentError(
+                    three_parts(
+                        'an input that is a masked array of NumPy',
+                        'JAX has no masked arrays, and the values under the mask '
+                        'would be used',
+                        'x.filled(0), and the mask as an input of step_fn, or mask=... '
+                        'for whole steps',
+                    )
+                )
+            if not _is_number(leaf):
+                kind = getattr(leaf, 'dtype', type(leaf).__name__)
+                raise ArgumentError(
+                    three_parts(
+                        f'an input of type {kind}: {str(leaf)[:60]!r}',
+                        'inputs are arrays of numbers',
+                        'codes in place of texts; np.asarray(x, float) for numbers '
+                        'in an array of objects',
+                    )
+                )
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether JAX may take it as an array; packages have types of their own."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return True
+    dtype = getattr(leaf, 'dtype', None)
+    if not isinstance(dtype, np.dtype):
+        return dtype is not None or hasattr(leaf, '__jax_array__')
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
+
+
 def check_call(
     name: str, function: Callable[..., Any], given: tuple, described: str
 ) -> None:

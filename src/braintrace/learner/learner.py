@@ -37,7 +37,7 @@ from . import (
     training,
 )
 from .access import place_inputs, synchronised
-from .arguments import check_choice, check_optimizer, check_options
+from .arguments import check_choice, check_numbers, check_optimizer, check_options
 from .binding import StepBinding, bind_model, bind_step_fn
 from .carried import (
     CarriedTraces,
@@ -318,6 +318,7 @@ class Learner(brainstate.nn.Module):
 
     def placed(self, *sequences: Any) -> tuple:
         """Sequences as JAX arrays, on the devices of the learner if it has several."""
+        check_numbers(sequences)
         if self.placement is not None and self.placement.has_other_processes:
             return place_inputs(self, sequences, 1)
         return place_inputs(self, jax.tree.map(jnp.asarray, sequences), 1)

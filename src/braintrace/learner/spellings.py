@@ -48,12 +48,19 @@ def member(learner: Any, name: str) -> Any:
     """A member of a learner by another name."""
     # Python and JAX look up many names that begin with __, and none is a member.
     found = None if _load is None or name.startswith('__') else _load()
-    if found is None or name not in found.MEMBERS:
-        kind = type(learner).__name__
+    return _found({} if found is None else found.MEMBERS, learner, name)
+
+
+def _found(members: Mapping[str, Callable[[Any], Any]], owner: Any, name: str) -> Any:
+    """What ``__getattr__`` of an owner of these members gives."""
+    if hasattr(type(owner), name):
+        # A property that raised an AttributeError: once more, for its own error.
+        return object.__getattribute__(owner, name)
+    if name not in members:
+        text = f'{type(owner).__name__!r} object has no attribute {name!r}'
         # With these, Python suggests the nearest name.
-        text = f'{kind!r} object has no attribute {name!r}'
-        raise AttributeError(text, name=name, obj=learner)
-    return found.MEMBERS[name](learner)
+        raise AttributeError(text, name=name, obj=owner)
+    return members[name](owner)
 
 
 def check_subclass(kind: type) -> None:
@@ -67,11 +74,7 @@ def extend(*records: type) -> None:
 
     def member(kind: str, record: Any, name: str) -> Any:
         found = None if _load is None or name.startswith('_') else _load()
-        members = {} if found is None else found.RECORD_MEMBERS[kind]
-        if name not in members:
-            shown = type(record).__name__
-            raise AttributeError(f'{shown!r} object has no attribute {name!r}')
-        return members[name](record)
+        return _found({} if found is None else found.RECORD_MEMBERS[kind], record, name)
 
     for record in records:
         of = functools.partialmethod(functools.partial(member, record.__name__))

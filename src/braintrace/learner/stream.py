@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import three_parts
+from ..errors import ArgumentError, three_parts
 from ..frontends.module_states import StatePlaces, state_places
 from ..program import Path
 from .access import place_inputs, synchronised
-from .arguments import check_arrays, check_call, check_optimizer, is_count
+from .arguments import check_arrays, check_call, check_optimizer, is_count, length_of
 from .batch import AxesError
 from .binding import bind_model, bind_step_fn, recording_of
 from .carried import prepare_traces, read_traces, write_traces
@@ -37,6 +37,7 @@ from .stream_program import (
     WrittenValues,
     shapes_of_inputs,
 )
+from .weights import check_paths
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -95,7 +96,11 @@ class Stream:
                     'a whole number of at least 1, or None for single steps',
                 )
             )
-        if decay is not None and not 0 <= decay <= 1:
+        try:
+            is_decay = decay is None or bool(0 <= decay <= 1)
+        except (TypeError, ValueError):
+            is_decay = False
+        if not is_decay:
             raise ValueError(
                 three_parts(
                     f'stream(..., decay={decay!r})',
@@ -142,6 +147,18 @@ class Stream:
             f'{update}{kept}'
         )
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            three_parts(
+                'a copy or a pickle of a stream',
+                'its step_fn calls the learner that the stream was made from, so the '
+                'copy would train the same learner',
+                'learner = copy.deepcopy(stream.learner), and '
+                'learner.stream(step_fn, optimizer) with a step_fn that calls it; '
+                'stream.save(folder) and load(folder) copy all that a stream moves',
+            )
+        )
+
     # ------------------------------------------------------------ steps
 
     def __call__(self, *inputs: Any) -> StreamStep:
@@ -157,7 +174,7 @@ class Stream:
             assert self._latest_program is not None
             self._quick_call = QuickCall.like(self.learner, self._latest_program, given)
             return StreamStep(*found)
-        length, most = len(jax.tree.leaves(inputs)[0]), self.chunk
+        length, most = length_of(inputs), self.chunk
         if not 1 <= length <= most:
             raise ValueError(
                 three_parts(
@@ -227,10 +244,27 @@ class Stream:
         Without a gradient, the eligibility is used. The optimiser minimises, so use a
         negative scale to increase a value.
         """
-        scale = jnp.asarray(scale)
+        try:
+            scale = jnp.asarray(scale)
+            scale = scale.reshape(()) if scale.ndim else scale
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                three_parts(
+                    f'stream.apply(scale={scale!r:.60})',
+                    'it multiplies the whole gradient',
+                    'one number, for example a reward',
+                )
+            ) from error
         if gradient is not None:
             gradient = interface_of(self.learner.model).by_path(gradient)
-            self._run('apply', lambda _: self._applying(), (gradient, scale))
+            if not isinstance(gradient, dict):
+                self._check_gradient(gradient)
+
+            def make(given: tuple) -> Callable[..., None]:
+                self._check_gradient(given[0])
+                return self._applying()
+
+            self._run('apply', make, (gradient, scale))
         elif self._eligibility is not None:
             self._run('apply eligibility', self._applying_eligibility, (scale,))
         else:
@@ -239,6 +273,19 @@ class Stream:
                     'stream.apply() without a gradient',
                     'the stream keeps no eligibility',
                     'learner.stream(..., decay=0.9), or apply(gradient, scale)',
+                )
+            )
+
+    def _check_gradient(self, gradient: Any) -> None:
+        """Raise unless all parameters have a gradient, and nothing else has."""
+        parameters = self.learner.param_states
+        check_paths('gradient', gradient, parameters)
+        if missing := [path for path in parameters if path not in gradient]:
+            raise ArgumentError(
+                three_parts(
+                    f'stream.apply of a gradient without {missing[0]}',
+                    'a stream updates all parameters',
+                    'zeros for it, or learner.apply(gradient, optimizer)',
                 )
             )
 

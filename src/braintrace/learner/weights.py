@@ -3,7 +3,6 @@ safetensors."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ArgumentError, UnknownParameter, one_of, three_parts
+from ..files import replacing
 from ..program import Path
 from ..program.step import path_name
 
@@ -67,7 +67,7 @@ def check_paths(name: str, given: Any, parameters: Mapping[Path, Any]) -> None:
                 'the first of them: gradients, loss = learner.etrace_grad(...)',
             )
         )
-    if unknown or not listed:
+    if not listed or unknown:
         # The text of a tree would show its arrays.
         is_short = isinstance(unknown, (list, str, int, float))
         shown = repr(unknown) if is_short else f'a {type(unknown).__name__}'
@@ -131,6 +131,8 @@ def write_weights(parameters: States, weights: Mapping[Any, Any]) -> None:
                 f'the arrays that learner.weights() gives, some or all of them{named}',
             )
         )
+    for name, x in given.items():
+        _check_cast(name, x, jnp.result_type(arrays[name]))
     for path, state in parameters.items():
         leaves, structure = jax.tree.flatten(state.value)
         names = list(named_arrays({path: state.value}))
@@ -184,6 +186,36 @@ def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     return '; '.join(sorted(notes)[:5])
 
 
+def _check_cast(name: str, given: Any, dtype: Any) -> None:
+    """Raise if the type of a parameter cannot hold the values given for it, but for
+    rounding."""
+    if getattr(given, 'dtype', None) == dtype:
+        return
+    values = np.asarray(given)
+    kinds = [jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating]
+    kind, own = (
+        [jnp.issubdtype(x, kind) for kind in kinds] for x in (values.dtype, dtype)
+    )
+    why = 'that type has other values'
+    if any(kind) and kind.index(True) <= own.index(True):
+        with np.errstate(over='ignore', invalid='ignore'):
+            cast = values.astype(dtype).astype(values.dtype)
+        changed = cast != values
+        if jnp.issubdtype(values.dtype, jnp.inexact):
+            changed = np.isfinite(values) & ~np.isfinite(cast)
+        if not np.any(changed):
+            return
+        where = np.argmax(changed)
+        why = f'{values.flat[where]} would become {cast.flat[where]}'
+    raise ArgumentError(
+        three_parts(
+            f'values of {name} of type {values.dtype}',
+            f'the parameter is of type {dtype}: {why}',
+            f'values that {dtype} can hold',
+        )
+    )
+
+
 # ------------------------------------------------------------ safetensors
 
 _OTHER_FORMATS = (
@@ -208,11 +240,8 @@ def write_safetensors(parameters: States, file: str | FilePath) -> None:
     arrays = named_arrays(read_weights(parameters))
     # Not ascontiguousarray, which gives a single number an axis.
     whole = {name: np.asarray(x, order='C') for name, x in arrays.items()}
-    file = FilePath(file)
-    # Written beside and moved: a crash leaves the old file or the new one.
-    beside = file.with_name(f'.{file.name}.part')
-    safetensors.save_file(whole, beside, metadata={'format': 'np'})
-    os.replace(beside, file)
+    with replacing(file) as beside:
+        safetensors.save_file(whole, beside, metadata={'format': 'np'})
 
 
 def read_safetensors(parameters: States, file: str | FilePath) -> None:
@@ -221,9 +250,8 @@ def read_safetensors(parameters: States, file: str | FilePath) -> None:
     try:
         arrays = safetensors.load_file(file)
     except Exception as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ArgumentError(
+        is_missing = isinstance(error, FileNotFoundError)
+        raise (FileNotFoundError if is_missing else ArgumentError)(
             three_parts(
                 f'weights from {str(file)!r}',
                 f'it cannot be read: {type(error).__name__}: {error}',

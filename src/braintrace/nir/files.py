@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import brainstate
 import numpy as np
 
-from ..errors import three_parts
-from ..files import written
+from ..errors import one_of, three_parts
+from ..files import replacing
 from ..networks import fire
 from .model import Model, Wiring
-from .neurons import IF, LI, LIF, CubaLI, CubaLIF, Delay, I
+from .neurons import DELAY_BYTES, IF, LI, LIF, CubaLI, CubaLIF, Delay, I
 from .nodes import (
     Affine,
     AvgPool2d,
@@ -28,6 +28,7 @@ from .nodes import (
     SumPool2d,
     Surrogate,
     Threshold,
+    as_time_step,
 )
 
 NODES: dict[str, type[Node]] = {
@@ -64,6 +65,7 @@ def read(
     train: Collection[str] = WEIGHTS,
     surrogate: Surrogate = fire,
     dtype: Any = None,
+    max_delay_bytes: float = DELAY_BYTES,
 ) -> Model:
     """Read a model of one time step from a NIR file, or from a graph of the package
     ``nir``.
@@ -74,6 +76,8 @@ def read(
     (:class:`brainstate.ParamState`), e.g. ``('weight', 'tau')``. All others are
     constants. ``surrogate``: a step function of (v - threshold) / |threshold| with its
     own derivative. ``dtype``: the type of parameters and states.
+    ``max_delay_bytes``: a node whose past inputs need more memory than this for one
+    sample is an error.
 
     The equations are solved exactly, with an input that is constant during a step. A
     spike resets the potential to v_reset. Potentials start at zero.
@@ -89,7 +93,14 @@ def read(
                 )
             )
         source = _read_graph(nir, source)
-    return from_graph(source, dt, train=train, surrogate=surrogate, dtype=dtype)
+    return from_graph(
+        source,
+        dt,
+        train=train,
+        surrogate=surrogate,
+        dtype=dtype,
+        max_delay_bytes=max_delay_bytes,
+    )
 
 
 def _read_graph(nir: Any, file: Any) -> Any:
@@ -117,11 +128,29 @@ def from_graph(
     train: Collection[str] = WEIGHTS,
     surrogate: Surrogate = fire,
     dtype: Any = None,
+    max_delay_bytes: float = DELAY_BYTES,
 ) -> Model:
     """The same as :func:`read`, from a graph of the package ``nir``."""
+    nodes, edges = (getattr(graph, name, None) for name in ('nodes', 'edges'))
+    if not (isinstance(nodes, Mapping) and isinstance(edges, Iterable)):
+        raise TypeError(
+            three_parts(
+                f'nir.read of a {type(graph).__name__}',
+                'it has no nodes and edges',
+                'the path of a NIR file, or a graph of the package nir',
+            )
+        )
     dt = _time_step(graph, dt)
     trainable = [kind for kind in NODES.values() if kind is not Delay]
     known = {name for kind in trainable for name in kind.arrays}
+    if isinstance(train, str) or not isinstance(train, Collection):
+        raise TypeError(
+            three_parts(
+                f'train={train!r}',
+                'it names the arrays that are parameters',
+                "a tuple of names: train=('weight', 'bias')",
+            )
+        )
     if not set(train) <= known:
         raise ValueError(
             three_parts(
@@ -134,17 +163,17 @@ def from_graph(
     options = {'dt': dt, 'train': train, 'surrogate': surrogate, 'dtype': dtype}
     for name, node in _flat(graph, '', wiring).items():
         kind = NODES[type(node).__name__]
-        fields = [*kind.arrays, *kind.settings]
-        parts[name] = kind(
-            **options, **{field: getattr(node, field) for field in fields}
-        )
+        fields = {n: getattr(node, n) for n in (*kind.arrays, *kind.settings)}
+        if kind is Delay:
+            fields['max_bytes'] = max_delay_bytes
+        parts[name] = kind(**options, **fields)
     return Model(wiring, parts, dt)
 
 
 def _time_step(graph: Any, dt: float | None) -> float:
     metadata = getattr(graph, 'metadata', None) or {}
     dt = metadata.get('dt') if dt is None else dt
-    if dt is None or not float(dt) > 0:
+    if dt is None:
         raise ValueError(
             three_parts(
                 f'nir.read(..., dt={dt})',
@@ -152,20 +181,47 @@ def _time_step(graph: Any, dt: float | None) -> float:
                 'dt=1e-3, or another, in the unit of its time constants (seconds)',
             )
         )
-    return float(dt)
+    return as_time_step(dt)
 
 
-def _flat(graph: Any, name: str, wiring: Wiring) -> dict[str, Any]:
-    """The nodes of a graph and of those inside, by name; the rest goes to the
-    wiring."""
+def _flat(
+    graph: Any, name: str, wiring: Wiring, within: tuple[Any, ...] = ()
+) -> dict[str, Any]:
+    """The nodes of a graph and of those inside, by name; the rest goes to the wiring.
+
+    ``within``: the graphs that it is inside of.
+    """
+    shown = f'a graph {name!r}' if name else 'a graph'
+    if any(graph is outer for outer in within):
+        raise ValueError(
+            three_parts(
+                f'{shown} that contains itself',
+                'its step would need the result of the same step',
+                'an edge that leads back: it passes on the value of the step before',
+            )
+        )
     found: dict[str, Any] = {}
-    wiring.graphs[name] = [(str(a), str(b)) for a, b in graph.edges]
+    edges = [tuple(map(str, edge)) for edge in graph.edges]
+    nodes = {str(own): node for own, node in graph.nodes.items()}
+    for edge in edges:
+        missing = [end for end in edge if end not in nodes]
+        if missing or len(edge) != 2:
+            raise ValueError(
+                three_parts(
+                    f'{shown} with an edge {edge}',
+                    f'it has no node {missing[0]!r}'
+                    if missing
+                    else 'an edge leads from one node to another',
+                    f'two of its nodes: {one_of(nodes, *missing[:1])}',
+                )
+            )
+    wiring.graphs[name] = [(a, b) for a, b in edges]
     wiring.metadata[name] = dict(graph.metadata or {})
-    for own, node in graph.nodes.items():
+    for own, node in nodes.items():
         full = f'{name}/{own}' if name else own
         kind = type(node).__name__
         if kind == 'NIRGraph':
-            found |= _flat(node, full, wiring)
+            found |= _flat(node, full, wiring, (*within, graph))
             continue
         if kind not in ('Input', 'Output', *NODES):
             raise ValueError(
@@ -214,12 +270,8 @@ def write(path: str | os.PathLike, model: brainstate.nn.Module) -> None:
         )
     nir = _package()
     graph = to_graph(model)
-    file = Path(path)
-    # Written beside and moved: a crash leaves the old file or the new one.
-    beside = file.with_name(f'.{file.name}.part')
-    with written(str(file)):
+    with replacing(Path(path)) as beside:
         nir.write(beside, graph)
-        os.replace(beside, file)
 
 
 def to_graph(model: brainstate.nn.Module) -> Any:

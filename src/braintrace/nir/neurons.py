@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import three_parts
+from ..text import size_text
 from .nodes import Node, spikes
 
 
@@ -28,7 +29,18 @@ class _Neuron(Node):
 
     @classmethod
     def _shape_of(cls, arrays: Mapping[str, np.ndarray]) -> tuple[int, ...]:
-        return np.broadcast_shapes(*(array.shape for array in arrays.values()))
+        shapes = {name: array.shape for name, array in arrays.items()}
+        try:
+            return np.broadcast_shapes(*shapes.values())
+        except ValueError as error:
+            raise ValueError(
+                three_parts(
+                    f'a {cls.__name__} node with fields of shapes '
+                    f'{", ".join(f"{name} {shape}" for name, shape in shapes.items())}',
+                    'its neurons have one number of each',
+                    'arrays of one shape',
+                )
+            ) from error
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,22 +147,27 @@ class CubaLIF(_Spiking, CubaLI):
     arrays: ClassVar = {**CubaLI.arrays, 'v_threshold': None, 'v_reset': 0.0}
 
 
+DELAY_BYTES = 2**28
+"""The largest memory of past inputs, unless the user allows more."""
+
+
 class Delay(Node):
     """y(t) = x(t - delay), with a number of whole steps for each element.
 
     The past inputs are states of the same position, so a trace carries credit through
-    the delay.
+    the delay. ``max_bytes``: the largest memory that they may need for one sample.
     """
 
     has_state: ClassVar = True
     arrays: ClassVar = {'delay': None}
     past: brainstate.HiddenGroupState
 
-    def __init__(self, **given: Any):
+    def __init__(self, *, max_bytes: float = DELAY_BYTES, **given: Any):
         super().__init__(**{**given, 'train': ()})
         delay = self.array('delay')
-        steps = np.rint(delay / self.dt).astype(int)
-        if np.any(delay < 0) or not np.allclose(steps * self.dt, delay, rtol=1e-3):
+        whole = np.rint(delay / self.dt)
+        is_whole = np.isclose(whole * self.dt, delay, rtol=1e-3) & np.isfinite(delay)
+        if not np.all(is_whole & (delay >= 0)):
             raise ValueError(
                 three_parts(
                     f'a Delay node of {delay.ravel()[:5]} with dt={self.dt}',
@@ -158,6 +175,19 @@ class Delay(Node):
                     'delays that are multiples of dt, none negative; another dt',
                 )
             )
+        # Predicted before anything of this size is made.
+        length = whole.max(initial=0) + 1
+        if (needed := length * delay.size * self.dtype.itemsize) > max_bytes:
+            raise ValueError(
+                three_parts(
+                    f'a Delay node of up to {delay.max():g} with dt={self.dt}',
+                    f'its {length:,.0f} past inputs of {delay.size} elements need '
+                    f'{size_text(needed)} for each sample, and at most '
+                    f'{size_text(max_bytes)} are allowed',
+                    f'a larger dt, or nir.read(..., max_delay_bytes={needed:.0f})',
+                )
+            )
+        steps = whole.astype(int)
         # One for every step of the past, the current input included.
         self._chosen = np.arange(steps.max(initial=0) + 1) == steps[..., None]
 

@@ -50,17 +50,18 @@ class Node(brainstate.nn.Module):
         **given: Any,
     ):
         super().__init__()
-        self.dt = float(dt)
+        self.dt = as_time_step(dt)
         self.surrogate = surrogate
-        self.dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
+        self.dtype = _real_type(dtype)
         self._check_names(given)
         for name in self.settings:
             setattr(self, name, given[name])
         values = {**self.arrays, **given}
         arrays = {name: np.asarray(values[name]) for name in self.arrays}
-        shape = self._shape_of(arrays)
         for name, array in arrays.items():
             self._check_array(name, array)
+        shape = self._shape_of(arrays)
+        for name, array in arrays.items():
             value: Any = array if shape is None else np.broadcast_to(array, shape)
             if name in train:
                 value = brainstate.ParamState(jnp.asarray(value, self.dtype))
@@ -85,6 +86,15 @@ class Node(brainstate.nn.Module):
             )
 
     def _check_array(self, name: str, array: np.ndarray) -> None:
+        if not np.can_cast(array.dtype, float, 'same_kind'):
+            raise TypeError(
+                three_parts(
+                    f'a {type(self).__name__} node whose {name} has the type '
+                    f'{array.dtype}',
+                    'the fields of a node are arrays of real numbers',
+                    f'{name}=np.array([...], float)',
+                )
+            )
         if name in self.positive and not np.all(array > 0):
             raise ValueError(
                 three_parts(
@@ -276,6 +286,41 @@ def spikes(node: Node, v: Any, name: str) -> Any:
     threshold = node.value(name)
     size = jnp.abs(threshold)
     return node.surrogate((v - threshold) / jnp.where(size > 0, size, 1))
+
+
+def as_time_step(dt: Any) -> float:
+    """A time step as a number."""
+    try:
+        number = float(dt)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(
+            three_parts(
+                f'dt={dt!r}',
+                'a step model needs a time step: a positive number, in the unit of '
+                'the time constants',
+                'dt=1e-3, for a step of a millisecond and time constants in seconds',
+            )
+        )
+    return number
+
+
+def _real_type(dtype: Any) -> Any:
+    """The type of parameters and states, by default that of JAX."""
+    try:
+        found = jnp.dtype(jnp.result_type(float) if dtype is None else dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            three_parts(
+                f'dtype={dtype!r}',
+                'parameters and states are real numbers',
+                'jnp.float32, jnp.bfloat16 or None',
+            )
+        )
+    return found
 
 
 def _pair(value: Any, axes: int) -> tuple[int, ...]:

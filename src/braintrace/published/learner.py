@@ -291,8 +291,9 @@ here."""
 
 
 def check_subclass(kind: type) -> None:
-    """Raise if a learner class overrides such a method: it would be ignored."""
-    if own := [name for name in HOOKS if name in vars(kind)]:
+    """Raise if a learner class has such a method, its own or one of a mixin: it would
+    be ignored."""
+    if own := [name for name in HOOKS if hasattr(kind, name)]:
         raise TypeError(
             three_parts(
                 f'class {kind.__name__} with its own {", ".join(own)}',

@@ -8,6 +8,7 @@ arguments decide which of the two is created.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import brainstate
@@ -25,19 +26,61 @@ from ..rules.numbers import as_decay
 from .learner import group_signal_shapes
 
 
-class EitherKind(type):
-    """A name for two classes. The arguments decide which one is created."""
+class EitherKind(type(brainstate.nn.Module)):  # type: ignore[misc]
+    """A name for two classes. The arguments decide which one is created.
+
+    Its base is the type of modules, because a subclass of a name may become one.
+    """
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if 'ours' in vars(cls):
+            return cls.kind_for(*args, **options)(*args, **options)
+        made = super().__call__(*args, **options)
+        if not isinstance(made, (cls.ours, cls.with_states)):
+            raise TypeError(
+                three_parts(
+                    f'{cls.__name__}.__init__ without super().__init__(...)',
+                    f'its arguments decide whether it is a {cls.ours.__name__} of '
+                    f'{cls.ours.__module__} or a {cls.with_states.__name__}',
+                    'super().__init__(...), with the arguments of one of these',
+                )
+            )
+        return made
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if 'ours' in vars(cls):
+            return isinstance(instance, (cls.ours, cls.with_states))
+        return super().__instancecheck__(instance)
+
+
+class OfEitherKind(metaclass=EitherKind):
+    """Base of such names, and of the classes that users derive from them.
+
+    ``ours`` and ``with_states``: the two classes. ``is_ours``: whether arguments are
+    those of the first.
+    """
 
     ours: type
     with_states: type
     is_ours: Callable[..., bool]
 
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        kind = cls.ours if cls.is_ours(*args, **options) else cls.with_states
-        return kind(*args, **options)
+    @classmethod
+    def kind_for(cls, *args: Any, **options: Any) -> type:
+        """The class that takes these arguments."""
+        return cls.ours if cls.is_ours(*args, **options) else cls.with_states
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, (cls.ours, cls.with_states))
+    def __init__(self, *args: Any, **options: Any):
+        """Turn an object of a user's subclass into one of the class that its arguments
+        choose: they are known only here, if the subclass has an ``__init__``."""
+        kind: Any = self.kind_for(*args, **options)
+        object.__setattr__(self, '__class__', _extending(type(self), kind))
+        kind.__init__(self, *args, **options)
+
+
+@cache
+def _extending(subclass: type, kind: type) -> type:
+    names = {name: getattr(subclass, name) for name in ('__module__', '__qualname__')}
+    return type(subclass)(subclass.__name__, (subclass, kind), names)
 
 
 # ---------------------------------------------------------------- κ
@@ -60,7 +103,7 @@ class KappaState(brainstate.ShortTermState):
         self.value = jax.tree.map(jnp.zeros_like, self.value)
 
 
-class KappaFilter(metaclass=EitherKind):
+class KappaFilter(OfEitherKind):
     """``KappaFilter(kappa)``: part of a rule. ``KappaFilter(init_value, kappa)``: a
     state."""
 
@@ -86,7 +129,7 @@ class ProjectingFeedback:
         return y_target @ self.B
 
 
-class FixedRandomFeedback(metaclass=EitherKind):
+class FixedRandomFeedback(OfEitherKind):
     """``FixedRandomFeedback(key, scale, align)``: part of a rule.
     ``FixedRandomFeedback(n_target, n_layer, key)``: a random matrix."""
 
@@ -130,7 +173,7 @@ class GradientMean(brainstate.nn.Module):
         self.gradients.value = jax.tree.map(add, self.gradients.value, grads)
 
 
-class GradExpon(metaclass=EitherKind):
+class GradExpon(OfEitherKind):
     """``GradExpon(decay)``: a pure function. ``GradExpon(gradients, decay)``: a
     module."""
 
@@ -233,7 +276,7 @@ class LinearSynthesizer(brainstate.nn.Module):
         return error, [jnp.zeros_like(x) for x in weights]
 
 
-class SyntheticGradient(metaclass=EitherKind):
+class SyntheticGradient(OfEitherKind):
     """``SyntheticGradient(width, rate, seed)``: a predictor with one hidden layer that
     learns during use. ``SyntheticGradient(group_shapes, ...)``: a linear predictor."""
 

@@ -9,7 +9,7 @@ from ..analysis.diagnostics import CompilationRecord, DiagnosticKind, Diagnostic
 from ..analysis.graph import ETraceGraph
 from ..program import Path
 from ..report import report
-from .parts import EitherKind
+from .parts import OfEitherKind
 
 EXCLUDED = (
     DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
@@ -99,7 +99,7 @@ def _level_of(number: int) -> DiagnosticLevel:
     return DiagnosticLevel.WARNING if number == 2 else DiagnosticLevel.INFO
 
 
-class CompilationReport(metaclass=EitherKind):
+class CompilationReport(OfEitherKind):
     """``CompilationReport(graph)``: the findings as lists of pairs. With fields by
     name: the report of graphs and learners."""
 

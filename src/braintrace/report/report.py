@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pathlib
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from ..analysis.diagnostics import (
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import Site
 from ..errors import one_of, printable, three_parts
+from ..files import write_whole
 from ..program import Path, StepProgram
 from ..program.step import path_name
 from ..source_lines import short_source
@@ -250,7 +250,7 @@ class CompilationReport:
         if hasattr(file, 'write'):
             file.write(text)
         elif file is not None:
-            pathlib.Path(file).write_text(text, encoding='utf-8')
+            write_whole(file, text)
         return text
 
     def _repr_html_(self) -> str:
