@@ -330,7 +330,8 @@ def bind_model(learner: Learner, example: tuple) -> StepBinding:
     check_shapes(learner)
 
     def make() -> StepBinding:
-        if learner._compiled_for == (shapes_of(example), state_shapes_of(learner)):
+        shapes = (shapes_of(example), state_shapes_of(learner))
+        if learner._compiled_for == shapes and not learner._kept.settings.changed():
             info, analysed = learner.executor.step
         else:
             with inputs_explained(example, learner._example, time=False):

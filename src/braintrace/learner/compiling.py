@@ -22,7 +22,7 @@ from .binding import bind_model
 from .carried import make_traces, new_rule_state
 from .model_states import StartValue
 from .models import interface_of
-from .programs import current_settings, shapes_of, state_shapes_of
+from .programs import compile_step, shapes_of, state_shapes_of
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -49,7 +49,6 @@ def compile_graph(learner: Learner, *args: Any) -> None:
         learner._carried.forget()
         learner._kept.programs.clear()
         learner._example = args
-        learner._kept.settings = current_settings()
         learner._compiled_for = (shapes_of(args), state_shapes_of(learner))
         model_states.place_states(learner)
         learner._kept.shapes = model_states.compiled_shapes(learner)
@@ -73,7 +72,7 @@ def _analyse_step(learner: Learner, args: tuple) -> None:
     with model_states.restored_on_error(states.values()):
         while True:
             try:
-                return learner.executor.compile_graph(*args)
+                return compile_step(learner, args)
             except StateChanged as error:
                 state = states.get(error.path)
                 may_add = not learner._kept.has_batch_size
