@@ -278,10 +278,14 @@ def test_a_required_setting_is_that_of_compiling_where_it_is_not_set():
 
 def test_a_setting_with_many_values_is_warned_of():
     learner = compiled()
-    with pytest.warns(RecompilationWarning, match='gain') as caught:
+
+    def run():
         for n in range(6):
             with brainstate.environ.context(gain=float(n)):
                 learner.evaluate(XS)
+
+    with pytest.warns(RecompilationWarning, match='gain') as caught:
+        run()
     assert len(caught) == 1
     assert 'an input of the step' in str(caught[0].message)
 

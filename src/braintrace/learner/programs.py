@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ class Programs:
         if len(others) + 1 == _MOST_COPIES and not self._has_warned:
             self._has_warned = True
             _warn_of_settings({name for s, _ in others for name in s.changed()})
-        while sum(map(len, self._found.values())) + len(others) >= _MOST_PROGRAMS:
+        while len(self) + len(others) >= _MOST_PROGRAMS:
             oldest = others if not self._found else next(iter(self._found.values()))
             oldest.pop(0)
             self._found = {key: found for key, found in self._found.items() if found}
@@ -85,8 +85,12 @@ class Programs:
         """Drop all programs."""
         self._found.clear()
 
-    def __iter__(self) -> Iterator[Any]:
-        return (program for found in self._found.values() for _, program in found)
+    def __len__(self) -> int:
+        return len(self.values())
+
+    def values(self) -> list[Any]:
+        """All programs."""
+        return [program for found in self._found.values() for _, program in found]
 
 
 @dataclass

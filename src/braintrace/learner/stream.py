@@ -282,7 +282,7 @@ class Stream:
     @property
     def program_count(self) -> int:
         """The number of programs that this stream has compiled."""
-        return sum(program.count for program in self._programs)
+        return sum(program.count for program in self._programs.values())
 
     # ------------------------------------------------------------ what a step does
 
