@@ -131,6 +131,8 @@ class Learner(brainstate.nn.Module):
     """
 
     __signature__: inspect.Signature
+    rule: Rule
+    _made_with: Callable[[], tuple[tuple, dict[str, Any]]]
 
     reach = _fixed('reach', lambda x: 'deep' if x.rule.deep else x.rule.reach)
     trace = _fixed('trace')

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import brainstate
@@ -63,11 +63,11 @@ class Settings:
             state.contexts = outer
 
 
-class _Recording(defaultdict[str, list]):
+class _Recording(defaultdict[Hashable, list]):
     """Values of contexts by setting, and a record of the settings that are looked up
     here. A context that is opened inside the step is no setting of its caller's."""
 
-    def __init__(self, record: dict[str, tuple], outer: defaultdict[str, list]):
+    def __init__(self, record: dict[str, tuple], outer: defaultdict[Hashable, list]):
         super().__init__(list, outer)
         self._record = record
         self._outer = outer
