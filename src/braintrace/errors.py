@@ -85,6 +85,11 @@ class NotSupportedError(Exception):
     """A valid request that this package does not support."""
 
 
+class UnsupportedStep(CompilationError, NotSupportedError):
+    """A step that runs, but that this package does not train: one that writes a
+    parameter."""
+
+
 class RecompilationWarning(UserWarning):
     """A program is compiled again and again, although one compilation would be
     enough."""

@@ -393,6 +393,21 @@ def test_errors(options):
         learner.certificate(XS, YS, step_fn=step, **options)
 
 
+@pytest.mark.parametrize('method', ['certificate', 'gradient_check'])
+def test_step_functions_with_outputs(method):
+    """``has_aux`` as in etrace_grad; without it, outputs beside the loss are left out."""
+    learner, step = compiled('rates', 'd_rtrl')
+    measure = getattr(learner, method)
+    pair = lambda x, y: (step(x, y), x)
+    expected = str(measure(XS, YS, step_fn=step, has_aux=False))
+    assert str(measure(XS, YS, step_fn=pair, has_aux=True)) == expected
+    assert str(measure(XS, YS, step_fn=pair)) == expected
+    with pytest.raises(ValueError, match='has_aux=True' + WHY):
+        measure(XS, YS, step_fn=step, has_aux=True)
+    with pytest.raises(ValueError, match='has_aux=False' + WHY):
+        measure(XS, YS, step_fn=pair, has_aux=False)
+
+
 # ---------------------------------------------------------------- in training
 
 

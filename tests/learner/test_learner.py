@@ -319,6 +319,7 @@ def test_no_tracer_is_left_behind(xs):
     with jax.checking_leaks():
         learner.etrace_grad(xs, step_fn=squares(learner))
         one(xs[0])
+        learner.evaluate(xs)
         if (
             os.environ.get('ZOO') == 'all'
         ):  # nothing is cached while leaks are looked for

@@ -158,6 +158,26 @@ def test_three_parts_and_nothing_touched(name):
     )
 
 
+def decay(m, x):
+    m.h.value = 0.5 * m.h.value + x @ m.w.value
+    return m.h.value
+
+
+def test_a_parameter_that_a_step_writes_is_not_supported():
+    """The step is valid, so that it is caught as either error."""
+    for kind in (bt.NotSupportedError, bt.CompilationError):
+        with pytest.raises(kind, match='writes parameter w'):
+            bt.compile(leaky(write_parameter), 'd_rtrl', X)
+    learner = bt.compile(small(decay), 'd_rtrl', X)
+
+    def step(x):
+        learner.model.w.value = 0.9 * learner.model.w.value
+        return jnp.sum(learner(x))
+
+    with pytest.raises(bt.NotSupportedError, match='writes parameter w'):
+        learner.etrace_grad(X[None], step_fn=step)
+
+
 @pytest.mark.parametrize('model', [None, 3, 'gru', lambda state: state])
 def test_what_is_no_model(model):
     with pytest.raises(

@@ -16,7 +16,13 @@ import brainunit as u
 import jax
 
 from ..compat import ClosedJaxpr, Jaxpr, Var, changed, evaluate
-from ..errors import CompilationError, InputError, is_explained, three_parts
+from ..errors import (
+    CompilationError,
+    InputError,
+    UnsupportedStep,
+    is_explained,
+    three_parts,
+)
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
 from ..program.step import check_shapes, distinct_outputs, path_name, path_names
 from .failures import explain_failure
@@ -446,8 +452,8 @@ def _state_created(path: Path) -> CompilationError:
     )
 
 
-def _parameter_written(path: Path) -> CompilationError:
-    return CompilationError(
+def _parameter_written(path: Path) -> UnsupportedStep:
+    return UnsupportedStep(
         three_parts(
             f'a step that writes parameter {path_name(path)}',
             'gradients are taken with respect to parameters that stay fixed within a '

@@ -71,19 +71,30 @@ def _shape_text(x: Any) -> Any:
         return 'a list'
 
 
+def unset_setting(error: BaseException | None) -> str | None:
+    """The setting of brainstate that is not set and that a step cannot do without, if
+    that is behind an error."""
+    while error is not None:
+        unset = re.search(r"Key '(\w+)' not found in environment", str(error))
+        if unset is not None:
+            return unset[1]
+        error = error.__cause__
+    return None
+
+
 def unset_environment(error: Exception) -> str | None:
     """The advice for a model that reads a setting of brainstate that is not set."""
-    unset = re.search(r"Key '(\w+)' not found in environment", str(error))
+    unset = unset_setting(error)
     if unset is None:
         return None
-    if unset[1] == 'fit':
+    if unset == 'fit':
         return (
             'brainstate.environ.set(fit=True) before the model is compiled, which '
             'turns dropout on; to turn it off in a call: '
             'with brainstate.environ.context(fit=False)'
         )
-    if unset[1] != 'dt':
-        return f'brainstate.environ.set({unset[1]}=...) before the model is made'
+    if unset != 'dt':
+        return f'brainstate.environ.set({unset}=...) before the model is made'
     return (
         'brainstate.environ.set(dt=1.0) before the model is made, or a time such as '
         '0.1 * brainunit.ms; on the command line --dt 1.0 or --dt 0.1ms'

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..errors import CompilationError, three_parts
+from ..errors import CompilationError, UnsupportedStep, three_parts
 from .pure import Leaves, PureModel, free_name, key_name, state_paths
 
 _GO_ON = (nnx.RngState, nnx.BatchStat)
@@ -146,7 +146,7 @@ class FlaxModel(PureModel):
             self.parameter_paths, parameters, jax.tree.leaves(parts[0]), strict=True
         ):
             if a is not b:
-                raise CompilationError(
+                raise UnsupportedStep(
                     three_parts(
                         f'a call that writes Param {".".join(map(str, path))}',
                         'gradients are taken with respect to parameters that stay '

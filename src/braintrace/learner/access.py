@@ -19,6 +19,8 @@ from .binding import recording_of
 from .model_states import place_states, restored_on_error, start_here
 from .models import MODULE, interface_of
 from .placement import Placement
+from .programs import compile_step
+from .settings import with_settings_of
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -77,7 +79,7 @@ def _followed(
 def _compile_again(learner: Learner) -> None:
     """The graph of a step that has changed."""
     learner._kept.programs.clear()
-    learner.executor.compile_graph(*learner._example)
+    with_settings_of(learner._kept.settings, compile_step, learner, learner._example)
 
 
 # ---------------------------------------------------------------- devices

@@ -46,13 +46,15 @@ class Recording:
     windows. ``ignores_modulators``: as where nothing is learned. ``takes_modulators``:
     even if the learner's rule has none, for a comparison with one that has. ``calls``:
     how often the learner was called. ``modulator``: the one that a call was given.
-    ``outputs``: what the last call gave.
+    ``outputs``: what the last call gave, if it ``keeps_outputs``. They must not outlive
+    their trace.
     """
 
     learner: Any
     runs_model: bool = True
     ignores_modulators: bool = False
     takes_modulators: bool = False
+    keeps_outputs: bool = False
     calls: int = 0
     modulator: Any = None
     outputs: Any = None
@@ -146,10 +148,11 @@ class StepBinding:
 
         def run(*args: Any) -> Any:
             result = step_fn(*args)
-            record.outputs = None  # it must not outlive this trace
+            record.outputs = None
             return result if record.modulator is None else (result, record.modulator)
 
-        with recording(learner, takes_modulators=takes_modulators) as record:
+        how = {'takes_modulators': takes_modulators, 'keeps_outputs': True}
+        with recording(learner, **how) as record:
             info = trace_step(run, learner.model, example, {}, 'a step_fn')
         if not record.calls:
             raise never_called()
@@ -330,7 +333,8 @@ def bind_model(learner: Learner, example: tuple) -> StepBinding:
     check_shapes(learner)
 
     def make() -> StepBinding:
-        if learner._compiled_for == (shapes_of(example), state_shapes_of(learner)):
+        shapes = (shapes_of(example), state_shapes_of(learner))
+        if learner._compiled_for == shapes and not learner._kept.settings.changed():
             info, analysed = learner.executor.step
         else:
             with inputs_explained(example, learner._example, time=False):

@@ -234,8 +234,10 @@ def run_step(learner: Learner, args: tuple, window: bool, modulator: Any) -> Any
             run = learner._run_model
             if window:
                 run = partial(brainstate.transform.for_loop, learner._run_model)
-            record.outputs = run(*args)
-            return record.outputs
+            outputs = run(*args)
+            if record.keeps_outputs:
+                record.outputs = outputs
+            return outputs
     learner.check_compiled()
     rule_state = rule_value(learner)
     if modulator is not None:

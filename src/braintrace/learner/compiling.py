@@ -3,6 +3,7 @@ made for, where fresh sequences start, and zero traces."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..errors import NotCompiledError, three_parts
+from ..errors import ArgumentError, NotCompiledError, one_of, three_parts
 from ..frontends.brainstate import StateChanged
 from ..frontends.module_states import module_states
 from ..lowering.executor import ETraceGraphExecutor
@@ -20,9 +21,11 @@ from . import model_states
 from .access import synchronised
 from .binding import bind_model
 from .carried import make_traces, new_rule_state
+from .credit_warnings import warn_of_credit
 from .model_states import StartValue
 from .models import interface_of
-from .programs import current_settings, shapes_of, state_shapes_of
+from .programs import compile_step, shapes_of, state_shapes_of
+from .spellings import positions
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -49,7 +52,6 @@ def compile_graph(learner: Learner, *args: Any) -> None:
         learner._carried.forget()
         learner._kept.programs.clear()
         learner._example = args
-        learner._kept.settings = current_settings()
         learner._compiled_for = (shapes_of(args), state_shapes_of(learner))
         model_states.place_states(learner)
         learner._kept.shapes = model_states.compiled_shapes(learner)
@@ -73,7 +75,7 @@ def _analyse_step(learner: Learner, args: tuple) -> None:
     with model_states.restored_on_error(states.values()):
         while True:
             try:
-                return learner.executor.compile_graph(*args)
+                return compile_step(learner, args)
             except StateChanged as error:
                 state = states.get(error.path)
                 may_add = not learner._kept.has_batch_size
@@ -107,6 +109,54 @@ def _strongly_typed(x: Any) -> Any:
     """An update would make weak types strong, and everything would be compiled
     again."""
     return jnp.asarray(x, x.dtype) if getattr(x, 'weak_type', False) else x
+
+
+def with_options(learner: Learner, **changes: Any) -> Learner:
+    """Return another learner on the same model, with some options changed.
+
+    ``changes``: options of the learner's class, those of its rule included: ``trace``,
+    ``trace_dtype``, ``block``, ``passes``, ``reach``, ``vjp_method``,
+    ``max_trace_bytes``, ``check_finite``, ``name``, or ``decay_or_rank`` of
+    :class:`pp_prop`. Options that are not named stay as this learner was given them.
+
+    Both learners read and write the weights and states of the one model, and fresh
+    sequences start from the same states. The traces of the new learner start from
+    zero, and so do a predictor and the states of optax optimisers. This learner is not
+    changed. If it is compiled, so is the new one.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp
+    >>> net = brainstate.nn.GRUCell(3, 4)
+    >>> learner = braintrace.compile(net, 'd_rtrl', jnp.ones((2, 3)), batch_size=2)
+    >>> other = learner.with_options(trace_dtype=jnp.bfloat16)
+    >>> other.model is net, other.trace_dtype is jnp.bfloat16, learner.trace_dtype
+    (True, True, None)
+    """
+    kind = type(learner)
+    parameters = list(inspect.signature(kind).parameters.values())[1:]
+    # How states are made and where they are is a property of the model.
+    fixed = ('vmap', 'mesh', 'shard', 'config', 'rule')
+    names = [p.name for p in parameters if p.name not in fixed]
+    if unknown := [name for name in changes if name not in names]:
+        raise ArgumentError(
+            three_parts(
+                f'with_options({unknown[0]}=...) of a {kind.__name__} learner',
+                'it is no option that can differ between learners of one model',
+                one_of(names, unknown[0]),
+            )
+        )
+    args, options = learner._made_with()
+    shown = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    given = dict(zip(positions(kind.__name__) or shown, args, strict=False))
+    other = kind(learner.model, **{**given, **options, **changes})
+    if learner.rule.is_modulated and 'modulator' not in changes:
+        other.set_modulator(learner.modulator)
+    if learner.is_compiled:
+        other._kept.has_batch_size = learner._kept.has_batch_size
+        other.compile_graph(*learner._example)
+        for path, start in other._start.items():
+            start.value = learner._start[path].value
+        warn_of_credit(other)
+    return other
 
 
 def not_compiled(rule: str) -> NotCompiledError:

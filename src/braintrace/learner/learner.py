@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import brainstate
@@ -58,6 +58,33 @@ if TYPE_CHECKING:
     from ..report import CompilationReport
 
 
+@dataclass(frozen=True)
+class LearnerOptions:
+    """Options that the programs and the traces of a learner are made for."""
+
+    vjp_method: str
+    block: int | None
+    passes: int | None
+    trace: TraceChoice
+    trace_dtype: Any
+
+
+def _fixed(name: str, of: Callable[[Learner], Any] | None = None) -> Any:
+    """An option of a learner that can be read and not be set."""
+
+    def refuse(learner: Learner, value: Any) -> None:
+        raise AttributeError(
+            three_parts(
+                f'learner.{name} = {value!r}',
+                'the programs and the traces of a learner are made for its options',
+                f'learner.with_options({name}=...), another learner on the same model; '
+                f'or compile(..., {name}=...)',
+            )
+        )
+
+    return property(of or (lambda learner: getattr(learner._options, name)), refuse)
+
+
 class Learner(brainstate.nn.Module):
     """A model with a learning rule.
 
@@ -98,9 +125,28 @@ class Learner(brainstate.nn.Module):
     ``trace_dtype``: the type in which traces are stored. ``max_trace_bytes``: larger
     traces raise an error. ``check_finite``: a loss or gradient that is not finite
     raises an error.
+
+    ``reach``, ``trace``, ``vjp_method``, ``passes``, ``block`` and ``trace_dtype`` can be
+    read and not be set. :meth:`with_options` gives another learner on the same model.
     """
 
     __signature__: inspect.Signature
+    rule: Rule
+    _made_with: Callable[[], tuple[tuple, dict[str, Any]]]
+
+    reach = _fixed('reach', lambda x: 'deep' if x.rule.deep else x.rule.reach)
+    trace = _fixed('trace')
+    vjp_method = _fixed('vjp_method')
+    passes = _fixed('passes')
+    block = _fixed('block')
+    trace_dtype = _fixed('trace_dtype')
+
+    def __new__(cls, model: Any = None, *args: Any, **options: Any) -> Any:
+        """Keeps the arguments, for :meth:`with_options`."""
+        made = super().__new__(cls)
+        # A function, so that brainstate does not look for states in it.
+        made._made_with = lambda: (args, options)
+        return made
 
     def __init_subclass__(cls, **given: Any) -> None:
         """Shows a rule's own options, and those of every learner in place of
@@ -148,16 +194,12 @@ class Learner(brainstate.nn.Module):
         multi_step = (
             vjp_method == 'multi-step' and rule.has_trace and not rule.has_own_signal
         )
-        self.vjp_method = vjp_method
         self.rule = replace(rule, deep=reach == 'deep', multi_step=multi_step)
         check_options(self.rule, block, passes, trace, trace_dtype, max_trace_bytes)
         self.model = model
         self.vmap = vmap
+        self._options = LearnerOptions(vjp_method, block, passes, trace, trace_dtype)
         self.executor = compiling.new_executor(self)
-        self.block = block
-        self.passes = passes
-        self.trace = trace
-        self.trace_dtype = trace_dtype
         self.max_trace_bytes = max_trace_bytes
         self.check_finite = check_finite
         self.placement = Placement.of(mesh, shard)
@@ -180,6 +222,7 @@ class Learner(brainstate.nn.Module):
     # ------------------------------------------------------------ compiling
 
     compile_graph = compiling.compile_graph
+    with_options = compiling.with_options
 
     # ------------------------------------------------------------ training
 

@@ -16,7 +16,7 @@ from ..program import Path
 from ..rules import PRESETS, Rule, named
 from .access import place_inputs, synchronised
 from .arguments import is_count, length_of
-from .binding import StepBinding, bind_step_fn, recording
+from .binding import StepBinding, bind_step_fn, check_aux, recording
 from .calls import GradientCall, failure_explained, solve
 from .carried import groups_of, rule_value, trace_table
 from .certificate import (
@@ -70,6 +70,7 @@ def gradient_check(
     rules: None = None,
     mask: Any = None,
     reduction: str = 'mean',
+    has_aux: bool | None = None,
 ) -> GradientCheck: ...
 
 
@@ -81,6 +82,7 @@ def gradient_check(
     rules: Sequence[Any],
     mask: Any = None,
     reduction: str = 'mean',
+    has_aux: bool | None = None,
 ) -> RuleComparison: ...
 
 
@@ -91,19 +93,24 @@ def gradient_check(
     rules: Sequence[Any] | None = None,
     mask: Any = None,
     reduction: str = 'mean',
+    has_aux: bool | None = None,
 ) -> GradientCheck | RuleComparison:
     """Compare the gradient of a fresh sequence with BPTT, for this rule or for several
     ``rules``.
 
     ``rules``: names or classes of rules (with default options), :class:`ETraceConfig`,
     or learners such as ``braintrace.SnAp(model, n=2)``, whose rule, options, modulator
-    and predictor are used. Nothing is changed.
+    and predictor are used.
+
+    ``step_fn``, ``mask``, ``reduction`` and ``has_aux``: as in :meth:`etrace_grad`.
+    Auxiliary values are ignored; without ``has_aux``, both ``loss`` and ``(loss, aux)``
+    are accepted. Nothing is changed.
     """
     own = (learner.rule, rule_value(learner))
     compared = [own] if rules is None else _rules_of(rules)
     with synchronised(learner), unmoved(learner):
         sequences = place_inputs(learner, sequences, 1)
-        call = GradientCall(sequences, step_fn, mask, reduction)
+        call = GradientCall(sequences, step_fn, mask, reduction, has_aux)
         checks = _compare_with_bptt(learner, call, compared)
     return checks[0] if rules is None else RuleComparison(checks)
 
@@ -118,6 +125,7 @@ def certificate(
     per_parameter: bool = False,
     groups: Mapping[str, Sequence[Path]] | None = None,
     seed: int = 0,
+    has_aux: bool | None = None,
 ) -> Certificate:
     """Test whether the gradient of a fresh sequence points downhill.
 
@@ -129,8 +137,8 @@ def certificate(
 
     ``per_parameter``: add a row for each parameter array. ``groups``: add a row for
     each named list of paths; a path includes all parameters below it. ``step_fn``,
-    ``mask`` and ``reduction``: as in :meth:`etrace_grad`; auxiliary values are ignored.
-    Nothing is changed.
+    ``mask``, ``reduction`` and ``has_aux``: as in :meth:`gradient_check`. Nothing is
+    changed.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> net = brainstate.nn.GRUCell(3, 4)
@@ -142,9 +150,8 @@ def certificate(
     """
     check_directions(directions)
     with synchronised(learner), unmoved(learner):
-        call = GradientCall(
-            place_inputs(learner, sequences, 1), step_fn, mask, reduction
-        )
+        sequences = place_inputs(learner, sequences, 1)
+        call = GradientCall(sequences, step_fn, mask, reduction, has_aux)
         return _certify(learner, call, directions, per_parameter, groups, seed)
 
 
@@ -271,6 +278,8 @@ def _certify(
     length = call.length
     weights, unit = loss_weights(call.mask, length, 'steps', call.reduction)
     binding = bind_step_fn(learner, call.step_fn, call.sequences)
+    if call.has_aux is not None:
+        check_aux(binding.out_tree, call.has_aux)
     own = parameter_groups(binding.info.program.parameters, per_parameter, groups)
     program = _certificate_program(learner, binding, length, own)
     parameters, states = binding.read()

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
+from ..compat import is_at_top
 from ..errors import ArgumentError, CompilationError, three_parts
 from ..frontends.module_states import known_states, module_states
 from ..program import Path
@@ -178,7 +179,38 @@ def restore_start(learner: Learner) -> None:
     start = start_values(learner)
     for path, state in module_states(learner.model).items():
         if path in start:
-            state.value = start[path]
+            state.value = jax.tree.map(_for_sample, start[path], state.value)
+
+
+def _for_sample(start: Any, value: Any) -> Any:
+    """The value at which a state starts. Inside a map over the states of the model
+    alone, ``value`` is that of one sample, and ``start`` is still that of all."""
+    is_mapped = jnp.shape(value) == jnp.shape(start)[1:] and not is_at_top()
+    return _start_of_sample(start, value) if is_mapped and jnp.ndim(start) else start
+
+
+@jax.custom_batching.custom_vmap
+def _start_of_sample(start: Any, value: Any) -> Any:
+    # Not mapped any more: `reset_all_states` has called the model's own `reset_state`
+    # before, which gave all samples this value.
+    return value
+
+
+@_start_of_sample.def_vmap
+def _(size: int, mapped: Sequence[bool], start: Any, value: Any) -> tuple[Any, bool]:
+    # The map took the axis of samples off the state: put on the result, it gives each
+    # sample its own start.
+    if mapped[0] or len(start) != size:
+        raise CompilationError(
+            three_parts(
+                f'reset_state inside a map over {size} samples',
+                f'the learner was compiled for {len(start)}, with start values of '
+                f'shape {start.shape}',
+                'learner.reset_state() outside of the map; or a map over as many '
+                'samples',
+            )
+        )
+    return start, True
 
 
 def start_here(learner: Learner) -> None:

@@ -28,6 +28,7 @@ from .losses import check_finite_values, loss_weights
 from .optimizers import update_by
 from .programs import loop_of, state_shapes_of, stored
 from .sequences import gradient_program_of
+from .settings import Settings
 from .stream_program import StreamProgram, shapes_of_inputs
 
 if TYPE_CHECKING:
@@ -85,11 +86,14 @@ def _program(learner: Learner, call: OnlineCall, inputs: tuple) -> StreamProgram
     known = learner._kept.programs.get(key())
     if known is not None:
         return known
+    settings = Settings()
     with undone_on_error(learner, call.optimizer):
-        _, run = _loop(learner, call, inputs)  # makes traces, if there are none yet
+        with settings.recorded():
+            _, run = _loop(learner, call, inputs)  # makes traces, if there are none yet
         places, placement = state_places(learner.model), learner.placement
         given = (run, inputs, False, None, placement, places)
-        return stored(learner, key(), lambda: StreamProgram(*given))
+        make = lambda: StreamProgram(*given)
+        return stored(learner, key(), make, settings=settings)
 
 
 def _by_brainstate(learner: Learner, call: OnlineCall, inputs: tuple) -> Given:

@@ -13,7 +13,8 @@ from ..errors import ArgumentError, three_parts
 from .access import synchronised
 from .compiling import new_executor
 from .models import interface_of
-from .programs import Kept
+from .programs import Kept, compile_step
+from .settings import with_settings_of
 from .weights import (
     Weights,
     read_safetensors,
@@ -119,8 +120,6 @@ def deeply_copied(learner: Learner, memo: Any = None) -> Any:
     copied = brainstate.nn.Module.__deepcopy__(learner, memo)
     # Programs, and the graph, hold the states of the model that they were made of.
     copied.executor = new_executor(copied)
-    if copied._example:
-        copied.executor.compile_graph(*copied._example)
     optimizers: dict[Any, brainstate.State] = {}
     for key, state in learner._kept.optimizers.items():
         optimizers[key] = brainstate.ShortTermState(copy.deepcopy(state.value))
@@ -129,7 +128,8 @@ def deeply_copied(learner: Learner, memo: Any = None) -> Any:
         optimizers=optimizers,
         shapes=kept.shapes,
         has_batch_size=kept.has_batch_size,
-        settings=kept.settings,
     )
+    if copied._example:
+        with_settings_of(kept.settings, compile_step, copied, copied._example)
     copied._carried = learner._carried.copied(copied.traces)
     return copied

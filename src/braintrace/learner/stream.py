@@ -29,8 +29,9 @@ from .carried import prepare_traces, read_traces, write_traces
 from .models import interface_of
 from .online_training import online_step_of
 from .optimizers import update_by
-from .programs import settings_of
+from .programs import Programs
 from .sequences import evolution_program, options_of, solver_of
+from .settings import Settings, with_settings_of
 from .stream_program import (
     QuickCall,
     StreamProgram,
@@ -123,7 +124,7 @@ class Stream:
         self.optimizer = None if optimizer is None else check_optimizer(optimizer)
         self.chunk = chunk
         self.decay = decay
-        self._programs: dict[tuple, StreamProgram] = {}
+        self._programs = Programs()
         self._quick_call: QuickCall | None = None
         self._latest_program: StreamProgram | None = None
         self._written = WrittenValues()
@@ -448,7 +449,7 @@ class Stream:
         many of the steps in the inputs count.
         """
         with synchronised(self.learner):
-            key = (kind, *shapes_of_inputs(inputs), settings_of(self.learner))
+            key = (kind, *shapes_of_inputs(inputs))
             program = self._programs.get(key)
             places = state_places(self.learner.model)
             arrays = None
@@ -456,8 +457,13 @@ class Stream:
             if program is not None and program.places is places:
                 arrays = program.arrays()
             if program is None or arrays is None:
-                program = self._program(make, inputs, count is not None, places)
-                self._programs[key] = program
+                settings = Settings()
+                given = (make, inputs, count is not None, places)
+                with settings.recorded():
+                    compiled = self.learner._kept.settings
+                    program = with_settings_of(compiled, self._program, *given)
+                program.settings = settings.names
+                self._programs.put(key, settings, program)
                 arrays = program.arrays() or []
             args = inputs if count is None else (count, *inputs)
             self._latest_program = program

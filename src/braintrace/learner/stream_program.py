@@ -21,6 +21,7 @@ from .carried import EligibilityTrace
 from .models import MODULE, interface_of
 from .placement import Placement
 from .programs import array_shapes, in_trace, shapes_of
+from .settings import MISSING
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -60,6 +61,8 @@ class StreamProgram:
     """Where the model had its states when the program was made."""
     leaves: list[Any]
     """The arrays that it wrote last."""
+    settings: tuple[str, ...] = ()
+    """The settings of brainstate that were asked for while it was traced."""
 
     def __init__(
         self,
@@ -219,18 +222,23 @@ class QuickCall:
         self._lock = alone(learner)
         self._process = os.getpid()
         settings = brainstate.environ.all()
-        self._fit, self._dt = settings.get('fit'), settings.get('dt')
+        self._settings = [(n, settings.get(n, MISSING)) for n in program.settings]
         self._inputs = [(type(x), x.shape, x.dtype) for x in inputs]
 
     @classmethod
     def like(
         cls, learner: Learner, program: StreamProgram, inputs: tuple
     ) -> QuickCall | None:
-        """For a brainstate module on one device, and inputs that are arrays."""
+        """For a brainstate module on one device, inputs that are arrays, and settings
+        that do not change in place."""
         is_plain = interface_of(learner.model) is MODULE and learner.placement is None
         kinds = (np.ndarray, type(program.leaves[0]))
         are_arrays = all(type(x) in kinds for x in inputs)
-        return cls(learner, program, inputs) if is_plain and are_arrays else None
+        if not is_plain or not are_arrays:
+            return None
+        quick = cls(learner, program, inputs)
+        changes = any(isinstance(x, (list, dict)) for _, x in quick._settings)
+        return None if changes else quick
 
     def __call__(self, inputs: tuple) -> Any:
         """What the program returns; None if anything is not as it was."""
@@ -243,8 +251,9 @@ class QuickCall:
             if kind is not np.ndarray and x.sharding.num_devices > 1:
                 return None
         settings = brainstate.environ.all()
-        if settings.get('fit') is not self._fit or settings.get('dt') is not self._dt:
-            return None
+        for name, value in self._settings:
+            if settings.get(name, MISSING) is not value:
+                return None
         with self._lock:
             if program.places.are_same() and program.is_latest():
                 return program(program.leaves, *inputs)

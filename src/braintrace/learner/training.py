@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import brainstate
 import jax
 import jax.numpy as jnp
 
@@ -32,7 +31,7 @@ from .model_states import restored_on_error, state_shapes
 from .models import interface_of
 from .online_training import train_online
 from .optimizers import update_by
-from .programs import program_of
+from .programs import loop_of
 from .stream import Stream
 from .weights import check_paths, selected
 
@@ -299,11 +298,9 @@ def apply(learner: Learner, gradients: dict[Path, Any], optimizer: Any) -> None:
     gradients = interface_of(learner.model).by_path(gradients)
     check_paths('gradients', gradients, parameters)
     update = update_by(check_optimizer(optimizer), parameters, learner._kept.optimizers)
-    make = lambda: brainstate.transform.jit(update)
+    parts = (optimizer, *parameters.values())
     # It closes over states alone, so a trace around it does not matter.
-    program = program_of(
-        learner, 'apply', (optimizer, *parameters.values()), make, True
-    )
+    program = loop_of(learner, 'apply', parts, update, is_reusable=True)
     still = {path: s.value for path, s in parameters.items() if path not in gradients}
     moving = (*parameters.values(), *learner.optimizer_states(optimizer).values())
     with synchronised(learner), restored_on_error(moving):
