@@ -48,6 +48,15 @@ class CreditClass(NamedTuple):
     temporal: bool
 
 
+class WindowCredit(NamedTuple):
+    """What a window of ``reach='deep'`` gives a parameter: whether any credit, whether
+    some from later steps, and where some is cut, '' if nowhere."""
+
+    any: bool
+    later: bool
+    cut: str
+
+
 class CreditAnalysis:
     """Judges the parameters of one program.
 
@@ -207,6 +216,11 @@ class CreditAnalysis:
     def _cuts(self, g: int, bits: int) -> list[Cut]:
         return [c for c in self.positions[g].found if c.bits.grads & bits]
 
+    def _across_positions(self, g: int, cut: Cut) -> str:
+        is_one = len(self.groups[g].hidden_paths) == 1
+        back = 'feeds itself' if is_one else 'feed themselves'
+        return f'{self._name(g)} {back} across positions, cut at {described(cut.eqn)}'
+
     def _leaks_of(self, g: int, linked: Links) -> list[str]:
         """Why credit that reached a group is not all carried on; the same for all
         parameters."""
@@ -216,12 +230,8 @@ class CreditAnalysis:
 
     def _find_leaks(self, g: int, linked: Links) -> list[str]:
         name, states = self._name(g), self._old[g] | self._new[g]
-        is_one = len(self.groups[g].hidden_paths) == 1
-        back = 'feeds itself' if is_one else 'feed themselves'
-        found = [
-            f'{name} {back} across positions, cut at {described(c.eqn)}'
-            for c in self._cuts(g, self._old[g])[:1]
-        ]
+        cuts = self._cuts(g, self._old[g])
+        found = [self._across_positions(g, c) for c in cuts[:1]]
         crossings = self._crossings[g].items()
         found += [text for other, text in crossings if (g, other) not in linked]
         fed = self._others_fed(states)
@@ -242,6 +252,44 @@ class CreditAnalysis:
         lost += [leak for g in moved for leak in self._leaks_of(g, linked)]
         lost += [f'feeds {other}, {NOT_HIDDEN}' for other in self._others_fed(bit)]
         return list(dict.fromkeys([*lost, *stopped]))
+
+    # ------------------------------------------------------------ inside a window
+
+    def in_window(self, parameter: Parameter) -> WindowCredit:
+        """The credit of a parameter where every path is followed, except those from old
+        states of a group to other positions of the same group."""
+        bit = self.dependence.bit[parameter.invar]
+        seen, program = self._seen_in_windows, self.dependence.program
+        later = any(
+            seen & self.dependence.bit[state.invar] and self.grads([state.outvar]) & bit
+            for state in (*program.hidden, *program.others)
+        )
+        cuts = (text for behind, text in self._cuts_in_windows if behind & bit)
+        return WindowCredit(bool(seen & bit), later, next(cuts, ''))
+
+    @cached_property
+    def _cuts_in_windows(self) -> list[tuple[int, str]]:
+        """Bits of everything whose credit is cut at a group, and where."""
+        dependence, found = self.dependence, []
+        matters = dependence.ever_behind(dependence.program.outputs)
+        for g, members in enumerate(self.members):
+            for c in self.positions[g].found if matters & self._new[g] else ():
+                # By way of a new state credit is followed. Only old states of the
+                # program's own equations are told apart from those behind new ones.
+                entering = dependence.direct.get(c.eqn.invars[c.operand], c.bits).grads
+                into = [h for h in members if entering & dependence.bit[h.invar]]
+                behind = dependence.ever_behind(h.outvar for h in into)
+                found += [(behind, self._across_positions(g, c))] if into else []
+        return found
+
+    @cached_property
+    def _seen_in_windows(self) -> int:
+        """Bits of everything that gets credit from outputs."""
+        unkept = {}
+        for members, found in zip(self.members, self.positions, strict=True):
+            cut = [h for h in members if h.invar not in found.labels]
+            unkept |= {h.outvar: self.dependence.old(tuple(cut)) for h in members}
+        return self.dependence.ever_behind(self.dependence.program.outputs, unkept)
 
     # ------------------------------------------------------------ one parameter
 
