@@ -22,7 +22,7 @@ from ..program import OtherState, Parameter
 from ..program.step import path_name, path_names
 from ..source_lines import described, source_line, source_text
 from .cuts import Cut
-from .dependence import of, union
+from .dependence import DependenceThrough, of, union
 from .sites import uses_of_parameters
 
 if TYPE_CHECKING:
@@ -351,6 +351,29 @@ class CreditAnalysis:
         moved = self._moved(parameter)
         found = (self._name(readout) for g, readout in sorted(linked) if g in moved)
         return list(dict.fromkeys(found))
+
+    def memories_between(self, parameter: Parameter, linked: Links) -> list[int]:
+        """The groups that all paths from a parameter and its traces to the outputs of
+        the same step enter last, other than those of its traces; none if some path
+        enters no such group.
+
+        What these groups remember of the parameter is in none of its traces."""
+        traced = set(self._traced(parameter))
+        through = tuple(h for g in traced for h in self.members[g])
+        sources = self.dependence.bit[parameter.invar] | self.dependence.old(through)
+        within = DependenceThrough(self.dependence, through)
+        outputs = self.dependence.program.outputs
+        if not traced or union(of(within, v) for v in outputs).grads & sources:
+            return []
+        sources |= self.dependence.new(through)
+        between = [
+            g
+            for g, new in enumerate(self._new)
+            if g not in traced and self._read & new and self._behind[g] & sources
+        ]
+        carried = [y for g, y in linked if g in traced]
+        is_lost = all(self._remembers[g] and g not in carried for g in between)
+        return between if is_lost else []
 
     def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
         """Pairs (g, other) of groups where a parameter moves g and g feeds the
