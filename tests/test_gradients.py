@@ -238,7 +238,7 @@ def oracles(name, learner):
 
 
 def in_two_calls(learner):
-    """The rule's gradients, by path. BPTT and ``reach='deep'`` are judged inside a call, so they take all steps in one."""
+    """The rule's gradients, by path. BPTT and ``reach='deep'`` are judged inside a call, so all steps are in one."""
     xs, ys = data()
     step = lambda x, y: jnp.sum((learner(x) - y) ** 2)
     parts = (
@@ -360,6 +360,16 @@ def test_random_feedback_leaves_what_no_read_out_lies_before():
     assert report.gradients['seen.feed.weight.weight'].kind == EQUAL
     assert report.gradients['cell.feed.weight.weight'].kind == 'approximate'
     assert 'random weights' in report.gradients['cell.feed.weight.weight'].reason
+
+
+def test_random_feedback_replaces_the_weights_of_read_outs_only():
+    """Between layers errors pass back through the weights of the layers: where these are zero, nothing does."""
+    learner = compiled('stack', 'eprop', feedback='random')
+    upper = learner.model.cell.layers[1].feed.weight
+    upper.value = {**upper.value, 'weight': jnp.zeros((H, H))}
+    found = by_name(in_two_calls(learner))
+    assert found['cell.layers.1.feed.weight.weight'].any()
+    assert not found['cell.layers.0.feed.weight.weight'].any()
 
 
 def test_parameters_left_without_a_trace():

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..compat import Atom, Equation, is_var
-from ..program import OtherState, Parameter
+from ..compat import Atom, Equation, Var, is_var
+from ..program import Hidden, OtherState, Parameter
 from ..program.step import path_name, path_names
 from ..source_lines import described, source_line, source_text
 from .cuts import Cut
@@ -260,9 +260,10 @@ class CreditAnalysis:
         states of a group to other positions of the same group."""
         bit = self.dependence.bit[parameter.invar]
         seen, program = self._seen_in_windows, self.dependence.program
+        states: list[Hidden | OtherState] = [*program.hidden, *program.others]
         later = any(
             seen & self.dependence.bit[state.invar] and self.grads([state.outvar]) & bit
-            for state in (*program.hidden, *program.others)
+            for state in states
         )
         cuts = (text for behind, text in self._cuts_in_windows if behind & bit)
         return WindowCredit(bool(seen & bit), later, next(cuts, ''))
@@ -285,7 +286,7 @@ class CreditAnalysis:
     @cached_property
     def _seen_in_windows(self) -> int:
         """Bits of everything that gets credit from outputs."""
-        unkept = {}
+        unkept: dict[Var, int] = {}
         for members, found in zip(self.members, self.positions, strict=True):
             cut = [h for h in members if h.invar not in found.labels]
             unkept |= {h.outvar: self.dependence.old(tuple(cut)) for h in members}

@@ -162,12 +162,12 @@ def _behind_memories(
         return [[mean(d[i, j]) for i, j in d if i == j] for d in every]
 
     found = diagonals(*binding.read(), binding.inputs(example))
-    for between, names in behind.items():
+    for groups, names in behind.items():
         # Where some state forgets, credit that passes it is not lost.
-        kept = min(float(min(found[g], default=0.0)) for g in between)
+        kept = min(float(min(found[g], default=0.0)) for g in groups)
         if kept > MOST:
             passed = printable(
-                ', '.join(path_names(credit.groups[g].hidden_paths) for g in between)
+                ', '.join(path_names(credit.groups[g].hidden_paths) for g in groups)
             )
             yield three_parts(
                 f'{rule.name} gives {_listed(names)} {_share(kept)} of the credit that '
