@@ -397,7 +397,8 @@ class CompiledStep:
     whole step, uncut; where ``silent``, equations that only targets need send no
     gradient back."""
     run_deep: Callable[..., tuple[Values, list[Any], Values]]
-    """The same with every path from one position to another across time cut."""
+    """The same with every path from one position of a group to another across time
+    cut."""
     run_open: Callable[[Values, Values, Values], Values]
     """(parameters, states, inputs): new states with each choice and gate open, so that
     there is a derivative wherever any value gives one."""

@@ -4,7 +4,7 @@ A model exists twice: as a brainstate module, and as a plain function ``step(p, 
 dictionaries by path, with the cuts written by hand. ``cut`` says which paths into new states carry no gradient:
 
     FULL    none: the model itself
-    DEEP    from an old state to a new one of another position (in BPTT with this step: ``reach='deep'``)
+    DEEP    from an old state to a new one of its group at another position (in BPTT with this step: ``reach='deep'``)
     LOCAL   also those inside the step: a reset gate through the candidate, a layer into the next
 
 The oracles are written with these functions, `jax.grad` and `jax.jacfwd`; they share no code with the package.
@@ -576,6 +576,30 @@ def lif_stack():
     return in_list(Spiking(I, H), Spiking(H, H)), step
 
 
+@model()
+def populations():
+    """Two groups that read each other's old states; one feeds itself too."""
+    shapes = {'w': (I, H), 'ee': (H, H), 'ei': (H, O), 'ie': (O, H)}
+
+    def new_states(p, E, I, x, old, other):  # noqa: E741
+        drive = x @ p['w'] + jnp.tanh(old(E)) @ p['ee'] - other(I) @ p['ie']
+        return 0.9 * E + drive, 0.8 * I + jnp.tanh(other(E)) @ p['ei']
+
+    def update(m, x):
+        p = {name: getattr(m, name).value for name in shapes}
+        same = lambda v: v
+        m.E.value, m.I.value = new_states(p, m.E.value, m.I.value, x, same, same)
+        return m.E.value
+
+    def step(p, s, x, cut):
+        p = {name: p[name,] for name in shapes}
+        E, I = new_states(p, s['E',], s['I',], x, *held(cut))  # noqa: E741
+        return {('E',): E, ('I',): I}, E
+
+    parts = {name: weight(*shape) for name, shape in shapes.items()}
+    return Net(update, E=hidden(B, H), I=hidden(B, O), **parts), step
+
+
 # ---------------------------------------------------------------- loss, data, learners
 
 
@@ -874,11 +898,26 @@ def test_deep_equals_bptt_for_position_keeping_stacks(name):
     assert_equal(etrace_grad(name, D_RTRL, reach='deep', fresh=True), bptt_oracle(name))
 
 
-@pytest.mark.parametrize('name', ['gru', 'stack'])
+@pytest.mark.parametrize('name', ['gru', 'stack', 'populations'])
 def test_deep_cuts_only_mixing_across_time(name):
     gradient = etrace_grad(name, D_RTRL, reach='deep', fresh=True)
     assert_equal(gradient, bptt_oracle(name, DEEP))
     assert relative_error(gradient, bptt_oracle(name)) > 1e-3
+
+
+def test_deep_steps_read_traces_through_other_groups():
+    """A call is a window of one step: the credit of old states, by all paths of the step, is multiplied by traces."""
+    data, step = data_of('populations'), MODELS['populations'].step
+    # Its signal is that of the step with cuts DEEP, its D that of the step with cuts LOCAL.
+    total, _, _ = local_rule(step, data.p, data.s, data.xs, data.ys)
+    learner = learner_of('populations', D_RTRL, reach='deep')
+    assert_equal(step_by_step(learner, data.xs, data.ys), total)
+    learner = learner_of('populations', D_RTRL, reach='deep')
+    calls = [
+        learner.etrace_grad(x[None], y[None], step_fn=step_of(learner), reduction='sum')
+        for x, y in zip(data.xs, data.ys, strict=True)
+    ]
+    assert_equal(functools.reduce(added, calls), total)
 
 
 def test_deep_gives_the_reset_gate_credit_beyond_one_step():

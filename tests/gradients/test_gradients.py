@@ -124,6 +124,28 @@ class TwoWays(nn.Module):
         return self.readout(self.cell(x)) + self.seen(x)[:, :O]
 
 
+class Populations(nn.Module):
+    """Excitatory and inhibitory units that read each other's old states."""
+
+    def __init__(self, recurrent):
+        super().__init__()
+        self.feed, self.ei, self.ie = nn.Linear(I, H), nn.Linear(H, 3), nn.Linear(3, H)
+        self.ee = nn.Linear(H, H) if recurrent else None
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.E = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+        self.I = brainstate.HiddenState(jnp.zeros((batch_size, 3)))
+
+    def update(self, x):
+        excited, inhibited = jnp.tanh(self.E.value), jnp.tanh(self.I.value)
+        drive = self.feed(x) - self.ie(inhibited)
+        if self.ee is not None:
+            drive = drive + self.ee(excited)
+        self.I.value = 0.8 * self.I.value + self.ei(excited)
+        self.E.value = 0.9 * self.E.value + drive
+        return self.E.value
+
+
 MODELS = {
     'gru': lambda: Net(nn.GRUCell(I, H)),
     'lstm': lambda: Net(nn.LSTMCell(I, H)),
@@ -135,6 +157,8 @@ MODELS = {
     'stack': lambda: Net(Stack()),
     'leaky_readout': LeakyReadout,
     'two_ways': TwoWays,
+    'populations': lambda: Net(Populations(recurrent=False)),
+    'recurrent_populations': lambda: Net(Populations(recurrent=True)),
 }
 WHOLE = {
     'dni': {'window': 2},
@@ -214,12 +238,12 @@ def oracles(name, learner):
 
 
 def in_two_calls(learner):
-    """The rule's gradients, by path; BPTT carries nothing, and takes all steps in one call."""
+    """The rule's gradients, by path. BPTT and ``reach='deep'`` are judged inside a call, so all steps are in one."""
     xs, ys = data()
     step = lambda x, y: jnp.sum((learner(x) - y) ** 2)
     parts = (
         [slice(0, T)]
-        if learner.rule.name == 'BPTT'
+        if learner.rule.name == 'BPTT' or learner.rule.deep
         else [slice(0, T // 2), slice(T // 2, T)]
     )
     learner.reset_state()
@@ -338,6 +362,16 @@ def test_random_feedback_leaves_what_no_read_out_lies_before():
     assert 'random weights' in report.gradients['cell.feed.weight.weight'].reason
 
 
+def test_random_feedback_replaces_the_weights_of_read_outs_only():
+    """Between layers errors pass back through the weights of the layers: where these are zero, nothing does."""
+    learner = compiled('stack', 'eprop', feedback='random')
+    upper = learner.model.cell.layers[1].feed.weight
+    upper.value = {**upper.value, 'weight': jnp.zeros((H, H))}
+    found = by_name(in_two_calls(learner))
+    assert found['cell.layers.1.feed.weight.weight'].any()
+    assert not found['cell.layers.0.feed.weight.weight'].any()
+
+
 def test_parameters_left_without_a_trace():
     report = proven('independent', 'd_rtrl', trace=lambda path: 'own' in path)
     assert report.gradients['cell.own'].kind == EQUAL
@@ -355,10 +389,18 @@ def test_traces_of_a_narrow_type():
 
 def test_credit_from_layer_to_layer():
     report = proven('stack', 'd_rtrl', reach='deep')
-    assert report.gradients['cell.layers.1.feed.weight.weight'].kind == EQUAL
+    assert {given.kind for given in report.gradients.values()} == {EQUAL}
     lower = report.gradients['cell.layers.0.feed.weight.weight']
-    assert lower.kind == 'local'
-    assert 'inside a call' in lower.reason
+    assert 'inside a call no path is cut; from call to call' in lower.reason
+
+
+@pytest.mark.parametrize('model', ['gru', 'populations', 'recurrent_populations'])
+def test_deep_names_the_paths_that_are_cut(model):
+    report = proven(model, 'd_rtrl', reach='deep')
+    kinds = {given.kind for given in report.gradients.values()}
+    assert kinds == ({EQUAL} if model == 'populations' else {EQUAL, 'local'})
+    for given in report.gradients.values():
+        assert given.kind == EQUAL or 'across positions, cut at matmul' in given.reason
 
 
 # ---------------------------------------------------------------- the same words everywhere

@@ -834,15 +834,71 @@ def test_a_delay_without_credit_and_one_with_it():
     assert written == 'D_RTRL gives first.feed, first.out no gradient'
     assert 'feeds delay.past, which is not a hidden state' in why
     assert 'braintrace.nir.Delay' in fix
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        delay = bt.nir.Delay(delay=np.full(6, 2.0), dt=1.0)
+    delay = bt.nir.Delay(delay=np.full(6, 2.0), dt=1.0)
+    with pytest.warns(bt.CreditWarning) as caught:
         learner = bt.compile(Delayed(delay), 'd_rtrl', X, batch_size=4, reach='readout')
+    written, _, fix = parts_of(caught[0].message)
+    assert (
+        written
+        == 'D_RTRL gives first.feed, first.out about 1/20 of the credit that passes second.y'
+    )
+    assert fix.startswith("reach='deep'")
+    check = learner.gradient_check(jnp.ones((60, 4, 3)), step_fn=mean_square(learner))
+    assert check['first.feed'].norm_ratio < 0.2 < check['second.feed'].norm_ratio
     given = learner.report.gradients['first.out']
     assert given.kind == 'local'
     # One memory is not carried and left out at once.
     assert 'traces carry the memory' not in given.reason
     assert "for second.h and not for layers below; reach='deep'" in given.reason
+
+
+class Interneurons(brainstate.nn.Module):
+    """Excitatory units, which alone are read, and inhibitory ones between them."""
+
+    def __init__(self, keep, reads_new):
+        super().__init__()
+        self.keep, self.reads_new = keep, reads_new
+        brainstate.random.seed(0)
+        shapes = {'feed': (3, 8), 'ei': (8, 4), 'ie': (4, 8)}
+        for name, shape in shapes.items():
+            value = 0.5 * brainstate.random.normal(size=shape)
+            setattr(self, name, brainstate.ParamState(value))
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.E = brainstate.HiddenState(jnp.zeros((batch_size, 8)))
+        self.I = brainstate.HiddenState(jnp.zeros((batch_size, 4)))
+
+    def update(self, x):
+        old = self.I.value
+        self.I.value = 0.5 * old + jnp.tanh(self.E.value) @ self.ei.value
+        read = self.I.value if self.reads_new else old
+        drive = x @ self.feed.value - jnp.tanh(read) @ self.ie.value
+        self.E.value = self.keep * self.E.value + (1 - self.keep) * drive
+        return self.E.value
+
+
+@pytest.mark.parametrize('reads_new', [True, False])
+def test_interneurons_whose_credit_passes_the_memory_of_others(reads_new):
+    xs = jax.random.normal(jax.random.key(0), (80, 4, 3))
+    model = lambda: Interneurons(0.98, reads_new)
+    with pytest.warns(bt.CreditWarning) as caught:
+        learner = bt.compile(model(), 'd_rtrl', X, batch_size=4)
+    written, _, fix = parts_of(caught[0].message)
+    share = 'about 1/50 of the credit that passes E' if reads_new else 'no gradient'
+    assert written == f'D_RTRL gives ei {share}'
+    assert fix.startswith("reach='deep'")
+    check = learner.gradient_check(xs, step_fn=mean_square(learner))
+    ratios = {row.name: row.norm_ratio for row in check.rows}
+    assert ratios['ei'] < 0.05
+    assert min(ratios['feed'], ratios['ie']) > 0.5
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learner = bt.compile(model(), 'd_rtrl', X, batch_size=4, reach='deep')
+    check = learner.gradient_check(xs, step_fn=mean_square(learner))
+    assert {row.gradient for row in check.rows} == {'equal to BPTT'}
+    assert all(row.relative_error < 1e-5 for row in check.rows)
+    with pytest.warns(bt.CreditWarning, match="rule 'd_rtrl' with reach='deep'"):
+        bt.compile(model(), 'rflo', X, batch_size=4)
 
 
 class TwoHeads(Leak):
@@ -996,8 +1052,10 @@ def test_the_warned_share_of_the_credit_is_right():
         (Slow, 'd_rtrl', {'reach': 'readout'}),
         (Slow, 'bptt', {}),
         (type('Quick', (Slow,), {'keep': 0.3}), 'd_rtrl', {}),
+        (lambda: Interneurons(0.3, reads_new=True), 'd_rtrl', {}),
+        (lambda: Interneurons(0.98, reads_new=True), 'rtrl', {}),
     ],
-    ids=['exact', 'readout', 'bptt', 'short memory'],
+    ids=['exact', 'readout', 'bptt', 'short memory', 'forgetful units', 'rtrl'],
 )
 def test_no_warning_without_a_reason(model, rule, options):
     with warnings.catch_warnings():

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..compat import Atom, Equation, is_var
+from ..compat import Atom, Equation, Var, is_var
 from ..program import Hidden, OtherState, Parameter
 from ..program.step import path_name, path_names
 from ..source_lines import described, source_line, source_text
 from .cuts import Cut
-from .dependence import of, union
+from .dependence import DependenceThrough, of, union
 from .groups import layers_apart
 from .sites import uses_of_parameters
 
@@ -51,6 +51,15 @@ class CreditClass(NamedTuple):
     credit: str
     reason: str
     temporal: bool
+
+
+class WindowCredit(NamedTuple):
+    """What a window of ``reach='deep'`` gives a parameter: whether any credit, whether
+    some from later steps, and where some is cut, '' if nowhere."""
+
+    any: bool
+    later: bool
+    cut: str
 
 
 class CreditAnalysis:
@@ -254,16 +263,16 @@ class CreditAnalysis:
     def _cuts(self, g: int, bits: int) -> list[Cut]:
         return [c for c in self.positions[g].found if c.bits.grads & bits]
 
+    def _across_positions(self, g: int, cut: Cut) -> str:
+        is_one = len(self.groups[g].hidden_paths) == 1
+        back = 'feeds itself' if is_one else 'feed themselves'
+        return f'{self._name(g)} {back} across positions, cut at {described(cut.eqn)}'
+
     def _leaks(self, g: int, moved: tuple[Hidden, ...], linked: Links) -> list[str]:
         """Why credit that reached some states of a group is not all carried on."""
         name, old = self._name(g), self.dependence.old(moved)
         states = old | self.dependence.new(moved)
-        is_one = len(self.groups[g].hidden_paths) == 1
-        back = 'feeds itself' if is_one else 'feed themselves'
-        found = [
-            f'{name} {back} across positions, cut at {described(c.eqn)}'
-            for c in self._cuts(g, old)[:1]
-        ]
+        found = [self._across_positions(g, c) for c in self._cuts(g, old)[:1]]
         crossings = self._crossings(g, moved).items()
         found += [text for other, text in crossings if (g, other) not in linked]
         fed = self._others_fed(states)
@@ -287,6 +296,45 @@ class CreditAnalysis:
             lost += self._leaks(g, states, linked)
         lost += [f'feeds {other}, {NOT_HIDDEN}' for other in self._others_fed(bit)]
         return list(dict.fromkeys([*lost, *stopped]))
+
+    # ------------------------------------------------------------ inside a window
+
+    def in_window(self, parameter: Parameter) -> WindowCredit:
+        """The credit of a parameter where every path is followed, except those from old
+        states of a group to other positions of the same group."""
+        bit = self.dependence.bit[parameter.invar]
+        seen, program = self._seen_in_windows, self.dependence.program
+        states: list[Hidden | OtherState] = [*program.hidden, *program.others]
+        later = any(
+            seen & self.dependence.bit[state.invar] and self.grads([state.outvar]) & bit
+            for state in states
+        )
+        cuts = (text for behind, text in self._cuts_in_windows if behind & bit)
+        return WindowCredit(bool(seen & bit), later, next(cuts, ''))
+
+    @cached_property
+    def _cuts_in_windows(self) -> list[tuple[int, str]]:
+        """Bits of everything whose credit is cut at a group, and where."""
+        dependence, found = self.dependence, []
+        matters = dependence.ever_behind(dependence.program.outputs)
+        for g, members in enumerate(self.members):
+            for c in self.positions[g].found if matters & self._new[g] else ():
+                # By way of a new state credit is followed. Only old states of the
+                # program's own equations are told apart from those behind new ones.
+                entering = dependence.direct.get(c.eqn.invars[c.operand], c.bits).grads
+                into = [h for h in members if entering & dependence.bit[h.invar]]
+                behind = dependence.ever_behind(h.outvar for h in into)
+                found += [(behind, self._across_positions(g, c))] if into else []
+        return found
+
+    @cached_property
+    def _seen_in_windows(self) -> int:
+        """Bits of everything that gets credit from outputs."""
+        unkept: dict[Var, int] = {}
+        for members, found in zip(self.members, self.positions, strict=True):
+            cut = [h for h in members if h.invar not in found.labels]
+            unkept |= {h.outvar: self.dependence.old(tuple(cut)) for h in members}
+        return self.dependence.ever_behind(self.dependence.program.outputs, unkept)
 
     # ------------------------------------------------------------ one parameter
 
@@ -351,6 +399,29 @@ class CreditAnalysis:
         moved = self._moved(parameter)
         found = (self._name(readout) for g, readout in sorted(linked) if g in moved)
         return list(dict.fromkeys(found))
+
+    def memories_between(self, parameter: Parameter, linked: Links) -> list[int]:
+        """The groups that all paths from a parameter and its traces to the outputs of
+        the same step enter last, other than those of its traces; none if some path
+        enters no such group.
+
+        What these groups remember of the parameter is in none of its traces."""
+        traced = set(self._traced(parameter))
+        through = tuple(h for g in traced for h in self.members[g])
+        sources = self.dependence.bit[parameter.invar] | self.dependence.old(through)
+        within = DependenceThrough(self.dependence, through)
+        outputs = self.dependence.program.outputs
+        if not traced or union(of(within, v) for v in outputs).grads & sources:
+            return []
+        sources |= self.dependence.new(through)
+        between = [
+            g
+            for g, new in enumerate(self._new)
+            if g not in traced and self._read & new and self._behind[g] & sources
+        ]
+        carried = [y for g, y in linked if g in traced]
+        is_lost = all(self._remembers[g] and g not in carried for g in between)
+        return between if is_lost else []
 
     def feeds(self, parameter: Parameter) -> list[tuple[int, int]]:
         """Pairs (g, other) of groups where states of g that a parameter moves feed the

@@ -257,19 +257,29 @@ class StepDependence:
         """Bits of new hidden states."""
         return sum(self.new_bit[h.outvar] for h in group)
 
-    def ever_behind(self, atoms: Iterable[Atom]) -> int:
+    def ever_behind(
+        self, atoms: Iterable[Atom], without: Mapping[Var, int] = {}
+    ) -> int:
         """Bits of all that these values depend on, in their own step or by states that
-        earlier steps left."""
-        p, total = self.program, self.total
-        every: list[Any] = [*p.hidden, *p.others]
-        states = [(self.bit[state.invar], state.outvar) for state in every]
-        found = union(of(total, atom) for atom in atoms).grads
-        while True:
-            passed = [new for old, new in states if new is not None and found & old]
-            more = found | union(of(total, new) for new in passed).grads
-            if more == found:
-                return found
+        earlier steps left. ``without``: of new hidden states, bits of sources whose
+        direct paths to them do not count."""
+        p, direct = self.program, self.direct
+        states = []
+        for h in p.hidden:
+            new = self.new_bit[h.outvar]
+            sources = of(self.behind, h.outvar).grads & ~without.get(h.outvar, 0)
+            states.append((self.bit[h.invar] | new, sources | new))
+        states += [
+            (self.bit[o.invar], of(direct, o.outvar).grads)
+            for o in p.others
+            if o.outvar is not None
+        ]
+        found, more = 0, union(of(direct, atom) for atom in atoms).grads
+        while more != found:
             found = more
+            for bits, sources in states:
+                more |= sources if found & bits else 0
+        return found
 
     def is_weight(self, bits: Bits) -> bool:
         """Depends on parameters, and on nothing but parameters and constants."""

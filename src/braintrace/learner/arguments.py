@@ -74,14 +74,14 @@ def _check_combination(rule: Rule, trace: Any, trace_dtype: Any) -> None:
         (
             rule.deep and not rule.is_plain,
             f"reach='deep' with {rule.name}",
-            'credit from layer to layer is that of the local rule',
+            'from call to call, its credit is that of the local rule',
             "reach='local', or rule 'd_rtrl' or 'pp_prop'",
         ),
         (
             rule.deep and rule.multi_step,
             "reach='deep' with vjp_method='multi-step'",
             'both say which paths a window follows: the former cuts those from one '
-            'unit to another across time, the latter cuts none',
+            'unit to another of its group across time, the latter cuts none',
             "one of the two: reach='deep', or vjp_method='multi-step'",
         ),
         (

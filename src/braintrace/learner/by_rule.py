@@ -264,7 +264,10 @@ def compile(
     ``seed``: for the random numbers of brainstate, and for rules that draw random
     numbers. ``options`` are passed to the :class:`Learner`.
 
-    A :class:`CreditWarning` names parameters that get no gradient or lose most of it.
+    A :class:`CreditWarning` names parameters that get no gradient, and parameters whose
+    credit all passes a leaky read-out or another group that keeps most of its value, if
+    the traces leave this memory out. :meth:`Learner.gradient_check` measures what a rule
+    leaves out.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> net = brainstate.nn.GRUCell(3, 4)

@@ -259,12 +259,13 @@ def _step_program(
     """The step of the model alone, and its compiled form with the online gradient."""
     rule = learner.rule
     in_window = window and in_chunk and not rule.has_own_signal
-    exact = rule.has_exact_windows or in_window
+    exact = rule.has_exact_windows or rule.deep or in_window
+    deep = rule.deep and not in_window
     first = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
     example = jax.tree.map(first, args) if window else args
     binding = bind_model(learner, example)
     solver = solver_of(learner, binding, rule, False, in_chunk)
-    run = online_step(solver, rule, window, exact, learner.placement)
+    run = online_step(solver, rule, window, exact, deep, learner.placement)
     make, parts = lambda: jax.jit(run), (solver, window, exact)
     program = program_of(learner, 'step', parts, make, binding.is_reusable)
     return binding, solver, program

@@ -6,12 +6,16 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..analysis.credit import APART, NOT_HIDDEN
+import jax
+import jax.numpy as jnp
+
+from ..analysis.credit import APART, NO_CREDIT, NOT_HIDDEN, Links
 from ..analysis.diagnostics import ParameterGradient
 from ..arrays import bytes_of
+from ..compiled_step import Values
 from ..errors import CreditWarning, printable, three_parts
 from ..lowering.invariants import StepInvariants
-from ..program.step import path_name
+from ..program.step import path_name, path_names
 from ..rules import Rule
 from ..rules.exactness import ONE_STEP
 from ..solver import Solver
@@ -67,15 +71,20 @@ def _texts(
         without |= dict.fromkeys(unread, 'the step never reads it')
     if without:
         without = dict(sorted(without.items()))
-        yield _without_gradient(rule.name, without, _trace_bytes(learner, without))
+        traces = _trace_bytes(learner, without)
+        yield _without_gradient(rule, binding, without, traces)
     if one_step:
         yield _one_step(rule.name, one_step)
+    said = set(without)
     if step_fn is None and _leaves_out_layers(rule):
         yield from _between_layers(rule.name, binding, without)
     for loss in _readout_losses(rule, binding, solver):
         names = [n for n in loss.parameters if n not in without]
         if loss.kept > MOST and names:
+            said |= set(names)
             yield _behind_a_readout(rule, loss, names)
+    if step_fn is None:
+        yield from _behind_memories(rule, binding, solver, learner._example, said)
 
 
 def _behind_other_states(gives: Mapping[str, ParameterGradient]) -> dict[str, str]:
@@ -163,13 +172,68 @@ def _readout_losses(
     return [ReadoutLoss(*key, tuple(names)) for key, names in found.items()]
 
 
+def _behind_memories(
+    rule: Rule, binding: StepBinding, solver: Solver, example: tuple, said: set[str]
+) -> Iterator[str]:
+    """About parameters whose credit all passes other groups than those of their traces,
+    if these groups keep most of their value at the states and inputs of compiling."""
+    if not (rule.is_local and rule.has_trace) or rule.is_modulated or rule.deep:
+        return
+    credit, step = binding.analysed.credit, solver.step
+    carried: Links = frozenset()
+    if rule.reach == 'readout':
+        links = [(x.lower, x.readout) for x in step.links if x.is_complete]
+        carried = frozenset((g, y) for g, y in links if y is not None)
+    behind: dict[tuple[int, ...], list[str]] = {}
+    for p in binding.info.program.parameters:
+        if p.name not in said and (between := credit.memories_between(p, carried)):
+            behind.setdefault(tuple(between), []).append(p.name)
+    if not behind:
+        return
+
+    @jax.jit
+    def diagonals(parameters: Values, states: Values, inputs: Values) -> list:
+        constants = step.constants(parameters, states)
+        values = step.complete(constants, states | inputs)
+        mean = lambda d: jnp.mean(jnp.abs(d))
+        every = step.transition(constants, values)
+        return [[mean(d[i, j]) for i, j in d if i == j] for d in every]
+
+    found = diagonals(*binding.read(), binding.inputs(example))
+    for groups, names in behind.items():
+        # Where some state forgets, credit that passes it is not lost.
+        kept = min(float(min(found[g], default=0.0)) for g in groups)
+        if kept > MOST:
+            passed = printable(
+                ', '.join(path_names(credit.groups[g].hidden_paths) for g in groups)
+            )
+            yield three_parts(
+                f'{rule.name} gives {_listed(names)} {_share(kept)} of the credit that '
+                f'passes {passed}',
+                f'about {100 * kept:.0f} % of the value of {passed} remains from step to '
+                f"step, and reach='{rule.reach}' leaves that memory out",
+                f'{_deep(rule)}, which follows it inside a call',
+            )
+
+
+def _deep(rule: Rule) -> str:
+    return "reach='deep'" if rule.is_plain else "rule 'd_rtrl' with reach='deep'"
+
+
+def _share(kept: float) -> str:
+    """How much credit is left without what a state keeps."""
+    return f'about 1/{round(1 / (1 - kept))}' if kept < 1 else 'almost none'
+
+
 def _trace_bytes(learner: Learner, names: Collection[str]) -> int:
     """Bytes of the traces that belong to these parameters alone."""
     own = [trace for key, trace in learner.traces.items() if {*key[0]} <= {*names}]
     return sum(bytes_of(trace.peek(tracked=False)) for trace in own)
 
 
-def _without_gradient(rule: str, reasons: dict[str, str], traces: int) -> str:
+def _without_gradient(
+    rule: Rule, binding: StepBinding, reasons: dict[str, str], traces: int
+) -> str:
     why = _by_reason(reasons)
     fix = (
         'a path with derivatives from each to the loss, as a spike has with a '
@@ -180,19 +244,22 @@ def _without_gradient(rule: str, reasons: dict[str, str], traces: int) -> str:
             'a brainstate.HiddenState in place of the state that is named, for a delay '
             'braintrace.nir.Delay; or nothing, if that is intended'
         )
+    left = [p for p in binding.info.program.parameters if p.name in reasons]
+    left = [p for p in left if reasons[p.name].startswith(NO_CREDIT)]
     if any(APART in reason for reason in reasons.values()):
         fix = AS_ONE_GROUP
+    elif any(binding.analysed.credit.in_window(p).any for p in left):
+        fix = f'{_deep(rule)}, which follows paths between groups inside a call; {fix}'
     if traces:
         fix += f" (their traces take {size_text(traces)}: trace='credited' leaves "
         fix += 'them out)'
     return three_parts(
-        f'{rule} gives {_listed(list(reasons))} no gradient', printable(why), fix
+        f'{rule.name} gives {_listed(list(reasons))} no gradient', printable(why), fix
     )
 
 
 def _behind_a_readout(rule: Rule, loss: ReadoutLoss, names: list[str]) -> str:
     kept, readout = loss.kept, loss.readout
-    factor = f'about 1/{round(1 / (1 - kept))}' if kept < 1 else 'almost none'
     if loss.above:
         fix = (
             f"reach='deep', inside a window of steps: these belong to layers below "
@@ -206,7 +273,7 @@ def _behind_a_readout(rule: Rule, loss: ReadoutLoss, names: list[str]) -> str:
     else:
         fix = "rule 'd_rtrl' with reach='readout', which carries it in the traces"
     return three_parts(
-        f'{rule.name} gives {_listed(names)} {factor} of the credit that passes '
+        f'{rule.name} gives {_listed(names)} {_share(kept)} of the credit that passes '
         f'{readout}',
         f'the read-out {printable(readout)} keeps {100 * kept:.0f} % of its value from '
         "step to step, and reach='local' leaves that memory out",

@@ -96,7 +96,10 @@ class Learner(brainstate.nn.Module):
     - 'local': inside each position.
     - 'readout': also through the memory of leaky linear read-outs (:class:`D_RTRL`,
       :class:`OSTLRecurrent`, and :class:`EProp` by default).
-    - 'deep': also from layer to layer inside a window.
+    - 'deep': inside a call from group to group along every path, and inside a group
+      position by position; from call to call by local traces. The gradient of a call is
+      that of BPTT where no group feeds itself across positions. Its states are stored,
+      as in BPTT (:class:`D_RTRL`, :class:`pp_prop`).
 
     ``trace``: which parameters have traces. The others keep their one-step gradient. A
     fresh sequence never has traces of parameters on which its loss does not depend.
@@ -194,7 +197,10 @@ class Learner(brainstate.nn.Module):
         multi_step = (
             vjp_method == 'multi-step' and rule.has_trace and not rule.has_own_signal
         )
-        self.rule = replace(rule, deep=reach == 'deep', multi_step=multi_step)
+        if reach == 'deep':
+            when = 'no group feeds itself across positions, inside a call'
+            rule = replace(rule, deep=True, exact_when=when)
+        self.rule = replace(rule, multi_step=multi_step)
         check_options(self.rule, block, passes, trace, trace_dtype, max_trace_bytes)
         self.model = model
         self.vmap = vmap

@@ -22,6 +22,7 @@ def online_step(
     rule: Rule,
     window: bool,
     exact: bool,
+    deep: bool = False,
     placement: Placement | None = None,
 ) -> Callable:
     """A step, or a window of steps, whose reverse derivative in the parameters is the
@@ -29,12 +30,14 @@ def online_step(
 
     A function of parameters, states, traces, inputs and the rule's state; it gives
     values of targets and outputs, the next states and the next traces. ``exact``:
-    reverse mode goes through the whole step inside the window.
+    reverse mode goes through the whole step inside the window; ``deep``: all but the
+    paths from one position of a group to another across time.
     """
     step = solver.step
     gradient: Callable = solver.block_gradient
     if exact and isinstance(solver, BlockSolver):
-        gradient = partial(solver.windows.gradient, predictor=rule.predictor)
+        windows = solver.windows
+        gradient = partial(windows.gradient, deep=deep, predictor=rule.predictor)
     elif exact and window and isinstance(solver, InfluenceSolver):
         # One step alone is read through the whole of it as it is.
         gradient = solver.window_gradient

@@ -52,9 +52,11 @@ def gradients_of(
 
 def gradients_by_class(rule: Rule, analysed: Analysed) -> dict[str, ParameterGradient]:
     """What a rule gives parameters of which no more than the credit class is known."""
+    credit = analysed.credit
+    inside = lambda p: credit.in_window(p) if rule.deep else None
     return {
-        p.name: gradient_of(rule, ParameterFacts(*credit))
-        for p, credit in analysed.credit.classes.items()
+        p.name: gradient_of(rule, ParameterFacts(*known, window=inside(p)))
+        for p, known in credit.classes.items()
     }
 
 
@@ -149,6 +151,7 @@ class _StepUnderRule:
         known = known._replace(
             moves_states=self.step.moves_states(parameter),
             affects_output=self.step.reaches_outputs(parameter),
+            window=self.credit.in_window(parameter) if self.rule.deep else None,
         )
         if isinstance(self.solver, InfluenceSolver):
             influence = self.solver.influence

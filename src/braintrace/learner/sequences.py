@@ -191,7 +191,7 @@ def solver_of(
         return any(trace(p.path) for p in tap.parameters)
 
     def make() -> Solver:
-        every = rule.has_exact_windows or in_chunk
+        every = rule.has_exact_windows or rule.deep or in_chunk
         given = (binding.step(loss), is_traced, learner.trace_dtype, every)
         # A rule without a filter is the same in both cases.
         has_readouts = (

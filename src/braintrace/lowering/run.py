@@ -2,8 +2,9 @@
 from parameters and old states, for reverse or forward mode through it.
 
 whole   nothing is cut: BPTT and RTRL
-deep    an old state reaches new states only through its group's local step: paths from
-        one position to another across time are cut, all paths inside a step are kept
+deep    an old state reaches new states of its own group only through the local step:
+        paths from one position of a group to another across time are cut, all others
+        are kept
 open    every choice and gate lets changes pass: which states can a parameter reach?
 """
 
@@ -142,12 +143,12 @@ def run_deep(
     inputs: Values,
     silent: jax.Array | None = None,
 ) -> Result:
-    """Old states are constant except for targets; a group's local step enters as a δ of
-    value zero."""
+    """Old states are constant to the new states of their own group, where the local step
+    enters as a δ of value zero."""
     env = _closed_over(stages) | parameters | states | inputs
     groups = stages.analysed.groups
-    hidden = [v for group in groups for v in group.hidden_invars]
-    still = env | Values((v, jax.lax.stop_gradient(env[v])) for v in hidden)
+    owner = {v: g for g, group in enumerate(groups) for v in group.hidden_invars}
+    still = env | Values((v, jax.lax.stop_gradient(env[v])) for v in owner)
     known = stages.compute(
         stages.derivative_variables, jax.tree.map(jax.lax.stop_gradient, still)
     )
@@ -157,9 +158,10 @@ def run_deep(
         new = new_components(stages, local, known, old, taps)
         moved = [x - jax.lax.stop_gradient(x) for x in new]
         delta |= local.group.new_states(moved)
+    of_others = lambda g: env.pick(v for v in owner if owner[v] != g)
     run = _silenced(stages, silent)
     results = evaluate_views(
-        stages.analysed, _wanted(stages), still, env.pick(hidden), delta, run
+        stages.analysed, _wanted(stages), still, of_others, delta, run
     )
     return _result(stages, states, results)
 

@@ -9,16 +9,16 @@ with a skip connection: the upper layer's product with the lower one's new state
 may lie inside a branch or a loop: then the paths through it are those of the whole
 equation less those of the equation with its cuts in place.
 
-So a value may exist in several views: one for each group it leads to, one for the loss,
-and one with all new states perturbed, which is read at cuts. Views that agree share one
-evaluation. Old states vary in the view of the loss only: that derivative is the direct
-read R.
+So a value may exist in several views: two for each group it leads to, of which the one
+that is read at cuts has all new states perturbed, and one for the loss. Views that agree
+share one evaluation. For the signal, old states vary in the view of the loss only: that
+derivative is the direct read R.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,7 +38,17 @@ from .replay import replay
 from .stages import Run, Stages
 
 LOSS = -1
-PERTURBED = -2
+
+
+def at_cuts(view: int) -> int:
+    """The view of group g that is read at its cuts, of that view g, and of the loss the
+    loss."""
+    return -2 - view
+
+
+def group_of(view: int) -> int:
+    """The group that a view is evaluated for; LOSS for none."""
+    return max(view, at_cuts(view))
 
 
 @dataclass(frozen=True)
@@ -59,23 +69,23 @@ class CutsBetween:
 
 NO_CUTS = CutsBetween({}, {})
 Cutting = Mapping[int, CutsBetween]
-"""Cuts by view; only the views of groups have any."""
+"""Cuts by group."""
 
 
 def evaluate_views(
     analysed: Analysed,
     outputs: Sequence[Atom],
     env: Mapping[Var, Any],
-    loss_env: Mapping[Var, Any],
+    varying: Callable[[int], Mapping[Var, Any]],
     delta: Mapping[Var, Any],
     run: Run,
     known: Mapping[Var, Any] = {},
 ) -> list[Any]:
     """Outputs in the view of the loss.
 
-    ``env``: values that are the same in every view, ``loss_env`` what the view of the
-    loss reads instead, ``known`` values that are not computed again. ``delta``: the
-    perturbation of every new state.
+    ``env``: values that are given; ``varying(g)``: what the views of a group read in
+    place of these, and ``varying(LOSS)`` that of the loss. ``known``: values that are
+    not computed again. ``delta``: the perturbation of every new state.
     """
     equations = analysed.dependence.program.equations
     owner = {v: g for g, m in enumerate(analysed.groups) for v in m.hidden_outvars}
@@ -83,33 +93,32 @@ def evaluate_views(
     views = _needed_views(equations, outputs, owner, env, cutting)
     raw: dict[tuple[Var, int], Any] = {}
     perturbed: dict[Var, Any] = {}
+    instead = {g: varying(g) for g in range(LOSS, len(analysed.groups))}
 
     def read(atom: Atom, view: int) -> Any:
         if not is_var(atom):
             return atom.val
-        if view == LOSS and atom in loss_env:
-            return loss_env[atom]
         if atom in env:
-            return env[atom]
+            return instead[group_of(view)].get(atom, env[atom])
         if atom in owner and owner[atom] != view:
             return perturbed[atom]
         return raw[atom, view]
 
     def operand(i: int, k: int, atom: Atom, view: int) -> Any:
-        mask = cutting[view].edges.get((i, k))
+        mask = cutting.get(view, NO_CUTS).edges.get((i, k))
         if mask is None:
             return read(atom, view)
         if mask.all():
-            return read(atom, PERTURBED)
-        return jnp.where(mask, read(atom, PERTURBED), read(atom, view))
+            return read(atom, at_cuts(view))
+        return jnp.where(mask, read(atom, at_cuts(view)), read(atom, view))
 
     for i, eqn in enumerate(equations):
         shared: dict[tuple[int, ...], list[Any]] = {}
         held: list[Any] = []  # keys are identities, so what they name must stay alive
         for view in sorted(set().union(*(views[v] for v in eqn.outvars))):
             operands = [operand(i, k, v, view) for k, v in enumerate(eqn.invars)]
-            cut = cutting[view].inside.get(i)
-            moved = [] if cut is None else [read(v, PERTURBED) for v in eqn.invars]
+            cut, there = cutting.get(view, NO_CUTS).inside.get(i), at_cuts(view)
+            moved = [] if cut is None else [read(v, there) for v in eqn.invars]
             held += [*operands, *moved]
             key = tuple(map(id, [*operands, *moved]))
             if key not in shared:
@@ -147,9 +156,8 @@ def _needed_views(
     for i, eqn in reversed(list(enumerate(equations))):
         needed: set[int] = set().union(*(views[v] for v in eqn.outvars))
         for k, atom in enumerate(eqn.invars) if needed else ():
-            want(atom, needed)
-            if any(cutting[view].reads_perturbed(i, k) for view in needed):
-                want(atom, {PERTURBED})
+            cut = {g for g in needed & set(cutting) if cutting[g].reads_perturbed(i, k)}
+            want(atom, needed | {at_cuts(g) for g in cut})
     return views
 
 
@@ -174,7 +182,7 @@ def _with_cut_paths(
 
 def _cuts_between_new_states(analysed: Analysed) -> Cutting:
     """Cuts between new states of one group, for every group."""
-    dependence, found = analysed.dependence, {LOSS: NO_CUTS, PERTURBED: NO_CUTS}
+    dependence, found = analysed.dependence, {}
     equations = dependence.program.equations
     reads = lambda i, k, new: of(dependence.total, equations[i].invars[k]).grads & new
     parts = zip(analysed.members, analysed.positions, strict=True)
@@ -213,7 +221,7 @@ def joint_outputs(
     for group, each in zip(groups, deltas, strict=True):
         components = [each[..., i] for i in range(each.shape[-1])]
         delta |= group.new_states(components)
-    return evaluate_views(analysed, program.outputs, env, {}, delta, run)
+    return evaluate_views(analysed, program.outputs, env, lambda g: {}, delta, run)
 
 
 def _joint_targets(
@@ -227,9 +235,9 @@ def _joint_targets(
     """The targets of one step as functions of tap results, perturbations and old
     states."""
     fixed = {v: x for v, x in env.items() if v not in stages.differentiated}
-    loss_env, delta = Values(), Values()
+    direct, delta = Values(), Values()
     for n, group in enumerate(stages.analysed.groups):
-        loss_env |= group.old_states(old[n])
+        direct |= group.old_states(old[n])
         delta |= group.new_states(deltas[n])
 
     def run(i: int, operands: list[Any]) -> list[Any]:
@@ -240,8 +248,9 @@ def _joint_targets(
 
     kept_values = (*stages.new_states, *stages.anchors)
     known = {v: env[v] for v in kept_values if v in env}
+    varying = lambda g: direct if g == LOSS else {}
     return evaluate_views(
-        stages.analysed, stages.targets, fixed, loss_env, delta, run, known
+        stages.analysed, stages.targets, fixed, varying, delta, run, known
     )
 
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..analysis.credit import NO_CREDIT, WindowCredit
 from ..analysis.diagnostics import ParameterGradient
 from ..solver import JacobianRecursion, RandomFeedback, ScalarLeak
 from .rule import CoupledWithin, RandomProjection, Rule
@@ -67,7 +68,8 @@ class ParameterFacts(NamedTuple):
     outputs of the same step depend on it. ``untraced``: it has uses that could have a
     trace, but were not chosen for one. ``complete``: it reaches no more states than
     within the n steps of SnAp. ``readouts``: names of leaky read-outs whose memory the
-    traces carry, or could. ``advice``: what would let them carry more."""
+    traces carry, or could. ``advice``: what would let them carry more. ``window``: what
+    a window gives it, for rules with ``deep``."""
 
     credit: str
     reason: str
@@ -79,6 +81,7 @@ class ParameterFacts(NamedTuple):
     complete: bool = False
     readouts: tuple[str, ...] = ()
     advice: str = ''
+    window: WindowCredit | None = None
 
 
 def gradient_of(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
@@ -136,9 +139,13 @@ def _by_influence(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
 
 
 def _by_traces(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
-    facts = _with_readouts(rule, facts)
+    kind = WITH_EXACT_TRACES[facts.credit]
+    if facts.window is not None:
+        kind, facts = _in_calls(facts.window, facts)
+    else:
+        facts = _with_readouts(rule, facts)
     # What no output of a step depends on has no signal, unless a modulator replaces it.
-    if facts.credit == 'none' and not rule.is_modulated and not rule.deep:
+    if kind == NONE and not rule.is_modulated:
         return ParameterGradient(NONE, facts.reason)
     apart = (
         rule.recursion != JacobianRecursion()
@@ -166,21 +173,38 @@ def _by_traces(rule: Rule, facts: ParameterFacts) -> ParameterGradient:
     if replaced:
         also = [] if facts.credit == 'exact' else [f'besides: {facts.reason}']
         return ParameterGradient(APPROXIMATE, '; '.join([*replaced, *also]))
-    if rule.deep and facts.credit != 'exact':
-        inside = 'inside a call credit also passes from layer to layer; otherwise'
-        return ParameterGradient(LOCAL, f'{inside}: {facts.reason}')
     lacking = [s.without_factors for s in facts.sites if s.without_factors]
     if lacking:
         where = ', '.join(dict.fromkeys(lacking))
         kept = f'no factors are known for {where}, so a trace for each weight is kept'
-        kind = WITH_EXACT_TRACES[facts.credit]
         return ParameterGradient(kind, f'{facts.reason}; {kept}')
     own = facts.sites and (
         rule.decay is not None or rule.recursion != JacobianRecursion()
     )
     # A rule with a recursion of its own: state that it is the exact one here.
     as_exact = "; the rule's own trace is the exact one here" if own else ''
-    return ParameterGradient(WITH_EXACT_TRACES[facts.credit], facts.reason + as_exact)
+    return ParameterGradient(kind, facts.reason + as_exact)
+
+
+def _in_calls(
+    window: WindowCredit, facts: ParameterFacts
+) -> tuple[str, ParameterFacts]:
+    """What a rule with ``deep`` gives: inside a call what a window does, from call to
+    call what traces do."""
+    if facts.credit == 'exact':
+        return EQUAL, facts
+    if not window.any:
+        why = f'no credit comes back to it, inside a call or later: {window.cut}'
+        return NONE, facts._replace(reason=why)
+    if not window.later and window.cut:
+        return ONE_STEP, facts._replace(reason=window.cut)
+    reason = 'inside a call no path is cut'
+    if window.cut:
+        reason = f'inside a call credit passes from group to group, but {window.cut}'
+    lost = facts.reason.removeprefix(f'{NO_CREDIT}: ')
+    if not (window.cut and lost.startswith(window.cut)):
+        reason += f'; from call to call its traces alone carry credit: {lost}'
+    return LOCAL if window.cut else EQUAL, facts._replace(reason=reason)
 
 
 def _with_readouts(rule: Rule, facts: ParameterFacts) -> ParameterFacts:

@@ -110,7 +110,7 @@ class Rule:
     ``exact_when``: where its gradient is BPTT's. ``cost``: memory of what it carries
     and time, in B batch, I inputs, H units, S states of a unit, T steps. ``use``: what
     it is used for. ``reach``: 'local', or 'readout' for traces that hold the memory of
-    leaky read-outs. ``deep``: credit passes from layer to layer inside a call.
+    leaky read-outs. ``deep``: credit passes from group to group inside a call.
     ``multi_step``: every call is an exact window.
     """
 

@@ -38,9 +38,10 @@ def run_window(
     """Run steps one after the other: the last states, targets and auxiliary values of
     all.
 
-    ``deep``: paths from one position to another across time are cut. At silent steps of
-    the mask, equations that only targets need send no gradient back, and derivatives
-    are taken at values without NaN; all values are those of the step itself.
+    ``deep``: paths from one position of a group to another across time are cut. At
+    silent steps of the mask, equations that only targets need send no gradient back,
+    and derivatives are taken at values without NaN; all values are those of the step
+    itself.
     """
     run = step.run_deep if deep else step.run
     fixed = states.pick(v for v in states if v not in step.written)

@@ -69,9 +69,9 @@ class WindowSolver:
     ) -> Solved:
         """Reverse mode inside windows of a length; traces or a predictor across them.
 
-        ``deep``: paths from one position to another across time are cut. ``fresh``:
-        nothing came before the sequence and nothing follows it. ``unit``: the weight of
-        a loss that is not masked (1/T for a mean). The predictor is trained for losses
+        ``deep``: paths from one position of a group to another across time are cut.
+        ``fresh``: nothing came before the sequence and nothing follows it. ``unit``: the
+        weight of a loss that is not masked (1/T for a mean). The predictor is trained for losses
         of weight 1, so its credit is multiplied by ``unit``; its weights are
         ``rule_state``. ``masked``: some of the weights may be zero.
         """
@@ -139,6 +139,7 @@ class WindowSolver:
         traces: Trace,
         inputs: Values,
         cotangents: Sequence[jax.Array],
+        deep: bool = False,
         predictor: Predictor | None = None,
         rule_state: Any = None,
     ) -> Values:
@@ -152,7 +153,7 @@ class WindowSolver:
         if predictor:
             credit_after = lambda end: _predicted(predictor, rule_state, end)
         found = window_gradient(
-            self.step, parameters, states, inputs, cotangents, credit_after=credit_after
+            self.step, parameters, states, inputs, cotangents, deep, credit_after
         )
         if not traces:
             return found.gradients
