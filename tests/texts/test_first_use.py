@@ -928,7 +928,7 @@ def test_an_output_that_the_loss_does_not_read():
     assert 'no derivative of any loss leads to it' in why
 
 
-class Delayed(Leak):
+class DelayLine(Leak):
     """Units behind a delay line of two states, kept in a list or in a dictionary."""
 
     def __init__(self, kept_in):
@@ -950,7 +950,7 @@ class Delayed(Leak):
 
 def test_credit_that_is_lost_between_states_of_a_list():
     with pytest.warns(bt.CreditWarning) as caught:
-        learner = bt.compile(Delayed(list), 'd_rtrl', X, batch_size=4)
+        learner = bt.compile(DelayLine(list), 'd_rtrl', X, batch_size=4)
     (warning,) = caught
     written, why, fix = parts_of(warning.message)
     assert written == (
@@ -966,8 +966,8 @@ def test_credit_that_is_lost_between_states_of_a_list():
     assert record.message.endswith('because their paths part at an integer key')
     with warnings.catch_warnings():
         warnings.simplefilter('error', bt.CreditWarning)
-        bt.compile(Delayed(list), 'bptt', X, batch_size=4)
-        fixed = bt.compile(Delayed(dict), 'd_rtrl', X, batch_size=4)
+        bt.compile(DelayLine(list), 'bptt', X, batch_size=4)
+        fixed = bt.compile(DelayLine(dict), 'd_rtrl', X, batch_size=4)
     ratios = [
         {row.name: row.relative_error for row in check.rows}['feed']
         for check in (
