@@ -872,7 +872,7 @@ def test_an_output_that_the_loss_does_not_read():
     assert 'no derivative of any loss leads to it' in why
 
 
-class Delayed(Leak):
+class DelayLine(Leak):
     """Units behind a delay line of two states, kept in a list or in a dictionary."""
 
     def __init__(self, kept_in):
@@ -894,7 +894,7 @@ class Delayed(Leak):
 
 def test_credit_that_is_lost_between_states_of_a_list():
     with pytest.warns(bt.CreditWarning) as caught:
-        learner = bt.compile(Delayed(list), 'd_rtrl', X, batch_size=4)
+        learner = bt.compile(DelayLine(list), 'd_rtrl', X, batch_size=4)
     (warning,) = caught
     written, why, fix = parts_of(warning.message)
     assert written == (
@@ -910,17 +910,17 @@ def test_credit_that_is_lost_between_states_of_a_list():
     assert record.message.endswith('because their paths part at an integer key')
     with warnings.catch_warnings():
         warnings.simplefilter('error', bt.CreditWarning)
-        bt.compile(Delayed(list), 'bptt', X, batch_size=4)
-        fixed = bt.compile(Delayed(dict), 'd_rtrl', X, batch_size=4)
-    ratios = [
+        bt.compile(DelayLine(list), 'bptt', X, batch_size=4)
+        fixed = bt.compile(DelayLine(dict), 'd_rtrl', X, batch_size=4)
+    errors = [
         {row.name: row.relative_error for row in check.rows}['feed']
         for check in (
             each.gradient_check(XS, step_fn=mean_square(each))
             for each in (learner, fixed)
         )
     ]
-    assert ratios[0] > 0.1
-    assert ratios[1] < 1e-5
+    assert errors[0] > 0.1
+    assert errors[1] < 1e-5
 
 
 def test_layers_of_a_list_that_meet_in_products_are_not_warned_of():
