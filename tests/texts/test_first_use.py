@@ -968,15 +968,15 @@ def test_credit_that_is_lost_between_states_of_a_list():
         warnings.simplefilter('error', bt.CreditWarning)
         bt.compile(DelayLine(list), 'bptt', X, batch_size=4)
         fixed = bt.compile(DelayLine(dict), 'd_rtrl', X, batch_size=4)
-    ratios = [
+    errors = [
         {row.name: row.relative_error for row in check.rows}['feed']
         for check in (
             each.gradient_check(XS, step_fn=mean_square(each))
             for each in (learner, fixed)
         )
     ]
-    assert ratios[0] > 0.1
-    assert ratios[1] < 1e-5
+    assert errors[0] > 0.1
+    assert errors[1] < 1e-5
 
 
 def test_layers_of_a_list_that_meet_in_products_are_layers():
