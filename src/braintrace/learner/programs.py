@@ -19,10 +19,10 @@ import numpy as np
 from ..errors import RecompilationWarning, three_parts
 from ..frontends.module_states import known_states
 from ..source_lines import short_source
-from .model_states import Shapes
 
 if TYPE_CHECKING:
     from .learner import Learner
+    from .model_states import Shapes
 
 _MOST_PROGRAMS = 32
 """More are dropped, the oldest first: a new step_fn for every call must not fill
