@@ -21,6 +21,7 @@ from .files import written
 from .frontends.module_states import module_states
 from .learner.learner import Learner
 from .learner.stream import Stream
+from .learner.transaction import uninterrupted
 from .learner.weights import read_safetensors
 from .program.step import path_name, path_names
 from .source_lines import use_name
@@ -230,13 +231,17 @@ class Checkpoints:
                     self._fix_for(update),
                 )
             )
+        new: dict[str, Any] = {}
         for name, state in states.items():
             leaves, tree = jax.tree.flatten(state.value)
-            new = [
+            read = [
                 _like(x, found[name][f'{i}']) if jnp.size(x) else x
                 for i, x in enumerate(leaves)
             ]
-            state.value = jax.tree.unflatten(tree, new)
+            new[name] = jax.tree.unflatten(tree, read)
+        with uninterrupted:
+            for name, state in states.items():
+                state.value = new[name]
         return update
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..compat import can_fail, is_at_top
 from ..errors import RecompilationWarning, three_parts
 from ..frontends.module_states import known_states
 from ..source_lines import short_source
@@ -184,6 +185,19 @@ def loop_of(
     def make() -> Callable:
         if step_fn is not None and not in_trace():
             warn_of_copies(learner, step_fn, (kind, state_shapes_of(learner)))
-        return brainstate.transform.jit(run)
+        jitted = brainstate.transform.jit(run)
+        fails: list[bool] = []
+
+        def loop(*inputs: Any) -> Any:
+            results = jitted(*inputs)
+            if is_at_top():
+                if not fails:
+                    fails.append(can_fail(jitted.trace(*inputs).jaxpr))
+                if fails[0]:
+                    # An error must be raised here, where the call can be undone.
+                    jax.block_until_ready(results)
+            return results
+
+        return loop
 
     return program_of(learner, kind, parts, make)

@@ -107,6 +107,8 @@ class StreamProgram:
             traced, donated, fails, compiler_options=options
         )
         self._is_compiled = False
+        # Shapes and types of the arrays that it donates.
+        self._donated = frozenset(self._all_shapes if self._transaction.donates else ())
 
     @property
     def count(self) -> int:
@@ -175,6 +177,20 @@ class StreamProgram:
 
         return jax.lax.fori_loop(0, count, one, (list(arrays), empty))
 
+    def may_donate(self, x: Any) -> bool:
+        """Whether an argument may be one of the donated arrays."""
+        return isinstance(x, jax.Array) and (x.shape, x.dtype) in self._donated
+
+    def apart(self, arrays: list[Any], args: tuple) -> tuple:
+        """Arguments with copies of those that are donated in the same call, as in
+        ``stream(net.h.value)``: a program cannot read an array that it writes over."""
+
+        def copied(x: Any) -> Any:
+            is_donated = self.may_donate(x) and any(_is_same(x, a) for a in arrays)
+            return jnp.copy(x) if is_donated else x
+
+        return jax.tree.map(copied, args)
+
     def __call__(self, arrays: list[Any], *args: Any) -> Any:
         """Run it, from :meth:`arrays`; what the function returns."""
         try:
@@ -225,6 +241,7 @@ class QuickCall:
         settings = brainstate.environ.all()
         self._fit, self._dt = settings.get('fit'), settings.get('dt')
         self._inputs = [(type(x), x.shape, x.dtype) for x in inputs]
+        self._may_donate = any(map(program.may_donate, inputs))
 
     @classmethod
     def like(
@@ -251,6 +268,8 @@ class QuickCall:
             return None
         with self._lock:
             if program.places.are_same() and program.is_latest():
+                if self._may_donate:
+                    inputs = program.apart(program.leaves, inputs)
                 return program(program.leaves, *inputs)
         return None
 
@@ -265,6 +284,18 @@ def _inside_a_program() -> CompilationError:
             'under brainstate.transform.grad, or etrace_online for whole sequences',
         )
     )
+
+
+def _is_same(x: jax.Array, y: jax.Array) -> bool:
+    """Whether two arrays are the same memory; device_put gives another array of it."""
+    if x is y or x.shape != y.shape or x.dtype != y.dtype:
+        return x is y
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return False
+    pointers = lambda x: {
+        shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards
+    }
+    return not pointers(x).isdisjoint(pointers(y))
 
 
 def _is_small(shapes: list[tuple]) -> bool:
