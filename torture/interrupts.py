@@ -8,7 +8,6 @@ be while a compiled program runs.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -28,7 +27,7 @@ import numpy as np
 import braintrace
 
 from .progress import random_of
-from .training import Failing, Noisy, Training, check_same
+from .training import UPDATES, Failing, Noisy, Training, check_same
 
 TITLE = 'SIGINT at random moments of every kind of call, and failing callbacks'
 CASES = 5000
@@ -120,12 +119,8 @@ class Subject(Training):
             return learner(x)
         if kind == 'online':
             return learner.etrace_online(*data, **updated)
-        if kind == 'apply':
-            return learner.apply(self.gradients, self.optimizer)
-        with tempfile.TemporaryDirectory(dir=self.folder.name) as out:
-            return braintrace.fit(
-                learner, self.batches, **updated, updates=2, out=out, show=False
-            )
+        assert kind == 'apply'
+        return learner.apply(self.gradients, self.optimizer)
 
     def begin(self, kind: str) -> None:
         """Somewhere inside a sequence, with traces that are not zero. The arrays of
@@ -135,12 +130,11 @@ class Subject(Training):
         self.learner.etrace_evolve(self.xs[:3])
         if kind == 'eligibility':
             self.call('gradient')
-        if kind != 'fit':
-            self.call(kind)
+        self.call(kind)
 
     @functools.cached_property
     def moments(self) -> list[dict]:
-        """Values after each part of the two updates of a training."""
+        """Values before a training and after each part of its updates."""
         found: list[dict] = []
 
         def seen(name: str) -> Any:
@@ -153,11 +147,11 @@ class Subject(Training):
 
             return mock.patch.object(braintrace.Learner, name, call)
 
-        self.begin('fit')
+        self.reset()
         found.append(self.values())
-        with seen('etrace_grad'), seen('apply'):
-            self.call('fit')
-        assert len(found) == 5
+        with seen('etrace_online'), seen('reset_state'):
+            self.fit(None)
+        assert len(found) == 1 + 2 * UPDATES
         return found
 
     def after_calls(self, kind: str, count: int) -> dict:
@@ -224,7 +218,7 @@ def interrupted(user: Subject, kind: str, at: int) -> str:
     # The next call is that of a learner that was never interrupted.
     user.call(kind)
     assert same(user.values(), then), f'{where}: the next call differs'
-    return f'{kind}: {how}'
+    return f'signal at an instruction: {how}'
 
 
 def interrupted_loop(user: Subject, kind: str, seconds: float) -> str:
@@ -251,7 +245,7 @@ def interrupted_loop(user: Subject, kind: str, seconds: float) -> str:
     now = user.values()
     for more, how in enumerate(('as before', 'as after')):
         if same(now, user.after_calls(kind, count + more), without_random):
-            return f'loop of {kind}: {how}'
+            return f'signal in a loop: {how}'
     raise AssertionError(f'{kind}, after {count} calls: some other moment')
 
 
@@ -263,30 +257,46 @@ def failed(user: Subject, kind: str) -> str:
     user.learner.model.fails = True
     try:
         jax.block_until_ready(user.call(kind))
+        raised = ''
     except Exception as error:
-        assert 'a callback failed' in f'{error} {error.__cause__}'
-    else:
-        raise AssertionError('the error was lost')
+        raised = f'{error} {error.__cause__}'
     finally:
         user.learner.model.fails = False
+    assert 'a callback failed' in raised, f'{kind}: another error, or none'
     assert same(user.values(), before, without_random), f'{kind}: changed'
     user.states['random'].value = drawn
     user.call(kind)
     assert same(user.values(), after), f'{kind}: the next call differs'
-    return f'failed callback in {kind}: as before'
+    return 'failed callback: as before'
 
 
-def interrupted_fit(user: Subject, at: int) -> str:
-    """A training, interrupted twice at an instruction."""
-    user.begin('fit')
-    with contextlib.suppress(KeyboardInterrupt), Interrupt(at):
-        user.call('fit')
-    now = user.values()
-    moment = next(
-        (n for n, m in enumerate(user.moments) if same(now, m, without_random)), None
-    )
-    assert moment is not None, f'fit, instruction {at}: between two moments'
-    return f'fit: after {moment} of 4 parts'
+def interrupted_fit(user: Subject, delay: float, gap: float) -> str:
+    """A training that two signals end at once; resumed in the same process, it is the
+    uninterrupted one."""
+
+    def send() -> None:
+        for seconds in (delay, gap):
+            time.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    out = Path(tempfile.mkdtemp(dir=user.folder.name))
+    thread = threading.Thread(target=send)
+    # For signals that come before the training has its own handler, or after it.
+    handler = signal.signal(signal.SIGINT, lambda number, frame: None)
+    how = 'not interrupted'
+    try:
+        thread.start()
+        if user.fit(out).ended == 'interrupted':
+            how = 'interrupted once'
+    except KeyboardInterrupt:
+        how = 'interrupted twice'
+        now = user.values()
+        at = [n for n, m in enumerate(user.moments) if same(now, m, without_random)]
+        assert at, 'fit: interrupted between two moments'
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, handler)
+    return f'fit: {how}, {user.resume_or_start(out)}'
 
 
 def case(seed: int, number: int) -> str:
@@ -298,7 +308,7 @@ def case(seed: int, number: int) -> str:
     rules = ['d_rtrl', 'pp_prop', 'uoro'][: 2 if kind == 'chunks' else 3]
     rule = rng.choice(rules)
     if kind == 'fit':
-        return interrupted_fit(subject(rule), rng.randint(1, 60_000))
+        return interrupted_fit(subject(rule), rng.uniform(0, 0.5), rng.uniform(0, 0.1))
     if way == 'callback' and kind not in ('scaled', 'eligibility', 'apply'):
         return failed(subject(rule, Failing), kind)
     user = subject(rule)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,10 @@ _CHECKSUM = 'checksum'
 """The name beside those of the states under which a checkpoint keeps its checksum."""
 LARGE = 2**24
 """Bytes of states from which on a training does not wait for its checkpoints."""
+_WRITING = threading.Lock()
+"""Held while orbax changes a folder, which it does in a thread of its own. Ctrl-C then
+interrupts only the thread that waits. Interrupted itself, orbax would go on writing in
+the background, and a training that is resumed at once would clean the same folder."""
 
 
 def states_of(learner: Learner, optimizer: Any = None) -> dict[str, brainstate.State]:
@@ -79,8 +84,12 @@ class Checkpoints:
         )
         self._writer = ThreadPoolExecutor(1)
         self._under_way: Future | None = None
-        with written(f'checkpoints in {self._name}'):
-            self._manager = orbax.CheckpointManager(self.folder, options=options)
+
+        def opened() -> Any:
+            with _WRITING, written(f'checkpoints in {self._name}'):
+                return orbax.CheckpointManager(self.folder, options=options)
+
+        self._manager = self._writer.submit(opened).result()
 
     @property
     def _name(self) -> str:
@@ -116,12 +125,13 @@ class Checkpoints:
             return
         values = _values(states)
         size = sum(x.nbytes for x in jax.tree.leaves(values))
-        if background and size >= LARGE and jax.process_count() == 1:
+        in_background = background and size >= LARGE and jax.process_count() == 1
+        if in_background:
             # A copy: the arrays of states are written over by the next update.
             values = jax.tree.map(np.array, values)
-            self._under_way = self._writer.submit(self._write, update, values)
-        else:
-            self._write(update, values)
+        self._under_way = self._writer.submit(self._write, update, values)
+        if not in_background:
+            self.finish()
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is complete."""
@@ -135,7 +145,7 @@ class Checkpoints:
         if all(map(_is_here, jax.tree.leaves(values))):
             values[_CHECKSUM] = _checksums(values)
         # A full disk is a ValueError of the library that stores the arrays.
-        with written(f'checkpoint {update} of {self._name}', ValueError):
+        with _WRITING, written(f'checkpoint {update} of {self._name}', ValueError):
             self._manager.save(update, args=self._orbax.args.StandardSave(values))
             self._manager.wait_until_finished()
 

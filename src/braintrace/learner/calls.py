@@ -243,9 +243,9 @@ def run_step(learner: Learner, args: tuple, window: bool, modulator: Any) -> Any
     given = (parameters, states, traces, binding.inputs(args), rule_state)
 
     def write(results: tuple) -> Any:
-        values, *after = results
+        values, states, traces = results
         rule_state = next_rule_state(learner, None)
-        write_back(learner, binding, solver, *after, rule_state, calls=1)
+        write_back(learner, binding, solver, states, traces, rule_state, calls=1)
         return binding.outputs(values)
 
     return step(write, *given)
