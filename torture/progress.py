@@ -70,9 +70,16 @@ Each case above checks one of these:
   `multiprocessing.get_context('spawn')`.
 - **Long runs.** Steps add no memory and no compiled programs. Orbax keeps some 20 KB of
   memory for each checkpoint.
-- **Interrupts.** If Ctrl-C interrupts a call, weights, states and traces are all those from
-  before the call, or all those from after it. If Ctrl-C comes while a compiled program runs
-  on carried traces, the traces are reset to zero, and the states are those from before.
+- **Interrupts.** If Ctrl-C interrupts a call, weights, states, traces and optimiser are all
+  those from before the call, or all those from after it. While a program that writes over
+  the old arrays runs, Ctrl-C waits until the call has written its results. Compiling is
+  interrupted at once. This holds for SIGINT: a handler that raises an exception for another
+  signal is not delayed.
+- **Errors of callbacks.** If a callback in the model or in `step_fn` raises an error, the call
+  changes nothing. Programs with callbacks or other effects do not write over the old arrays,
+  so they need more memory.
+- **Ctrl-C twice in a training.** The training ends at once. A checkpoint that is being
+  written is completed, and a training that is resumed in the same process waits for it.
 """
 
 

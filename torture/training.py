@@ -33,16 +33,37 @@ class Noisy(brainstate.nn.Module):
         return self.readout(self.cell(x + 0.1 * noise))
 
 
+class Failing(Noisy):
+    """The same with a call of Python, which raises an error while ``fails``."""
+
+    fails = False
+
+    def update(self, x: jax.Array) -> jax.Array:
+        x = jax.pure_callback(self._called, x, x, vmap_method='sequential')
+        return super().update(x)
+
+    def _called(self, x: np.ndarray) -> np.ndarray:
+        if self.fails:
+            raise RuntimeError('a callback failed')
+        return np.asarray(x)
+
+
 class Training:
     """A learner that can be put back to its start, and its training.
 
     It is always the same one: two processes that make it get the same numbers.
     """
 
-    def __init__(self, units: int = 4, rule: str = 'd_rtrl', update_every: int = 1):
+    def __init__(
+        self,
+        units: int = 4,
+        rule: str = 'd_rtrl',
+        update_every: int = 1,
+        model: type[Noisy] = Noisy,
+    ):
         brainstate.random.seed(7)
         example = jnp.zeros((BATCH, INPUTS))
-        self.learner = braintrace.compile(Noisy(units), rule, example, batch_size=BATCH)
+        self.learner = braintrace.compile(model(units), rule, example, batch_size=BATCH)
         self.optimizer = optax.adam(0.02)
         self.update_every = update_every
         self.states = states_of(self.learner, self.optimizer)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from .files import written
 from .frontends.module_states import module_states
 from .learner.learner import Learner
 from .learner.stream import Stream
+from .learner.transaction import uninterrupted
 from .learner.weights import read_safetensors
 from .program.step import path_name, path_names
 from .source_lines import use_name
@@ -33,6 +35,10 @@ _CHECKSUM = 'checksum'
 """The name beside those of the states under which a checkpoint keeps its checksum."""
 LARGE = 2**24
 """Bytes of states from which on a training does not wait for its checkpoints."""
+_WRITING = threading.Lock()
+"""Held while orbax changes a folder, which it does in a thread of its own. Ctrl-C then
+interrupts only the thread that waits. Interrupted itself, orbax would go on writing in
+the background, and a training that is resumed at once would clean the same folder."""
 
 
 def states_of(learner: Learner, optimizer: Any = None) -> dict[str, brainstate.State]:
@@ -78,8 +84,12 @@ class Checkpoints:
         )
         self._writer = ThreadPoolExecutor(1)
         self._under_way: Future | None = None
-        with written(f'checkpoints in {self._name}'):
-            self._manager = orbax.CheckpointManager(self.folder, options=options)
+
+        def opened() -> Any:
+            with _WRITING, written(f'checkpoints in {self._name}'):
+                return orbax.CheckpointManager(self.folder, options=options)
+
+        self._manager = self._writer.submit(opened).result()
 
     @property
     def _name(self) -> str:
@@ -115,12 +125,13 @@ class Checkpoints:
             return
         values = _values(states)
         size = sum(x.nbytes for x in jax.tree.leaves(values))
-        if background and size >= LARGE and jax.process_count() == 1:
+        in_background = background and size >= LARGE and jax.process_count() == 1
+        if in_background:
             # A copy: the arrays of states are written over by the next update.
             values = jax.tree.map(np.array, values)
-            self._under_way = self._writer.submit(self._write, update, values)
-        else:
-            self._write(update, values)
+        self._under_way = self._writer.submit(self._write, update, values)
+        if not in_background:
+            self.finish()
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is complete."""
@@ -134,7 +145,7 @@ class Checkpoints:
         if all(map(_is_here, jax.tree.leaves(values))):
             values[_CHECKSUM] = _checksums(values)
         # A full disk is a ValueError of the library that stores the arrays.
-        with written(f'checkpoint {update} of {self._name}', ValueError):
+        with _WRITING, written(f'checkpoint {update} of {self._name}', ValueError):
             # Orbax deletes those that are not kept, and cannot delete a link to one.
             steps = sorted(self._manager.all_steps())
             old = [self.folder / str(n) for n in steps[: len(steps) - self._keep + 1]]
@@ -236,13 +247,17 @@ class Checkpoints:
                     self._fix_for(update),
                 )
             )
+        new: dict[str, Any] = {}
         for name, state in states.items():
             leaves, tree = jax.tree.flatten(state.value)
-            new = [
+            read = [
                 _like(x, found[name][f'{i}']) if jnp.size(x) else x
                 for i, x in enumerate(leaves)
             ]
-            state.value = jax.tree.unflatten(tree, new)
+            new[name] = jax.tree.unflatten(tree, read)
+        with uninterrupted:
+            for name, state in states.items():
+                state.value = new[name]
         return update
 
 

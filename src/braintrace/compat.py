@@ -312,6 +312,17 @@ def is_opaque(eqn: Equation) -> bool:
     return not known and any(map(is_differentiable, eqn.outvars))
 
 
+def can_fail(program: Any) -> bool:
+    """Whether a program runs code that may raise an error while the program runs: calls
+    of Python, and whatever else has effects."""
+    jaxpr = open_jaxpr(program)
+    if jaxpr.effects:
+        return True
+    inside = (sub.jaxpr for eqn in jaxpr.eqns for sub in sub_programs(eqn))
+    own = any(eqn.primitive.name in _CALLBACKS for eqn in jaxpr.eqns)
+    return own or any(map(can_fail, inside))
+
+
 class Scan(NamedTuple):
     """A scan, or a loop: operands are consts, carry, xs; results are carry, ys.
 

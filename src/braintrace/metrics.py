@@ -190,7 +190,7 @@ def update(
         parameters, states = binding.read()
         inputs, weights = binding.inputs(sequences), jnp.ones(length)
         given = (parameters, states, traces, inputs, weights, 1.0)
-        run = lambda *args: program(*args, rule_value(learner), masked=False)
+        run = lambda *args: program.run(*args, rule_value(learner), masked=False)
         whole = _dense_operations(normal_form(jax.make_jaxpr(run)(*given)))
         forward = length * _dense_operations(binding.info.program.closed)
         memory = {

@@ -573,6 +573,6 @@ def test_sine_and_cosine_of_a_parameter_are_computed_once_a_step():
     stream(xs[0])
     program = stream._latest_program
     given = (program.leaves, xs[1])
-    text = program._compiled.lower(*given).compile().as_text()
+    text = program._transaction.run.lower(*given).compile().as_text()
     # Once for the step, and once for the gradient of each of the two parameters.
     assert 2 <= text.count(' sine(') + text.count(' cosine(') <= 6

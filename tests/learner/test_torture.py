@@ -42,13 +42,26 @@ def test_every_part_has_a_test():
     assert set(PARTS) == {*CASES, 'kills', 'command', 'interrupts', 'soak'}
 
 
-@pytest.mark.parametrize('kind', ['carried', 'step', 'apply'])
+@pytest.mark.parametrize('kind', interrupts.CALLS)
 def test_interrupts(kind):
-    """In the last lines of a call its results are put in place."""
+    """In the last instructions of a call its results are put in place."""
     user = interrupts.subject('d_rtrl')
-    lines = user.around(kind)[2]
-    for at in range(lines - 160, lines, 9):
+    count = user.around(kind)[3]
+    for at in range(max(1, count - 600), count, 97):
         assert interrupts.interrupted(user, kind, at)
+
+
+@pytest.mark.parametrize('kind', interrupts.STREAMS)
+def test_interrupts_while_a_program_runs(kind):
+    user = interrupts.subject('d_rtrl')
+    for n in range(3):
+        assert interrupts.interrupted_loop(user, kind, 0.003 * n)
+
+
+@pytest.mark.parametrize('kind', ['stream', 'predict', 'carried', 'evolve', 'chunks'])
+def test_a_callback_that_fails_changes_nothing(kind):
+    user = interrupts.subject('d_rtrl', interrupts.Failing)
+    assert interrupts.failed(user, kind)
 
 
 def test_soak(tmp_path, monkeypatch):

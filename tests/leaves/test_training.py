@@ -237,7 +237,14 @@ def test_large_checkpoints_are_written_while_training_goes_on(tmp_path, monkeypa
         time.sleep(0.3)  # updates go on meanwhile and write over the weights
         write(checkpoints, update, values)
 
+    waited, save = [], Checkpoints.save
+
+    def saved(checkpoints, *given, **options):
+        save(checkpoints, *given, **options)
+        waited.append(checkpoints._under_way is None)
+
     monkeypatch.setattr(Checkpoints, '_write', slow)
+    monkeypatch.setattr(Checkpoints, 'save', saved)
     brainstate.random.seed(0)
     learner, parts = make()
     braintrace.fit(learner, updates=4, out=tmp_path / 'a', save_every=1, **parts)
@@ -247,7 +254,7 @@ def test_large_checkpoints_are_written_while_training_goes_on(tmp_path, monkeypa
     brainstate.random.seed(0)
     alone, parts = make()
     braintrace.fit(alone, updates=3, out=tmp_path / 'b', **parts)
-    assert threads[-1] is threading.main_thread()
+    assert waited == [False] * 4 + [True]
     found = []
     for folder, number in (('a', 3), ('b', 3)):
         learner, parts = make()
@@ -381,6 +388,32 @@ def test_stops(tmp_path):
     assert (stopped.ended, len(stopped.records)) == ('interrupted', 2)
     assert Checkpoints(tmp_path / 'checkpoints').latest == 2
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_interrupt_leaves_the_checkpoint_that_is_being_written(
+    tmp_path, monkeypatch
+):
+    """A training that is resumed at once waits for it."""
+    learner, parts = make()
+    write = Checkpoints._write
+
+    def interrupted(checkpoints, update, values):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        write(checkpoints, update, values)
+
+    def interrupt(record):
+        if record['update'] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, '_write', interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            braintrace.fit(
+                learner, updates=9, callbacks=[interrupt], out=tmp_path, **parts
+            )
+    resumed = braintrace.fit(learner, updates=3, out=tmp_path, resume=True, **parts)
+    assert [record['update'] for record in resumed.records] == [1, 2, 3]
 
 
 def test_a_checkpoint_with_the_old_name_of_the_rule_state_is_restored(tmp_path):

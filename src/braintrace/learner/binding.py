@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ..analysis.analysed import Analysed, analyse
-from ..compat import Var, is_differentiable, is_var
+from ..compat import Var, can_fail, is_differentiable, is_var
 from ..compiled_step import CompiledStep, Values
 from ..errors import CompilationError, InputError, three_parts
 from ..frontends.brainstate import ModuleInfo, trace_step
@@ -194,6 +194,11 @@ class StepBinding:
         read = {v for eqn in program.equations for v in eqn.invars if is_var(v)}
         unread = any(p.invar not in read for p in program.parameters)
         return unread or bool(program.untouched_parameters)
+
+    @cached_property
+    def can_fail(self) -> bool:
+        """Whether the step runs code that may raise an error, as a callback."""
+        return can_fail(self.info.closed_jaxpr)
 
     @property
     def has_readouts(self) -> bool:

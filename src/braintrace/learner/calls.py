@@ -50,6 +50,7 @@ from .models import interface_of
 from .online import online_step
 from .programs import program_of
 from .sequences import evolution_program, gradient_program_of, options_of, solver_of
+from .transaction import Transaction
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -111,16 +112,15 @@ class SolvedCall(NamedTuple):
 
 def gradients_in_steps(learner: Learner, call: GradientCall) -> SequenceGradients:
     """Gradients of a sequence, step by step; states and traces are written."""
-    with learner._carried.cleared_on_error():
-        found = solve(learner, call)
-        if learner.check_finite:
-            _check_finite(found)
+
+    def write(found: SolvedCall) -> None:
         binding, solver, solved, weights = found
         after = (solved.states, solved.traces, next_rule_state(learner, solved))
         write_back(
             learner, binding, solver, *after, calls=len(weights), fresh=call.fresh
         )
-    return found.gradients(call.has_aux)
+
+    return solve(learner, call, write=write).gradients(call.has_aux)
 
 
 def gradients_at(
@@ -139,12 +139,14 @@ def gradients_at(
                     '(Flax: the module itself) and no params',
                 )
             )
-        found = solve(learner, call, at=interface_of(learner.model).values_at(params))
-        if learner.check_finite:
-            _check_finite(found)
-        paths, states = found.binding.paths.items(), found.solved.states
-        new = {path: states[v] for v, path in paths if v in states}
-        interface_of(learner.model).write_at(params, new)
+        interface = interface_of(learner.model)
+
+        def write(found: SolvedCall) -> None:
+            paths, states = found.binding.paths.items(), found.solved.states
+            new = {path: states[v] for v, path in paths if v in states}
+            interface.write_at(params, new)
+
+        found = solve(learner, call, at=interface.values_at(params), write=write)
     return found.gradients(call.has_aux)
 
 
@@ -154,10 +156,12 @@ def solve(
     rule: Rule | None = None,
     rule_state: Any = None,
     at: Mapping[Path, Any] = {},
+    write: Callable[[SolvedCall], None] | None = None,
 ) -> SolvedCall:
-    """Run a sequence by the learner's rule, or by another; nothing is written yet.
+    """Run a sequence by the learner's rule, or by another.
 
     ``at``: values of parameters and states in place of the current ones, by path.
+    ``write``: puts what was found in place; without it nothing is written.
     """
     sequences, fresh = call.sequences, call.fresh
     weights, unit = loss_weights(call.mask, call.length, 'steps', call.reduction)
@@ -174,18 +178,21 @@ def solve(
         states = binding.with_values(states, at)
     if rule is None:
         rule_state = rule_value(learner)
-    traces = [] if fresh else read_traces(learner, solver, donate=True)
-    if learner.check_finite:
-        # What the call gives may be refused, and then the traces must still be there.
-        traces = jax.tree.map(jnp.copy, traces)
+    traces = [] if fresh else read_traces(learner, solver, program.donates)
     given = (parameters, states, traces, inputs, weights, unit, rule_state)
-    solved = program(*given, masked=call.mask is not None)
-    return SolvedCall(binding, solver, solved, weights)
+    masked = call.mask is not None
 
+    def finish(solved: Solved) -> SolvedCall:
+        found = SolvedCall(binding, solver, solved, weights)
+        if write is not None:
+            if learner.check_finite:
+                named = binding.gradients_by_name(solved.gradients)
+                check_finite_values(solved.losses, weights, named, 'step')
+            write(found)
+        return found
 
-def _check_finite(found: SolvedCall) -> None:
-    named = found.binding.gradients_by_name(found.solved.gradients)
-    check_finite_values(found.solved.losses, found.weights, named, 'step')
+    program.compile(*given, masked=masked)
+    return program(finish, *given, masked=masked)
 
 
 def write_back(
@@ -200,24 +207,13 @@ def write_back(
 ) -> None:
     """Put the states, the traces and the rule's own state after a call in place, and
     count the call."""
-    index = learner.running_index.value + calls
-
-    def write() -> None:
-        binding.write(states)
-        if fresh:
-            learner._carried.clear()
-        else:
-            write_traces(learner, solver, traces)
-        write_rule_state(learner, rule_state)
-        learner.running_index.value = index
-
-    try:
-        write()
-    except BaseException:
-        # New states with old traces would be wrong from then on, and the old traces
-        # may have been donated: after Ctrl-C all are written.
-        write()
-        raise
+    binding.write(states)
+    if fresh:
+        learner._carried.clear()
+    else:
+        write_traces(learner, solver, traces)
+    write_rule_state(learner, rule_state)
+    learner._count(calls)
 
 
 # ---------------------------------------------------------------- one step
@@ -247,15 +243,19 @@ def run_step(learner: Learner, args: tuple, window: bool, modulator: Any) -> Any
     parameters, states = binding.read()
     traces = read_traces(learner, solver)
     given = (parameters, states, traces, binding.inputs(args), rule_state)
-    values, states, traces = step(*given)
-    rule_state = next_rule_state(learner, None)
-    write_back(learner, binding, solver, states, traces, rule_state, calls=1)
-    return binding.outputs(values)
+
+    def write(results: tuple) -> Any:
+        values, states, traces = results
+        rule_state = next_rule_state(learner, None)
+        write_back(learner, binding, solver, states, traces, rule_state, calls=1)
+        return binding.outputs(values)
+
+    return step(write, *given)
 
 
 def _step_program(
     learner: Learner, args: tuple, window: bool, in_chunk: bool
-) -> tuple[StepBinding, Solver, Callable]:
+) -> tuple[StepBinding, Solver, Transaction]:
     """The step of the model alone, and its compiled form with the online gradient."""
     rule = learner.rule
     in_window = window and in_chunk and not rule.has_own_signal
@@ -266,7 +266,8 @@ def _step_program(
     binding = bind_model(learner, example)
     solver = solver_of(learner, binding, rule, False, in_chunk)
     run = online_step(solver, rule, window, exact, deep, learner.placement)
-    make, parts = lambda: jax.jit(run), (solver, window, exact)
+    make = lambda: Transaction(run, None, binding.can_fail)
+    parts = (solver, window, exact)
     program = program_of(learner, 'step', parts, make, binding.is_reusable)
     return binding, solver, program
 
@@ -281,15 +282,18 @@ def evolve(learner: Learner, sequences: tuple, step_fn: Callable | None) -> Any:
     binding = bind_step_fn(learner, step_fn or learner, sequences)
     solver = solver_of(learner, binding, learner.rule, loss=False)
     run = evolution_program(solver, options_of(learner))
-    make = lambda: jax.jit(run, donate_argnums=2)
+    make = lambda: Transaction(run, 2, binding.can_fail)
     program = program_of(learner, 'evolve', (solver,), make, binding.is_reusable)
-    parameters, states = binding.read()
-    traces = read_traces(learner, solver, donate=True)
-    with learner._carried.cleared_on_error():
-        solved = program(parameters, states, traces, binding.inputs(sequences))
+    traces = read_traces(learner, solver, program.donates)
+    given = (*binding.read(), traces, binding.inputs(sequences))
+
+    def write(solved: Solved) -> Any:
         after = (solved.states, solved.traces, rule_value(learner))
         write_back(learner, binding, solver, *after, calls=length)
-    return binding.stacked(solved.aux, length)
+        return solved.aux
+
+    program.compile(*given)
+    return binding.stacked(program(write, *given), length)
 
 
 @contextlib.contextmanager

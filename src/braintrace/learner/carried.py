@@ -225,18 +225,6 @@ class CarriedTraces:
                 self._zeros[key] = value
 
     @contextlib.contextmanager
-    def cleared_on_error(self) -> Iterator[None]:
-        """Traces donated to a call that does not return start again from zero."""
-        try:
-            yield
-        except BaseException:
-            for trace in self.current.values():
-                if any(map(_is_deleted, jax.tree.leaves(trace.peek()))):
-                    zero = lambda x: jnp.zeros(x.shape, x.dtype)
-                    trace.keep(jax.tree.map(zero, trace.peek()))
-            raise
-
-    @contextlib.contextmanager
     def unmoved(self) -> Iterator[None]:
         """Afterwards ``current`` holds the same traces as before. Their values are
         restored by the caller."""
@@ -304,11 +292,6 @@ def _may_differ_from_zero(trace: EligibilityTrace) -> bool:
         return True
     with jax.ensure_compile_time_eval():
         return any(bool(jnp.any(x != 0)) for x in leaves)
-
-
-def _is_deleted(x: Any) -> bool:
-    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    return is_array and x.is_deleted()
 
 
 def _mark_read(traces: dict[tuple, EligibilityTrace]) -> None:

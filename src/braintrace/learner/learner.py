@@ -53,6 +53,7 @@ from .placement import Placement
 from .programs import Kept
 from .sequences import TraceChoice, solver_of
 from .spellings import check_subclass, member
+from .transaction import uninterrupted
 
 if TYPE_CHECKING:
     from ..report import CompilationReport
@@ -424,13 +425,14 @@ class Learner(brainstate.nn.Module):
         """
         check_batch_size(batch_size)
         with synchronised(self):
-            if batch_size is None:
-                model_states.restore_start(self)
-            else:
+            if batch_size is not None:
                 model_states.resize(self, batch_size)
                 make_traces(self)
-            self._carried.clear()
-            self.running_index.value = jnp.zeros((), jnp.int32)
+            with uninterrupted:
+                if batch_size is None:
+                    model_states.restore_start(self)
+                self._carried.clear()
+                self.running_index.value = jnp.zeros((), jnp.int32)
 
 
 def _with_common_options(own: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:

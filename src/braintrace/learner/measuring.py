@@ -35,6 +35,7 @@ from .parameter_gradients import gradients_of
 from .placement import Placement, on_mesh
 from .programs import loop_of, program_of
 from .sequences import gradient_program, options_of, solver_of
+from .transaction import uninterrupted
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -204,7 +205,8 @@ def unmoved(learner: Learner) -> Iterator[None]:
             with touched, learner._carried.unmoved():
                 yield
         finally:
-            touched.recovery_original_values()
+            with uninterrupted:
+                touched.recovery_original_values()
 
 
 # ---------------------------------------------------------------- parts

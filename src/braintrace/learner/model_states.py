@@ -18,6 +18,7 @@ from ..frontends.module_states import known_states, module_states
 from ..program import Path
 from ..program.step import path_name
 from .arguments import is_count
+from .transaction import uninterrupted
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -120,8 +121,9 @@ def restored_on_error(states: Iterable[brainstate.State]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for state, value in before:
-            state.value = value
+        with uninterrupted:
+            for state, value in before:
+                state.value = value
         raise
 
 

@@ -22,7 +22,7 @@ from ..frontends import pure_model
 from ..frontends.pure import PureModel
 from ..program import Path
 from ..program.step import path_name
-from .model_states import restored_on_error
+from .transaction import uninterrupted
 
 
 class ModuleInterface:
@@ -208,15 +208,16 @@ class AdaptedModel(brainstate.nn.Module):
         if isinstance(jnp.zeros(()), jax.core.Tracer):  # inside jit or the like
             raise _inside_a_transformation()
         self._pull(recompile)
-        states = [*self.weights, *self.kept]
-        before = [state.value for state in states]
+        before = [state.value for state in (*self.weights, *self.kept)]
         self.user_values.inside = True
         try:
-            with restored_on_error(states):
-                yield
+            yield
         finally:
-            self.user_values.inside = False
-        self._push(before)
+            # After an error or Ctrl-C too: a call changes all of its states or none,
+            # and the arrays of the user's model may have been donated.
+            with uninterrupted:
+                self.user_values.inside = False
+                self._push(before)
 
     def _pull(self, recompile: Callable[[], None]) -> None:
         pure, version = self.pure, self.pure.version

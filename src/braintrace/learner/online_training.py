@@ -156,7 +156,7 @@ def online_step_of(
     def step(window: tuple, weights: jax.Array) -> Solved:
         traces, inputs = read_traces(learner, solver), binding.inputs(window)
         given = (*binding.read(), traces, inputs, weights, 1.0, rule_value(learner))
-        solved = program(*given, masked=masked)
+        solved = program.run(*given, masked=masked)
         binding.write(solved.states)
         write_traces(learner, solver, solved.traces)
         write_rule_state(learner, next_rule_state(learner, solved))

@@ -14,6 +14,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+from ..compat import can_fail, is_at_top
 from ..errors import RecompilationWarning, three_parts
 from ..frontends.module_states import known_states
 from ..source_lines import short_source
@@ -22,6 +23,7 @@ from .settings import Settings, with_settings_of
 
 if TYPE_CHECKING:
     from .learner import Learner
+    from .model_states import Shapes
 
 _MOST_PROGRAMS = 32
 """More are dropped, the oldest first: a new step_fn for every call must not fill
@@ -232,11 +234,22 @@ def loop_of(
     def make() -> Callable:
         if step_fn is not None and not in_trace():
             warn_of_copies(learner, step_fn, (kind, state_shapes_of(learner)))
-        compiled = brainstate.transform.jit(run)
+        jitted = brainstate.transform.jit(run)
+        fails: list[bool] = []
 
-        def call(*args: Any) -> Any:
+        def loop(*inputs: Any) -> Any:
+            results = jitted(*inputs)
+            if is_at_top():
+                if not fails:
+                    fails.append(can_fail(jitted.trace(*inputs).jaxpr))
+                if fails[0]:
+                    # An error must be raised here, where the call can be undone.
+                    jax.block_until_ready(results)
+            return results
+
+        def call(*inputs: Any) -> Any:
             with settings.recorded():
-                return with_settings_of(learner._kept.settings, compiled, *args)
+                return with_settings_of(learner._kept.settings, loop, *inputs)
 
         return call
 

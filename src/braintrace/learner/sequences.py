@@ -19,6 +19,7 @@ from .binding import StepBinding, bind_model
 from .parameter_gradients import without_gradient
 from .placement import Placement
 from .programs import program_of, stored
+from .transaction import Transaction
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -225,14 +226,18 @@ def options_of(learner: Learner) -> SequenceOptions:
 
 def gradient_program_of(
     learner: Learner, binding: StepBinding, rule: Rule, fresh: bool
-) -> tuple[Solver, Callable[..., Solved]]:
+) -> tuple[Solver, Transaction]:
     """The solver of a step by a rule, and its compiled gradient of a sequence."""
     solver = solver_of(learner, binding, rule, loss=True, discarded=fresh)
     options = options_of(learner)
 
-    def make() -> Callable[..., Solved]:
-        run = gradient_program(solver, rule, fresh, options)
-        return jax.jit(run, donate_argnums=2, static_argnames='masked')
+    # What a learner with check_finite computes may be refused, and then the old traces
+    # must still be there.
+    donated = None if fresh or learner.check_finite else 2
 
-    parts = (solver, fresh)
+    def make() -> Transaction:
+        run = gradient_program(solver, rule, fresh, options)
+        return Transaction(run, donated, binding.can_fail, static_argnames='masked')
+
+    parts = (solver, fresh, donated)
     return solver, program_of(learner, 'gradient', parts, make, binding.is_reusable)

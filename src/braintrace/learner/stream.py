@@ -467,7 +467,7 @@ class Stream:
                 arrays = program.arrays() or []
             args = inputs if count is None else (count, *inputs)
             self._latest_program = program
-            return program(arrays, *args)
+            return program(arrays, *program.apart(arrays, args))
 
     def _program(
         self,

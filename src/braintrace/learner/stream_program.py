@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..compat import sequential_options
+from ..compat import can_fail, sequential_options
 from ..errors import CompilationError, three_parts
 from ..frontends.module_states import StatePlaces
 from .access import alone
@@ -22,6 +22,7 @@ from .models import MODULE, interface_of
 from .placement import Placement
 from .programs import array_shapes, in_trace, shapes_of
 from .settings import MISSING
+from .transaction import Transaction
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -103,16 +104,20 @@ class StreamProgram:
             return self.run(*given)
 
         options = sequential_options() if _is_small(self._shapes) else None
-        donated = () if written is None else 0
-        self._compiled: Any = jax.jit(
-            traced, donate_argnums=donated, compiler_options=options
+        donated = None if written is None else 0
+        fails = can_fail(self._function.get_jaxpr(*example))
+        self._transaction = Transaction(
+            traced, donated, fails, compiler_options=options
         )
+        self._is_compiled = False
+        # Shapes and types of the arrays that it donates.
+        self._donated = frozenset(self._all_shapes if self._transaction.donates else ())
 
     @property
     def count(self) -> int:
         """How many programs were compiled; JAX does not count those that it calls by
         its slower way."""
-        return max(self._traced, self._compiled._cache_size())
+        return max(self._traced, self._transaction.run._cache_size())
 
     def arrays(self) -> list[Any] | None:
         """The values of all states, for a stream in arrays that are safe to donate;
@@ -121,10 +126,10 @@ class StreamProgram:
         What a program of the stream wrote belongs to it, unless a user has read the
         trace since. Of everything else a copy is donated.
         """
-        if self._written is None:
-            return self._present()
         if self.is_latest():
             return self.leaves
+        if self._written is None or not self._transaction.donates:
+            return self._present()
         found, written = [], self._written.by_state()
         for n, state in enumerate(self._states):
             value = state._read_value()
@@ -175,26 +180,38 @@ class StreamProgram:
 
         return jax.lax.fori_loop(0, count, one, (list(arrays), empty))
 
+    def may_donate(self, x: Any) -> bool:
+        """Whether an argument may be one of the donated arrays."""
+        return isinstance(x, jax.Array) and (x.shape, x.dtype) in self._donated
+
+    def apart(self, arrays: list[Any], args: tuple) -> tuple:
+        """Arguments with copies of those that are donated in the same call, as in
+        ``stream(net.h.value)``: a program cannot read an array that it writes over."""
+
+        def copied(x: Any) -> Any:
+            is_donated = self.may_donate(x) and any(_is_same(x, a) for a in arrays)
+            return jnp.copy(x) if is_donated else x
+
+        return jax.tree.map(copied, args)
+
     def __call__(self, arrays: list[Any], *args: Any) -> Any:
         """Run it, from :meth:`arrays`; what the function returns."""
         try:
-            leaves, found = self._compiled(arrays, *args)
+            if not self._is_compiled:
+                self._transaction.compile(arrays, *args)
+                self._is_compiled = True
+            return self._transaction(self._write, arrays, *args)
         except ValueError as error:
             # Only a call at the top may have options of the compiler.
             if in_trace():
                 raise _inside_a_program() from error
             raise
+
+    def _write(self, results: tuple) -> Any:
+        """Put the new arrays in place; what the function returns."""
+        leaves, found = results
         if leaves and isinstance(leaves[0], jax.core.Tracer):
             raise _inside_a_program()
-        try:
-            self._write(leaves)
-        except BaseException:
-            # Some states new and some old would be wrong: after Ctrl-C all are written.
-            self._write(leaves)
-            raise
-        return found
-
-    def _write(self, leaves: list[Any]) -> None:
         new = jax.tree.unflatten(self._structure, leaves)
         for holder, value in zip(self._holders, new, strict=True):
             holder['_value'] = value
@@ -203,7 +220,10 @@ class StreamProgram:
                 trace.was_read = False
         if self._written is not None:
             self.leaves, self._own = leaves, new
-            self._written.note(self)
+            # Without donation a result may be an argument, which others may hold.
+            if self._transaction.donates:
+                self._written.note(self)
+        return found
 
     def written(self) -> dict[int, Any]:
         """What it wrote last, by the identity of the state."""
@@ -224,6 +244,7 @@ class QuickCall:
         settings = brainstate.environ.all()
         self._settings = [(n, settings.get(n, MISSING)) for n in program.settings]
         self._inputs = [(type(x), x.shape, x.dtype) for x in inputs]
+        self._may_donate = any(map(program.may_donate, inputs))
 
     @classmethod
     def like(
@@ -256,6 +277,8 @@ class QuickCall:
                 return None
         with self._lock:
             if program.places.are_same() and program.is_latest():
+                if self._may_donate:
+                    inputs = program.apart(program.leaves, inputs)
                 return program(program.leaves, *inputs)
         return None
 
@@ -270,6 +293,18 @@ def _inside_a_program() -> CompilationError:
             'under brainstate.transform.grad, or etrace_online for whole sequences',
         )
     )
+
+
+def _is_same(x: jax.Array, y: jax.Array) -> bool:
+    """Whether two arrays are the same memory; device_put gives another array of it."""
+    if x is y or x.shape != y.shape or x.dtype != y.dtype:
+        return x is y
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return False
+    pointers = lambda x: {
+        shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards
+    }
+    return not pointers(x).isdisjoint(pointers(y))
 
 
 def _is_small(shapes: list[tuple]) -> bool:
