@@ -163,8 +163,8 @@ def _behind_memories(
                 ', '.join(path_names(credit.groups[g].hidden_paths) for g in groups)
             )
             yield three_parts(
-                f'{rule.name} gives {_listed(names)} {_share(least)} of the credit that '
-                f'passes {passed}',
+                f'{rule.name} gives {_listed(names)} only part of the credit that passes '
+                f'{passed}, down to {_share(least)}',
                 f'about {100 * least:.0f} % of the value of {passed} remains from step '
                 f"to step, and reach='{rule.reach}' leaves that memory out",
                 f'{_deep(rule)}, which follows it inside a call',
