@@ -266,8 +266,8 @@ def compile(
 
     A :class:`CreditWarning` names parameters that get no gradient, and parameters whose
     credit all passes a leaky read-out or another group that keeps most of its value, if
-    the traces leave this memory out. :meth:`Learner.gradient_check` measures what a rule
-    leaves out.
+    the traces leave this memory out. If what the group keeps is not constant, ``fit``
+    warns at the first batch. :meth:`Learner.gradient_check` measures what is left out.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> net = brainstate.nn.GRUCell(3, 4)

@@ -82,6 +82,15 @@ class StepInvariants:
         first = values[0] if values else None
         return first if all(value == first for value in values) else None
 
+    def kept(self, group: int) -> float | None:
+        """The least that a state of a group with a memory keeps of its own value, 0
+        without any; None if that is no constant."""
+        own = {(i, j) for i, j in self.stages.locals[group].pattern if i == j}
+        constant = self._constant_jacobians[group]
+        if not own <= constant.keys():
+            return None
+        return min((abs(constant[entry]) for entry in own), default=0.0)
+
     @cached_property
     def _constant_jacobians(self) -> list[dict[tuple[int, int], float]]:
         """Entries of D that are one number whatever parameters, states and inputs
@@ -164,11 +173,14 @@ def _constant_entries(
     """The values of results that depend on nothing, where all their elements agree."""
     if all(sources.values()):
         return {}
-    values = jax.jit(run)([jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables])
+    constant = lambda given: {e: x for e, x in run(given).items() if not sources[e]}
+    with jax.ensure_compile_time_eval():
+        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
+        values = jax.jit(constant)(zeros)
     found = {}
-    for entry, behind in sources.items():
-        elements = np.asarray(values[entry]).ravel()
-        if behind or not elements.size or not np.all(elements == elements[0]):
+    for entry, value in values.items():
+        elements = np.asarray(value).ravel()
+        if not elements.size or not np.all(elements == elements[0]):
             continue
         if np.isreal(elements[0]):
             found[entry] = float(np.real(elements[0]))
