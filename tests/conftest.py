@@ -57,7 +57,7 @@ SMALLER = {'test_holds_here': 22}
 """Tests of very many cases, of which a smaller part than a sixteenth runs daily."""
 
 
-FIRST = ('test_on_eight_devices', 'test_the_pages_are_built')
+FIRST = ('test_on_eight_devices', 'test_the_pages_are_built', 'test_nothing_grows')
 """Tests of a minute, begun first so that none is left for the end."""
 
 
