@@ -36,7 +36,12 @@ def x64():
         yield
 
 
-CHEAP = {'test_interface.py', 'test_labels.py', 'test_architecture.py'}
+CHEAP = {
+    'test_architecture.py',
+    'test_interface.py',
+    'test_labels.py',
+    'test_properties.py',
+}
 """Files of which every case runs daily."""
 
 LONG = {
