@@ -9,7 +9,7 @@ ARENA := .venv-arena/bin/python
 BROWSER := .venv-browser/bin/python
 TORCH ?= torch==2.13.0
 
-.PHONY: train test messages rotate zoo conformance fuzz torture operations models published versions scale browser lint types bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
+.PHONY: train test messages rotate zoo conformance fuzz torture operations models published versions scale browser lint types budgets bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -71,6 +71,9 @@ lint: $(READY)
 types: $(READY)  # the examples as a user's own code, by two type checkers
 	$(RUN) -m mypy
 	$(RUN) -m pyright --pythonpath $(RUN)
+
+budgets: $(READY)  # what calls cost, without clocks: measured again, written, the difference printed
+	$(RUN) scripts/budgets.py
 
 scale: $(READY)  # several devices and processes of this machine beside one
 	$(RUN) benchmarks/scale.py $(ARGS)

@@ -28,7 +28,7 @@ jax.config.update('jax_compilation_cache_dir', str(TESTS.parent / '.cache' / 'xl
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 
-ALWAYS = ('unit', 'graph/test_interface.py')
+ALWAYS = ('unit', 'graph/test_interface.py', 'gradients/test_properties.py')
 """Of these every case runs daily."""
 
 LONG = {
@@ -48,7 +48,7 @@ LONG = {
 SMALLER = {'test_holds_here': 22}
 """Tests of very many cases, of which a smaller part than a sixteenth runs daily."""
 
-FIRST = ('test_on_eight_devices', 'test_the_pages_are_built')
+FIRST = ('test_on_eight_devices', 'test_the_pages_are_built', 'test_nothing_grows')
 """Tests of a minute, begun first so that none is left for the end."""
 
 OPTIMISED = ('kernels', 'devices', 'learner/test_streams.py')

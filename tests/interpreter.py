@@ -38,10 +38,19 @@ def traced(function, *args):
     return call
 
 
+def is_key(x):
+    """Whether a value has random keys, which NumPy does not."""
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def array(x):
+    return x if is_key(x) else np.asarray(x)
+
+
 def run(closed, args):
     """The results of a program."""
     jaxpr = open_jaxpr(closed)
-    env = dict(zip(jaxpr.constvars, map(np.asarray, consts_of(closed)), strict=True))
+    env = dict(zip(jaxpr.constvars, map(array, consts_of(closed)), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     read = lambda v: env[v] if is_var(v) else np.asarray(v.val, v.aval.dtype)
     for eqn in jaxpr.eqns:
@@ -64,16 +73,14 @@ def results(eqn, operands):
     if kind == 'scan' and 'length' in eqn.params:  # a loop has none, and is run by JAX
         return scan(eqn, operands)
     rule = RULES.get(eqn.primitive.name)
-    if rule is not None:
+    if rule is not None and not any(map(is_key, operands)):
         found = rule(eqn.params, *operands)
         found = found if isinstance(found, list) else [found]
         return [
             np.asarray(x, v.aval.dtype) for x, v in zip(found, eqn.outvars, strict=True)
         ]
     found = eqn.primitive.bind(*operands, **eqn.params)
-    return [
-        np.asarray(x) for x in (found if eqn.primitive.multiple_results else [found])
-    ]
+    return list(map(array, found if eqn.primitive.multiple_results else [found]))
 
 
 def scan(eqn, operands):
