@@ -94,6 +94,10 @@ class Results:
         self._take(row)
 
 
+def matches(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, p.strip()) for p in patterns.split(','))
+
+
 def selected(options: argparse.Namespace) -> list[Pair]:
     number, count = map(int, options.part.split('/'))
     if not 1 <= number <= count:
@@ -101,8 +105,7 @@ def selected(options: argparse.Namespace) -> list[Pair]:
     pairs = [
         pair
         for pair in reference.pairs()
-        if fnmatch.fnmatchcase(pair.model, options.only)
-        and fnmatch.fnmatchcase(pair.rule, options.rule)
+        if matches(pair.model, options.only) and matches(pair.rule, options.rule)
     ]
     if not pairs:
         sys.exit(f'no model {options.only!r} with a rule {options.rule!r}')
@@ -231,8 +234,8 @@ def main() -> int:
     parser.add_argument('--part', default='1/1', help='3/12: the third of twelve parts')
     parser.add_argument('--minutes', type=float, default=float('inf'))
     parser.add_argument('--resume', action='store_true', help='keep earlier results')
-    parser.add_argument('--only', default='*', help='a model, or a pattern of models')
-    parser.add_argument('--rule', default='*', help='a rule, or a pattern of rules')
+    parser.add_argument('--only', default='*', help='models: lstm*,conv1d')
+    parser.add_argument('--rule', default='*', help='rules: d_rtrl,eprop*')
     parser.add_argument('--errors', action='store_true', help='list runs that fail')
     options = parser.parse_args()
     warnings.simplefilter('ignore')
