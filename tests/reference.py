@@ -358,7 +358,8 @@ def measure(pair: Pair, ways: tuple[str, ...] | None = None) -> Entry:
             entry.ways[way] = {
                 name: projections(pair.model, name, x) for name, x in found.items()
             }
-            if not entry.labels:
+            # Options of a way may change what the report says.
+            if not entry.labels and not options:
                 entry.labels = labels_of(run.learner)
     return entry
 
