@@ -65,8 +65,6 @@ class Results:
         self.folder = CACHE / fingerprint()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = self.folder / f'{part.replace("/", "-of-")}.jsonl'
-        if not resume:
-            self.file.unlink(missing_ok=True)
         self.known: dict[tuple[str, str], Entry] = {}
         self.seconds: dict[tuple[str, str], float] = {}
         for file in sorted(self.folder.glob('*.jsonl')) if resume else ():
