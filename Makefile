@@ -9,7 +9,7 @@ ARENA := .venv-arena/bin/python
 BROWSER := .venv-browser/bin/python
 TORCH ?= torch==2.13.0
 
-.PHONY: train test messages rotate zoo conformance fuzz torture operations models published versions scale browser lint types budgets bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
+.PHONY: train test messages rotate zoo conformance reference fuzz torture operations models published versions scale browser lint types mutants budgets bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -36,6 +36,9 @@ zoo: $(READY)  # every case of every test, of which the daily run takes a part
 
 conformance: $(READY)  # every rule on every model, for hours; RULE=rtrl: by one rule
 	ZOO=all RULE=$(RULE) JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/gradients/test_conformance.py
+
+reference: $(READY)  # gradients of all models by all rules, recorded; ARGS='--check --part 3/12'
+	JAX_PLATFORMS=cpu $(RUN) scripts/reference.py $(ARGS)
 
 browser: $(READY) $(BROWSER)  # CHROME=/path/to/chrome: by that one
 	JAX_PLATFORMS=cpu $(RUN) scripts/browser.py $(ARGS)

@@ -40,6 +40,13 @@ SEED = 3  # draws that put units on both sides of threshold
 _random = np.random.default_rng(SEED)
 
 
+def seed():
+    """Start the draws of `array` and of brainstate again."""
+    global _random
+    _random = np.random.default_rng(SEED)
+    brainstate.random.seed(SEED)
+
+
 def path(text: str | Path) -> Path:
     """'layers/0/w' -> ('layers', 0, 'w'); a path stays as it is."""
     if isinstance(text, tuple):
@@ -68,9 +75,7 @@ def case(
         name = builder.__name__.strip('_')
 
         def build():
-            global _random
-            _random = np.random.default_rng(SEED)
-            brainstate.random.seed(SEED)
+            seed()
             return builder()
 
         words = {path(leaf): answer.split() for leaf, answer in leaves.items()}
@@ -107,8 +112,9 @@ class Step(brainstate.nn.Module):
         return self.step(self, *inputs)
 
 
-def array(*shape, mean=0.0, scale=0.5, dtype=jnp.float32):
-    """Normal draws, the same at every build of a case."""
+def array(*shape, mean=0.0, scale=0.5, dtype=None):
+    """Normal draws, the same at every build of a case, in brainstate's precision."""
+    dtype = brainstate.environ.dftype() if dtype is None else dtype
     return jnp.asarray(mean + scale * _random.standard_normal(shape), dtype)
 
 

@@ -519,7 +519,7 @@ def batch_norm_on_input():
 def ring(m, value):
     """Write `value`, give back what was written when the buffer was here last."""
     at, buffer = m.at.value, m.buffer.value
-    m.buffer.value = jax.lax.dynamic_update_slice(buffer, value[None], (at, 0, 0))
+    m.buffer.value = jax.lax.dynamic_update_index_in_dim(buffer, value, at, 0)
     m.at.value = (at + 1) % buffer.shape[0]
     return jax.lax.dynamic_index_in_dim(buffer, at, keepdims=False)
 
