@@ -18,7 +18,6 @@ from ..compat import can_fail, is_at_top
 from ..errors import RecompilationWarning, three_parts
 from ..frontends.module_states import known_states
 from ..source_lines import short_source
-from .model_states import Shapes
 from .settings import Settings, with_settings_of
 
 if TYPE_CHECKING:
