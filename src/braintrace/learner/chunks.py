@@ -14,8 +14,9 @@ from ..program.data import MultiStepData
 from ..program.step import path_name
 from .access import undone_on_error
 from .arguments import length_of
-from .binding import recording
+from .binding import bind_model, recording
 from .calls import GradientCall, SequenceGradients, failure_explained
+from .carried import prepare_traces
 from .losses import (
     check_finite_values,
     in_windows,
@@ -26,6 +27,7 @@ from .losses import (
     window_weights,
 )
 from .programs import loop_of
+from .sequences import solver_of
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -70,6 +72,11 @@ def gradients_in_chunks(
     with undone_on_error(learner):
         if call.fresh:
             learner.reset_state()
+        # Traces of windows may have components that those of single steps lack. Inside
+        # the program it is no longer known whether the old ones are zero.
+        binding = bind_model(learner, learner._example)
+        solver = solver_of(learner, binding, learner.rule, loss=False, in_chunk=True)
+        prepare_traces(learner, solver)
         parts = (step_fn, size, has_aux, mask is None, *learner._held())
         program = loop_of(learner, 'chunks', parts, run)
         with failure_explained(learner, chunks):
