@@ -53,14 +53,14 @@ def member(learner: Any, name: str) -> Any:
 
 def _found(members: Mapping[str, Callable[[Any], Any]], owner: Any, name: str) -> Any:
     """What ``__getattr__`` of an owner of these members gives."""
+    if name in members:
+        return members[name](owner)
     if hasattr(type(owner), name):
         # A property that raised an AttributeError: once more, for its own error.
         return object.__getattribute__(owner, name)
-    if name not in members:
-        text = f'{type(owner).__name__!r} object has no attribute {name!r}'
-        # With these, Python suggests the nearest name.
-        raise AttributeError(text, name=name, obj=owner)
-    return members[name](owner)
+    text = f'{type(owner).__name__!r} object has no attribute {name!r}'
+    # With these, Python suggests the nearest name.
+    raise AttributeError(text, name=name, obj=owner)
 
 
 def check_subclass(kind: type) -> None:
