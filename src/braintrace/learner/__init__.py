@@ -15,6 +15,7 @@ binding           a traced step bound to its model; what the learner does in it
 sequences         what solves a step, and in which way a rule is run along a sequence
 programs          compiled programs, each made once
 settings          the settings of brainstate that a step asks for
+transaction       a program runs and its results are written, or nothing changes
 online            a step whose reverse derivative is the online gradient
 carried           traces, and what a rule keeps for itself, from call to call
 model_states      the model's own states: made, placed, checked, where sequences start
