@@ -9,7 +9,7 @@ ARENA := .venv-arena/bin/python
 BROWSER := .venv-browser/bin/python
 TORCH ?= torch==2.13.0
 
-.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint types budgets bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
+.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint types budgets mutants bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -63,6 +63,9 @@ types: $(READY)  # the examples as a user's own code, by two type checkers
 
 budgets: $(READY)  # what calls cost, without clocks: measured again, written, the difference printed
 	$(RUN) scripts/budgets.py
+
+mutants: $(READY)  # single faults put into the engine, for hours; ARGS='--part 1/10 --resume'
+	$(RUN) scripts/mutants.py $(ARGS)
 
 scale: $(READY)  # several devices and processes of this machine beside one
 	$(RUN) benchmarks/scale.py $(ARGS)
