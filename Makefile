@@ -9,7 +9,7 @@ ARENA := .venv-arena/bin/python
 BROWSER := .venv-browser/bin/python
 TORCH ?= torch==2.13.0
 
-.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint types budgets mutants bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
+.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint types budgets mutants messages bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -60,6 +60,10 @@ lint: $(READY)
 types: $(READY)  # the examples as a user's own code, by two type checkers
 	$(RUN) -m mypy
 	$(RUN) -m pyright --pythonpath $(RUN)
+
+messages: $(READY)  # the whole texts of errors, warnings and reports, to be read as a difference
+	MESSAGES=write JAX_PLATFORMS=cpu $(RUN) -m pytest tests/texts/test_messages.py -k test_texts
+	git diff --stat tests/texts/messages.txt
 
 budgets: $(READY)  # what calls cost, without clocks: measured again, written, the difference printed
 	$(RUN) scripts/budgets.py

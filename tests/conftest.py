@@ -40,6 +40,7 @@ CHEAP = {
     'test_architecture.py',
     'test_interface.py',
     'test_labels.py',
+    'test_messages.py',
     'test_properties.py',
 }
 """Files of which every case runs daily."""

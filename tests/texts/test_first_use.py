@@ -1,4 +1,4 @@
-"""What a new user writes by mistake, and what is printed."""
+"""What a new user writes by mistake, and what is printed; `test_messages.py` has more, with the whole texts."""
 
 import functools
 import re
@@ -326,36 +326,6 @@ def test_lists_of_numbers(learner):
     assert 'asarray' in fix
 
 
-WRONG_INPUTS = {
-    'channels': (lambda m: m.evaluate(jnp.ones((5, 4, 7))), '(4, 7)', 'shape'),
-    'call': (lambda m: m(jnp.ones((4, 7))), '(4, 7)', 'shape'),
-    'targets': (
-        lambda m: m.evaluate(XS, XS),
-        'shape (4, 3) float32 and shape (4, 3) float32',
-        'targets belong in a step_fn',
-    ),
-    'none': (lambda m: m(), 'no input', 'as in compile'),
-    'tuple': (lambda m: m((1.0, 2.0)), 'a tuple of 2', 'jnp.asarray(x)'),
-    'predict': (
-        lambda m: m.stream(mean_square(m)).predict(X, X),
-        'shape (4, 3) float32 and shape (4, 3) float32',
-        'targets belong in a step_fn',
-    ),
-}
-
-
-@pytest.mark.parametrize('name', WRONG_INPUTS)
-def test_inputs_unlike_the_compiled_example(learner, name):
-    call, shown, advice = WRONG_INPUTS[name]
-    with pytest.raises(bt.CompilationError) as caught:
-        call(learner)
-    written, why, fix = parts_of(caught.value)
-    assert shown in written
-    assert 'compiled for an input of shape (4, 3) float32' in why
-    assert advice in fix
-    assert 'learner/' not in str(caught.value)  # no line of this package
-
-
 def test_inputs_of_another_type():
     model = brainstate.nn.Conv2d((6, 6, 1), 2, 3)
 
@@ -393,12 +363,6 @@ def test_what_is_no_sequence(learner):
     assert 'chunk=5' in parts_of(caught.value)[2]
 
 
-def test_an_example_of_several_steps():
-    with pytest.raises(bt.CompilationError) as caught:
-        bt.compile(Leak(), 'd_rtrl', XS, batch_size=4)
-    assert 'inputs of one step, as xs[0]' in parts_of(caught.value)[2]
-
-
 def test_what_is_no_optimizer_and_what_are_no_gradients(learner):
     found = learner.etrace_grad(
         XS, step_fn=mean_square(learner), fresh=True, return_value=True
@@ -421,12 +385,6 @@ def test_a_name_selects_a_parameter(learner):
     assert list(found) == [('out',)]
 
 
-def test_a_learner_in_place_of_a_rule(learner):
-    with pytest.raises(ValueError, match='a D_RTRL learner as the rule') as caught:
-        bt.compile(Leak(), learner, X, batch_size=4)
-    assert 'braintrace.D_RTRL' in parts_of(caught.value)[2]
-
-
 def test_a_learner_of_one_sample_gets_no_batch():
     learner = bt.compile(Leak(), 'd_rtrl', X[0])
     before = learner.evaluate(XS[:, 0])
@@ -435,30 +393,6 @@ def test_a_learner_of_one_sample_gets_no_batch():
     assert 'batch_size=2' in parts_of(caught.value)[2]
     # Nothing was changed.
     np.testing.assert_array_equal(learner.evaluate(XS[:, 0]), before)
-
-
-def leak_of(params, h, x):
-    h = jnp.tanh(0.9 * h + x @ params)
-    return h, h
-
-
-FUNCTIONS = {
-    'state of one sample': ((leak_of, jnp.zeros(6), X), 'state with the batch axis'),
-    'list': ((leak_of, jnp.zeros((4, 6)), np.ones((4, 3)).tolist()), 'asarray'),
-    'float': (
-        (lambda p, h, x: (h, float((x @ p).sum())), jnp.zeros((4, 6)), X),
-        r'without float\(\.\.\.\)',
-    ),
-    'other': ((lambda p, h, x: h, jnp.zeros((4, 6)), X), r'-> \(state, out\)'),
-}
-
-
-@pytest.mark.parametrize('name', FUNCTIONS)
-def test_advice_for_a_step_function(name):
-    (function, h, x), advice = FUNCTIONS[name]
-    with pytest.raises(bt.CompilationError) as caught:
-        bt.compile(function, 'd_rtrl', jnp.ones((3, 6)), h, x)
-    assert re.search(advice, parts_of(caught.value)[2])
 
 
 def test_columns_of_a_check_stand_below_their_names():
@@ -500,15 +434,6 @@ def test_a_class_in_place_of_a_model(use):
     written, _, fix = parts_of(caught.value)
     assert written == 'the class Leak as a model'
     assert 'Leak(...)' in fix
-
-
-def test_an_example_in_place_of_the_rule():
-    for wrong, shown in (((X,), 'an array of shape (4, 3)'), ((), 'no rule')):
-        with pytest.raises(ValueError, match='second argument') as caught:
-            bt.compile(Leak(), *wrong, batch_size=4)
-        written, _, fix = parts_of(caught.value)
-        assert shown in written
-        assert "compile(model, 'd_rtrl', x)" in fix
 
 
 def test_shapes_that_do_not_fit(learner):
@@ -1261,12 +1186,6 @@ def test_a_sequence_as_the_example_of_a_step():
     assert 'inputs of one step: xs[0]' in text
 
 
-def test_a_learner_as_the_model(learner):
-    text = said(lambda: bt.compile(learner, 'd_rtrl', X, batch_size=4), ValueError)
-    assert 'a D_RTRL learner as the model' in text
-    assert 'compile(learner.model, ...)' in text
-
-
 def test_one_step_where_a_sequence_is_needed(learner):
     assert 'learner.evaluate(x[None])' in said(lambda: learner.evaluate(X))
     assert learner.evaluate(X[None]).shape == (1, 4, 2)
@@ -1290,17 +1209,6 @@ def test_weights_in_a_file_of_another_name(learner, tmp_path):
     text = said(lambda: learner.save(tmp_path / 'net.safetensors'), ValueError)
     assert 'save_weights' in text
     assert not list(tmp_path.iterdir())
-
-
-def test_weights_that_are_no_dictionary_or_have_other_names(learner):
-    assert 'a dictionary' in said(lambda: learner.set_weights([1, 2]), TypeError)
-    text = said(lambda: learner.set_weights({'fed': np.zeros((3, 6))}), ValueError)
-    assert "'feed'?" in text
-
-
-def test_a_level_that_reports_do_not_have(learner):
-    text = said(lambda: learner.report.show('loud'), ValueError)
-    assert "'notice'" in text
 
 
 def test_a_task_by_its_name_or_its_class(learner):
@@ -1485,12 +1393,6 @@ def test_a_task_without_its_members(learner):
     assert 'no kind and no batch' in text
 
 
-def test_a_plan_for_an_array(learner):
-    text = said(lambda: learner.memory_plan(np.ones((50, 4, 3))), ValueError)
-    assert 'memory_plan(len(xs))' in text
-    assert len(text) < 200
-
-
 def test_a_loss_of_outputs_that_are_a_tuple():
     class Two(Leak):
         def update(self, x):
@@ -1499,16 +1401,6 @@ def test_a_loss_of_outputs_that_are_a_tuple():
     two = bt.compile(Two(), 'd_rtrl', X, batch_size=4)
     step = lambda x: jnp.mean(two(x) ** 2)
     assert 'y, _ = learner(x)' in said(lambda: two.etrace_grad(XS, step_fn=step))
-
-
-def test_a_spike_without_a_surrogate():
-    class Spiking(Leak):
-        def update(self, x):
-            self.h.value = 0.9 * self.h.value + x @ self.feed.value
-            return (self.h.value > 0.5).astype('float32') @ self.out.value
-
-    with pytest.warns(bt.CreditWarning, match='with a surrogate'):
-        bt.compile(Spiking(), 'd_rtrl', X, batch_size=4)
 
 
 class Assigned(Leak):
@@ -1626,21 +1518,6 @@ def test_labels_without_a_time_axis_in_fit(learner):
     with pytest.raises(ValueError, match=r'jnp.broadcast_to\(y, \(3, ') as caught:
         bt.fit(learner, data, step_fn=step, **given)
     assert 'sequences of shapes (3, 4, 3), (4,)' in str(caught.value)
-
-
-def test_a_model_in_place_of_the_learner_in_fit(learner):
-    with pytest.raises(TypeError, match=r'fit\(Leak, ...\)'):
-        bt.fit(learner.model, [(XS,)], step_fn=lambda x: 0.0, optimizer=1, updates=1)
-
-
-def test_a_shape_in_place_of_an_example():
-    with pytest.raises(bt.CompilationError, match=r'Fix: .*jnp.zeros\(\(4, 3\)\)'):
-        bt.compile(Leak(), 'd_rtrl', (4, 3), batch_size=4)
-
-
-def test_a_misspelled_option_of_compile():
-    with pytest.raises(TypeError, match=r'Fix: batch_size=...\?'):
-        bt.compile(Leak(), 'd_rtrl', jnp.ones(3), batchsize=4)
 
 
 def test_a_class_to_load_into(tmp_path):
