@@ -9,7 +9,7 @@ ARENA := .venv-arena/bin/python
 BROWSER := .venv-browser/bin/python
 TORCH ?= torch==2.13.0
 
-.PHONY: train test zoo conformance fuzz torture operations models published versions scale browser lint types budgets mutants messages bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
+.PHONY: train test zoo conformance fuzz properties torture operations models published versions scale browser lint types budgets mutants messages bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -35,6 +35,9 @@ $(BROWSER):  # a Chromium from PyPI
 
 fuzz: $(READY)  # 10,000 random programs; any part of the seeds may be run alone
 	ZOO=all SEEDS=$(or $(SEEDS),0:100) PROGRAMS=$(or $(PROGRAMS),100) JAX_PLATFORMS=cpu $(RUN) -m pytest tests/gradients/test_random_programs.py
+
+properties: $(READY)  # what holds for every rule, on 200 random programs for each; SEEDS=7:8 draws others
+	ZOO=all SEEDS=$(or $(SEEDS),0:10) PROGRAMS=$(or $(PROGRAMS),20) JAX_PLATFORMS=cpu $(RUN) -m pytest tests/gradients/test_properties.py
 
 torture: $(READY)  # faults on purpose; ARGS='--part kills --seed 3 --minutes 10 --resume'
 	JAX_PLATFORMS=cpu $(RUN) -m torture $(ARGS)

@@ -3,6 +3,7 @@
     python scripts/mutants.py                        all of them, for hours
     python scripts/mutants.py --part 1/10 --resume   a tenth, without what has run
     python scripts/mutants.py --only solver/block    those of files whose path has this
+    python scripts/mutants.py --tests tests/graph    by these tests alone
     python scripts/mutants.py --list                 print the changes, run nothing
     python scripts/mutants.py --survivors            print what survived so far
 
@@ -27,6 +28,7 @@ import contextlib
 import copy
 import difflib
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -414,6 +416,7 @@ def in_child(copied: Path, tests: list[str], seconds: float) -> tuple[str, str]:
     child = os.fork()
     if child == 0:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code = OWN_FAULT
         try:
             code = run_tests(copied, tests, log)
@@ -423,15 +426,16 @@ def in_child(copied: Path, tests: list[str], seconds: float) -> tuple[str, str]:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        time.sleep(0.05)
-    else:
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    end, done, status = time.monotonic() + seconds, 0, 0
+    try:
+        while not done and time.monotonic() < end:
+            time.sleep(0.05)
+            done, status = os.waitpid(child, os.WNOHANG)
+    finally:
+        if not done:  # too late, or the run is ended
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    if not done:
         return 'timeout', ''
     code = os.waitstatus_to_exitcode(status)
     if code == OWN_FAULT:
@@ -442,7 +446,9 @@ def in_child(copied: Path, tests: list[str], seconds: float) -> tuple[str, str]:
     return {0: 'passed', 5: 'passed'}.get(code, 'failed'), last
 
 
-def verdict(mutant: Mutant, copied: Path, seconds: float) -> dict[str, Any]:
+def verdict(
+    mutant: Mutant, tests: list[str], copied: Path, seconds: float
+) -> dict[str, Any]:
     """Run the tests of a mutant until one fails."""
     path = copied / 'braintrace' / mutant.file
     source = path.read_text()
@@ -451,7 +457,7 @@ def verdict(mutant: Mutant, copied: Path, seconds: float) -> dict[str, Any]:
     for cached in path.parent.glob(f'__pycache__/{path.stem}.*'):
         cached.unlink()  # a change of the same size in the same second
     try:
-        state, line = in_child(copied, tests_of(mutant.file), seconds)
+        state, line = in_child(copied, tests, seconds)
     finally:
         path.write_text(source)
     return {
@@ -528,6 +534,7 @@ def main() -> None:
     parser.add_argument('--most', type=int, help='no more than so many')
     parser.add_argument('--only', default='', help='a part of the path of files')
     parser.add_argument('--resume', action='store_true', help='only what has not run')
+    parser.add_argument('--tests', nargs='*', help='files, in place of TESTS')
     parser.add_argument('--unchecked', action='store_true', help='trust the tests')
     parser.add_argument(
         '--seconds', type=float, default=1800, help='most for a mutant, if unchecked'
@@ -550,6 +557,7 @@ def main() -> None:
             print(f'{m.file}:{m.line}  {m.kind}  {m.key}\n{m.diff()}\n')
         print(Counter(m.kind for m in mutants), len(mutants))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the child as well
     prepare()
     RESULTS.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -557,13 +565,15 @@ def main() -> None:
         shutil.copytree(SOURCE, copied)
         compiled = [sys.executable, '-m', 'compileall', '-q', str(copied)]
         subprocess.run(compiled, check=True)
-        every = [test for m in mutants for test in tests_of(m.file)]
-        times = {} if given.unchecked else times_of(every, copied)
+        tests = {m.file: given.tests or tests_of(m.file) for m in mutants}
+        times = {}
+        if not given.unchecked:
+            times = times_of(itertools.chain(*tests.values()), copied)
         for n, mutant in enumerate(mutants, 1):
             seconds = given.seconds
-            if times:  # a loop without an end, or a slow machine
-                seconds = 60 + 4 * sum(times[test] for test in tests_of(mutant.file))
-            found = verdict(mutant, copied, seconds)
+            if times:  # more is a loop without an end
+                seconds = 60 + 4 * sum(times[test] for test in tests[mutant.file])
+            found = verdict(mutant, tests[mutant.file], copied, seconds)
             with RESULTS.open('a') as file:
                 file.write(json.dumps(found) + '\n')
             place = f'{mutant.file}:{mutant.line}'
