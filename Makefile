@@ -9,7 +9,7 @@ ARENA := .venv-arena/bin/python
 BROWSER := .venv-browser/bin/python
 TORCH ?= torch==2.13.0
 
-.PHONY: train test messages rotate zoo conformance reference fuzz torture operations models published versions scale browser lint types mutants budgets bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
+.PHONY: train test messages rotate zoo conformance reference fuzz properties torture operations models published versions scale browser lint types mutants budgets bench bench-sparse bench-compile learn nest arena rules docs notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/braintrace train evidence
@@ -50,6 +50,9 @@ $(BROWSER):  # a Chromium from PyPI
 fuzz: $(READY)  # 10,000 random programs; any part of the seeds may be run alone
 	ZOO=all SEEDS=$(or $(SEEDS),0:100) PROGRAMS=$(or $(PROGRAMS),100) JAX_PLATFORMS=cpu $(RUN) -m pytest tests/gradients/test_random_programs.py
 
+properties: $(READY)  # what holds for every rule, on 200 random programs for each; SEEDS=7:8 draws others
+	ZOO=all SEEDS=$(or $(SEEDS),0:10) PROGRAMS=$(or $(PROGRAMS),20) JAX_PLATFORMS=cpu $(RUN) -m pytest tests/gradients/test_properties.py
+
 torture: $(READY)  # faults on purpose; ARGS='--part kills --seed 3 --minutes 10 --resume'
 	JAX_PLATFORMS=cpu $(RUN) -m torture $(ARGS)
 
@@ -77,6 +80,9 @@ types: $(READY)  # the examples as a user's own code, by two type checkers
 
 budgets: $(READY)  # what calls cost, without clocks: measured again, written, the difference printed
 	$(RUN) scripts/budgets.py
+
+mutants: $(READY)  # single faults put into the engine, for hours; ARGS='--part 1/10 --resume'
+	$(RUN) scripts/mutants.py $(ARGS)
 
 scale: $(READY)  # several devices and processes of this machine beside one
 	$(RUN) benchmarks/scale.py $(ARGS)
