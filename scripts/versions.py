@@ -45,11 +45,11 @@ SMOKE = {
         'tests/leaves/test_page.py::test_page[loop]',
     ],
     'gradients against an oracle': [
-        'tests/gradients/test_exactness.py::test_local_rule[gru-two passes-2]',
-        'tests/gradients/test_exactness.py::test_local_rule[adaptive_lif-one pass-2]',
-        'tests/gradients/test_exactness.py::test_local_rule[recurrent_convolution-one pass-2]',
-        'tests/gradients/test_exactness.py::test_pp_prop_by_formula',
-        'tests/gradients/test_exactness.py::test_online_is_a_loop_by_hand',
+        'tests/gradients/test_table.py::test_row[gru-d_rtrl-fresh]',
+        'tests/gradients/test_table.py::test_row[adaptive-d_rtrl-blocks of 4]',
+        'tests/gradients/test_table.py::test_row[recurrent_convolution-d_rtrl-carried]',
+        'tests/gradients/test_table.py::test_row[adaptive-pp_prop-fresh]',
+        'tests/gradients/test_table.py::test_row[leaky-d_rtrl-online]',
         'tests/leaves/test_ops.py',
     ],
     'checkpoints and training': [

@@ -1,7 +1,6 @@
 """Loops of unknown length inside a step, and hidden states that a step only reads.
 
-The oracle is forward mode of JAX through its own ``while_loop``, over the whole
-sequence.
+Steps with loops are cases of `test_table`. The oracle is forward mode of JAX through its own ``while_loop``.
 """
 
 import pathlib
@@ -11,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import braintrace
 from braintrace.analysis.diagnostics import DiagnosticKind, DiagnosticLevel
 from braintrace.compat import evaluate
 from braintrace.program import normal_form
+from formulas import assert_equal
+from gradients.cases import compiled, oracle_of, reverse_spike
 
 T, B, N, H = 6, 3, 2, 4
 
@@ -28,18 +30,9 @@ def normal(seed, *shape, scale=1.0):
 XS, YS = normal(10, T, B, N), normal(11, T, B, 2)
 
 
-@jax.custom_vjp
-def spike(v):
-    """A surrogate spike with a derivative for reverse mode alone."""
-    return (v > 0).astype(v.dtype)
-
-
-spike.defvjp(lambda v: (spike(v), v), lambda v, bar: (bar / (1 + jnp.abs(v)) ** 2,))
-
-
 @jax.custom_jvp
 def smooth_spike(v):
-    """The same, for both modes."""
+    """`reverse_spike` for both modes."""
     return (v > 0).astype(v.dtype)
 
 
@@ -122,160 +115,41 @@ def test_both_modes_and_their_transformations(name):
 # ---------------------------------------------------------------- steps with loops
 
 
-def settle(v, drive):
-    """Halved until small, by rounds that the data decide."""
-    goes_on = lambda v: jnp.abs(v).sum() > 4.0
-    return jax.lax.while_loop(goes_on, lambda v: 0.8 * v + 0.05 * drive, v)
-
-
-def on_the_way_to_the_state(p, s, x):
-    h = settle(0.9 * s['h'] + 3 * (x @ p['w']), p['v'] * s['h'])
-    return {'h': h}, h @ p['out']
-
-
-def on_the_way_to_the_output(p, s, x):
-    h = 0.9 * s['h'] + 2 * (x @ p['w'])
-    return {'h': h}, settle(h * p['v'], h) @ p['out']
-
-
-def weights_inside(p, s, x):
-    def body(c):
-        k, h = c
-        return k + 1, h + 0.1 * (jnp.cos(k * x) @ p['w'] - p['v'] * h)
-
-    rounds = 2 + (x.sum() > 0).astype(jnp.int32)
-    _, h = jax.lax.while_loop(lambda c: c[0] < rounds, body, (0, s['h']))
-    return {'h': h}, h @ p['out']
-
-
-def fori_with_bounds_of_data(p, s, x):
-    rounds = 1 + (10 * jnp.abs(x).max()).astype(jnp.int32) % 4
-    one = lambda k, h: 0.9 * h + 0.1 * jnp.tanh(h) * p['v']
-    h = jax.lax.fori_loop(0, rounds, one, s['h'] + x @ p['w'])
-    return {'h': h}, h @ p['out']
-
-
-def recurrence_inside(p, s, x):
-    y = x @ p['w']
-    body = lambda c: (
-        c[0] + 1,
-        0.8 * c[1] + 0.2 * (y + jnp.tanh(c[1] * p['v']) @ p['r']),
-    )
-    rounds = 2 + (x.sum() > 0).astype(jnp.int32)
-    _, h = jax.lax.while_loop(lambda c: c[0] < rounds, body, (0, s['h']))
-    return {'h': h}, h @ p['out']
-
-
-LOCAL = {
-    f.__name__: f
-    for f in (
-        on_the_way_to_the_state,
-        on_the_way_to_the_output,
-        weights_inside,
-        fori_with_bounds_of_data,
-    )
-}
-"""Loops that keep positions: exact."""
-STEPS = {**LOCAL, 'recurrence_inside': recurrence_inside}
-
-
-def parameters(step):
-    found = {
-        'w': normal(1, N, H, scale=0.5),
-        'v': normal(2, H, scale=0.5) + 0.5,
-        'out': normal(3, H, 2, scale=0.5),
-    }
-    return found | (
-        {'r': normal(4, H, H, scale=0.5)} if step == 'recurrence_inside' else {}
-    )
-
-
-STATE = {'h': normal(5, B, H)}
-
-
-def forward_gradient(step, params, steps=T):
-    """By forward mode through JAX's own loops, one parameter after the other."""
-
-    def loss(params):
-        def one(state, at):
-            x, y = at
-            state, out = step(params, state, x)
-            return state, jnp.mean((out - y) ** 2)
-
-        return jax.lax.scan(one, STATE, (XS[:steps], YS[:steps]))[1].mean()
-
-    return jax.jacfwd(loss)(params)
-
-
-def gradient(name, rule, steps=T, **options):
-    step, params = STEPS[name], parameters(name)
-    learner = braintrace.compile(step, rule, params, STATE, XS[0], **options)
-    loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
-    found = learner.etrace_grad(XS[:steps], YS[:steps], step_fn=loss, fresh=True)
-    return learner, found
-
-
-@pytest.mark.parametrize('rule', ['d_rtrl', 'bptt', 'rtrl'])
-@pytest.mark.parametrize('name', STEPS)
-def test_gradients_are_those_of_forward_mode(name, rule):
-    learner, found = gradient(name, rule)
-    exact = forward_gradient(STEPS[name], parameters(name))
-    assert all(jnp.abs(g).max() > 1e-4 for g in exact.values())
-    if name in LOCAL or rule != 'd_rtrl':
-        near(found, exact)
-        assert {g.kind for g in learner.report.gradients.values()} == {'equal to BPTT'}
-    else:
-        # Cut inside the loop: local, and one step is whole.
-        assert not np.allclose(found['w'], exact['w'], rtol=1e-3)
-        kinds = {n: g.kind for n, g in learner.report.gradients.items()}
-        assert kinds['w'] == 'local'
-        near(
-            gradient(name, rule, 1)[1],
-            forward_gradient(STEPS[name], parameters(name), 1),
-        )
-    assert not learner.graph.explain(kind=DiagnosticKind.NOT_DIFFERENTIABLE)
-
-
-def test_the_report_has_the_size_of_the_state_and_not_of_the_counter():
-    learner, _ = gradient('weights_inside', 'd_rtrl')
-    (line,) = [x for x in str(learner.report).splitlines() if ' loop ' in x]
-    assert f'→ {B}×{H}' in line
-
-
-@pytest.mark.parametrize('options', [{'passes': 1}, {'block': 2}, {'reach': 'deep'}])
-@pytest.mark.parametrize('name', LOCAL)
-def test_every_way_of_running_gives_the_same(name, options):
-    _, found = gradient(name, 'd_rtrl', **options)
-    near(found, forward_gradient(STEPS[name], parameters(name)))
-
-
-@pytest.mark.parametrize(
-    ('name', 'rule'),
-    [('on_the_way_to_the_state', 'd_rtrl'), ('recurrence_inside', 'bptt')],
-)
-def test_a_model_of_one_sample_is_mapped(name, rule):
-    """Each sample has its own number of rounds."""
-    step, params = STEPS[name], parameters(name)
-    given = (params, {'h': STATE['h'][0]}, XS[0, 0])
-    mapped = {'batch_size': B, 'vmap': True}
-    learner = braintrace.compile(step, rule, *given, **mapped)
+def gradient(step, params, rule='d_rtrl'):
+    """A learner, its loss, its gradient, and that of forward mode through JAX's own loops."""
+    learner = braintrace.compile(step, rule, params, STATE, XS[0])
     loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
     found = learner.etrace_grad(XS, YS, step_fn=loss, fresh=True)
-    local = braintrace.compile(step, 'd_rtrl', *given, **mapped).report.gradients
-    kind = 'equal to BPTT' if name in LOCAL else 'local'
-    assert {local[n].kind for n in ('w', 'v')} == {kind}
 
     def total(params):
         def one(state, at):
-            x, y = at
-            run = lambda s, x: step(params, s, x)
-            state, out = jax.vmap(run)(state, x)
-            return state, jnp.mean((out - y) ** 2)
+            state, out = step(params, state, at[0])
+            return state, jnp.mean((out - at[1]) ** 2)
 
-        start = {'h': jnp.broadcast_to(STATE['h'][0], (B, H))}
-        return jax.lax.scan(one, start, (XS, YS))[1].mean()
+        return jax.lax.scan(one, STATE, (XS, YS))[1].mean()
 
-    near(found, jax.jacfwd(total)(params))
+    return learner, loss, found, lambda: jax.jacfwd(total)(params)
+
+
+PARAMS = {'w': normal(1, N, H), 'v': normal(2, H) + 0.5, 'out': normal(3, H, 2)}
+STATE = {'h': normal(5, B, H)}
+
+
+def test_the_report_has_the_size_of_the_state_and_not_of_the_counter(x64):
+    learner, _ = compiled('weights_in_a_loop', 'd_rtrl')
+    (line,) = [x for x in str(learner.report).splitlines() if ' loop ' in x]
+    assert '→ 2×4' in line
+    assert not learner.graph.explain(kind=DiagnosticKind.NOT_DIFFERENTIABLE)
+
+
+@pytest.mark.parametrize('name', ['loop_before_the_state', 'recurrence_in_a_loop'])
+def test_a_model_of_one_sample_is_mapped(name, x64):
+    """Each sample has its own number of rounds."""
+    o = oracle_of(name, mapped=True)
+    for rule in ('bptt', 'd_rtrl') if o.case.exact else ('bptt',):
+        learner, step = compiled(name, rule, mapped=True)
+        given = {'step_fn': step, 'reduction': 'sum', 'fresh': True}
+        assert_equal(learner.etrace_grad(o.xs, o.ys, **given), o.bptt())
 
 
 def spiking(fire):
@@ -293,23 +167,21 @@ def spiking(fire):
 
 @pytest.mark.parametrize('rule', ['d_rtrl', 'rtrl'])
 def test_spikes_with_a_reverse_rule_inside_a_loop(rule):
-    params = parameters('')
-    learner = braintrace.compile(spiking(spike), rule, params, STATE, XS[0])
-    loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
-    found = learner.etrace_grad(XS, YS, step_fn=loss, fresh=True)
-    near(found, forward_gradient(spiking(smooth_spike), params))
+    learner, loss, found, _ = gradient(spiking(reverse_spike), PARAMS, rule)
+    near(found, gradient(spiking(smooth_spike), PARAMS)[3]())
     certificate = learner.certificate(XS, YS, step_fn=loss)
     np.testing.assert_allclose(certificate.descent, 1, atol=1e-4)
 
 
-def test_the_certificate_follows_loops():
-    learner, found = gradient('recurrence_inside', 'd_rtrl')
-    loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
-    certificate = learner.certificate(XS, YS, step_fn=loss, directions=0)
-    exact = forward_gradient(recurrence_inside, parameters('recurrence_inside'))
-    dot = lambda a, b: sum(float(jnp.vdot(a[k], b[k])) for k in a)
-    expected = dot(exact, found) / dot(found, found)
-    np.testing.assert_allclose(certificate.descent, expected, rtol=1e-4)
+def test_the_certificate_follows_loops(x64):
+    learner, step = compiled('recurrence_in_a_loop', 'd_rtrl')
+    o = oracle_of('recurrence_in_a_loop')
+    given = {'step_fn': step, 'reduction': 'sum'}
+    flat = lambda tree: ravel_pytree(tree)[0]
+    found = flat(learner.etrace_grad(o.xs, o.ys, fresh=True, **given))
+    expected = flat(o.bptt()) @ found / (found @ found)
+    certificate = learner.certificate(o.xs, o.ys, directions=0, **given)
+    np.testing.assert_allclose(certificate.descent, expected, rtol=1e-9)
     assert abs(expected - 1) > 1e-3
 
 
@@ -328,11 +200,9 @@ def test_loops_without_credit_keep_working():
         _, rest = jax.lax.while_loop(large, halve, (0, level))
         return {'h': h}, (h @ p['out']) / (1 + count) + rest
 
-    params = {k: parameters('')[k] for k in ('w', 'out')}
-    learner = braintrace.compile(step, 'd_rtrl', params, STATE, XS[0])
-    loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
-    found = learner.etrace_grad(XS, YS, step_fn=loss, fresh=True)
-    near(found, forward_gradient(step, params))
+    params = {k: PARAMS[k] for k in ('w', 'out')}
+    learner, _, found, wanted = gradient(step, params)
+    near(found, wanted())
     assert not learner.graph.explain(kind=DiagnosticKind.NOT_DIFFERENTIABLE)
     assert {r.context['credit'] for r in learner.graph.report.credits} == {'exact'}
 
@@ -352,7 +222,7 @@ def printing(stopped):
 
 
 def test_a_loop_that_prints_is_refused_by_its_line():
-    params = {k: parameters('')[k] for k in ('w', 'out')}
+    params = {k: PARAMS[k] for k in ('w', 'out')}
     with pytest.raises(braintrace.CompilationError) as error:
         braintrace.compile(printing(False), 'd_rtrl', params, STATE, XS[0])
     lines = pathlib.Path(__file__).read_text().splitlines()

@@ -1,8 +1,5 @@
-"""Models of complex and of half-precision numbers by every rule.
-
-A model with complex states is the same as one that keeps real and imaginary parts in two states; a model with weights
-of half precision that computes in single precision is the same as one with these weights in single precision.
-"""
+"""Weights of half precision by every rule: a model that computes in single precision is the same as one with these
+weights in single precision. Complex numbers are cases of `test_table`."""
 
 import os
 
@@ -35,102 +32,6 @@ def gradient_of(rule, model, xs, **options):
     return [
         {path[-1]: np.asarray(x, np.float64) for path, x in g.items()} for g in found
     ]
-
-
-# ---------------------------------------------------------------- complex numbers
-
-TURN = 0.6 + 0.5j
-
-
-class Weighted(brainstate.nn.Module):
-    """Real weights, of a seed."""
-
-    def __init__(self, *states, dtype=float):
-        super().__init__()
-        rng = np.random.default_rng(0)
-        for name, shape in {
-            'feed': (I, H),
-            'back': (H, H),
-            'heads': (2, 2, 2),
-            'gain': (H,),
-            'out': (H, O),
-        }.items():
-            setattr(
-                self,
-                name,
-                brainstate.ParamState(jnp.asarray(0.4 * rng.standard_normal(shape))),
-            )
-        for name in states:
-            setattr(self, name, brainstate.HiddenState(jnp.zeros((B, H), dtype)))
-
-    def heads_of(self, x):
-        return jnp.einsum('bij,ijk->bik', x.reshape(B, 2, 2), self.heads.value).reshape(
-            B, H
-        )
-
-
-class Complex(Weighted):
-    """Complex states and inputs that meet real weights."""
-
-    def __init__(self):
-        super().__init__('h', dtype=complex)
-
-    def update(self, x):
-        h = self.h.value
-        drive = x @ self.feed.value + h @ self.back.value
-        drive = self.heads_of(drive / (1 + jnp.abs(drive) ** 2))
-        h = (
-            TURN * h
-            + drive
-            + jax.lax.complex(
-                self.gain.value * x.real[:, :1], self.gain.value * x.imag[:, :1]
-            )
-        )
-        self.h.value = h
-        return jnp.imag(h @ self.out.value)
-
-
-class Parts(Weighted):
-    """The same in real and imaginary parts."""
-
-    def __init__(self):
-        super().__init__('re', 'im')
-
-    def update(self, x):
-        old = (self.re.value, self.im.value)
-        drives = [
-            part @ self.feed.value + h @ self.back.value
-            for part, h in zip((x.real, x.imag), old, strict=True)
-        ]
-        size = 1 + drives[0] ** 2 + drives[1] ** 2
-        drives = [self.heads_of(d / size) for d in drives]
-        drives = [
-            d + self.gain.value * part[:, :1]
-            for d, part in zip(drives, (x.real, x.imag), strict=True)
-        ]
-        re = TURN.real * old[0] - TURN.imag * old[1] + drives[0]
-        im = TURN.real * old[1] + TURN.imag * old[0] + drives[1]
-        self.re.value, self.im.value = re, im
-        return im @ self.out.value
-
-
-@pytest.mark.parametrize(
-    'rule', [name for name in RULES if name not in ('es_d_rtrl', 'uoro', 'dni')]
-)
-def test_complex_states_are_two_real_ones(rule, x64):
-    rng = np.random.default_rng(1)
-    xs = rng.standard_normal((T, B, I)) + 1j * rng.standard_normal((T, B, I))
-    for found, wanted in zip(
-        gradient_of(rule, Complex(), xs), gradient_of(rule, Parts(), xs), strict=True
-    ):
-        for name, x in wanted.items():
-            assert np.abs(x).max() > 1e-3
-            np.testing.assert_allclose(
-                found[name], x, rtol=1e-9, atol=1e-11, err_msg=name
-            )
-
-
-# ---------------------------------------------------------------- half precision
 
 
 class Half(brainstate.nn.Module):

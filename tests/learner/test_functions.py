@@ -255,22 +255,6 @@ def close(got, want, rtol=1e-4):
     )
 
 
-@pytest.mark.parametrize(
-    'rule', bt.learner.by_rule.RULES if ALL else ['d_rtrl', 'pp_prop']
-)
-def test_every_rule_as_for_a_module(rule):
-    step, params, h = make('rnn')
-    mine, module = (
-        bt.compile(step, rule, params, h, X),
-        bt.compile(Same(params, h), rule, X),
-    )
-    got, want = (
-        learner.etrace_grad(XS, step_fn=squared(learner)) for learner in (mine, module)
-    )
-    close(got, {path[0]: gradient for path, gradient in want.items()})
-    assert type(mine) is type(module)
-
-
 def test_a_module_keeps_its_own_weights_and_states():
     _, params, h = make('rnn')
     learner = bt.compile(Same(params, h), 'd_rtrl', X)

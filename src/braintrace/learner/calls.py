@@ -264,7 +264,9 @@ def _step_program(
     first = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
     example = jax.tree.map(first, args) if window else args
     binding = bind_model(learner, example)
-    solver = solver_of(learner, binding, rule, False, in_chunk)
+    # A rule that takes the window step by step holds no more than it does otherwise.
+    every = in_chunk and not rule.has_own_signal
+    solver = solver_of(learner, binding, rule, False, every)
     run = online_step(solver, rule, window, exact, deep, learner.placement)
     make = lambda: Transaction(run, None, binding.can_fail)
     parts = (solver, window, exact)

@@ -75,7 +75,8 @@ def gradients_in_chunks(
         # Traces of windows may have components that those of single steps lack. Inside
         # the program it is no longer known whether the old ones are zero.
         binding = bind_model(learner, learner._example)
-        solver = solver_of(learner, binding, learner.rule, loss=False, in_chunk=True)
+        every = not learner.rule.has_own_signal
+        solver = solver_of(learner, binding, learner.rule, loss=False, in_chunk=every)
         prepare_traces(learner, solver)
         parts = (step_fn, size, has_aux, mask is None, *learner._held())
         program = loop_of(learner, 'chunks', parts, run)
