@@ -64,7 +64,7 @@ def program_of(learner: Any, xs: tuple, fresh: bool) -> tuple[Any, tuple]:
     weights = jnp.ones(STEPS)
     state = rule_value(learner)
     given = (parameters, states, traces, binding.inputs(xs), weights, 1.0, state)
-    return program, given
+    return program.run, given
 
 
 def stream_program(learner: Any, xs: tuple) -> tuple[Any, tuple]:

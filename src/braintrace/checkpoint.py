@@ -6,9 +6,9 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
-import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,10 +35,10 @@ _CHECKSUM = 'checksum'
 """The name beside those of the states under which a checkpoint keeps its checksum."""
 LARGE = 2**24
 """Bytes of states from which on a training does not wait for its checkpoints."""
-_WRITING = threading.Lock()
-"""Held while orbax changes a folder, which it does in a thread of its own. Ctrl-C then
-interrupts only the thread that waits. Interrupted itself, orbax would go on writing in
-the background, and a training that is resumed at once would clean the same folder."""
+_UNDER_WAY: weakref.WeakValueDictionary[Path, Future] = weakref.WeakValueDictionary()
+"""What orbax does in each folder. It works in a thread, so that Ctrl-C interrupts only
+the thread that waits. Interrupted itself, orbax would go on writing in the background,
+and a training that is resumed at once would clean the same folder."""
 
 
 def states_of(learner: Learner, optimizer: Any = None) -> dict[str, brainstate.State]:
@@ -86,10 +86,18 @@ class Checkpoints:
         self._under_way: Future | None = None
 
         def opened() -> Any:
-            with _WRITING, written(f'checkpoints in {self._name}'):
+            with written(f'checkpoints in {self._name}'):
                 return orbax.CheckpointManager(self.folder, options=options)
 
-        self._manager = self._writer.submit(opened).result()
+        if (earlier := _UNDER_WAY.get(self.folder)) is not None:
+            wait([earlier])
+        self._manager = self._submit(opened).result()
+
+    def _submit(self, work: Callable, *given: Any) -> Future:
+        with uninterrupted:
+            future = self._writer.submit(work, *given)
+            _UNDER_WAY[self.folder] = future
+        return future
 
     @property
     def _name(self) -> str:
@@ -129,7 +137,7 @@ class Checkpoints:
         if in_background:
             # A copy: the arrays of states are written over by the next update.
             values = jax.tree.map(np.array, values)
-        self._under_way = self._writer.submit(self._write, update, values)
+        self._under_way = self._submit(self._write, update, values)
         if not in_background:
             self.finish()
 
@@ -145,6 +153,7 @@ class Checkpoints:
         if all(map(_is_here, jax.tree.leaves(values))):
             values[_CHECKSUM] = _checksums(values)
         # A full disk is a ValueError of the library that stores the arrays.
+<<<<<<< ours
         with _WRITING, written(f'checkpoint {update} of {self._name}', ValueError):
             # Orbax deletes those that are not kept, and cannot delete a link to one.
             steps = sorted(self._manager.all_steps())
@@ -152,6 +161,9 @@ class Checkpoints:
             for link in filter(Path.is_symlink, old):
                 link.unlink()
                 self._manager.reload()
+=======
+        with written(f'checkpoint {update} of {self._name}', ValueError):
+>>>>>>> theirs
             self._manager.save(update, args=self._orbax.args.StandardSave(values))
             self._manager.wait_until_finished()
 

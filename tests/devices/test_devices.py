@@ -188,7 +188,7 @@ def programs(learner, fresh=False):
         traces = [] if fresh else read_traces(learner, solver)
         given = (*binding.read(), traces, binding.inputs(xs), jnp.ones(T), 1.0)
         state = rule_value(learner)
-        return program.lower(*given, state, masked=False).compile().as_text()
+        return program.run.lower(*given, state, masked=False).compile().as_text()
 
 
 def gathered_sizes(text):

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import braintrace as bt
+from braintrace.learner.transaction import Transaction
 
 ALL = os.environ.get('ZOO') == 'all'
 B, I, H, T = 2, 3, 4, 4  # noqa: E741
@@ -212,8 +213,9 @@ def test_training_as_in_flax():
     assert counts == [
         T * (i + 1) for i in range(15)
     ]  # random streams go on, fresh or not
-    compiled = [p for p in learner._kept.programs.values() if hasattr(p, '_cache_size')]
-    assert [p._cache_size() for p in compiled] == [1]  # one for the sequence
+    kept = learner._kept.programs.values()
+    compiled = [p.run for p in kept if isinstance(p, Transaction)]
+    assert [run._cache_size() for run in compiled] == [1]  # one for the sequence
 
     before = learner.params
     model.out.bias[...] = model.out.bias[...] + 100.0

@@ -412,6 +412,7 @@ def test_a_second_interrupt_leaves_the_checkpoint_that_is_being_written(
             braintrace.fit(
                 learner, updates=9, callbacks=[interrupt], out=tmp_path, **parts
             )
+    assert Checkpoints(tmp_path / 'checkpoints').latest == 2
     resumed = braintrace.fit(learner, updates=3, out=tmp_path, resume=True, **parts)
     assert [record['update'] for record in resumed.records] == [1, 2, 3]
 

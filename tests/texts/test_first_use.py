@@ -790,7 +790,7 @@ def test_a_fresh_sequence_has_no_traces_of_what_its_loss_never_reads(rule, optio
         # One loss reads the first layer alone, the other the second.
         assert len(solver.trace_shapes) == len(traces) - 1 == 1
         given = (*binding.read(), [], binding.inputs((xs,)), jnp.ones(7), 1.0)
-        lowered = run.lower(*given, rule_value(learner), masked=False)
+        lowered = run.run.lower(*given, rule_value(learner), masked=False)
         if rule == 'd_rtrl':
             shapes = {'output': '4x3x6xf32', 'state': '4x3x11xf32'}
             own = shapes.pop(name)
