@@ -47,6 +47,10 @@ class Cut:
         """A value of new states that drives a leaky read-out."""
         return self.now(z)
 
+    def old_into(self, z):
+        """A value of old states that drives a leaky read-out."""
+        return self.old(z)
+
     def read(self, z, w, number=0):
         """z @ w of a read-out; with feedback weights in the derivative by z."""
         z = self.into(z)
@@ -71,13 +75,16 @@ FULL, DEEP, LOCAL = map(Cut, range(3))
 
 
 class Linked(Cut):
-    """LOCAL, with the way from units into a leaky read-out kept."""
+    """A cut that keeps the way from units into leaky read-outs."""
 
     def into(self, z):
         return z
 
+    def old_into(self, z):
+        return z
 
-LINKED = Linked(2)
+
+LINKED_DEEP, LINKED = Linked(1), Linked(2)
 
 
 class Uses(Cut):
@@ -133,7 +140,8 @@ class Local:
         carried = transition @ old if self.leak is None else self.leak * old
         if not o.case.seen:
             assert self == Local(linked=self.linked)
-            signal = o.grad(lambda h: o.value(q, h, x, y, DEEP))(h)
+            deep = LINKED_DEEP if self.linked else DEEP
+            signal = o.grad(lambda h: o.value(q, h, x, y, deep))(h)
             return direct + signal @ old, (carried + now, filtered)
         new, _ = o.step(q, h, x)
         true = jax.grad(lambda h: o.loss_of_new(q, h, y))(new)

@@ -883,14 +883,15 @@ def output_of_the_step_before(p, s, x, cut):
 @case(FEED, UNITS, **LINKED)
 def readout_of_old_spikes(p, s, x, cut):
     new, _ = units(p, s, x)
-    y = 0.9 * s['y'] + cut.read(fired(s), p['out'])
+    y = 0.9 * s['y'] + cut.read(cut.old_into(fired(s)), p['out'])
     return {**new, 'y': y}, y
 
 
 @case(FEED, UNITS, **LINKED)
 def readout_of_old_and_new(p, s, x, cut):
     new, z = units(p, s, x)
-    y = 0.9 * s['y'] + cut.read(jnp.tanh(s['V'] + 0.3) * z + 0.2 * new['V'], p['out'])
+    u = jnp.tanh(cut.old_into(s['V']) + 0.3) * z + 0.2 * new['V']
+    y = 0.9 * s['y'] + cut.read(u, p['out'])
     return {**new, 'y': y}, y
 
 
