@@ -47,6 +47,10 @@ class Cut:
         """A value of new states that drives a leaky read-out."""
         return self.now(z)
 
+    def old_into(self, z):
+        """A value of old states that drives a leaky read-out."""
+        return self.old(z)
+
     def read(self, z, w, number=0):
         """z @ w of a read-out; with feedback weights in the derivative by z."""
         z = self.into(z)
@@ -71,13 +75,16 @@ FULL, DEEP, LOCAL = map(Cut, range(3))
 
 
 class Linked(Cut):
-    """LOCAL, with the way from units into a leaky read-out kept."""
+    """A cut that keeps the way from units into leaky read-outs."""
 
     def into(self, z):
         return z
 
+    def old_into(self, z):
+        return z
 
-LINKED = Linked(2)
+
+LINKED_DEEP, LINKED = Linked(1), Linked(2)
 
 
 class Uses(Cut):
@@ -133,18 +140,20 @@ class Local:
         carried = transition @ old if self.leak is None else self.leak * old
         if not o.case.seen:
             assert self == Local(linked=self.linked)
-            signal = o.grad(lambda h: o.value(q, h, x, y, DEEP))(h)
+            deep = LINKED_DEEP if self.linked else DEEP
+            signal = o.grad(lambda h: o.value(q, h, x, y, deep))(h)
             return direct + signal @ old, (carried + now, filtered)
         new, _ = o.step(q, h, x)
-        true = jax.grad(lambda h: o.loss_of_new(q, h, y))(new)
+        true, read = jax.grad(o.loss_of_states, (1, 2))(q, new, h, y)
         seen = lambda h: o.case.seen(o.to_s(h))
-        error = o.error_of_seen(q, new, y, self.feedback).ravel()
+        error = o.error_of_seen(q, new, h, y, self.feedback).ravel()
         onward = jax.jacrev(lambda h: seen(h).ravel())(new)
         filtered = self.kappa * filtered + onward @ (carried + now)
         through = error @ filtered
         if self.modulated:
             through = o.modulator() @ (carried + now)
-        return direct - true @ now + through, (carried + now, filtered)
+        assert not (o.case.also and self.kappa)
+        return direct - true @ now + through + read @ old, (carried + now, filtered)
 
     def across(self, o, q, trace, gamma):
         return gamma @ trace[0]
@@ -178,7 +187,7 @@ class Factors:
         direct = jax.grad(lambda q: o.value(q, h, x, y))(q)
         transition, now = o.local(q, h, x)
         new, _ = o.step(q, h, x)
-        signal = jax.grad(lambda h: o.loss_of_new(q, h, y))(new)
+        signal, read = jax.grad(o.loss_of_states, (1, 2))(q, new, h, y)
         uses = o.uses(q, h, x, self.by_x)
         zeros = [jnp.zeros_like(y) for _, _, y in uses]
         new_by = lambda added: o.step(q, h, x, Uses(self.by_x, added))[0]
@@ -188,6 +197,7 @@ class Factors:
             if self.forget is None
             else (self.forget * f)
         )
+        of_read = self.across(o, q, trace, read)
         seen, factors, t = trace
         trace = (
             [self.alpha * a + x for a, (x, _, _) in zip(seen, uses, strict=True)],
@@ -197,7 +207,8 @@ class Factors:
             ],
             t + 1,
         )
-        return direct - signal @ now + self.across(o, q, trace, signal), trace
+        of_signal = self.across(o, q, trace, signal)
+        return direct - signal @ now + of_signal + of_read, trace
 
     def across(self, o, q, trace, gamma):
         """Σ over uses of ∂⟨ε_x · w(θ), γ ε_f⟩/∂θ."""
@@ -272,18 +283,21 @@ class Oracle:
         function = lambda h, q: self.step(q, h, x, cut)[0]
         return self.jacobian(function, (0, 1))(h, q)
 
-    # Of models whose loss reads the new states through ``read(p, seen(new))``.
+    # Of models whose output is ``read(p, seen(new))``, and ``also(p, old)`` where there is one.
 
-    def loss_of_new(self, q, h, y):
-        new, p = self.to_s(h), self.to_p(q)
-        return self.loss(self.case.read(p, self.case.seen(new)), y, new)
+    def out_of(self, p, u, old):
+        out = self.case.read(p, u)
+        return out + self.case.also(p, self.to_s(old)) if self.case.also else out
 
-    def error_of_seen(self, q, h, y, feedback):
-        p, u = self.to_p(q), self.case.seen(self.to_s(h))
-        assert not self.case.rest
+    def loss_of_states(self, q, new, old, y):
+        u = self.case.seen(self.to_s(new))
+        return loss(self.out_of(self.to_p(q), u, old), y, [], 0)
+
+    def error_of_seen(self, q, new, old, y, feedback):
+        p, u = self.to_p(q), self.case.seen(self.to_s(new))
         if not feedback:
-            return jax.grad(lambda u: loss(self.case.read(p, u), y, [], 0))(u)
-        error = jax.grad(lambda out: loss(out, y, [], 0))(self.case.read(p, u))
+            return jax.grad(lambda u: loss(self.out_of(p, u, old), y, [], 0))(u)
+        error = jax.grad(lambda out: loss(out, y, [], 0))(self.out_of(p, u, old))
         return error @ self.case.back[0].T
 
     def modulator(self):

@@ -153,17 +153,13 @@ class Checkpoints:
         if all(map(_is_here, jax.tree.leaves(values))):
             values[_CHECKSUM] = _checksums(values)
         # A full disk is a ValueError of the library that stores the arrays.
-<<<<<<< ours
-        with _WRITING, written(f'checkpoint {update} of {self._name}', ValueError):
+        with written(f'checkpoint {update} of {self._name}', ValueError):
             # Orbax deletes those that are not kept, and cannot delete a link to one.
             steps = sorted(self._manager.all_steps())
             old = [self.folder / str(n) for n in steps[: len(steps) - self._keep + 1]]
             for link in filter(Path.is_symlink, old):
                 link.unlink()
                 self._manager.reload()
-=======
-        with written(f'checkpoint {update} of {self._name}', ValueError):
->>>>>>> theirs
             self._manager.save(update, args=self._orbax.args.StandardSave(values))
             self._manager.wait_until_finished()
 

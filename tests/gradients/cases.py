@@ -31,7 +31,7 @@ class Case:
 
     exact    no position feeds another across time, so that D-RTRL is BPTT
     rest     how much the loss counts states themselves
-    seen     the loss reads new states only through ``read(p, seen(new))``
+    seen     the output is ``read(p, seen(new))``, and ``also(p, old)``
     linked   a read-out with a memory whose decay is constant
     """
 
@@ -43,6 +43,7 @@ class Case:
     rest: float = 0.2
     seen: Callable | None = None
     read: Callable | None = None
+    also: Callable | None = None
     linked: bool = False
     loops: bool = False
     rules: tuple = ()
@@ -59,18 +60,19 @@ def drawn(*shape, seed=7):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def case(p=None, s=None, *, seen=None, read=None, **options):
+def case(p=None, s=None, *, seen=None, read=None, also=None, **options):
     """Register a step under its own name. With ``seen``, the function gives new states alone."""
 
     def register(function):
         step = function
         if seen is not None:
             read_ = read or (lambda p, u: u @ p['out'])
-            options.update(seen=seen, read=read_, rest=0.0)
+            options.update(seen=seen, read=read_, also=also, rest=0.0)
 
             def step(p, s, x, cut):
                 new = function(p, s, x, cut)
-                return new, read_(p, seen(new))
+                out = read_(p, seen(new))
+                return new, out + also(p, s) if also else out
 
         CASES[function.__name__] = Case(step, p, s, **options)
         return function
@@ -244,6 +246,18 @@ def only_leaks(p, s, x, cut):
 )
 def memoryless(p, s, x, cut):
     return {'h': cut.own(p['own'], cut.dense(x, p['w']))}
+
+
+@case(
+    {'w': (I, H), 'r': (H, H), 'out': (H, O), 'old': (H, O)},
+    ONE,
+    seen=lambda new: new['h'],
+    also=lambda p, s: jnp.tanh(s['h']) @ p['old'],
+)
+def old_and_new_as_outputs(p, s, x, cut):
+    """The loss reads old states directly."""
+    drive = cut.dense(x, p['w']) + cut.dense(cut.old(s['h']), p['r'])
+    return {'h': 0.8 * s['h'] + jnp.tanh(drive)}
 
 
 @case({'w': (I, H)}, ONE, seen=lambda new: new['h'], read=lambda p, u: u, exact=True)
@@ -907,14 +921,15 @@ def output_of_the_step_before(p, s, x, cut):
 @case(FEED, UNITS, **LINKED)
 def readout_of_old_spikes(p, s, x, cut):
     new, _ = units(p, s, x)
-    y = 0.9 * s['y'] + cut.read(fired(s), p['out'])
-    return {**new, 'y': y}, y
+    y = 0.9 * s['y'] + cut.read(cut.old_into(fired(s)), p['out'])
+    return {**new, 'y': y}, y + s['V'][:, :O]
 
 
 @case(FEED, UNITS, **LINKED)
 def readout_of_old_and_new(p, s, x, cut):
     new, z = units(p, s, x)
-    y = 0.9 * s['y'] + cut.read(jnp.tanh(s['V'] + 0.3) * z + 0.2 * new['V'], p['out'])
+    u = jnp.tanh(cut.old_into(s['V']) + 0.3) * z + 0.2 * new['V']
+    y = 0.9 * s['y'] + cut.read(u, p['out'])
     return {**new, 'y': y}, y
 
 

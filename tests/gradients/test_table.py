@@ -283,6 +283,7 @@ FEW = {
     'only_leaks': ('rflo 0.9', 'ottt 0.9', 'pp_prop'),
     'memoryless': ('ottt', 'pp_prop', 'rflo', 'tbptt 1'),
     'feedforward_alif': ('snap 1', 'snap 2', 'rflo', 'pp_prop', 'three_factor'),
+    'old_and_new_as_outputs': ('rflo', 'pp_prop', 'ostl_feedforward', 'ottt', 'rtrl'),
     'states_as_outputs': ('eprop, κ', 'pp_prop', 'rflo'),
     'ring': ('rtrl', 'snap 1', 'snap 2', 'snap 3', 'pp_prop'),
 }

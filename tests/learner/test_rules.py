@@ -299,17 +299,14 @@ def test_a_modulator_of_every_step_may_be_computed_there(shape):
     learner, _ = compiled('leaky', 'three_factor')
     step = lambda x, y, m: loss(learner(x, modulator=2 * m)[0], y, [], 0)
     found = learner.etrace_grad(xs, ys, ms, step_fn=step, reduction='sum', fresh=True)
-    s, trace, total = o.s, Local().start(o), 0.0
+    h, trace, total, q = o.h, Local().start(o), 0.0, o.q
     for x, y, m in zip(xs, ys, ms, strict=True):
-        q, h = o.q, ravel_pytree(s)[0]
-        direct = jax.grad(lambda q, h=h, x=x, y=y: o.value(q, h, x, y))(q)
-        now = o.local(q, h, x)[1]
-        _, s, trace = o.advance(Local(), o.p, s, trace, x, y)
-        signal = jax.grad(lambda h, q=q, y=y: o.loss_of_new(q, h, y))(
-            ravel_pytree(s)[0]
-        )
-        full = 2 * jnp.broadcast_to(m[:, None] if shape else m, (B, H)).ravel()
-        total += direct - signal @ now + full @ trace[0]
+        (new, _), now = o.step(q, h, x), o.local(q, h, x)[1]
+        signal = jax.grad(o.loss_of_states, 1)(q, new, h, y)
+        total += jax.grad(o.value)(q, h, x, y) - signal @ now
+        _, trace = Local().step(o, q, h, trace, x, y)
+        full = jnp.broadcast_to(m[:, None] if shape else m, (B, H))
+        h, total = new, total + 2 * full.ravel() @ trace[0]
     close(flat(found), total)
 
 
