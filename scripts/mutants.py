@@ -380,11 +380,14 @@ def chosen(count: int = COUNT) -> list[Mutant]:
 
 class Plugin:
     """Settings of pytest in a child: programs of mutants stay out of the cache of the
-    tests."""
+    tests, and a random program that fails is not made smaller."""
 
     def pytest_configure(self) -> None:
         import jax
+        from hypothesis import Phase, settings
 
+        settings.register_profile('mutants', phases=[Phase.explicit, Phase.generate])
+        settings.load_profile('mutants')
         jax.config.update('jax_compilation_cache_dir', str(RESULTS.parent / 'mutants'))
 
 
