@@ -98,6 +98,7 @@ TESTS = {
         'gradients/test_types.py',
         'gradients/test_exactness.py',
         'kernels/test_dense_kernels.py',
+        'devices/test_devices.py',
     ],
     'rules': [
         'unit/rules',
