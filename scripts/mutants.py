@@ -98,6 +98,7 @@ TESTS = {
         'gradients/test_types.py',
         'gradients/test_exactness.py',
         'kernels/test_dense_kernels.py',
+        'devices/test_devices.py',
     ],
     'rules': [
         'unit/rules',
@@ -380,11 +381,14 @@ def chosen(count: int = COUNT) -> list[Mutant]:
 
 class Plugin:
     """Settings of pytest in a child: programs of mutants stay out of the cache of the
-    tests."""
+    tests, and a random program that fails is not made smaller."""
 
     def pytest_configure(self) -> None:
         import jax
+        from hypothesis import Phase, settings
 
+        settings.register_profile('mutants', phases=[Phase.explicit, Phase.generate])
+        settings.load_profile('mutants')
         jax.config.update('jax_compilation_cache_dir', str(RESULTS.parent / 'mutants'))
 
 
