@@ -244,7 +244,13 @@ class QuickCall:
         settings = brainstate.environ.all()
         self._settings = [(n, settings.get(n, MISSING)) for n in program.settings]
         self._inputs = [(type(x), x.shape, x.dtype) for x in inputs]
-        self._may_donate = any(map(program.may_donate, inputs))
+        # By input: the arrays that are donated and might be the same memory.
+        self._alike: dict[int, list[int]] = {}
+        for n, x in enumerate(inputs):
+            leaves = enumerate(program.leaves)
+            same = [k for k, y in leaves if (y.shape, y.dtype) == (x.shape, x.dtype)]
+            if same and program.may_donate(x):
+                self._alike[n] = same
 
     @classmethod
     def like(
@@ -277,9 +283,14 @@ class QuickCall:
                 return None
         with self._lock:
             if program.places.are_same() and program.is_latest():
-                if self._may_donate:
-                    inputs = program.apart(program.leaves, inputs)
-                return program(program.leaves, *inputs)
+                leaves = program.leaves
+                for n, alike in self._alike.items():
+                    memory = inputs[n].unsafe_buffer_pointer()
+                    for k in alike:
+                        if leaves[k].unsafe_buffer_pointer() == memory:
+                            inputs = program.apart(leaves, inputs)
+                            break
+                return program(leaves, *inputs)
         return None
 
 
