@@ -1,6 +1,6 @@
 """Which tests run, and how their programs are compiled.
 
-    make test       the fixed daily share: all unit tests, and of tests with many cases a sixteenth
+    make test       the fixed daily share: all unit tests, and of tests with many cases a twenty-fourth
     make rotate     cases drawn by a seed, the commit's hash if none is given, until a time limit
     make zoo        everything
 
@@ -45,8 +45,8 @@ LONG = {
 }
 """Tests of many seconds, beside which daily others do much of the same."""
 
-SMALLER = {'test_holds_here': 22}
-"""Tests of very many cases, of which a smaller part than a sixteenth runs daily."""
+SMALLER = {'test_holds_here': 32, 'test_reference': 64}
+"""Tests of very many cases, of which a smaller part than a twenty-fourth runs daily."""
 
 FIRST = ('test_on_eight_devices', 'test_the_pages_are_built', 'test_nothing_grows')
 """Tests of a minute, begun first so that none is left for the end."""
@@ -127,7 +127,7 @@ def daily(items):
             cases[item.nodeid.split('[')[0]].append(item.nodeid)
     left_out = {item.nodeid for item in items if is_long(item)}
     for test, names in cases.items():
-        part = SMALLER.get(test.rpartition('::')[2], 16)
+        part = SMALLER.get(test.rpartition('::')[2], 24)
         count = len(names) if len(names) < 3 else math.ceil(len(names) / part)
         in_order = sorted(names, key=lambda name: zlib.crc32(name.encode()))
         left_out.update(in_order[count:])
