@@ -4,7 +4,8 @@ A model is a function ``step(p, s, x, cut) -> (new states, output)`` of trees, w
 says which paths into new states carry no gradient:
 
     FULL    none: the model itself
-    DEEP    from an old state to a new one of another position
+    DEEP    from an old state to a new one of another position in the same group
+    SIGNAL  from an old state to a new one of another position, in any group
     LOCAL   also those inside the step: a reset gate through the candidate, a layer into the next
     LINKED  LOCAL without the way from units into a leaky read-out
 
@@ -32,9 +33,13 @@ class Cut:
         """A value of old states that reaches other positions."""
         return jax.lax.stop_gradient(v) if self.level >= 1 else v
 
+    def old_across(self, v):
+        """A value of old states that reaches positions of another group."""
+        return jax.lax.stop_gradient(v) if self.level >= 2 else v
+
     def now(self, v):
         """A value of new states that reaches other positions."""
-        return jax.lax.stop_gradient(v) if self.level == 2 else v
+        return jax.lax.stop_gradient(v) if self.level >= 3 else v
 
     def dense(self, x, w):
         return x @ w
@@ -49,7 +54,7 @@ class Cut:
 
     def old_into(self, z):
         """A value of old states that drives a leaky read-out."""
-        return self.old(z)
+        return self.old_across(z)
 
     def read(self, z, w, number=0):
         """z @ w of a read-out; with feedback weights in the derivative by z."""
@@ -71,7 +76,7 @@ _read.defvjp(
     ),
 )
 
-FULL, DEEP, LOCAL = map(Cut, range(3))
+FULL, DEEP, SIGNAL, LOCAL = map(Cut, range(4))
 
 
 class Linked(Cut):
@@ -84,7 +89,7 @@ class Linked(Cut):
         return z
 
 
-LINKED_DEEP, LINKED = Linked(1), Linked(2)
+LINKED_SIGNAL, LINKED = Linked(2), Linked(3)
 
 
 class Uses(Cut):
@@ -94,7 +99,7 @@ class Uses(Cut):
     """
 
     def __init__(self, by_x, added=None):
-        super().__init__(2)
+        super().__init__(3)
         self.by_x, self.added, self.list = by_x, added, []
 
     def dense(self, x, w):
@@ -119,7 +124,7 @@ class Local:
 
     ``leak`` replaces D by a number. With ``kappa``, the error at what the read-out sees, u, meets
     ē = κ ē + (∂u/∂h) ε. The error comes back by ``feedback`` weights, or a modulator replaces L.
-    ``linked`` keeps what a leaky read-out remembers of its units.
+    ``linked`` keeps what a leaky read-out remembers of its units; ``deep``: (L D + R) follows other groups too.
     """
 
     leak: float | None = None
@@ -127,6 +132,7 @@ class Local:
     feedback: bool = False
     modulated: bool = False
     linked: bool = False
+    deep: bool = False
 
     def start(self, o):
         zeros = lambda n: jnp.zeros((n, o.q.size))
@@ -139,9 +145,9 @@ class Local:
         old, filtered = trace
         carried = transition @ old if self.leak is None else self.leak * old
         if not o.case.seen:
-            assert self == Local(linked=self.linked)
-            deep = LINKED_DEEP if self.linked else DEEP
-            signal = o.grad(lambda h: o.value(q, h, x, y, deep))(h)
+            assert self == Local(linked=self.linked, deep=self.deep)
+            cut = DEEP if self.deep else LINKED_SIGNAL if self.linked else SIGNAL
+            signal = o.grad(lambda h: o.value(q, h, x, y, cut))(h)
             return direct + signal @ old, (carried + now, filtered)
         new, _ = o.step(q, h, x)
         true, read = jax.grad(o.loss_of_states, (1, 2))(q, new, h, y)

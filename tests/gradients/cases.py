@@ -328,9 +328,9 @@ def stack(p, s, x, cut):
 )
 def populations(p, s, x, cut):
     """Two groups that read each other's old states."""
-    drive = x @ p['w'] - cut.now(s['I']) @ p['ie']
+    drive = x @ p['w'] - cut.old_across(s['I']) @ p['ie']
     E = 0.9 * s['E'] + drive
-    return {'E': E, 'I': 0.8 * s['I'] + cut.now(jnp.tanh(s['E'])) @ p['ei']}, E
+    return {'E': E, 'I': 0.8 * s['I'] + cut.old_across(jnp.tanh(s['E'])) @ p['ei']}, E
 
 
 @case(
@@ -341,8 +341,8 @@ def populations(p, s, x, cut):
 def recurrent_populations(p, s, x, cut):
     """The same where one group feeds itself too."""
     recurrent = cut.old(jnp.tanh(s['E'])) @ p['ee']
-    E = 0.9 * s['E'] + x @ p['w'] + recurrent - cut.now(s['I']) @ p['ie']
-    return {'E': E, 'I': 0.8 * s['I'] + cut.now(jnp.tanh(s['E'])) @ p['ei']}, E
+    E = 0.9 * s['E'] + x @ p['w'] + recurrent - cut.old_across(s['I']) @ p['ie']
+    return {'E': E, 'I': 0.8 * s['I'] + cut.old_across(jnp.tanh(s['E'])) @ p['ei']}, E
 
 
 def convolved(x, w):
@@ -993,7 +993,7 @@ def recurrent_units_and_readout(p, s, x, cut):
 @case(FEED, UNITS, **PARTLY)
 def fed_back(p, s, x, cut):
     """The output drives the units."""
-    new, z = units(p, s, x.at[:, :O].add(0.1 * cut.old(s['y'])))
+    new, z = units(p, s, x.at[:, :O].add(0.1 * cut.old_across(s['y'])))
     y = 0.9 * s['y'] + cut.now(z) @ p['out']
     return {**new, 'y': y}, y
 

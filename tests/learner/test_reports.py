@@ -82,7 +82,8 @@ def test_traces_of_a_narrow_type():
 def test_credit_from_layer_to_layer():
     gives = report('lif_stack', 'd_rtrl', reach='deep').gradients
     assert {given.kind for given in gives.values()} == {EQUAL}
-    assert 'inside a call no path is cut' in gives['layers.0'].reason
+    assert 'inside a call' in gives['layers.0'].reason
+    assert kinds_of('lif_stack', 'd_rtrl') == {EQUAL, 'local'}
 
 
 def test_all_that_is_shown_says_the_same(capsys):
