@@ -17,7 +17,9 @@ MODE = os.environ.get('MESSAGES', '')  # '', 'check' or 'write'
 NOTES = FILE.parents[2] / '.cache' / 'messages'
 GENERAL = [
     (r'/[\w./-]*/(tests|src|site-packages)/', r'\1/'),  # folders of this machine
-    (r'/tmp/[\w./-]+', '/tmp/...'),
+    (r'[\w./-]*pytest-of-[\w./-]+', '/tmp/...'),
+    (r'(\.\./)*/?tmp/[\w./-]+', '/tmp/...'),
+    (r'\.part-\w+', '.part-...'),
     (r'(\w\.py):\d+', r'\1:...'),
     (r'line \d+', 'line ...'),
     (r'0x[0-9a-f]+', '0x...'),

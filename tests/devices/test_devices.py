@@ -38,7 +38,8 @@ T, BATCH, INPUTS, UNITS = 6, 8, 4, 16
 def test_on_eight_devices():
     """All tests of this file that need devices."""
     command = [sys.executable, '-m', 'pytest', '-p', 'no:xdist', __file__]
-    settings = {'JAX_NUM_CPU_DEVICES': str(DEVICES)}
+    # Its messages are not among those of the daily tests in one process.
+    settings = {'JAX_NUM_CPU_DEVICES': str(DEVICES), 'MESSAGES': ''}
     if jax.device_count() == DEVICES:
         pytest.skip('this is that run')
     done = subprocess.run(
