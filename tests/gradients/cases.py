@@ -324,7 +324,7 @@ def stack(p, s, x, cut):
 @case(
     {'w': (I, H), 'ei': (H, O), 'ie': (O, H)},
     {'E': (B, H), 'I': (B, O)},
-    rules=('only rtrl', 'deep', 'rtrl'),
+    rules=('deep', 'rtrl'),
 )
 def populations(p, s, x, cut):
     """Two groups that read each other's old states."""
@@ -336,7 +336,7 @@ def populations(p, s, x, cut):
 @case(
     {'w': (I, H), 'ee': (H, H), 'ei': (H, O), 'ie': (O, H)},
     {'E': (B, H), 'I': (B, O)},
-    rules=('only rtrl', 'deep'),
+    rules=('deep',),
 )
 def recurrent_populations(p, s, x, cut):
     """The same where one group feeds itself too."""
