@@ -195,7 +195,7 @@ def _boxes(
     for along in (np.zeros(labels.shape, int), *axes):
         numbered = np.where(labels == NONE, NONE, along).astype(np.int32)
         outs = [numbered if w is v else None for w in eqn.outvars]
-        reach = at.operands(i, eqn, outs)[k]
+        reach = at.operands(i, eqn, outs, labels.size)[k]
         if reach is None:
             return 0
         length = len(np.unique(along[labels != NONE]))

@@ -337,7 +337,8 @@ class BackwardPass:
             ) not in ('none', 'custom'):
                 continue
             ends = np.cumsum([v.aval.size for v in eqn.outvars])
-            reached = labels_in(self.operands(i, eqn, element_numbers(eqn, ends)))
+            numbers = element_numbers(eqn, ends)
+            reached = labels_in(self.operands(i, eqn, numbers, int(ends[-1])))
             known = [origins.get(v) if is_var(v) else None for v in eqn.invars]
             for v, labels in zip(
                 eqn.outvars, forward_labels(eqn, known, reached, ends), strict=True
