@@ -17,7 +17,7 @@ memories, y results of taps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,21 +57,17 @@ def local_matrices(
     step: CompiledStep, g: int, constants: Values, values: Values
 ) -> tuple[Jacobian, Jacobian]:
     """D of a group, and T where a state with a signal depends on another of these."""
-    group = step.groups[g]
-    old, taps = group.components(values), _taps(step, g, constants, values)
+    group, size = step.groups[g], step.groups[g].size
+    old, taps = group.components(values), _taps(step, g, values)
     heard = {(i, j) for i, j in group.inner if {i, j} <= group.signalled}
-    if not heard:
-        local = lambda old: step.local(g, constants, values, old, None, taps)
-        return jacobian_rows(local, old, group.pattern), {}
-    zeros = [jnp.zeros_like(x) for x in old]
 
     def local(moved: list[jax.Array]) -> list[jax.Array]:
-        old, delta = moved[: group.size], moved[group.size :]
+        old, delta = moved[:size], moved[size:] or None
         return step.local(g, constants, values, old, delta, taps)
 
-    size = group.size
+    delta = [jnp.zeros_like(x) for x in old] if heard else []
     wanted = {*group.pattern, *((i, size + j) for i, j in heard)}
-    found = jacobian_rows(local, [*old, *zeros], wanted)
+    found = jacobian_rows(local, [*old, *delta], wanted)
     inner = {(i, j): found[i, size + j] for i, j in heard}
     return {at: found[at] for at in group.pattern}, inner
 
@@ -169,7 +165,7 @@ def pull_back(
     """(∂h/∂y)ᵀ γ by group, for every tap result y that reaches a component of γ."""
     found = []
     for g, (group, mine) in enumerate(zip(step.groups, credit, strict=True)):
-        old, taps = group.components(values), _taps(step, g, constants, values)
+        old, taps = group.components(values), _taps(step, g, values)
         reached = taps.pick(y for y in taps if set(group.reached[y]) & set(mine))
 
         def new(moved: Values, g=g, old=old, taps=taps, mine=mine) -> Components:
@@ -192,7 +188,7 @@ def slopes_at_positions(
     """
     found: list[dict[Key, Components]] = []
     for g, group in enumerate(step.groups):
-        old, taps = group.components(values), _taps(step, g, constants, values)
+        old, taps = group.components(values), _taps(step, g, values)
         mine: dict[Key, Components] = {}
         for y in taps if group.shared else ():
             if y in group.shared:
@@ -224,8 +220,6 @@ def _along_ones(function: Any, value: jax.Array, forward: bool) -> Components:
     return slopes
 
 
-def _taps(
-    step: CompiledStep, g: int, constants: Mapping[Key, Any], values: Values
-) -> Values:
+def _taps(step: CompiledStep, g: int, values: Values) -> Values:
     """The results of taps that reach a group."""
-    return Values((y, values[y]) for y in step.groups[g].reached)
+    return values.pick(step.groups[g].reached)

@@ -187,9 +187,11 @@ def _behind_memories(
     credit, step = binding.analysed.credit, solver.step
     carried: Links = frozenset()
     if rule.reach == 'readout':
-        links = binding.stages_of(step).readouts.links
-        links = [(x.lower, x.readout) for x in links if x.is_complete]
-        carried = frozenset((g, y) for g, y in links if y is not None)
+        carried = frozenset(
+            (link.lower, link.readout)
+            for link in binding.stages_of(step).readouts.links
+            if link.is_complete and link.readout is not None
+        )
     behind: dict[tuple[int, ...], list[str]] = {}
     for p in binding.info.program.parameters:
         if p.name not in said and (between := credit.memories_between(p, carried)):

@@ -2,8 +2,8 @@
 
 :class:`Stages` sorts the equations of the step; here they become the functions and
 records that a solver sees. The functions themselves are in ``run.py`` (forward),
-``views.py`` (signals), ``local_step.py`` (derivatives of groups) and ``taps.py``
-(gradients of weights).
+``joint.py`` and ``local_step.py`` (what is differentiated) and ``taps.py`` (gradients of
+weights).
 """
 
 from __future__ import annotations

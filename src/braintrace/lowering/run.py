@@ -151,12 +151,12 @@ def run_deep(
     old = [v for group in groups for v in group.hidden_invars]
     still = env | Values((v, stop(env[v])) for v in old)
     known = stages.compute(stages.derivative_variables, jax.tree.map(stop, still))
-    delta, owner = Values(), {}
+    delta, owner = Values(), dict[Var, int]()
     for g, local in enumerate(stages.locals):
         mine, taps = local.group.old_components(env), known.pick(local.taps)
         # What passes from one new state to another is found where these are read.
-        new = new_components(stages, local, known, mine, taps, direct=True)
-        delta |= local.group.new_states([x - stop(x) for x in new])
+        moved = new_components(stages, local, known, mine, taps, direct=True)
+        delta |= local.group.new_states([x - stop(x) for x in moved])
         owner |= dict.fromkeys(local.group.hidden_outvars, g)
     # Values that read an old state directly differ between groups: each group has its
     # own old states still. All others are computed once.

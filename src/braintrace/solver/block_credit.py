@@ -44,21 +44,26 @@ def derivatives_of(
             inner.append(between)
         if cotangents is None:
             none: list[Components] = [{} for _ in step.groups]
-            found = (Values(), none, none, matrices, inner, slopes)
-            return Derivatives(None, Values(), *found)
-        targets, *signals = joint_signals(
+            return Derivatives(
+                None, Values(), Values(), none, none, matrices, inner, slopes
+            )
+        targets, results, signals, reads = joint_signals(
             step, constants, safe, cotangents, inner, slopes
         )
         outputs = step.outputs(constants, values)
         if masked:
             # A step without a loss contributes exactly nothing, whatever it holds.
-            signals = zero_at(signals, all_zero(cotangents))
+            results, signals, reads = zero_at(
+                (results, signals, reads), all_zero(cotangents)
+            )
             # Derivatives were taken at other values; the losses are those of the model
             # itself.
             targets = [outputs[key] for key in step.targets]
         losses = targets[0] if targets else None
         aux = outputs.pick(step.aux)
-        return Derivatives(losses, aux, *signals, matrices, inner, slopes)
+        return Derivatives(
+            losses, aux, results, signals, reads, matrices, inner, slopes
+        )
 
     bars = None if cotangents is None else list(cotangents)
     length = block.length
