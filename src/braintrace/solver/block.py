@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import all_zero, samples_are_split, sum_type
+from ..arrays import samples_are_split, sum_type
 from ..compiled_step import (
     Box,
     CompiledStep,
@@ -27,7 +27,7 @@ from ..compiled_step import (
     Tap,
     Values,
 )
-from .masking import FILL, Mask, finite, without_nan, zero_at
+from .masking import FILL, Mask, finite, zero_at
 from .solved import plus
 
 
@@ -66,13 +66,11 @@ def with_new_states(step: CompiledStep, steps: Values, last: Values) -> Values:
 
 
 class Block(NamedTuple):
-    """The completed steps of a block, with t first: values as they are, values that
-    derivatives may read, and the mask."""
+    """The completed steps of a block, with t first, and their mask, if there is one."""
 
     step: CompiledStep
     constants: Values
     values: Values
-    safe: Values
     mask: Mask | None
 
     @classmethod
@@ -82,17 +80,15 @@ class Block(NamedTuple):
         constants: Values,
         steps: Values,
         last: Values,
-        mask: Mask | None,
+        mask: Mask | None = None,
     ) -> Block:
-        """Steps with everything that derivative programs read; these read a copy in
-        which NaN is replaced at silent steps.
+        """Steps with everything that derivative programs read.
 
         ``steps``: inputs and what :func:`forward` left; ``last``: the states after them.
         """
         steps = with_new_states(step, steps, last)
         values = jax.vmap(step.complete, (None, 0))(constants, steps)
-        safe = values if mask is None else without_nan(values, mask.silent)
-        return cls(step, constants, values, safe, mask)
+        return cls(step, constants, values, mask)
 
     @property
     def length(self) -> int:
@@ -103,13 +99,13 @@ class Block(NamedTuple):
     def first(self) -> Block:
         """The first step alone, as it is."""
         start = jax.tree.map(lambda x: x[:1], self.values)
-        return self._replace(values=start, safe=start, mask=None)
+        return self._replace(values=start, mask=None)
 
     def at_each_step(self, function: Callable[..., Any], *given: Any) -> Any:
         """``function(constants, values, *given)`` of every step; ``given`` has t
         first."""
         axes = (None, *(0,) * (1 + len(given)))
-        return jax.vmap(function, axes)(self.constants, self.safe, *given)
+        return jax.vmap(function, axes)(self.constants, self.values, *given)
 
     def pull(self, credit: Sequence[Components]) -> list[Values]:
         """(∂h_t/∂y)ᵀ γ_t of every group, step and tap result y that reaches a component
@@ -121,7 +117,7 @@ class Block(NamedTuple):
         silent ones."""
         fixed, data = tap.operands(self.constants, self.values)
         if self.mask is not None:
-            data = finite(data, self.mask.silent, 0.0 if tap.multiplies else FILL)
+            data = finite(data, self.mask.silent, FILL)
         return fixed, data
 
     def zero_if_dead(self, tree: Any) -> Any:
@@ -153,20 +149,14 @@ def derivatives(block: Block, cotangents: Sequence[jax.Array]) -> Derivatives:
 
     ``cotangents[i][t]`` is the cotangent of target i at step t.
     """
-    step, constants, masked = block.step, block.constants, block.mask is not None
+    step, constants = block.step, block.constants
 
-    def one(values: Values, safe: Values, cotangents: list[jax.Array]) -> tuple:
-        targets, found = step.signals(constants, safe, cotangents)
-        outputs = step.outputs(constants, values)
-        if masked:
-            # A step without a loss contributes exactly nothing, whatever it holds.
-            found = zero_at(found, all_zero(cotangents))
-            # Derivatives were taken at other values; the losses are those of the model
-            # itself.
-            targets = [outputs[key] for key in step.targets]
-        return targets, outputs.pick(step.aux), *found
+    def one(values: Values, cotangents: list[jax.Array]) -> tuple:
+        targets, found = step.signals(constants, values, cotangents)
+        return targets, step.outputs(constants, values).pick(step.aux), *found
 
-    targets, aux, *found = jax.vmap(one)(block.values, block.safe, list(cotangents))
+    targets, aux, *found = jax.vmap(one)(block.values, list(cotangents))
+    found = block.zero_if_silent(found)
     matrices = block.at_each_step(step.transition)
     losses = targets[0] if targets else None
     if terms := _split_loss(step):

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import all_zero
 from ..compiled_step import CompiledStep, Feedback, Signals, Values
 from ..errors import CompilationError, three_parts
 from .block import Block, Derivatives
-from .masking import zero_at
 from .traces import Traces
 
 
@@ -67,10 +65,10 @@ class RandomFeedback:
         feedback = dict(zip(readouts, back, strict=True))
 
         def one(constants: Values, values: Values, bars: list[jax.Array]) -> Signals:
-            found = block.step.signals(constants, values, bars, feedback)
-            return zero_at(found[1], all_zero(bars))
+            return block.step.signals(constants, values, bars, feedback)[1]
 
-        return block.at_each_step(one, list(given.cotangents)), feedback
+        found = block.at_each_step(one, list(given.cotangents))
+        return block.zero_if_silent(found), feedback
 
     def _back(self, weights: Sequence[Any], rule_state: Any) -> list[jax.Array]:
         """What is in place of each of the weights now."""
