@@ -78,7 +78,7 @@ def window_gradient(
     ``credit_after(states)``: the credit that the states at its end get from what
     follows. ``masked``: the cotangents of some steps may be zero.
     """
-    mask = _mask(step, cotangents) if masked else None
+    mask = _mask(step, cotangents, credit_after is None) if masked else None
     parts = lambda states: [group.components(states) for group in step.groups]
 
     def window(parameters: Values, old: list[list[jax.Array]]) -> tuple[tuple, tuple]:
@@ -103,13 +103,15 @@ def window_gradient(
     return SolvedWindow(gradients, [dict(enumerate(mine)) for mine in credit], *found)
 
 
-def _mask(step: CompiledStep, cotangents: Sequence[jax.Array]) -> Mask | None:
-    """Silent: nothing but new states has a cotangent; dead: neither has any later
-    step."""
+def _mask(
+    step: CompiledStep, cotangents: Sequence[jax.Array], is_last: bool
+) -> Mask | None:
+    """Silent: nothing but new states has a cotangent; dead: neither has any later step,
+    if the window ``is_last``."""
     new = {key for _, key in step.carried}
     outputs = [
         c for key, c in zip(step.targets, cotangents, strict=True) if key not in new
     ]
     if not outputs:
         return None
-    return Mask(Mask.of(outputs).silent, Mask.of(cotangents).dead)
+    return Mask(Mask.of(outputs).silent, Mask.of(cotangents).dead & is_last)
