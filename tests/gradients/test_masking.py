@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import braintrace
 from braintrace import MultiStepData
 from braintrace.learner.by_rule import RULES
 
@@ -175,6 +176,38 @@ def test_what_the_model_leaves_out(rule, options, fresh):
     same(run(np.nan), wanted)
     states = jax.tree.leaves([t.value for t in learner.traces.values()])
     assert all(np.isfinite(x).all() for x in (learner.model.h.value, *states))
+
+
+@pytest.mark.parametrize('rule', EVERY if ALL else ['d_rtrl', 'pp_prop', 'bptt'])
+def test_padding_that_the_model_cannot_take(rule):
+    """Zeros at the end, of which the model takes the logarithm: states are not finite after it, and gradients are."""
+
+    def step(p, s, x):
+        new = 0.5 * s + jnp.log(x) @ p['w'] + jnp.tanh(s @ p['r']) / x[:, :1]
+        return new, new @ p['o']
+
+    rng, options = np.random.default_rng(2), OPTIONS.get(rule, {})
+    weights = {'w': (I, H), 'r': (H, H), 'o': (H, O)}
+    p = {k: 0.4 * rng.standard_normal(shape) for k, shape in weights.items()}
+    learner = braintrace.compile(
+        step, rule, p, np.zeros((B, H)), np.ones((B, I)), **options
+    )
+    xs = spoilt(1 + rng.random((T, B, I)), END, 0.0)
+    loss = lambda x: jnp.sum(learner(x) ** 2)
+    for fresh in (True, False):
+        start = standing(learner)
+        whole = learner.etrace_grad(
+            xs, step_fn=loss, mask=END, reduction='sum', fresh=fresh
+        )
+        assert not np.isfinite(jax.tree.leaves(learner.state)[0]).any()
+        start()
+        part = learner.etrace_grad(
+            xs[:4], step_fn=loss, mask=END[:4], reduction='sum', fresh=fresh
+        )
+        start()
+        assert all(np.isfinite(g).all() for g in jax.tree.leaves(whole))
+        if rule != 'dni':
+            same(whole, part)
 
 
 @pytest.mark.parametrize('mask', [END, GAPS])
