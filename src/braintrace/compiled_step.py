@@ -246,8 +246,7 @@ class Tap:
     does so for paths into group g where these differ. ``by_sample``: the first axis of
     every operand of a step and of y counts the same samples. ``parameters``,
     ``by_weight``, ``operation``, ``source``, ``marked``: names for reports and for
-    choosing what is traced. ``multiplies``: y is a product of its operands, so data of
-    zero give a gradient of zero.
+    choosing what is traced.
     """
 
     weights: tuple[Key, ...]
@@ -263,7 +262,6 @@ class Tap:
     operation: str = ''
     source: str = ''
     marked: bool = False
-    multiplies: bool = False
     by_sample: bool = False
 
 

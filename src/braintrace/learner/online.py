@@ -14,6 +14,7 @@ import numpy as np
 from ..compiled_step import Values
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver
+from ..solver.masking import Mask, without_nan, zero_at
 from .placement import Placement, pinned
 
 
@@ -73,9 +74,16 @@ def online_step(
                 # The new states of the last step are those that the call returns.
                 bar = bar.at[-1].add(state_bars[new_to_old[key]])
             cotangents.append(jnp.broadcast_to(bar, (length, *bar.shape[1:])))
+        steps, silent = stack(inputs), Mask.of(cotangents).silent
+        if window or rule.predictor:
+            # Credit passes through steps whose outputs count for nothing.
+            steps = without_nan(steps, silent)
         gradients = gradient(
-            parameters, states, traces, stack(inputs), cotangents, rule_state=rule_state
+            parameters, states, traces, steps, cotangents, rule_state=rule_state
         )
+        if rule.predictor is None:
+            # Nothing counts, so there is nothing, even if it was 0 · inf.
+            gradients = zero_at(gradients, jnp.all(silent))
         rest = (states, traces, inputs, rule_state)
         return gradients, *map(_no_tangent, rest)
 

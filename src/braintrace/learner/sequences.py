@@ -15,6 +15,7 @@ from ..program import Path
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver, Solved, Solver
 from ..solver.block import length_of
+from ..solver.masking import finite
 from .binding import StepBinding, bind_model
 from .parameter_gradients import without_gradient
 from .placement import Placement
@@ -106,6 +107,8 @@ def gradient_program(
         masked: bool = True,
     ) -> Solved:
         length = len(weights)
+        if masked:
+            inputs = finite(inputs, weights == 0)
         carried = solver.init_traces() if fresh else traces
         once = (parameters, states, carried, inputs, weights)
         if isinstance(solver, InfluenceSolver):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ..analysis.dependence import of
+from ..arrays import without_gradient
 from ..compat import (
     Atom,
     Var,
@@ -197,23 +198,11 @@ def _silenced(stages: Stages, silent: jax.Array | None) -> Run:
         if silent is not None and i not in core:
             pairs = zip(eqn.invars, operands, strict=True)
             operands = [
-                _without_gradient(silent, x) if enters(v) else x for v, x in pairs
+                without_gradient(silent, x) if enters(v) else x for v, x in pairs
             ]
         return run_equation(eqn, operands)
 
     return run
-
-
-@jax.custom_vjp
-def _without_gradient(silent: jax.Array, x: jax.Array) -> jax.Array:
-    return x
-
-
-def _back(silent: jax.Array, bar: jax.Array) -> tuple[None, jax.Array]:
-    return None, jnp.where(silent, jnp.zeros_like(bar), bar)
-
-
-_without_gradient.defvjp(lambda silent, x: (x, silent), _back)
 
 
 # ---------------------------------------------------------------- every gate open

@@ -92,9 +92,7 @@ register(
 register(_record(linear=True, opens=_opens), 'sub neg convert_element_type copy copy_p')
 register(_record(linear=True, sum=True, use=_sum_use, opens=_opens), 'add add_any')
 register(_record(linear=_has_literal_divisor, opens=_opens), 'div')
-register(
-    _record(linear=_has_literal_factor, multiplies=True, opens=_opens_product), 'mul'
-)
+register(_record(linear=_has_literal_factor, opens=_opens_product), 'mul')
 register(
     _record(constant_operands=None), 'sign floor ceil round nextafter stop_gradient'
 )

@@ -61,7 +61,6 @@ class Operation:
     - ``linear``: True if the derivatives need no value of an operand, or a function of
       the equation.
     - ``sum``: the result is the sum of the operands.
-    - ``multiplies``: the result is the product of the operands.
     - ``costly``: an element of the result takes many times as long as a sum.
     - ``use``: trace layout, weight gradient and factors of a weight among the operands.
     - ``opens``: the operands through which a change passes at its own element if every
@@ -83,7 +82,6 @@ class Operation:
     origins: OriginRule | None = None
     linear: bool | Callable[[Equation], bool] = False
     sum: bool = False
-    multiplies: bool = False
     costly: bool = False
     use: UseRule | None = None
     opens: Callable[[Equation, list[bool]], list[bool]] | None = None

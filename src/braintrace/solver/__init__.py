@@ -14,7 +14,7 @@ order in which to read:
     traces           which traces a step has, and how they are stored
     visits           how a block advances the traces, and the gradient they give
     factors          traces held as an input part and a state part
-    masking          steps that contribute nothing, whatever values they hold
+    masking          steps whose losses have weight 0, and NaN in their inputs
     solved           sums of gradients by weight, those of parameters, the result
     window           reverse mode through consecutive steps
     window_solver    sequences of windows, traces or a predictor across them

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..arrays import all_zero, sum_type
 from ..compiled_step import CompiledStep, Values
@@ -20,8 +19,6 @@ from .influence import Influence, InfluenceTrace, StepPoint
 from .masking import without_nan, zero_at
 from .solved import Solved
 from .window import run_window
-
-_SILENT = np.ones((), bool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +97,7 @@ class InfluenceSolver:
         def one(carry: tuple, xs: Values) -> tuple[tuple, Values]:
             states, trace = carry
             states, trace, values = self._moved(
-                parameters, states, trace, xs, rule_state
+                parameters, states, trace, xs, without_nan(xs), rule_state
             )
             return (states, trace), values
 
@@ -137,12 +134,11 @@ class InfluenceSolver:
             states, trace, total = carry
             xs, bars = at
             run = lambda parameters, states: self.step.run(parameters, states, xs)
-            silent = all_zero(bars) if masked else None
             gradient = self._gradient(run, parameters, states, trace, bars)
-            if silent is not None:
-                gradient = zero_at(gradient, silent)
+            if masked:
+                gradient = zero_at(gradient, all_zero(bars))
             states, trace, values = self._moved(
-                parameters, states, trace, xs, rule_state, silent
+                parameters, states, trace, xs, xs, rule_state
             )
             return (states, trace, jax.tree.map(jnp.add, total, gradient)), values
 
@@ -170,8 +166,7 @@ class InfluenceSolver:
         run = lambda parameters, states: run_window(
             self.step, parameters, states, inputs
         )
-        found = self._gradient(run, parameters, states, traces[0], cotangents)
-        return zero_at(found, all_zero(cotangents))
+        return self._gradient(run, parameters, states, traces[0], cotangents)
 
     def _gradient(
         self,
@@ -197,20 +192,19 @@ class InfluenceSolver:
         states: Values,
         trace: InfluenceTrace,
         inputs: Values,
+        inputs_of_trace: Values,
         rule_state: Any,
-        silent: jax.Array | np.ndarray | None = _SILENT,
     ) -> tuple[Values, InfluenceTrace, Values]:
         """States, influence, targets and auxiliary values after a step.
 
-        Where the step is ``silent``, the influence advances at values without NaN.
+        ``inputs_of_trace``: those at which the influence advances.
         """
         keys = self.influence.moving
         new, targets, aux = self.step.run(parameters, states, inputs)
-        if silent is not None:
-            states, inputs = without_nan((states, inputs), silent)
 
         def advance(parameters: Values, moving: Values) -> Values:
-            return self.step.run(parameters, states | moving, inputs)[0].pick(keys)
+            found = self.step.run(parameters, states | moving, inputs_of_trace)
+            return found[0].pick(keys)
 
         forward = self.step.has_forward_mode
         point = StepPoint(advance, parameters, states.pick(keys), forward)

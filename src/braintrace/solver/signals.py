@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import all_zero
 from ..compiled_step import CompiledStep, Components, Jacobian, Slopes, Values
 from ..derivatives import Derivatives, joint_signals
 from ..errors import CompilationError, three_parts
 from .block import Block
-from .masking import zero_at
 from .traces import Traces
 
 Signals = tuple[list[Components], list[Components]]
@@ -79,10 +77,12 @@ class RandomFeedback:
             _, _, signals, reads = joint_signals(
                 step, constants, values, bars, inner, slopes, feedback
             )
-            return zero_at((signals, reads), all_zero(bars))
+            return signals, reads
 
         cotangents = list(given.cotangents)
-        return block.at_each_step(one, cotangents, found.inner, found.slopes)
+        return block.zero_if_silent(
+            block.at_each_step(one, cotangents, found.inner, found.slopes)
+        )
 
     def _back(self, weights: Sequence[Any], rule_state: Any) -> list[jax.Array]:
         """What is in place of each of the weights now."""
