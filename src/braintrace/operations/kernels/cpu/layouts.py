@@ -209,12 +209,12 @@ class SpikeBits:
         code = self.code
         others = code.variable(code.zeros(SMALL, 1))
         for n, count in code.parts(self.neurons, (TOGETHER, 1)):
-            with code.when(others.value.compared('==', 0)):
+            with code.when(others.value.equals(0)):
                 for t in code.loop(0, self.steps):
                     for w in code.loop(0, self.of_step):
                         more = self._write_words(n, t, w, count)
                         others.value = others.value | more.as_int(SMALL)
-        return others.value.compared('==', 0)
+        return others.value.equals(0)
 
     def _write_words(self, n: Value, t: Value, w: Value, count: int) -> Value:
         """The same word of ``count`` neurons; gives whether x holds other numbers."""
@@ -225,10 +225,10 @@ class SpikeBits:
         start = t * self.samples + w * BITS
         for k in code.loop(0, size):
             value = self.x.load((start + k) * self.neurons + n, count)
-            fires = value.compared('!=', 0)  # as does NaN
+            fires = value.differs(0)  # as does NaN
             bit = (code.constant(1, SMALL) << k.as_int(SMALL)).repeated(count)
             fired.value = fired.value | fires.select(bit, none)
-            is_other = fires & value.compared('!=', 1)
+            is_other = fires & value.differs(1)
             other.value = other.value | is_other.select(bit, none)
         for m in range(count):
             at = (n + m) * self.of_neuron + (t * self.of_step + w)

@@ -54,6 +54,31 @@ OLDEST = 1 << 32
 """Version 0.1, the oldest: what is used here is in all of them."""
 
 
+def _operator(name: str) -> Callable[[Value, Value | int], Value]:
+    """An instruction on whole numbers, and that of numbers with an f before it."""
+
+    def apply(self: Value, other: Value | int) -> Value:
+        a, b = self._beside(other)
+        build = self.code.build
+        if self.number in FLOATS:
+            return Value(self.code, getattr(build, f'f{name}')(a, b, flags=FLAGS))
+        return Value(self.code, getattr(build, name)(a, b))
+
+    return apply
+
+
+def _comparison(name: str) -> Callable[[Value, Value | int], Value]:
+    """Bits: whether each number is smaller, larger, ...; NaN differs from all."""
+
+    def apply(self: Value, other: Value | int) -> Value:
+        build = self.code.build
+        is_float = self.number in FLOATS
+        compare = build.fcmp_unordered if is_float else build.icmp_signed
+        return Value(self.code, compare(name, *self._beside(other)))
+
+    return apply
+
+
 class Value:
     """A number, or several that are taken together, while the kernel runs.
 
@@ -63,18 +88,23 @@ class Value:
 
     def __init__(self, code: Code, ir_value: Any):
         self.code, self.ir = code, ir_value
+        kind = ir_value.type
+        self.is_vector = isinstance(kind, ir.VectorType)
+        self.number = kind.element if self.is_vector else kind
+        self.size = kind.count if self.is_vector else 1
 
-    @property
-    def number(self) -> Any:
-        """The type of each number."""
-        kind = self.ir.type
-        return kind.element if isinstance(kind, ir.VectorType) else kind
+    __add__ = __radd__ = _operator('add')
+    __mul__ = __rmul__ = _operator('mul')
+    __sub__, __floordiv__, __mod__ = map(_operator, ('sub', 'udiv', 'urem'))
+    __and__, __or__ = map(_operator, ('and_', 'or_'))
+    __lshift__, __rshift__ = map(_operator, ('shl', 'lshr'))
+    __lt__, __gt__, differs, equals = map(_comparison, ('<', '>', '!=', '=='))
 
-    @property
-    def size(self) -> int:
-        """How many numbers there are."""
-        kind = self.ir.type
-        return kind.count if isinstance(kind, ir.VectorType) else 1
+    def _beside(self, other: Value | int) -> tuple[Any, Any]:
+        if not isinstance(other, Value):
+            other = self.code.constant(other, self.number)
+        size = max(self.size, other.size)
+        return self.repeated(size).ir, other.repeated(size).ir
 
     def repeated(self, size: int) -> Value:
         """One number, ``size`` times."""
@@ -86,74 +116,14 @@ class Value:
         mask = ir.Constant(ir.VectorType(SMALL, size), None)
         return Value(self.code, build.shuffle_vector(first, empty, mask))
 
-    def _with(self, operator: str, other: Value | int) -> Value:
-        if not isinstance(other, Value):
-            other = self.code.constant(other, self.number)
-        size = max(self.size, other.size)
-        a, b = self.repeated(size).ir, other.repeated(size).ir
-        build = self.code.build
-        if self.number in FLOATS:
-            return Value(self.code, getattr(build, f'f{operator}')(a, b, flags=FLAGS))
-        return Value(self.code, getattr(build, operator)(a, b))
-
-    def __add__(self, other: Value | int) -> Value:
-        return self._with('add', other)
-
-    def __mul__(self, other: Value | int) -> Value:
-        return self._with('mul', other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __sub__(self, other: Value | int) -> Value:
-        return self._with('sub', other)
-
-    def __floordiv__(self, other: Value | int) -> Value:
-        return self._with('udiv', other)
-
-    def __mod__(self, other: Value | int) -> Value:
-        return self._with('urem', other)
-
-    def __and__(self, other: Value | int) -> Value:
-        return self._with('and_', other)
-
-    def __or__(self, other: Value | int) -> Value:
-        return self._with('or_', other)
-
-    def __lshift__(self, other: Value | int) -> Value:
-        return self._with('shl', other)
-
-    def __rshift__(self, other: Value | int) -> Value:
-        return self._with('lshr', other)
-
-    def compared(self, operator: str, other: Value | int) -> Value:
-        """Bits: whether each number is ``<``, ``==``, ... another. NaN differs from
-        all."""
-        if not isinstance(other, Value):
-            other = self.code.constant(other, self.number)
-        build = self.code.build
-        is_float = self.number in FLOATS
-        compare = build.fcmp_unordered if is_float else build.icmp_signed
-        size = max(self.size, other.size)
-        pair = (self.repeated(size).ir, other.repeated(size).ir)
-        return Value(self.code, compare(operator, *pair))
-
-    def __lt__(self, other: Value | int) -> Value:
-        return self.compared('<', other)
-
-    def __gt__(self, other: Value | int) -> Value:
-        return self.compared('>', other)
-
     def is_any(self) -> Value:
         """Whether any bit is set."""
-        bits = self.number.width * self.size
-        whole = Value(self.code, self.code.build.bitcast(self.ir, ir.IntType(bits)))
-        return whole.compared('!=', 0)
+        whole = ir.IntType(self.number.width * self.size)
+        return Value(self.code, self.code.build.bitcast(self.ir, whole)).differs(0)
 
     def select(self, a: Value, b: Value) -> Value:
         """Of bits: a where one is set, otherwise b."""
-        size = max(a.size, b.size, self.size)
-        pair = (a.repeated(size).ir, b.repeated(size).ir)
-        return Value(self.code, self.code.build.select(self.ir, *pair))
+        return Value(self.code, self.code.build.select(self.ir, *a._beside(b)))
 
     def as_int(self, kind: Any) -> Value:
         """A whole number in another width; bits stay 0 and 1."""
@@ -171,13 +141,13 @@ class Value:
 
     def shuffled(self, other: Value, places: Sequence[int]) -> Value:
         """Numbers at some places, those of the other after the own ones."""
-        numbers = [SMALL(n) for n in places]
-        mask = ir.Constant(ir.VectorType(SMALL, len(places)), numbers)
-        return Value(self.code, self.code.build.shuffle_vector(self.ir, other.ir, mask))
+        mask = ir.Constant(ir.VectorType(SMALL, len(places)), [*map(SMALL, places)])
+        shuffle = self.code.build.shuffle_vector
+        return Value(self.code, shuffle(self.ir, other.ir, mask))
 
     def one(self, place: int) -> Value:
         """One of the numbers."""
-        if not isinstance(self.ir.type, ir.VectorType):
+        if not self.is_vector:
             return self
         return Value(self.code, self.code.build.extract_element(self.ir, SMALL(place)))
 
@@ -185,8 +155,7 @@ class Value:
         """``width`` numbers with the same sum."""
         value = self
         if value.size < width:
-            zeros = self.code.zeros(self.number, width)
-            build = self.code.build
+            zeros, build = self.code.zeros(self.number, width), self.code.build
             return Value(self.code, build.insert_element(zeros.ir, self.ir, SMALL(0)))
         while value.size > width:
             half = value.size // 2
@@ -207,8 +176,8 @@ class Buffer:
     """An array of an argument: its numbers, and its sizes."""
 
     def __init__(self, code: Code, words: Value, number: Any):
-        self.code, self.number = code, number
-        build = code.build
+        self.code, self.number, build = code, number, code.build
+        self.width = 4 if number in (ir.FloatType(), SMALL) else 8  # bytes
         self._data = build.inttoptr(code.word_at(words, DATA).ir, number.as_pointer())
         self._sizes = code.word_at(words, DIMENSIONS)
 
@@ -249,11 +218,6 @@ class Buffer:
         if size == 1:
             return place
         return build.bitcast(place, ir.VectorType(self.number, size).as_pointer())
-
-    @property
-    def width(self) -> int:
-        """Bytes of a number."""
-        return 4 if self.number in (ir.FloatType(), SMALL) else 8
 
 
 class Code:
@@ -415,9 +379,9 @@ def _registered(
     code = Code(build)
     frame = Value(code, entry.args[0])
     extension = code.word_at(frame, EXTENSION)
-    with build.if_then(extension.compared('!=', 0).ir):
+    with build.if_then(extension.differs(0).ir):
         kind = code.word_at(extension, KIND) & (2**32 - 1)
-        with build.if_then(kind.compared('==', OF_METADATA).ir):
+        with build.if_then(kind.equals(OF_METADATA).ir):
             version = code.word_at(extension, METADATA) + 8 * VERSION
             build.store(WORD(OLDEST), build.inttoptr(version.ir, WORD.as_pointer()))
             build.ret(WORD(0))

@@ -91,7 +91,7 @@ class Weights:
 
     def __init__(self, values: Buffer):
         self._values, code = values, values.code
-        is_one = values.size(0).compared('==', 1)
+        is_one = values.size(0).equals(1)
         self._stride = is_one.select(code.word(0), code.word(1))
 
     def of(self, synapse: Value) -> Value:
@@ -107,7 +107,7 @@ def _to_columns(made: Synapses, given: list[Buffer], results: list[Buffer]) -> N
     for row in code.loop(0, made.rows):
         for k, size in code.parts(samples, SAMPLES):
             value = x.load(row * samples + k, size)
-            with code.when(value.compared('!=', 0).is_any()):
+            with code.when(value.differs(0).is_any()):
                 for e in made.synapses(row, is_far, y, k, size):
                     at = made.column(e) * samples + k
                     y.store(y.load(at, size) + weights.of(e) * value, at)
@@ -132,7 +132,7 @@ def _at_synapses(made: Synapses, given: list[Buffer], results: list[Buffer]) -> 
         begin = row * length
         is_live = code.variable(code.zeros(BIT, 1))
         for k, size in code.parts(length, (WIDTH, 1)):
-            differs = rows.load(begin + k, size).compared('!=', 0)
+            differs = rows.load(begin + k, size).differs(0)
             is_live.value = is_live.value | differs.is_any()
         for live in code.either(is_live.value):
             if not live:
@@ -158,7 +158,7 @@ def at_synapses(
     """Σ_k of values at the row times values at the column of each synapse."""
     out = jax.ShapeDtypeStruct(indices.shape, rows.dtype)
     lists, values = (indices, starts), (rows, columns)
-    return call_on_synapses('at_synapses', _at_synapses, lists, values, [out])[0]
+    return call_on_synapses('at_synapses', _at_synapses, lists, values, [out])
 
 
 def to_columns(
@@ -191,7 +191,7 @@ def _product(
     walks through large arrays number by number."""
     x = transposed(x.T) if is_large(x) else x
     out = jax.ShapeDtypeStruct((size, x.shape[1]), x.dtype)
-    y = call_on_synapses(name, emit, (indices, starts), (weights, x), [out])[0]
+    y = call_on_synapses(name, emit, (indices, starts), (weights, x), [out])
     return transposed(y).T if is_large(y) else y
 
 
@@ -201,19 +201,23 @@ def call_on_synapses(
     lists: Sequence[Any],
     values: Sequence[Any],
     results: Sequence[jax.ShapeDtypeStruct],
-    in_place: Sequence[Any] = (),
-) -> list[jax.Array]:
-    """The results of a kernel on synapses; ``emit(synapses, operands, results)`` adds
-    its instructions. ``lists``: indices, starts and any further array of indices."""
-    index = jnp.result_type(*lists)
-    if index not in (jnp.int32, jnp.int64):
-        index = jnp.dtype(jnp.int32)
+) -> jax.Array:
+    """The first result of a kernel on synapses; ``lists``: indices and starts."""
 
     def on_synapses(_: Code, operands: list[Buffer], results: list[Buffer]) -> None:
         emit(Synapses(*operands[:2]), operands[2:], results)
 
-    given = [*(v.astype(index) for v in lists), *values]
-    return llvm.call(name, on_synapses, given, results, in_place)
+    return llvm.call(name, on_synapses, [*as_indices(lists), *values], results)[0]
+
+
+def as_indices(lists: Sequence[Any]) -> list[Any]:
+    """Arrays of indices in one type that kernels read."""
+    if not lists:
+        return []
+    index = jnp.result_type(*lists)
+    if index not in (jnp.int32, jnp.int64):
+        index = jnp.dtype(jnp.int32)
+    return [v.astype(index) for v in lists]
 
 
 # ---------------------------------------------------------------- large arrays
@@ -249,4 +253,4 @@ def _rows_of_samples(
                 tile.write(y, first, count)
 
     name, lists = 'to_rows_of_samples', (indices, starts)
-    return call_on_synapses(name, emit, lists, (weights, x), outs)[0]
+    return call_on_synapses(name, emit, lists, (weights, x), outs)

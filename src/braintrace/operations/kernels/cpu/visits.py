@@ -1,47 +1,36 @@
 """Visits of traces, in place: each trace is read once and written once.
 
-Letters: s and r components of ε, t steps, n samples. At every element of a trace,
+Letters: s and r components of ε, t steps, n samples, c inputs and f outputs of a dense
+weight, e synapses, each from a neuron ``pre`` to a neuron ``post``. At every element of a
+trace, with x of the input that it reads and all else of the output that it leads to,
 
     gradient += Σ_s credit_s ε_s + Σ_t ȳ[t] x[t]
     ε_s = Σ_r factor_sr ε_r + Σ_t row_s[t] x[t]
 
-with x of the input that the element reads, and all else of the output that it leads to.
 XLA would read and write the traces several times: once for each component and once for
-the gradient. The kinds of visits differ in their loops only:
-
-    dense_visit       a dense trace after one step
-    span_visit        the same after many steps: a product of matrices for each sample
-    synapse_visit     traces of synapses, in the order of the outputs or of the matrix
+the gradient. :class:`Visit` has the arithmetic, and each kind of visit its own loops.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ....compiled_step import Components, Jacobian
-from .layouts import (
-    TILE,
-    Numbers,
-    SpikeBits,
-    Tile,
-    by_neuron,
-    memory_for,
-    neurons_last,
-    readers,
-)
+from . import layouts
+from .layouts import Numbers, SpikeBits, Tile
 from .llvm import SMALL, WORD, Buffer, Code, Value, call
-from .products import SAMPLES, WIDTH, Synapses, call_on_synapses
+from .products import SAMPLES, WIDTH, Synapses, as_indices
 
 Name = tuple[Any, ...]
 """A value of the outputs: ('row', s) and ('y_bar',) are given at every step, ('factor',
 s, r) and ('credit', s) once."""
-Values = dict[Name, Value]
 
 WIDTHS = (32, 8, 1)
 """Numbers of a row of a dense trace that are taken together: the most that fit."""
@@ -56,60 +45,55 @@ TOGETHER = 4
 """Inputs that are taken together if they are seldom zero."""
 LINE = 16
 """Inputs whose values lie beside each other."""
-FEW_SAMPLES = 8
-"""With fewer, traces of synapses are visited in the order of the matrix."""
 LEAST_FOR_LISTS = 128
 """Outputs from which on inputs of zero are skipped. With fewer, as the filters of a
 convolution, lists take longer than what they save."""
+FEW_SAMPLES = 8
+"""With fewer, traces of synapses are visited in the order of the matrix."""
 
 
-class TraceParts(NamedTuple):
-    """The components of a trace, and the rows, factors and credits that are not zero by
-    structure. ``has_y_bar``: whether the one-step gradient Σ x ȳ is summed as well."""
+def _named(
+    trace: Components,
+    rows: Components,
+    factors: Jacobian,
+    credit: Components,
+    y_bar: jax.Array | None,
+) -> dict[Name, jax.Array]:
+    """The values of outputs that are not zero by structure."""
+    values: dict[Name, Any] = {('row', s): rows[s] for s in trace if s in rows}
+    if y_bar is not None:
+        values['y_bar',] = y_bar
+    pairs = [(s, r) for s in trace for r in trace if (s, r) in factors]
+    values |= {('factor', *pair): factors[pair] for pair in pairs}
+    return values | {('credit', s): c for s, c in credit.items() if s in trace}
 
-    components: tuple[int, ...]
-    rows: tuple[int, ...]
-    factors: tuple[tuple[int, int], ...]
-    credits: tuple[int, ...]
-    has_y_bar: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        trace: Components,
-        rows: Components,
-        factors: Jacobian,
-        credit: Components,
-        y_bar: jax.Array | None = None,
-    ) -> tuple[TraceParts, list[jax.Array]]:
-        """The parts, and the values of outputs in the order of their names."""
-        rows = {s: rows[s] for s in trace if s in rows}
-        pairs = [(s, r) for s in trace for r in trace if (s, r) in factors]
-        credit = {s: c for s, c in credit.items() if s in trace}
-        keys = (tuple(trace), tuple(rows), tuple(pairs), tuple(credit))
-        values = [*rows.values(), *([] if y_bar is None else [y_bar])]
-        values += [*(factors[pair] for pair in pairs), *credit.values()]
-        return cls(*keys, y_bar is not None), values
+def _visited(
+    kind: str,
+    emit: Callable[[Visit], None],
+    trace: Components,
+    x: jax.Array,
+    values: dict[Name, jax.Array],
+    shape: tuple[int, ...],
+    memory: Sequence[jax.ShapeDtypeStruct] = (),
+    lists: Sequence[Any] = (),
+) -> tuple[Components, jax.Array]:
+    """New traces and the gradient, of a shape, by a kernel. ``lists``: arrays of
+    indices."""
+    components, names, count = tuple(trace), tuple(values), len(lists)
 
-    @property
-    def name(self) -> str:
-        """A name for kernels of such traces."""
-        join = lambda numbers: '_'.join(map(str, numbers))
-        factors = join(f'{s}{r}' for s, r in self.factors)
-        parts = (join(self.components), join(self.rows), factors, join(self.credits))
-        return f'{"_of_".join(parts)}_{int(self.has_y_bar)}'
+    def on_buffers(code: Code, operands: list[Buffer], results: list[Buffer]) -> None:
+        given = operands[count:]
+        emit(Visit(code, components, names, operands[:count], given, results))
 
-    @property
-    def of_steps(self) -> list[Name]:
-        """Names of values at every step."""
-        rows: list[Name] = [('row', s) for s in self.rows]
-        return rows + [('y_bar',)] * self.has_y_bar
-
-    @property
-    def of_block(self) -> list[Name]:
-        """Names of values that are given once."""
-        factors: list[Name] = [('factor', *pair) for pair in self.factors]
-        return factors + [('credit', s) for s in self.credits]
+    found = call(
+        '_'.join(map(str, (kind, *components, *chain(*names)))),
+        on_buffers,
+        [*as_indices(lists), x, *values.values()],
+        [jax.ShapeDtypeStruct(shape, x.dtype), *memory],
+        list(trace.values()),
+    )
+    return dict(zip(trace, found, strict=False)), found[len(trace)]
 
 
 class Visit:
@@ -121,33 +105,43 @@ class Visit:
 
     def __init__(
         self,
-        parts: TraceParts,
         code: Code,
+        components: tuple[int, ...],
+        names: tuple[Name, ...],
+        lists: list[Buffer],
         operands: list[Buffer],
         results: list[Buffer],
     ):
-        self.parts, self.code = parts, code
-        count = len(parts.components)
+        self.code, self.lists = code, lists
+        count = len(components)
         self.x, *values = operands[:-count]
-        names = [*parts.of_steps, *parts.of_block]
         self.values = dict(zip(names, values, strict=True))
-        self.traces = dict(zip(parts.components, results[:count], strict=True))
-        self.first = results[0]
+        self.traces = dict(zip(components, results[:count], strict=True))
+        self.sizes = [results[0].size(axis) for axis in range(3)]
         self.gradient, *self.memory = results[count:]
+        self.driven = [name[1] for name in names if name[0] == 'row']
+        """Components that have rows."""
 
-    def credited(self, values: Values, old: dict[int, Value]) -> Value | None:
-        """Σ_s credit_s ε_s."""
-        return _sum((values['credit', s], old[s]) for s in self.parts.credits)
+    def names(self, *kinds: str) -> list[Name]:
+        """Names of values of some kinds."""
+        return [name for name in self.values if name[0] in kinds]
 
-    def moved(self, values: Values, old: dict[int, Value]) -> dict[int, Value]:
-        """Σ_r factor_sr ε_r of every component s."""
-        found = {}
+    def read(self, at: Value, size: int) -> dict[int, Value]:
+        """``size`` numbers of the traces."""
+        return {s: trace.load(at, size) for s, trace in self.traces.items()}
+
+    def moved(
+        self, near: dict[Name, Value], old: dict[int, Value]
+    ) -> tuple[dict[int, Value], Value | None]:
+        """Σ_r factor_sr ε_r of every component s, and Σ_s credit_s ε_s if there is
+        any."""
+        new = {}
         for s, like in old.items():
-            pairs = [pair for pair in self.parts.factors if pair[0] == s]
-            total = _sum((values['factor', *pair], old[pair[1]]) for pair in pairs)
+            pairs = [name for name in self.names('factor') if name[1] == s]
+            total = _sum((near[name], old[name[2]]) for name in pairs)
             zero = self.code.zeros(like.number, like.size)
-            found[s] = zero if total is None else total
-        return found
+            new[s] = zero if total is None else total
+        return new, _sum((near[name], old[name[1]]) for name in self.names('credit'))
 
     # ------------------------------------------------------------ dense traces
 
@@ -155,30 +149,69 @@ class Visit:
         """Every sample, and whether it is the first, whose gradient is stored; those of
         others are added."""
         yield self.code.word(0), True
-        for n in self.code.loop(1, self.first.size(0)):
+        for n in self.code.loop(1, self.sizes[0]):
             yield n, False
 
-    def old(self, at: Value, later: Value, size: int) -> dict[int, Value]:
-        """``size`` numbers of the traces; those that come ``later`` numbers after them
-        are asked for, since the processor does not do so in time."""
+    def read_row(self, at: Value, together: int, size: int) -> dict[int, Value]:
+        """``size`` numbers of the traces; those ``together`` rows later are asked for,
+        since the processor does not do so in time."""
+        later = at + self.sizes[2] * together
         for trace in self.traces.values():
-            trace.prefetch(at + later, size)
-        return {s: trace.load(at, size) for s, trace in self.traces.items()}
+            trace.prefetch(later, size)
+        return self.read(at, size)
 
     def add_gradient(
         self, total: Value | None, at: Value, size: int, first: bool
     ) -> None:
         """Add to ``size`` numbers of the gradient."""
+        if total is None and not first:
+            return
         if total is None:
-            if not first:
-                return
             total = self.code.zeros(self.x.number, size)
         elif not first:
             total = self.gradient.load(at, size) + total
         self.gradient.store(total, at)
 
+    # ------------------------------------------------------------ synapses
 
-def _sum(pairs: Any) -> Value | None:
+    def synapse(
+        self,
+        e: Value,
+        samples: Value,
+        x: SpikeBits | Numbers,
+        pre: Value,
+        steps: Value,
+        read: Callable[[Name, Value, Value, int], Value],
+    ) -> None:
+        """The synapse whose trace is entry e. ``pre``: where x of its neuron begins;
+        ``read(name, t, k, size)``: samples from k on of a value of its ``post``."""
+        code, start = self.code, self.code.word(0)
+        total = code.variable(code.zeros(self.x.number, WIDTH))
+        for k, size in code.parts(samples, SAMPLES):
+            at = e * samples + k
+            block = self.names('factor', 'credit')
+            near = {name: read(name, start, k, size) for name in block}
+            new, credited = self.moved(near, self.read(at, size))
+            if credited is None:
+                credited = code.zeros(self.x.number, size)
+            names = self.names('row', 'y_bar')
+            sums = {
+                name: code.variable(credited if name == ('y_bar',) else new[name[1]])
+                for name in names
+            }
+            for t in code.loop(0, steps) if names else ():
+                now = x.at(pre, t, k, size)
+                for name, sum_ in sums.items():
+                    sum_.value = x.plus(sum_.value, read(name, t, k, size), now)
+            for s, trace in self.traces.items():
+                trace.store(sums['row', s].value if s in self.driven else new[s], at)
+            if ('y_bar',) in sums:
+                credited = sums['y_bar',].value
+            total.value = total.value + credited.added_up(WIDTH)
+        self.gradient.store(total.value.added_up(), e)
+
+
+def _sum(pairs: Iterable[tuple[Value, Value]]) -> Value | None:
     """Σ a b; None if there are none."""
     total = None
     for a, b in pairs:
@@ -201,39 +234,26 @@ def dense_visit(
     """The traces after a step and γ · ε before it, summed over samples; with x ȳ added
     if ``y_bar`` is given.
 
-    Traces (n, c, f) with inputs c and outputs f, or (n, f, c) if not ``inputs_first``;
-    x (n, c), all else (n, f). Rows of traces that stay in the caches are taken three at
-    a time, and of each 32 numbers, so that what they have in common is loaded once. From
-    memory, one row after the other is read faster.
+    Traces (n, c, f), or (n, f, c) if not ``inputs_first``; x (n, c), all else (n, f).
+    Rows of traces that stay in the caches are taken three at a time, and of each 32
+    numbers, so that what they have in common is loaded once (two components of 16 × 256
+    × 256: 142 µs, 189 with one row at a time). From memory, one row after the other is
+    read faster.
     """
-    parts, values = TraceParts.of(trace, rows, factors, credit, y_bar)
     old = list(trace.values())
-    is_small = sum(e.size * e.dtype.itemsize for e in old) <= CACHES
-    together = 3 if is_small else 1
-    *new, total = call(
-        f'visit_{parts.name}_{int(inputs_first)}{together}',
-        partial(_emit_dense, parts, inputs_first, together),
-        [x, *values],
-        [jax.ShapeDtypeStruct(old[0].shape[1:], x.dtype)],
-        old,
-    )
-    return dict(zip(trace, new, strict=True)), total
+    together = 3 if sum(e.size * e.dtype.itemsize for e in old) <= CACHES else 1
+    emit = partial(_emit_dense, inputs_first, together)
+    kind = f'visit_{int(inputs_first)}{together}'
+    values = _named(trace, rows, factors, credit, y_bar)
+    return _visited(kind, emit, trace, x, values, old[0].shape[1:])
 
 
-def _emit_dense(
-    parts: TraceParts,
-    inputs_first: bool,
-    together: int,
-    code: Code,
-    operands: list[Buffer],
-    results: list[Buffer],
-) -> None:
-    visit = Visit(parts, code, operands, results)
-    rows, width = visit.first.size(1), visit.first.size(2)
-    driven = [('row', s) for s in parts.rows]
-    others = [name for name in visit.values if name not in driven]
+def _emit_dense(inputs_first: bool, together: int, visit: Visit) -> None:
+    code, (_, rows, width) = visit.code, visit.sizes
 
-    def some_rows(n: Value, i: Value, j: Value, count: int, size: int, first: bool):
+    def some_rows(
+        n: Value, i: Value, j: Value, count: int, size: int, first: bool
+    ) -> None:
         """``size`` numbers of ``count`` rows, from element (n, i, j) on."""
 
         def beside(buffer: Buffer, k: int, is_last: bool) -> Value:
@@ -241,25 +261,27 @@ def _emit_dense(
                 return buffer.load(n * width + j, size)
             return buffer.load(n * rows + (i + k)).repeated(size)
 
-        of_outputs = lambda names, k: {
-            name: beside(visit.values[name], k, inputs_first) for name in names
-        }
-        new, near = {}, {}
+        def values(k: int, before: dict, *kinds: str) -> dict[Name, Value]:
+            """Values of the outputs at row k, where all rows may have the same."""
+            if k > 0 and inputs_first:
+                return before
+            names = visit.names(*kinds)
+            return {n: beside(visit.values[n], k, inputs_first) for n in names}
+
+        new: dict[tuple[int, int], Value] = {}
+        near: dict[Name, Value] = {}
         places = [(n * rows + (i + k)) * width + j for k in range(count)]
         for k, at in enumerate(places):
-            if k == 0 or not inputs_first:
-                near = of_outputs(others, k)
-            old = visit.old(at, width * count, size)
-            total = visit.credited(near, old)
-            if parts.has_y_bar:
+            near = values(k, near, 'factor', 'credit', 'y_bar')
+            moved, total = visit.moved(near, visit.read_row(at, count, size))
+            if ('y_bar',) in near:
                 more = near['y_bar',] * beside(visit.x, k, not inputs_first)
                 total = more if total is None else total + more
             visit.add_gradient(total, (i + k) * width + j, size, first)
-            new |= {(k, s): e for s, e in visit.moved(near, old).items()}
+            new |= {(k, s): e for s, e in moved.items()}
         for k in range(count):
-            if k == 0 or not inputs_first:
-                near = of_outputs(driven, k)
-            for s in parts.rows:
+            near = values(k, near, 'row')
+            for s in visit.driven:
                 x = beside(visit.x, k, not inputs_first)
                 new[k, s] = new[k, s] + near['row', s] * x
         for (k, s), value in new.items():
@@ -284,73 +306,68 @@ def span_visit(
     """The traces after many steps and γ · ε before them, summed over samples (or places
     of an image).
 
-    Traces (n, c, f); x (t, n, c), rows (t, n, f); all else (n, f). Only inputs that are
-    not zero take part, so that spikes cost as much as there are of them. For each
-    sample:
+    Traces (n, c, f); x (t, n, c), rows (t, n, f); all else (n, f). The drive is a
+    product of matrices for each sample. Only inputs that are not zero take part, so
+    that spikes cost as much as there are of them (20 steps of 5 % spikes, two
+    components of 16 × 256 × 256: 264 µs, 447 if all take part). For each sample:
 
         1. for each input, list the steps at which it is not zero, unless most inputs of
            the first step are not
         2. for some outputs at a time, copy the rows of all steps, so that they stay in
            the first cache; then for each input, add the rows that its list names
     """
-    parts, values = TraceParts.of(trace, rows, factors, credit)
-    old = list(trace.values())
-    steps, _, inputs = x.shape
-    skips_zeros = old[0].shape[-1] >= LEAST_FOR_LISTS
-    width = SPAN_WIDTHS.get(len(parts.components), LEAST_WIDTH)
-    shape, dtype = jax.ShapeDtypeStruct, x.dtype
-    outs = [
-        shape(old[0].shape[1:], dtype),
+    (steps, _, inputs), (_, *weight) = x.shape, next(iter(trace.values())).shape
+    skips_zeros = weight[-1] >= LEAST_FOR_LISTS
+    width = SPAN_WIDTHS.get(len(trace), LEAST_WIDTH)
+    values = _named(trace, rows, factors, credit, None)
+    shape, driven = jax.ShapeDtypeStruct, sum(s in rows for s in trace)
+    memory = [
         shape((inputs,), jnp.int32),
         shape((inputs, steps), jnp.int32),
-        shape((-(-inputs // LINE), steps, LINE), dtype),
-        shape((steps, len(parts.rows), width), dtype),
+        shape((-(-inputs // LINE), steps, LINE), x.dtype),
+        shape((steps, driven, width), x.dtype),
     ]
-    found = call(
-        f'visit_{parts.name}_span{int(skips_zeros)}',
-        lambda *given: _SpanVisit(parts, *given).emit(width, skips_zeros),
-        [x, *values],
-        outs,
-        old,
-    )
-    return dict(zip(trace, found, strict=False)), found[len(old)]
+    emit = lambda visit: _Span(visit).emit(width, skips_zeros)
+    kind = f'span_visit_{int(skips_zeros)}'
+    return _visited(kind, emit, trace, x, values, tuple(weight), memory)
 
 
-class _SpanVisit(Visit):
+class _Span:
     """The instructions. Memory: how often each input is not zero, at which steps, its
     values, and copied rows."""
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
-        self.inputs, self.outputs = self.first.size(1), self.first.size(2)
-        self.counts, self.times, self.lines, self.copied = self.memory
-        self.steps, self.all_samples = self.x.size(0), self.x.size(1)
+    def __init__(self, visit: Visit):
+        self.visit, self.code = visit, visit.code
+        self.samples, self.inputs, self.outputs = visit.sizes
+        self.counts, self.times, self.lines, self.copied = visit.memory
+        self.steps = visit.x.size(0)
 
     def emit(self, width: int, skips_zeros: bool) -> None:
-        code = self.code
-        for n, first in self.samples():
-            self._copy_inputs(n)
+        code, visit, driven = self.code, self.visit, self.visit.driven
+        for n, first in visit.samples():
+            for c, size in code.parts(self.inputs, (LINE, 1)):
+                for t in code.loop(0, self.steps):
+                    at = (t * self.samples + n) * self.inputs + c
+                    self.lines.store(visit.x.load(at, size), self._place(c, t))
             if skips_zeros:
                 self._list_inputs()
             for f, size in code.parts(self.outputs, (width, LEAST_WIDTH, 1)):
-                self._copy_rows(n, f, size)
+                for t in code.loop(0, self.steps):
+                    at = (t * self.samples + n) * self.outputs + f
+                    for m, s in enumerate(driven):
+                        row = visit.values['row', s].load(at, size)
+                        self.copied.store(row, t * (len(driven) * size) + m * size)
                 self._visit_inputs(n, f, size, first, skips_zeros)
 
-    def _value(self, c: Value, t: Value | int) -> Value:
+    def _place(self, c: Value, t: Value | int) -> Value:
         """Where a value of an input is: those of one line of the cache lie beside each
         other, then come their steps."""
         return (c // LINE * self.steps + t) * LINE + c % LINE
 
-    def _copy_inputs(self, n: Value) -> None:
-        for c, size in self.code.parts(self.inputs, (LINE, 1)):
-            for t in self.code.loop(0, self.steps):
-                at = (t * self.all_samples + n) * self.inputs + c
-                self.lines.store(self.x.load(at, size), self._value(c, t))
-
     def _list_inputs(self) -> None:
         """For every input the steps at which it is not zero."""
         code = self.code
-        is_listed = lambda c, t: self.lines.load(self._value(c, t)).compared('!=', 0)
+        is_listed = lambda c, t: self.lines.load(self._place(c, t)).differs(0)
         live = code.variable(code.word(0))
         for c in code.loop(0, self.inputs):
             live.value = live.value + is_listed(c, 0).as_int(WORD)
@@ -358,8 +375,7 @@ class _SpanVisit(Visit):
         # a rule, and lists would take longer than they save: these count as if they
         # were never zero (GRU 256, carried traces: 143.7 ms without this, 139 with it).
         whole = self.inputs // TOGETHER * TOGETHER
-        is_dense = live.value * 2 > self.inputs
-        first_listed = is_dense.select(whole, code.word(0))
+        first_listed = (live.value * 2 > self.inputs).select(whole, code.word(0))
         for c in code.loop(0, first_listed):
             self.counts.store(self.steps.as_int(SMALL), c)
         for c in code.loop(first_listed, self.inputs):
@@ -370,43 +386,32 @@ class _SpanVisit(Visit):
                 count.value = count.value + is_listed(c, t).as_int(WORD)
             self.counts.store(count.value.as_int(SMALL), c)
 
-    def _copy_rows(self, n: Value, f: Value, size: int) -> None:
-        """Rows of all steps and components, ``size`` outputs from f on: (t, s, f)."""
-        rows = self.parts.rows
-        for t in self.code.loop(0, self.steps):
-            at = (t * self.all_samples + n) * self.outputs + f
-            for m, s in enumerate(rows):
-                value = self.values['row', s].load(at, size)
-                self.copied.store(value, t * (len(rows) * size) + m * size)
-
     def _visit_inputs(
         self, n: Value, f: Value, size: int, first: bool, skips_zeros: bool
     ) -> None:
         """All inputs with ``size`` outputs from f on."""
-        code, at = self.code, n * self.outputs + f
-        near = {name: self.values[name].load(at, size) for name in self.parts.of_block}
+        code, visit, at = self.code, self.visit, n * self.outputs + f
+        names = visit.names('factor', 'credit')
+        near = {name: visit.values[name].load(at, size) for name in names}
 
         def some(c: Value, count: int, by_list: bool) -> None:
             """``count`` inputs from c on: one at its listed steps, or at every step."""
-            new, places = {}, []
+            new: dict[tuple[int, int], Value] = {}
+            places = []
             for k in range(count):
-                row = c + k
-                places.append((n * self.inputs + row) * self.outputs + f)
-                old = self.old(places[k], self.outputs * count, size)
-                total = self.credited(near, old)
-                self.add_gradient(total, row * self.outputs + f, size, first)
-                new |= {(k, s): e for s, e in self.moved(near, old).items()}
-            self._add_drive(c, count, new, size, by_list)
+                places.append((n * self.inputs + (c + k)) * self.outputs + f)
+                old = visit.read_row(places[k], count, size)
+                moved, total = visit.moved(near, old)
+                visit.add_gradient(total, (c + k) * self.outputs + f, size, first)
+                new |= {(k, s): e for s, e in moved.items()}
+            if visit.driven:
+                new |= self._driven(c, count, new, size, by_list)
             for (k, s), value in new.items():
-                self.traces[s].store(value, places[k])
+                visit.traces[s].store(value, places[k])
 
-        if not skips_zeros:
-            for c, count in code.parts(self.inputs, (TOGETHER, 1)):
-                some(c, count, False)
-            return
         for c, count in code.parts(self.inputs, (TOGETHER, 1)):
-            if count == 1:
-                some(c, 1, True)
+            if not skips_zeros or count == 1:
+                some(c, count, skips_zeros)
                 continue
             total = code.word(0)
             for k in range(TOGETHER):
@@ -418,80 +423,25 @@ class _SpanVisit(Visit):
                     for one in code.loop(c, c + TOGETHER):
                         some(one, 1, True)
 
-    def _add_drive(
+    def _driven(
         self, c: Value, count: int, new: dict, size: int, by_list: bool
-    ) -> None:
-        """Add Σ_t row_s x to new traces by number of the input and component."""
-        code, rows = self.code, self.parts.rows
-        if not rows:
-            return
-        sums = {key: code.variable(e) for key, e in new.items() if key[1] in rows}
-        begins = [self._value(c + k, 0) for k in range(count)]
-        total = self.counts.index(c) if by_list else self.steps
-        for entry in code.loop(0, total):
+    ) -> dict[tuple[int, int], Value]:
+        """New traces, by number of the input and component, with Σ_t row_s x added."""
+        code, driven = self.code, self.visit.driven
+        sums = {key: code.variable(e) for key, e in new.items() if key[1] in driven}
+        begins = [self._place(c + k, 0) for k in range(count)]
+        for entry in code.loop(0, self.counts.index(c) if by_list else self.steps):
             t = self.times.index(c * self.steps + entry) if by_list else entry
-            found = {}
-            for m, s in enumerate(rows):
-                at = t * (len(rows) * size) + m * size
-                found[s] = self.copied.load(at, size)
+            at = [t * (len(driven) * size) + m * size for m in range(len(driven))]
+            rows = [self.copied.load(place, size) for place in at]
             for k, begin in enumerate(begins):
                 x = self.lines.load(t * LINE + begin).repeated(size)
-                for s in rows:
-                    sums[k, s].value = sums[k, s].value + found[s] * x
-        new |= {key: total.value for key, total in sums.items()}
+                for s, row in zip(driven, rows, strict=True):
+                    sums[k, s].value = sums[k, s].value + row * x
+        return {key: total.value for key, total in sums.items()}
 
 
 # ---------------------------------------------------------------- synapses
-
-
-class _SynapseVisit(Visit):
-    """What visits of the traces of synapses share: e synapses, each from a neuron
-    ``pre`` to a neuron ``post``, k samples, which are taken in whole vectors."""
-
-    def __init__(
-        self,
-        parts: TraceParts,
-        synapses: Synapses,
-        operands: list[Buffer],
-        results: list[Buffer],
-    ):
-        super().__init__(parts, synapses.code, operands, results)
-        self.synapses = synapses
-        self.count = self.first.size(1)
-
-    def synapse(
-        self,
-        e: Value,
-        x: SpikeBits | Numbers,
-        pre: Value,
-        steps: Value,
-        read: Callable[[Name, Value, Value, int], Value],
-    ) -> None:
-        """The synapse whose trace is entry e. ``pre``: where x of its neuron begins;
-        ``read(name, t, k, size)``: samples of a value of its ``post``."""
-        code, parts = self.code, self.parts
-        total = code.variable(code.zeros(self.x.number, WIDTH))
-        for k, size in code.parts(self.count, SAMPLES):
-            at = e * self.count + k
-            near = {name: read(name, code.word(0), k, size) for name in parts.of_block}
-            old = {s: trace.load(at, size) for s, trace in self.traces.items()}
-            credited = self.credited(near, old)
-            sums: dict[Name, Value] = {
-                ('row', s): value for s, value in self.moved(near, old).items()
-            }
-            zero = code.zeros(self.x.number, size)
-            sums['y_bar',] = zero if credited is None else credited
-            driven = {name: code.variable(sums[name]) for name in parts.of_steps}
-            if driven:
-                for t in code.loop(0, steps):
-                    now = x.at(pre, t, k, size)
-                    for name, sum_ in driven.items():
-                        sum_.value = x.plus(sum_.value, read(name, t, k, size), now)
-            sums |= {name: sum_.value for name, sum_ in driven.items()}
-            for s, trace in self.traces.items():
-                trace.store(sums['row', s], at)
-            total.value = total.value + sums['y_bar',].added_up(WIDTH)
-        self.gradient.store(total.value.added_up(), e)
 
 
 def synapse_visit(
@@ -514,42 +464,33 @@ def synapse_visit(
     """
     shape = next(iter(trace.values())).shape
     samples = math.prod(shape[1:])
-    old = {s: e.reshape(-1, samples) for s, e in trace.items()}
     is_by_row = matrix is not None and samples < FEW_SAMPLES
-    laid = by_neuron if is_by_row else neurons_last
-    parts, values = TraceParts.of(
-        old,
+    laid = layouts.by_neuron if is_by_row else layouts.neurons_last
+    values = _named(
+        trace,
         {s: laid(v) for s, v in rows.items()},
         {k: laid(v[None]) for k, v in factors.items()},
         {s: laid(v[None]) for s, v in credit.items()},
         None if y_bar is None else laid(y_bar),
     )
+    old = {s: e.reshape(-1, samples) for s, e in trace.items()}
     if is_by_row:
         indices, starts, pre_is_row = matrix
         lists, memory = [indices, starts], []
-        emit = partial(_emit_by_row, parts, pre_is_row)
-        name = f'synapses_by_row_{parts.name}_{int(pre_is_row)}'
+        emit = partial(_emit_by_row, pre_is_row)
+        kind = f'synapses_by_row_{int(pre_is_row)}'
     else:
-        pre, starts, order = by_post
-        lists = [pre, starts, *([] if order is None else [order])]
-        tile = jax.ShapeDtypeStruct((TILE, sum(map(len, values))), x.dtype)
-        memory = [*memory_for(laid(x), len(x)), tile]
-        emit = partial(_emit_by_post, parts, order is not None)
-        name = f'synapses_{parts.name}_{len(lists)}'
-    outs = [jax.ShapeDtypeStruct(lists[0].shape, x.dtype), *memory]
-    given = [laid(x), *values]
-    found = call_on_synapses(name, emit, lists, given, outs, list(old.values()))
-    new = {s: e.reshape(shape) for s, e in zip(old, found, strict=False)}
-    return new, found[len(old)]
+        lists = [array for array in by_post if array is not None]
+        count = sum(len(value) for value in values.values())
+        tile = jax.ShapeDtypeStruct((layouts.TILE, count), x.dtype)
+        memory = [*layouts.memory_for(laid(x), len(x)), tile]
+        emit, kind = _emit_by_post, f'synapses_{len(lists)}'
+    given = (old, laid(x), values, lists[0].shape, memory, lists)
+    new, gradient = _visited(kind, emit, *given)
+    return {s: e.reshape(shape) for s, e in new.items()}, gradient
 
 
-def _emit_by_post(
-    parts: TraceParts,
-    has_order: bool,
-    synapses: Synapses,
-    operands: list[Buffer],
-    results: list[Buffer],
-) -> None:
+def _emit_by_post(visit: Visit) -> None:
     """In the order of ``post``. Where x is bits, rows at zeros are not added, whatever
     they hold. Memory is for the bits and the numbers of x and for the tile.
 
@@ -558,11 +499,9 @@ def _emit_by_post(
         2. for some neurons ``post`` at a time, their values are copied in the same way
            to a tile that stays in the first caches; then come their synapses
     """
-    order = operands.pop(0) if has_order else None
-    visit = _SynapseVisit(parts, synapses, operands, results)
-    code = synapses.code
-    words, numbers, memory = visit.memory
-    steps = words.size(1)
+    code, (words, numbers, memory) = visit.code, visit.memory
+    synapses, order = Synapses(*visit.lists[:2]), visit.lists[2:]
+    steps, samples = words.size(1), visit.sizes[1]
     # Where the values of a neuron begin among those in the tile.
     begin: dict[Name, Value] = {}
     width = code.word(0)
@@ -570,43 +509,36 @@ def _emit_by_post(
         begin[name] = width
         width = width + value.size(0)
     tile = Tile(memory, width, synapses.rows)
-    for x in readers(visit.x, words, numbers):
+    for x in layouts.readers(visit.x, words, numbers):
         for first, count in tile.parts():
             for name, value in visit.values.items():
                 tile.read(value, begin[name], first, count)
             for n in code.loop(0, count):
                 line = n * width
 
-                def read(name: Name, t: Value, k: Value, size: int, line: Value = line):
-                    after = t * visit.count + begin[name]
-                    return memory.load(line + k + after, size)
+                def read(
+                    name: Name, t: Value, k: Value, size: int, line: Value = line
+                ) -> Value:
+                    return memory.load(line + k + (t * samples + begin[name]), size)
 
                 for entry in code.loop(*synapses.of_row(first + n)):
-                    later = synapses.later(entry)
+                    later, e = synapses.later(entry), entry
                     x.prefetch(x.place(synapses.column(later)))
-                    e = entry
-                    if order is not None:
+                    if order:
                         # Traces lie anywhere in memory.
-                        at = order.index(later) * visit.count
                         for trace in visit.traces.values():
-                            trace.prefetch(at, SAMPLES[0])
-                        e = order.index(entry)
+                            trace.prefetch(order[0].index(later) * samples, SAMPLES[0])
+                        e = order[0].index(entry)
                     pre = x.place(synapses.column(entry))
-                    visit.synapse(e, x, pre, steps, read)
+                    visit.synapse(e, samples, x, pre, steps, read)
 
 
-def _emit_by_row(
-    parts: TraceParts,
-    pre_is_row: bool,
-    synapses: Synapses,
-    operands: list[Buffer],
-    results: list[Buffer],
-) -> None:
+def _emit_by_row(pre_is_row: bool, visit: Visit) -> None:
     """In the order of the matrix, in which traces lie in memory: with few samples,
     reading traces in any other order takes longer than reading neurons in any order
     (one sample, 10⁷ synapses: 58 ms, and 107 in the order of ``post``)."""
-    visit = _SynapseVisit(parts, synapses, operands, results)
-    code, samples, length = synapses.code, visit.count, visit.x.size(1)
+    code, synapses = visit.code, Synapses(*visit.lists)
+    samples, length = visit.sizes[1], visit.x.size(1)
     steps, is_far = length // samples, synapses.is_far(visit.x)
     x = Numbers(visit.x, samples)
     for row in code.loop(0, synapses.rows):
@@ -618,10 +550,12 @@ def _emit_by_row(
                     synapses.prefetch(array, e, code.word(0), SAMPLES[0])
             column = synapses.column(e)
             pre, post = (row, column) if pre_is_row else (column, row)
-            of_block = dict.fromkeys(parts.of_block, post * samples)
-            begin = of_block | dict.fromkeys(parts.of_steps, post * length)
+            begin = dict.fromkeys(visit.names('factor', 'credit'), post * samples)
+            begin |= dict.fromkeys(visit.names('row', 'y_bar'), post * length)
 
-            def read(name: Name, t: Value, k: Value, size: int, begin: dict = begin):
+            def read(
+                name: Name, t: Value, k: Value, size: int, begin: dict = begin
+            ) -> Value:
                 return visit.values[name].load(t * samples + (begin[name] + k), size)
 
-            visit.synapse(e, x, x.place(pre), steps, read)
+            visit.synapse(e, samples, x, x.place(pre), steps, read)
