@@ -35,19 +35,11 @@ from . import kernels
 def has_kernels(*dtypes: Any) -> bool:
     """Whether products of these types run by the kernels: on one CPU, or on several
     with arrays split in a way that is known."""
-    return _is_known(current_split()) and kernels.fit(*dtypes)
+    return _fits(current_split(), *dtypes)
 
 
-def _is_known(split: Split | None) -> bool:
-    return split is not None or not runs_on_mesh()
-
-
-def own_starts(starts: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
-    """Starts of rows among the ``count`` synapses of this device."""
-    if not axes:
-        return starts
-    first = jax.lax.axis_index(axes).astype(starts.dtype) * count
-    return jnp.clip(starts - first, 0, count)
+def _fits(split: Split | None, *dtypes: Any) -> bool:
+    return (split is not None or not runs_on_mesh()) and kernels.fit(*dtypes)
 
 
 def rows_of(indices: jax.Array, starts: jax.Array) -> jax.Array:
@@ -133,16 +125,46 @@ def _many_products(
     return multiply(weights, indices, starts, x).reshape(size, cases, samples), 1
 
 
-def _columns_plain(
-    weights: Any, indices: Any, starts: Any, x: Any, size: int, by_column: Any
-) -> Any:
+def _on_each_device(
+    run: Callable[..., jax.Array],
+    split: Split | None,
+    indices: Any,
+    starts: Any,
+    *values: Any,
+) -> jax.Array:
+    """``run(indices, starts, *values)``, on each of several devices for its own samples
+    and synapses. Values are weights and x (neurons, samples), with a sum for each
+    neuron, or two such arrays, with a sum for each synapse."""
+    if split is None:
+        return run(indices, starts, *values)
+    count = indices.shape[0]
+    synapses, samples = split.of_neurons(count), split.of_samples(values[1].shape[1])
+    at_neurons, at_synapses = PartitionSpec(None, samples), PartitionSpec(synapses)
+    is_product = values[0].ndim == 1
+    first_values = at_neurons
+    if is_product:
+        first_values = at_synapses if values[0].size == count else PartitionSpec()
+
+    def own(indices: Any, starts: Any, *values: Any) -> jax.Array:
+        if synapses:
+            # Starts of rows among the synapses of this device.
+            count = indices.shape[0]
+            first = jax.lax.axis_index(synapses).astype(starts.dtype) * count
+            starts = jnp.clip(starts - first, 0, count)
+        found = run(indices, starts, *values)
+        return summed_over(found, synapses if is_product else samples)
+
+    specs = (at_synapses, PartitionSpec(), first_values, at_neurons)
+    result = at_neurons if is_product else at_synapses
+    return split.on_each_device(own, specs, result)(indices, starts, *values)
+
+
+def _columns_plain(indices: Any, starts: Any, weights: Any, x: Any, size: int) -> Any:
     values = weights[:, None] * x[rows_of(indices, starts)]
     return jnp.zeros((size, x.shape[1]), x.dtype).at[indices].add(values)
 
 
-def _rows_plain(
-    weights: Any, indices: Any, starts: Any, x: Any, size: int, by_column: Any
-) -> Any:
+def _rows_plain(indices: Any, starts: Any, weights: Any, x: Any, size: int) -> Any:
     values = weights[:, None] * x[indices]
     rows = rows_of(indices, starts)
     return jnp.zeros((size, x.shape[1]), x.dtype).at[rows].add(values)
@@ -161,31 +183,15 @@ def _product(name: str, plain: Callable[..., Any]) -> Callable[..., jax.Array]:
         split: Split | None,
         by_column: ByColumn | None = None,
     ) -> jax.Array:
-        if not _is_known(split) or not kernels.fit(weights.dtype, x.dtype):
-            return plain(weights, indices, starts, x, size, None)
-
-        def on_one_device(*given: Any) -> jax.Array:
-            return kernels.run(
-                name,
-                *given,
-                plain=lambda *given: plain(*given, size, None),
-                by=lambda kernel, *given: kernel(*given, size, by_column),
-            )
-
-        if split is None:
-            return on_one_device(weights, indices, starts, x)
-        samples = split.of_samples(x.shape[1])
-        synapses = split.of_neurons(indices.shape[0])
-
-        def own(weights: Any, indices: Any, starts: Any, x: Any) -> jax.Array:
-            starts = own_starts(starts, indices.shape[0], synapses)
-            return summed_over(on_one_device(weights, indices, starts, x), synapses)
-
-        by_synapse, by_sample = PartitionSpec(synapses), PartitionSpec(None, samples)
-        own_weights = by_synapse if weights.size == indices.size else PartitionSpec()
-        given = (own_weights, by_synapse, PartitionSpec(), by_sample)
-        run_split = split.on_each_device(own, given, by_sample)
-        return run_split(weights, indices, starts, x)
+        if not _fits(split, weights.dtype, x.dtype):
+            return plain(indices, starts, weights, x, size)
+        own = functools.partial(
+            kernels.run,
+            name,
+            plain=lambda *given: plain(*given, size),
+            by=lambda kernel, *given: kernel(*given, size, by_column),
+        )
+        return _on_each_device(own, split, indices, starts, weights, x)
 
     return run
 
@@ -257,22 +263,10 @@ def _synapses_plain(indices: Any, starts: Any, rows: Any, columns: Any) -> Any:
 def _at_synapses(
     indices: Any, starts: Any, rows: Any, columns: Any, *, split: Split | None
 ) -> jax.Array:
-    if not _is_known(split) or not kernels.fit(rows.dtype, columns.dtype):
+    if not _fits(split, rows.dtype, columns.dtype):
         return _synapses_plain(indices, starts, rows, columns)
-    on_one_device = functools.partial(kernels.run, 'at_synapses', plain=_synapses_plain)
-    if split is None:
-        return on_one_device(indices, starts, rows, columns)
-    samples = split.of_samples(rows.shape[1])
-    synapses = split.of_neurons(indices.shape[0])
-
-    def own(indices: Any, starts: Any, rows: Any, columns: Any) -> jax.Array:
-        starts = own_starts(starts, indices.shape[0], synapses)
-        return summed_over(on_one_device(indices, starts, rows, columns), samples)
-
-    by_synapse, by_sample = PartitionSpec(synapses), PartitionSpec(None, samples)
-    given = (by_synapse, PartitionSpec(), by_sample, by_sample)
-    run_split = split.on_each_device(own, given, by_synapse)
-    return run_split(indices, starts, rows, columns)
+    run = functools.partial(kernels.run, 'at_synapses', plain=_synapses_plain)
+    return _on_each_device(run, split, indices, starts, rows, columns)
 
 
 at_synapses_p = kernel_primitive(

@@ -14,7 +14,7 @@ given by component, factors by pair of components.
         the same for traces (n, c, f) after many steps: x (t, n, c), rows (t, n, f)
     synapse_visit(trace, x, rows, factors, credit, y_bar, matrix, by_post)
         the same for traces (e, n): x, rows and ȳ (t, neurons, n), all else (neurons, n)
-    to_rows, to_columns(weights, indices, starts, x, size, by_column)
+    to_rows, to_columns(indices, starts, weights, x, size, by_column)
         products with a compressed sparse matrix: x (neurons, n)
     at_synapses(indices, starts, rows, columns)
         the gradient of its weights: rows and columns (neurons, n)

@@ -175,15 +175,20 @@ class Variable:
 class Buffer:
     """An array of an argument: its numbers, and its sizes."""
 
-    def __init__(self, code: Code, words: Value, number: Any):
+    def __init__(self, code: Code, words: Value, number: Any, rank: int):
         self.code, self.number, build = code, number, code.build
         self.width = 4 if number in (ir.FloatType(), SMALL) else 8  # bytes
         self._data = build.inttoptr(code.word_at(words, DATA).ir, number.as_pointer())
-        self._sizes = code.word_at(words, DIMENSIONS)
+        self._sizes, self._rank = code.word_at(words, DIMENSIONS), rank
 
     def size(self, axis: int) -> Value:
         """The length of an axis."""
         return self.code.word_at(self._sizes, axis)
+
+    @property
+    def sizes(self) -> list[Value]:
+        """The lengths of all axes."""
+        return [self.size(axis) for axis in range(self._rank)]
 
     def load(self, at: Value | int, size: int = 1) -> Value:
         """``size`` numbers from one on."""
@@ -385,14 +390,15 @@ def _registered(
             version = code.word_at(extension, METADATA) + 8 * VERSION
             build.store(WORD(OLDEST), build.inttoptr(version.ir, WORD.as_pointer()))
             build.ret(WORD(0))
-    buffers = []
-    for field, arrays in ((OPERANDS, given), (RESULTS, results)):
+    buffers: list[list[Buffer]] = [[], []]
+    for field, arrays, found in zip(
+        (OPERANDS, RESULTS), (given, results), buffers, strict=True
+    ):
         words = code.word_at(frame, field)
-        # Arrays of other types are passed on, not read.
-        numbers = [NUMBERS.get(x.dtype.name, WORD) for x in arrays]
-        places = [code.word_at(words, n) for n in range(len(numbers))]
-        pairs = zip(places, numbers, strict=True)
-        buffers.append([Buffer(code, *pair) for pair in pairs])
+        for n, x in enumerate(arrays):
+            # Arrays of other types are passed on, not read.
+            number = NUMBERS.get(x.dtype.name, WORD)
+            found.append(Buffer(code, code.word_at(words, n), number, len(x.shape)))
     emit(code, *buffers)
     build.ret(WORD(0))
     engine = _compiled(str(module))

@@ -162,29 +162,29 @@ def at_synapses(
 
 
 def to_columns(
-    weights: Any, indices: Any, starts: Any, x: Any, size: int, by_column: Any
+    indices: Any, starts: Any, weights: Any, x: Any, size: int, by_column: Any
 ) -> jax.Array:
     """y (size, k) from x (rows, k). ``by_column``: the synapses in the order of their
     columns, if these are known; large products are then gathered."""
     if by_column is None:
-        return _product('to_columns', _to_columns, weights, indices, starts, x, size)
+        return _product('to_columns', _to_columns, indices, starts, weights, x, size)
     # XLA sorts the weights once, before the loop over steps.
     if weights.size > 1:
         weights = weights[by_column.order]
-    return _rows_of_samples(weights, by_column.rows, by_column.starts, x.T).T
+    return _rows_of_samples(by_column.rows, by_column.starts, weights, x.T).T
 
 
 def to_rows(
-    weights: Any, indices: Any, starts: Any, x: Any, size: int, by_column: Any
+    indices: Any, starts: Any, weights: Any, x: Any, size: int, by_column: Any
 ) -> jax.Array:
     """y (rows, k) from x (columns, k)."""
     if is_gathered(x):
-        return _rows_of_samples(weights, indices, starts, x.T).T
-    return _product('to_rows', _to_rows, weights, indices, starts, x, size)
+        return _rows_of_samples(indices, starts, weights, x.T).T
+    return _product('to_rows', _to_rows, indices, starts, weights, x, size)
 
 
 def _product(
-    name: str, emit: Any, weights: Any, indices: Any, starts: Any, x: Any, size: int
+    name: str, emit: Any, indices: Any, starts: Any, weights: Any, x: Any, size: int
 ) -> jax.Array:
     """A product by one of the loops above. Models have samples first, so that x is a
     transposed array. XLA would join that with the arithmetic around it, which then
@@ -224,7 +224,7 @@ def as_indices(lists: Sequence[Any]) -> list[Any]:
 
 
 def _rows_of_samples(
-    weights: Any, indices: Any, starts: Any, x: jax.Array
+    indices: Any, starts: Any, weights: Any, x: jax.Array
 ) -> jax.Array:
     """y[k, r] = Σ_c w[r, c] x[k, c], of large arrays with samples first, as models have
     them. Both are turned on the way: x is read as bits if it holds only zeros and ones,

@@ -117,7 +117,7 @@ class Visit:
         self.x, *values = operands[:-count]
         self.values = dict(zip(names, values, strict=True))
         self.traces = dict(zip(components, results[:count], strict=True))
-        self.sizes = [results[0].size(axis) for axis in range(3)]
+        self.sizes = results[0].sizes
         self.gradient, *self.memory = results[count:]
         self.driven = [name[1] for name in names if name[0] == 'row']
         """Components that have rows."""
