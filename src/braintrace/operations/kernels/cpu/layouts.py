@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from llvmlite import ir
 
 from .. import is_large
-from .llvm import SMALL, Buffer, Code, Value, call
+from .llvm import SMALL, Buffer, Value, call
 
 BITS = 32
 """Samples of a word."""
@@ -49,10 +49,7 @@ def transposed(x: jax.Array) -> jax.Array:
     is_tall = rows > columns
     name = f'transpose_{"tall" if is_tall else "wide"}'
     out = jax.ShapeDtypeStruct((columns, rows), x.dtype)
-
-    def emit(code: Code, operands: list[Buffer], results: list[Buffer]) -> None:
-        turn(*operands, *results, is_tall)
-
+    emit = lambda _, operands, results: turn(operands[0], results[0], is_tall)
     return call(name, emit, [x], [out])[0]
 
 
@@ -194,7 +191,9 @@ def readers(x: Buffer, words: Buffer, numbers: Buffer) -> Iterator[SpikeBits | N
 class SpikeBits:
     """x as bits: instructions that write the words and read samples from them.
 
-    ``words``: memory for 32-bit words (n, t and words of a step).
+    ``words``: memory for 32-bit words (n, t and words of a step). ``place(neuron)`` is
+    where those of a neuron begin, ``at`` what is there, and ``plus`` total + a x, as of
+    :class:`Numbers`.
     """
 
     def __init__(self, x: Buffer, words: Buffer, steps: Value, samples: Value):
@@ -236,11 +235,9 @@ class SpikeBits:
         return other.value.is_any()
 
     def place(self, neuron: Value) -> Value:
-        """Where the words of a neuron begin."""
         return neuron * self.of_neuron
 
     def prefetch(self, begin: Value) -> None:
-        """Ask for the words of a neuron, which begin at a place."""
         self.words.prefetch(begin, 1)
 
     def at(self, begin: Value, t: Value, k: Value, size: int) -> Value:
@@ -264,17 +261,13 @@ class Numbers:
         self.values, self.samples, self.length = values, samples, values.size(1)
 
     def place(self, neuron: Value) -> Value:
-        """Where the numbers of a neuron begin."""
         return neuron * self.length
 
     def prefetch(self, begin: Value) -> None:
-        """Ask for the first numbers of a neuron, which begin at a place."""
         self.values.prefetch(begin, MOST_PREFETCHED)
 
     def at(self, begin: Value, t: Value, k: Value, size: int) -> Value:
-        """``size`` samples from k on of a neuron."""
         return self.values.load(begin + (t * self.samples + k), size)
 
     def plus(self, total: Value, a: Value, x: Value) -> Value:
-        """total + a x."""
         return total + a * x

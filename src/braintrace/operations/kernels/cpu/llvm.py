@@ -146,7 +146,6 @@ class Value:
         return Value(self.code, shuffle(self.ir, other.ir, mask))
 
     def one(self, place: int) -> Value:
-        """One of the numbers."""
         if not self.is_vector:
             return self
         return Value(self.code, self.code.build.extract_element(self.ir, SMALL(place)))
@@ -173,7 +172,8 @@ class Variable:
 
 
 class Buffer:
-    """An array of an argument: its numbers, and its sizes."""
+    """An array of an argument. Numbers are read and written by their place in memory,
+    ``size`` of them from one on."""
 
     def __init__(self, code: Code, words: Value, number: Any, rank: int):
         self.code, self.number, build = code, number, code.build
@@ -182,16 +182,13 @@ class Buffer:
         self._sizes, self._rank = code.word_at(words, DIMENSIONS), rank
 
     def size(self, axis: int) -> Value:
-        """The length of an axis."""
         return self.code.word_at(self._sizes, axis)
 
     @property
     def sizes(self) -> list[Value]:
-        """The lengths of all axes."""
         return [self.size(axis) for axis in range(self._rank)]
 
     def load(self, at: Value | int, size: int = 1) -> Value:
-        """``size`` numbers from one on."""
         place = self._place(at, size)
         return Value(self.code, self.code.build.load(place, align=self.width))
 
@@ -200,7 +197,6 @@ class Buffer:
         return self.load(at).as_int(WORD)
 
     def store(self, value: Value, at: Value | int) -> None:
-        """Write numbers from one on."""
         self.code.build.store(value.ir, self._place(at, value.size), align=self.width)
 
     def prefetch(self, at: Value | int, size: int) -> None:
@@ -233,7 +229,6 @@ class Code:
         self._variables: list[Variable] = []
 
     def constant(self, number: int, kind: Any) -> Value:
-        """A number of a type."""
         return Value(self, ir.Constant(kind, number))
 
     def word(self, number: Value | int) -> Value:
@@ -241,12 +236,10 @@ class Code:
         return number if isinstance(number, Value) else self.constant(number, WORD)
 
     def zeros(self, number: Any, size: int) -> Value:
-        """``size`` zeros of a type."""
         kind = number if size == 1 else ir.VectorType(number, size)
         return Value(self, ir.Constant(kind, None))
 
     def word_at(self, address: Value, index: int) -> Value:
-        """One of the words at an address."""
         pointer = self.build.inttoptr(address.ir, WORD.as_pointer())
         return Value(self, self.build.load(self.build.gep(pointer, [WORD(index)])))
 

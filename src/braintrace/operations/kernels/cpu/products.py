@@ -48,11 +48,10 @@ class Synapses:
         self.last = indices.size(0) - 1
 
     def of_row(self, row: Value) -> tuple[Value, Value]:
-        """Where the synapses of a row start and stop."""
+        """Where they start and stop."""
         return self.starts.index(row), self.starts.index(row + 1)
 
     def column(self, synapse: Value) -> Value:
-        """The column of a synapse."""
         return self.indices.index(synapse)
 
     def later(self, synapse: Value) -> Value:
@@ -86,21 +85,15 @@ class Synapses:
                         yield e + n
 
 
-class Weights:
-    """One weight for each synapse, or one for all."""
-
-    def __init__(self, values: Buffer):
-        self._values, code = values, values.code
-        is_one = values.size(0).equals(1)
-        self._stride = is_one.select(code.word(0), code.word(1))
-
-    def of(self, synapse: Value) -> Value:
-        """The weight of a synapse."""
-        return self._values.load(synapse * self._stride)
+def _weights(values: Buffer) -> Callable[[Value], Value]:
+    """The weight of a synapse: there is one for each, or one for all."""
+    code = values.code
+    stride = values.size(0).equals(1).select(code.word(0), code.word(1))
+    return lambda synapse: values.load(synapse * stride)
 
 
 def _to_columns(made: Synapses, given: list[Buffer], results: list[Buffer]) -> None:
-    code, weights, x, (y,) = made.code, Weights(given[0]), given[1], results
+    code, weight, x, (y,) = made.code, _weights(given[0]), given[1], results
     samples, is_far = x.size(1), made.is_far(y)
     for k, size in code.parts(y.size(0) * samples, SAMPLES):
         y.store(code.zeros(y.number, size), k)
@@ -110,18 +103,18 @@ def _to_columns(made: Synapses, given: list[Buffer], results: list[Buffer]) -> N
             with code.when(value.differs(0).is_any()):
                 for e in made.synapses(row, is_far, y, k, size):
                     at = made.column(e) * samples + k
-                    y.store(y.load(at, size) + weights.of(e) * value, at)
+                    y.store(y.load(at, size) + weight(e) * value, at)
 
 
 def _to_rows(made: Synapses, given: list[Buffer], results: list[Buffer]) -> None:
-    code, weights, x, (y,) = made.code, Weights(given[0]), given[1], results
+    code, weight, x, (y,) = made.code, _weights(given[0]), given[1], results
     samples, is_far = x.size(1), made.is_far(x)
     for row in code.loop(0, made.rows):
         for k, size in code.parts(samples, SAMPLES):
             total = code.variable(code.zeros(y.number, size))
             for e in made.synapses(row, is_far, x, k, size):
                 value = x.load(made.column(e) * samples + k, size)
-                total.value = total.value + weights.of(e) * value
+                total.value = total.value + weight(e) * value
             y.store(total.value, row * samples + k)
 
 
@@ -234,7 +227,7 @@ def _rows_of_samples(
     outs.append(jax.ShapeDtypeStruct((TILE, samples), x.dtype))
 
     def emit(made: Synapses, given: list[Buffer], results: list[Buffer]) -> None:
-        code, weights = made.code, Weights(given[0])
+        code, weight = made.code, _weights(given[0])
         y, words, numbers, memory = results
         samples = given[1].size(0)
         tile = Tile(memory, samples, made.rows)
@@ -247,8 +240,8 @@ def _rows_of_samples(
                             x.prefetch(x.place(made.column(made.later(e))))
                             begin = x.place(made.column(e))
                             value = x.at(begin, code.word(0), k, size)
-                            weight = weights.of(e).repeated(size)
-                            total.value = x.plus(total.value, weight, value)
+                            added = weight(e).repeated(size)
+                            total.value = x.plus(total.value, added, value)
                         memory.store(total.value, n * samples + k)
                 tile.write(y, first, count)
 

@@ -474,19 +474,22 @@ def synapse_visit(
         None if y_bar is None else laid(y_bar),
     )
     old = {s: e.reshape(-1, samples) for s, e in trace.items()}
-    if is_by_row:
-        indices, starts, pre_is_row = matrix
-        lists, memory = [indices, starts], []
+    if matrix is not None and is_by_row:
+        *lists, pre_is_row = matrix
         emit = partial(_emit_by_row, pre_is_row)
         kind = f'synapses_by_row_{int(pre_is_row)}'
+        new, gradient = _visited(
+            kind, emit, old, laid(x), values, lists[0].shape, [], lists
+        )
     else:
         lists = [array for array in by_post if array is not None]
         count = sum(len(value) for value in values.values())
         tile = jax.ShapeDtypeStruct((layouts.TILE, count), x.dtype)
         memory = [*layouts.memory_for(laid(x), len(x)), tile]
-        emit, kind = _emit_by_post, f'synapses_{len(lists)}'
-    given = (old, laid(x), values, lists[0].shape, memory, lists)
-    new, gradient = _visited(kind, emit, *given)
+        kind, shape_ = f'synapses_{len(lists)}', lists[0].shape
+        new, gradient = _visited(
+            kind, _emit_by_post, old, laid(x), values, shape_, memory, lists
+        )
     return {s: e.reshape(shape) for s, e in new.items()}, gradient
 
 
