@@ -193,7 +193,7 @@ def test_carries_handed_around():
     for x in XS:
         carry, _ = nnx.jit(model)(carry, x)
     close(last, carry)
-    with pytest.raises(ValueError, match=r'a carry of structure(.|\n)*compiled with'):
+    with pytest.raises(ValueError, match='a carry'):
         learner.state = zeros
 
 
@@ -253,15 +253,13 @@ def test_modes_are_followed_and_jit_is_refused_or_given_the_model():
         lambda x: learner(x),
         lambda x: learner.etrace_grad(x[None], step_fn=step),
     ):
-        with pytest.raises(bt.CompilationError, match=r'inside jit(.|\n)*params='):
+        with pytest.raises(bt.CompilationError, match='inside jit'):
             jax.jit(call)(XS[0])
-    with pytest.raises(ValueError, match=r'fresh=False, chunk_size(.|\n)*no past'):
+    with pytest.raises(ValueError, match='fresh=False'):
         learner.etrace_grad(XS, step_fn=step, params=model, chunk_size=2)
 
     model.eval()
-    with pytest.raises(
-        bt.CompilationError, match=r'mode differ(.|\n)*one call outside jit'
-    ):
+    with pytest.raises(bt.CompilationError, match='mode differ'):
         learner.etrace_grad(XS, step_fn=step, params=model, fresh=True)
     want = nnx.clone(model)(XS[0])
     close(learner(XS[0]), want)
@@ -318,7 +316,7 @@ def test_variables_in_a_list_are_layers():
             first[...] = jnp.tanh(x @ self.w[...])
             return late
 
-    with pytest.warns(bt.CreditWarning, match='attributes or a dictionary'):
+    with pytest.warns(bt.CreditWarning, match='dictionary'):
         learner = bt.compile(Line(), 'd_rtrl', XS[0])
     assert len(learner.graph.hidden_groups) == 2
 
@@ -370,7 +368,7 @@ def test_a_learner_that_follows_its_module_is_not_copied():
 def test_optimisers_of_flax_stay_outside():
     model = CELLS['gru']()
     learner = bt.compile(model, 'd_rtrl', XS[0])
-    with pytest.raises(TypeError, match=r'the optax transformation itself'):
+    with pytest.raises(TypeError, match='in etrace_online'):
         learner.etrace_online(
             XS,
             step_fn=squared(learner),

@@ -418,8 +418,7 @@ def test_states_of_another_learner_are_refused_until_they_are_reset(kind, batch,
     wanted = USES[use](first, SEQUENCES)
     second = of_batch(model, batch, 'pp_prop')
     with pytest.raises(
-        braintrace.CompilationError,
-        match=r'another learner of the same model \(pp_prop\)',
+        braintrace.CompilationError, match=r'another.*\(pp_prop\)'
     ) as error:
         USES[use](first, SEQUENCES)
     assert is_explained(error.value)
@@ -427,10 +426,7 @@ def test_states_of_another_learner_are_refused_until_they_are_reset(kind, batch,
     assert (sizes in str(error.value)) == (batch is not None)
     first.reset_state(batch_size=WIDE)
     assert_close(USES[use](first, SEQUENCES), wanted)
-    with pytest.raises(
-        braintrace.CompilationError,
-        match=r'another learner of the same model \(D_RTRL\)',
-    ):
+    with pytest.raises(braintrace.CompilationError, match=r'another.*\(D_RTRL\)'):
         USES[use](second, SEQUENCES[:, 0] if batch is None else SEQUENCES[:, :batch])
 
 

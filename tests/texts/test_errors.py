@@ -180,19 +180,11 @@ def test_a_parameter_that_a_step_writes_is_not_supported():
 
 @pytest.mark.parametrize('model', [None, 3, 'gru', lambda state: state])
 def test_what_is_no_model(model):
-    with pytest.raises(
-        TypeError,
-        match=r'a model of type(.|\n)*Why: (.|\n)*Fix: ',
-    ):
+    with pytest.raises(TypeError, match='a model of type'):
         bt.compile_etrace_graph(model, X)
-    with pytest.raises(
-        TypeError,
-        match=r'ETraceGraphExecutor\((.|\n)*Why: (.|\n)*Fix: ',
-    ):
+    with pytest.raises(TypeError, match='ETraceGraphExecutor'):
         bt.ETraceGraphExecutor(model)
-    with pytest.raises(
-        TypeError, match=r'a model of type(.|\n)*brainstate modules only'
-    ):
+    with pytest.raises(TypeError, match='brainstate modules only'):
         bt.extract_module_info(model, X)
 
 
@@ -232,10 +224,7 @@ def test_a_state_outside_the_model_is_left_alone():
 def test_recursion():
     inner = gru()
     model = small(lambda m, x: bt.compile_etrace_graph(inner, x))
-    with pytest.raises(
-        NotImplementedError,
-        match=r'while a model is being compiled(.|\n)*Why: (.|\n)*compile before',
-    ):
+    with pytest.raises(NotImplementedError, match='being compiled'):
         bt.compile_etrace_graph(model, X)
     assert len(bt.compile_etrace_graph(inner, X).hidden_groups) == 1
 
@@ -276,9 +265,6 @@ def test_a_call_with_other_shapes():
     executor = bt.ETraceGraphExecutor(gru())
     executor.compile_graph(X)
     for call in (executor.solve_h2w_h2h_jacobian, executor.solve_h2w_h2h_l2h_jacobian):
-        with pytest.raises(
-            ValueError,
-            match=r'\(5, 3\)(.|\n)*compiled for(.|\n)*\(2, 3\)(.|\n)*compile again',
-        ):
+        with pytest.raises(ValueError, match='compiled for'):
             call(jnp.ones((5, I)))
     np.testing.assert_array_equal(executor.model.h.value, np.zeros((B, H)))
