@@ -370,9 +370,6 @@ def test_a_gradient_of_zero():
     assert 'nan' not in str(found)
 
 
-WHY = r'(.|\n)*Why: (.|\n)*Fix: '
-
-
 @pytest.mark.parametrize(
     'options',
     [
@@ -389,7 +386,7 @@ WHY = r'(.|\n)*Why: (.|\n)*Fix: '
 )
 def test_errors(options):
     learner, step = compiled('rates', 'd_rtrl')
-    with pytest.raises(ValueError, match=WHY):
+    with pytest.raises(ValueError, match=next(iter(options))):
         learner.certificate(XS, YS, step_fn=step, **options)
 
 
@@ -455,7 +452,7 @@ def test_fit_warns_when_the_rule_does_not_descend():
 
 def test_fit_refuses_a_wrong_number():
     learner, step = compiled('rates', 'd_rtrl')
-    with pytest.raises(ValueError, match=WHY):
+    with pytest.raises(ValueError, match='certificate_every=0'):
         fitted(learner, step, 2, certificate_every=0)
 
 

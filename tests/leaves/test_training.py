@@ -210,7 +210,7 @@ def test_a_state_of_size_zero_is_left_as_it_is(tmp_path):
     assert states['t'].value.shape == (0,)
 
 
-def test_a_disk_that_is_full_is_told_in_three_parts(tmp_path, monkeypatch):
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
     learner, parts = make()
 
     def full(checkpoints, *given, **options):
@@ -218,9 +218,8 @@ def test_a_disk_that_is_full_is_told_in_three_parts(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr('orbax.checkpoint.CheckpointManager.save', full)
-        with pytest.raises(OSError, match='No space left') as error:
+        with pytest.raises(OSError, match='No space left'):
             braintrace.fit(learner, updates=2, out=tmp_path, **parts)
-    assert is_explained(error.value)
     assert braintrace.fit(learner, updates=1, out=tmp_path, resume=True, **parts)
 
 
@@ -335,11 +334,10 @@ def test_records_survive_an_interrupted_resumption_and_damage(
 
 def test_resuming_before_the_first_checkpoint(tmp_path, capsys):
     learner, parts = make()
-    with pytest.raises(FileNotFoundError, match='no training') as error:
+    with pytest.raises(FileNotFoundError, match='no training'):
         braintrace.fit(
             learner, updates=2, out=tmp_path / 'nowhere', resume=True, **parts
         )
-    assert is_explained(error.value)
     assert not (tmp_path / 'nowhere').exists()
     (tmp_path / 'checkpoints' / '1.orbax-checkpoint-tmp').mkdir(parents=True)
     (tmp_path / 'metrics.jsonl').write_text(
@@ -467,9 +465,8 @@ def test_numbers_that_are_not_finite_end_a_training():
     learner, parts = make()
     lost = lambda i: (parts['batches'](i)[0] * np.nan, *parts['batches'](i)[1:])
     before = weights(learner)
-    with pytest.raises(FloatingPointError, match='update 1') as error:
+    with pytest.raises(FloatingPointError, match='update 1'):
         braintrace.fit(learner, updates=2, **{**parts, 'batches': lost})
-    assert is_explained(error.value)
     jax.tree.map(np.testing.assert_array_equal, weights(learner), before)
 
 
@@ -559,10 +556,9 @@ def test_two_trainings_in_one_folder_are_refused(tmp_path):
     before = weights(learner)
     with (
         alone_in(tmp_path),
-        pytest.raises(RuntimeError, match='another process') as error,
+        pytest.raises(RuntimeError, match='another process'),
     ):
         braintrace.fit(learner, updates=1, out=tmp_path, **parts)
-    assert is_explained(error.value)
     assert not (tmp_path / 'metrics.jsonl').exists()
     jax.tree.map(np.testing.assert_array_equal, weights(learner), before)
     assert braintrace.fit(learner, updates=1, out=tmp_path, **parts).updates == 1

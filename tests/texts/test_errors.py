@@ -1,7 +1,9 @@
 """Bad input: what is said, and that nothing of the user's is touched."""
 
+import ast
 import re
 import threading
+from pathlib import Path
 
 import brainstate
 import jax
@@ -268,3 +270,48 @@ def test_a_call_with_other_shapes():
         with pytest.raises(ValueError, match='compiled for'):
             call(jnp.ones((5, I)))
     np.testing.assert_array_equal(executor.model.h.value, np.zeros((B, H)))
+
+
+PLAIN = {'ArgumentTypeError', 'AttributeError', 'KeyboardInterrupt', 'NotImplementedError', 'OSError'}  # fmt: skip
+"""Errors that Python or argparse words, or that have no words."""
+
+CAUGHT = {'UnexpectedTracerError', '_StateChanged', 'it returns'}
+"""Errors that the package raises and catches itself."""
+
+
+def words(node):
+    """All names in a part of a program, and its strings."""
+    parts = [n for n in ast.walk(node) if isinstance(n, ast.Name | ast.Attribute)]
+    strings = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+    found = {getattr(n, 'id', getattr(n, 'attr', '')) for n in parts}
+    return found | {w.strip() for w in strings if isinstance(w, str)}
+
+
+def test_every_error_has_three_parts():
+    """Made where it is raised, or by a function or a class that is called there."""
+    files = sorted(Path(bt.__file__).parent.rglob('*.py'))
+    trees = {file: list(ast.walk(ast.parse(file.read_text()))) for file in files}
+    made = {}
+    for node in (node for tree in trees.values() for node in tree):
+        if isinstance(node, ast.FunctionDef):
+            results = [n for n in ast.walk(node) if isinstance(n, ast.Return)]
+            made[node.name] = {w for n in results for w in words(n)}
+        elif isinstance(node, ast.ClassDef) and node.name.endswith('Error'):
+            made[node.name] = words(node)
+    known = {'three_parts'} | PLAIN
+    for _ in range(3):  # functions that return what such functions return
+        known |= {name for name, found in made.items() if found & known}
+    checked = 0
+    for file, tree in trees.items():
+        named = {
+            ast.unparse(node.targets[0]): words(node.value)
+            for node in tree
+            if isinstance(node, ast.Assign)
+        }
+        for node in tree:
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                said = words(node.exc)
+                said |= {w for name in said for w in named.get(name, ())}
+                assert said & (known | CAUGHT), f'{file}:{node.lineno}'
+                checked += 1
+    assert checked > 200
