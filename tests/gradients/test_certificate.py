@@ -9,6 +9,7 @@ import pytest
 
 import braintrace
 from braintrace.learner import measuring
+from formulas import plain_gradient
 
 T, B, N, H = 12, 3, 2, 5
 
@@ -92,19 +93,7 @@ def compiled(name, rule, **options):
 
 
 def true_gradient(name, weights=None):
-    """Through the whole sequence, by JAX alone."""
-    step, params, state = MODELS[name]
-    weights = jnp.full(T, 1 / T) if weights is None else weights
-
-    def loss(params):
-        def one(state, at):
-            x, y, weight = at
-            state, out = step(params, state, x)
-            return state, weight * jnp.mean((out - y) ** 2)
-
-        return jax.lax.scan(one, state, (XS, YS, weights))[1].sum()
-
-    return jax.grad(loss)(params)
+    return plain_gradient(*MODELS[name], XS, YS, weights)
 
 
 def dot(a, b):

@@ -515,24 +515,6 @@ def test_a_program_that_jax_alone_has_traced(opened):
     close(new_k, plain_k + delta_k)
 
 
-@pytest.mark.parametrize(
-    'wrong', ['invar_to_hidden_path', 'hidden_outvar_to_invar', 'path_to_state']
-)
-def test_mappings_that_do_not_fit_a_bare_program_are_refused(wrong):
-    closed, given = traced_by_hand()
-    (foreign, _) = traced_by_hand()
-    v = foreign.jaxpr.outvars[1]
-    other = {
-        'invar_to_hidden_path': {},
-        'hidden_outvar_to_invar': {v: closed.jaxpr.invars[1]},
-        'path_to_state': {},
-    }
-    given = {**given, wrong: other[wrong]}
-    given['outvar_to_hidden_path'] = {**given['outvar_to_hidden_path'], v: ('h',)}
-    with pytest.raises(ValueError, match='hidden state h'):
-        bt.find_hidden_groups_from_jaxpr(closed, **given)
-
-
 def test_the_functions_on_modules_take_the_arguments_of_the_step():
     for function in (
         bt.find_hidden_groups_from_module,

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import braintrace as bt
+import formulas
 
 ALL = os.environ.get('ZOO') == 'all'
 B, I, H, T = 2, 3, 4, 4  # noqa: E741
@@ -22,12 +23,8 @@ CELLS = {
 }
 
 
-def close(got, want, rtol=1e-4):
-    got, want = (eqx.filter(tree, eqx.is_array) for tree in (got, want))
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want
-    )
+def close(got, want):
+    formulas.close(*(eqx.filter(tree, eqx.is_array) for tree in (got, want)))
 
 
 def repeated(state):

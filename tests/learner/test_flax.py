@@ -5,13 +5,13 @@ import os
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import braintrace as bt
 from braintrace.learner.transaction import Transaction
+from formulas import close
 
 ALL = os.environ.get('ZOO') == 'all'
 B, I, H, T = 2, 3, 4, 4  # noqa: E741
@@ -23,13 +23,6 @@ CELLS = {
     'simple': lambda: nnx.SimpleCell(I, H, rngs=nnx.Rngs(0)),
     'residual': lambda: nnx.SimpleCell(I, H, residual=True, rngs=nnx.Rngs(0)),
 }
-
-
-def close(got, want, rtol=1e-4):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want
-    )
 
 
 @nnx.jit

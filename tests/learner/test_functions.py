@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import braintrace as bt
+from formulas import close
 
 B, I, H = 2, 3, 4  # noqa: E741
 random = np.random.default_rng(0)
@@ -243,13 +244,6 @@ ALL = os.environ.get('ZOO') == 'all'
 
 def squared(learner):
     return lambda x: jnp.mean(learner(x) ** 2)
-
-
-def close(got, want, rtol=1e-4):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want
-    )
 
 
 def test_a_module_keeps_its_own_weights_and_states():

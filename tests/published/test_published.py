@@ -20,6 +20,7 @@ import pytest
 import braintrace
 from braintrace import published
 from braintrace.published import first
+from formulas import close
 
 ROOT = pathlib.Path(__file__).parents[2]
 T, B, INPUTS, H, OUTPUTS = 6, 2, 3, 4, 2
@@ -63,12 +64,6 @@ def window_of(learner):
     """The losses of the steps of a window."""
     run = lambda x: learner(braintrace.MultiStepData(x))
     return lambda x, y: jnp.mean((run(x) - y) ** 2, axis=(1, 2))
-
-
-def close(a, b, rtol=1e-4, atol=1e-6):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol)
 
 
 def bptt(model, xs=XS, ys=YS, weights=None):
