@@ -1,7 +1,6 @@
 """Bad input: what is said, and that nothing of the user's is touched."""
 
 import ast
-import re
 import threading
 from pathlib import Path
 
@@ -102,32 +101,26 @@ def no_parameter(m, x):
     m.h.value = 0.9 * m.h.value
 
 
-UNTRAINED = {
-    'no parameter': (
-        lambda: small(no_parameter),
-        (X,),
-        'no parameter / nothing to train / ParamState',
-    )
-}
+UNTRAINED = {'no parameter': (lambda: small(no_parameter), (X,), 'no parameter')}
 """Models that have a graph, and no learner."""
-BAD = {  # model, arguments, what each of the three parts must say
-    'no states': (lambda: bt.nn.GRUCell(I, H), (X,), "GRUCell whose states are not init / 'h' / init_all_states"),
-    'too few arguments': (gru, (), "GRUCell called with 0 / missing a required argument: 'x' / argument of update"),
-    'too many arguments': (gru, (X, X), 'GRUCell called with 2 / too many positional / argument of update'),
-    'wrong width': (gru, (jnp.ones((B, 7)),), r'GRUCell on .* \(\(2, 7\),\) / matmul / check their shapes'),
-    'input without batch': (gru, (jnp.ones(I),), r'GRUCell on .* \(\(3,\),\) / fails with / batch_size='),
-    'states without batch': (lambda: gru(None), (X,), r'GRUCell on .* \(\(2, 3\),\) / fails with / batch_size='),
-    'never written': (lambda: small(never_write), (X,), 'no hidden state and only reads h / past / HiddenState'),
-    'parameter written': (lambda: leaky(write_parameter), (X,), 'writes parameter w / stay fixed / optimiser'),
-    'state changes shape': (lambda: leaky(change_shape), (X,), r'state h .*\(2, 4\).*\(4, 4\) / shape / batch axis'),
-    'state changes type': (lambda: leaky(change_dtype), (X,), "state h .*'float32'.*'float16' / type / dtype"),
-    'state created': (lambda: leaky(create_state), (X,), 'creates state made / repeated / init_state'),
-    'python if': (lambda: leaky(ask_for_a_value), (X,), 'a step of Step / TracerBoolConversionError / jax.lax.cond'),
-    'failing step': (lambda: leaky(fail), (X,), r'a step of Step / boom\n.*errors.py:\d+: raise / \(\*inputs\) runs'),
-    'misspelt': (lambda: leaky(misspell), (X,), "reads 'hiden' / no such attribute(.|\\n)*m.hiden.value / __init__"),
-    'helper not called': (lambda: Unready(False), (X,), "Unready whose states are not init / 'late' / init_all_states"),
-    'one state made': (lambda: Unready(True), (X,), "Unready that reads 'late' / no such attribute / init_all_states"),
-    'no hidden state': (lambda: small(no_hidden_state), (X,), 'no hidden state / past / HiddenState'),
+BAD = {  # model, arguments, a word of the message
+    'no states': (lambda: bt.nn.GRUCell(I, H), (X,), 'GRUCell whose states are not init'),
+    'too few arguments': (gru, (), 'called with 0'),
+    'too many arguments': (gru, (X, X), 'called with 2'),
+    'wrong width': (gru, (jnp.ones((B, 7)),), 'check their shapes'),
+    'input without batch': (gru, (jnp.ones(I),), 'batch_size='),
+    'states without batch': (lambda: gru(None), (X,), 'batch_size='),
+    'never written': (lambda: small(never_write), (X,), 'only reads h'),
+    'parameter written': (lambda: leaky(write_parameter), (X,), 'writes parameter w'),
+    'state changes shape': (lambda: leaky(change_shape), (X,), r'\(2, 4\).*\(4, 4\)'),
+    'state changes type': (lambda: leaky(change_dtype), (X,), "'float32'.*'float16'"),
+    'state created': (lambda: leaky(create_state), (X,), 'creates state made'),
+    'python if': (lambda: leaky(ask_for_a_value), (X,), 'jax.lax.cond'),
+    'failing step': (lambda: leaky(fail), (X,), r'errors.py:\d+: raise'),
+    'misspelt': (lambda: leaky(misspell), (X,), "reads 'hiden'"),
+    'helper not called': (lambda: Unready(False), (X,), 'Unready whose states are not init'),
+    'one state made': (lambda: Unready(True), (X,), "Unready that reads 'late'"),
+    'no hidden state': (lambda: small(no_hidden_state), (X,), 'no hidden state$'),
 }  # fmt: skip
 
 
@@ -137,8 +130,8 @@ def snapshot(model):
 
 
 @pytest.mark.parametrize('name', [*BAD, *UNTRAINED])
-def test_three_parts_and_nothing_touched(name):
-    make, args, patterns = (BAD | UNTRAINED)[name]
+def test_nothing_is_touched(name):
+    make, args, word = (BAD | UNTRAINED)[name]
     model = make()
     before, key = snapshot(model), brainstate.random.DEFAULT.value
     compiled = (
@@ -146,12 +139,8 @@ def test_three_parts_and_nothing_touched(name):
         if name in BAD
         else lambda model, *args: bt.D_RTRL(model).compile_graph(*args)
     )
-    with pytest.raises(bt.CompilationError) as caught:
+    with pytest.raises(bt.CompilationError, match=f'(?m){word}'):
         compiled(model, *args)
-    written, rest = str(caught.value).split('\n  Why: ')
-    why, fix = rest.split('\n  Fix: ')
-    for part, pattern in zip((written, why, fix), patterns.split(' / '), strict=True):
-        assert re.search(pattern, part), part
     assert brainstate.random.DEFAULT.value is key
     after = model.states()
     assert all(
