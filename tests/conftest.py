@@ -32,12 +32,14 @@ ALWAYS = ('unit', 'graph/test_interface.py', 'gradients/test_properties.py')
 """Of these every case runs daily."""
 
 REFUSALS = {
+    'test_a_bias_of_another_dimension_is_refused',
     'test_a_value_that_a_step_does_not_have',
     'test_advice_for_a_step_function',
     'test_bad_arguments_are_refused',
     'test_data_without_batches_are_refused',
     'test_inputs_unlike_the_compiled_example',
     'test_nothing_is_touched',
+    'test_options_that_are_refused',
     'test_what_is_no_model',
     'test_what_is_refused',
 }

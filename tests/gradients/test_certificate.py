@@ -373,7 +373,7 @@ def test_a_gradient_of_zero():
     ],
     ids=str,
 )
-def test_errors(options):
+def test_options_that_are_refused(options):
     learner, step = compiled('rates', 'd_rtrl')
     with pytest.raises(ValueError, match=next(iter(options))):
         learner.certificate(XS, YS, step_fn=step, **options)
