@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume
 
 import braintrace
 from braintrace.learner.by_rule import RULES
 from braintrace.rules import PRESETS
-from gradients.test_random_programs import compare, is_narrow, values_of
+from gradients.test_random_programs import compare, examples, is_narrow, values_of
 from interpreter import traced
 from oracle import total_of
 from programs import draw_program
@@ -264,14 +264,7 @@ PROPERTIES = {
 def checked(rule, seed, programs, check):
     """Check random programs by a rule; the smallest that fails is shown as Python."""
 
-    @hypothesis.seed(1000 * seed + EVERY.index(rule))
-    @settings(
-        max_examples=programs,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.data())
+    @examples(1000 * seed + EVERY.index(rule), programs)
     def run(data):
         program = draw_program(lambda options: data.draw(st.sampled_from(options)))
         assume(program.parameters and program.states)

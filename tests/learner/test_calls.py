@@ -379,11 +379,6 @@ def test_a_masked_chunk_whose_loss_is_not_finite():
 # ---------------------------------------------------------------- refusals
 
 
-def refused(kind, word):
-    """An error in three parts with this word."""
-    return pytest.raises(kind, match=rf'(?s){word}.*Why: .*Fix: ')
-
-
 def test_bad_calls_are_refused():
     learner, step_fn = small()
     grad, model = learner.etrace_grad, learner.model
@@ -404,10 +399,10 @@ def test_bad_calls_are_refused():
         (ValueError, 'loss_output', (XS, YS), {'loss_output': 'all'}),
     ]  # fmt: skip
     for kind, word, sequences, options in wrong:
-        with refused(kind, word):
+        with pytest.raises(kind, match=word):
             grad(*sequences, **{'step_fn': step_fn, **options})
     for every in (0, 1.5):
-        with refused(ValueError, 'update_every'):
+        with pytest.raises(ValueError, match='update_every'):
             learner.etrace_online(
                 XS, YS, step_fn=step_fn, optimizer=optax.sgd(0.1), update_every=every
             )
