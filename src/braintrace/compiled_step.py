@@ -421,6 +421,9 @@ class CompiledStep:
     """Finds :attr:`links`."""
     find_loss_terms: Callable[[], LossTerms | None] = lambda: None
     """Finds :attr:`loss_terms`."""
+    find_pattern: Callable[[Sequence[Key]], Mapping[Key, np.ndarray]] = lambda _: {}
+    """(states): of each parameter and each of these states, (its elements, elements of
+    all the new ones): whether the one can move the other within a step."""
     modulator: Callable[[Values, Values], jax.Array] | None = None
     """(constants, values): the modulator that the step itself computes, if it does."""
     shared_slopes: Callable[[Values, Values], list[Values]] | None = None

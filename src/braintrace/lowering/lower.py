@@ -13,6 +13,7 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 
+from ..analysis.pattern import reached_elements
 from ..compat import Var, has_reverse_only
 from ..compiled_step import (
     CompiledGroup,
@@ -36,6 +37,7 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
     states = [v for v in program.closed.jaxpr.invars if v not in rest]
     effects = cache(lambda group: effects_beyond(stages, stages.locals[group]))
     links = cache(lambda: ReadoutLinks(stages))
+    new = dict(stages.carried)
     return CompiledStep(
         parameters={v: _struct(v) for v in parameters},
         names={p.invar: p.name for p in program.parameters},
@@ -67,6 +69,9 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
         run=partial(run.run_whole, stages),
         run_deep=partial(run.run_deep, stages),
         run_open=partial(run.run_open, stages),
+        find_pattern=lambda states: reached_elements(
+            program.closed, [new[v] for v in states], [*parameters, *states]
+        ),
         other_effects=lambda group, result: effect_box(effects(group), result),
         has_forward_mode=not any(map(has_reverse_only, stages.equations)),
         find_readouts=lambda: links().products,
