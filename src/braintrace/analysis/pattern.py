@@ -87,15 +87,13 @@ class _Sets:
         """Element by element, the union of two sets."""
         if a is None or b is None:
             return b if a is None else a
-        labels = join(a, b)
-        return self._resolved(labels, labels == CONFLICT, np.stack([a, b]))
+        return self._resolved(join(a, b), np.stack([a, b]))
 
     def union_over_rounds(self, labels: Labels) -> Labels:
         """The union along the first axis, which disappears."""
         if labels is None:
             return None
-        joined = join_over(labels, [0])
-        return self._resolved(joined, joined == CONFLICT, labels)
+        return self._resolved(join_over(labels, [0]), labels)
 
     def through(self, moves: Moves, outs: list[Labels]) -> list[Labels]:
         """The sets that operands reach, from those that results reach.
@@ -115,16 +113,15 @@ class _Sets:
         ]
         for k, labels in enumerate(ins):
             if parted[k]:
-                where = labels == CONFLICT
                 every = np.stack([found[k] for found in of_one])
-                ins[k] = self._resolved(labels, where, every)
+                ins[k] = self._resolved(labels, every)
         return ins
 
-    def _resolved(
-        self, labels: np.ndarray, where: np.ndarray, every: np.ndarray
-    ) -> np.ndarray:
-        """The labels, and at some elements that of the union of all sets which
+    def _resolved(self, labels: Labels, every: np.ndarray) -> Labels:
+        """The labels, and in place of a conflict that of the union of all sets which
         ``every`` has there along its first axis."""
+        assert labels is not None
+        where = labels == CONFLICT
         if not where.any():
             return labels
         columns, inverse = np.unique(every[:, where], axis=1, return_inverse=True)
@@ -213,70 +210,73 @@ class _PatternPass:
         if operation is None:
             operation = ELEMENTWISE if is_elementwise(eqn) else MIXING
         moves: Moves = lambda outs: operation.labels(eqn, outs, self.const)
-        masks = [self.mask(v) for v in eqn.invars]
-        # Labels know the axes of a product, but no index arrays and no borders of
-        # convolutions.
-        by_axes = operation.origins is not None and all(x is None for x in masks)
-        if not operation.multiplies or by_axes:
-            ins = self.sets.through(moves, outs)
-        elif operation.family == 'elementwise':
-            # The derivative by one factor is the other.
-            without = lambda mask: [
-                None if out is None else np.where(mask, out, NONE).astype(np.int32)
-                for out in outs
-            ]
-            left, right = (
-                self.sets.through(moves, outs if mask is None else without(mask))
-                for mask in masks
-            )
-            ins = [right[0], left[1]]
-        else:
-            ins = self.sets.through(self.moves_of_product(eqn, masks) or moves, outs)
         if self.opaque:
-            return ins
+            return self.sets.through(moves, outs)
+        masks = [self.mask(v) for v in eqn.invars]
+        has_zeros = any(mask is not None for mask in masks)
+        if operation.multiplies and has_zeros and operation.family == 'elementwise':
+            # The derivative by one factor is the other.
+            by_factor = []
+            for mask in masks:
+                keep: Any = True if mask is None else mask
+                some = [x if x is None else np.where(keep, x, NONE) for x in outs]
+                by_factor.append(self.sets.through(moves, some))
+            ins = [by_factor[1][0], by_factor[0][1]]
+        else:
+            # Labels describe a product by its axes. They know neither index arrays, nor
+            # the borders of a convolution, nor which axes of a solver do not mix.
+            by_axes = operation.origins is not None and not has_zeros
+            if operation.family == 'mixing' or (operation.multiplies and not by_axes):
+                moves = self.moves_by_derivative(eqn, masks) or moves
+            ins = self.sets.through(moves, outs)
         return [
             x if operation.differentiates(eqn, k) else None for k, x in enumerate(ins)
         ]
 
-    def moves_of_product(
+    def moves_by_derivative(
         self, eqn: Equation, masks: Sequence[np.ndarray | None]
     ) -> Moves | None:
-        """How labels pass a product by its derivative; None if it reads index arrays
-        that are no constants.
-
-        The factors are ones here, and zeros where they are always zero, so nothing
-        cancels: what is not zero is reached.
-        """
-        factors = [k for k, v in enumerate(eqn.invars) if is_differentiable(v)]
+        """How labels pass an equation by its derivative at random positive numbers, at
+        which nothing cancels: what is not zero is reached. None if it reads whole
+        numbers that are no constants, or has no derivative."""
+        draw = lambda shape: np.random.default_rng(0).uniform(0.5, 1.5, shape)
         values: list[Any] = []
         for v, mask in zip(eqn.invars, masks, strict=True):
-            if is_differentiable(v):
-                ones = np.ones(v.aval.shape) if mask is None else mask
-                values.append(jnp.asarray(ones, v.aval.dtype))
-            else:
-                values.append(self.const(v))
-        if any(value is None for value in values):
-            return None
+            value: Any = self.const(v)
+            if value is None and is_differentiable(v):
+                value = draw(v.aval.shape) * (1 if mask is None else mask)
+            if value is None:
+                return None
+            values.append(jnp.asarray(value, v.aval.dtype))
+        factors = [k for k, v in enumerate(eqn.invars) if is_differentiable(v)]
+        results = [i for i, v in enumerate(eqn.outvars) if is_differentiable(v)]
 
-        def run(changed: list[Any]) -> Any:
+        def run(changed: list[Any]) -> list[Any]:
             at = dict(zip(factors, changed, strict=True))
-            return run_equation(eqn, [at.get(k, x) for k, x in enumerate(values)])[0]
-
-        with jax.ensure_compile_time_eval():
-            y, pull = jax.vjp(run, [values[k] for k in factors])
+            found = run_equation(eqn, [at.get(k, x) for k, x in enumerate(values)])
+            return [found[i] for i in results]
 
         def moves(outs: list[Labels]) -> list[Labels]:
-            ins: list[Labels] = [None] * len(eqn.invars)
-            if outs[0] is None:
-                return ins
-            present = np.unique(outs[0][outs[0] != NONE])
-            label = present[0] if len(present) == 1 else CONFLICT
+            bars, present = [], set()
+            for i in results:
+                like, out = eqn.outvars[i].aval, outs[i]
+                reaches = np.zeros(like.shape) if out is None else out != NONE
+                bars.append(jnp.asarray(draw(like.shape) * reaches, like.dtype))
+                present |= set() if out is None else {*np.unique(out)} - {NONE}
             with jax.ensure_compile_time_eval():
-                (found,) = pull(jnp.asarray(outs[0] != NONE, y.dtype))
+                (found,) = pull(bars)
+            label = present.pop() if len(present) == 1 else CONFLICT
+            ins: list[Labels] = [None] * len(eqn.invars)
             for k, x in zip(factors, found, strict=True):
                 ins[k] = np.where(np.asarray(x) != 0, label, NONE).astype(np.int32)
             return ins
 
+        try:
+            with jax.ensure_compile_time_eval():
+                _, pull = jax.vjp(run, [values[k] for k in factors])
+        except Exception:
+            # A derivative that fails here fails in training too, and says so there.
+            return None
         return moves
 
     # ------------------------------------------------------------ bodies
@@ -342,20 +342,20 @@ class _PatternPass:
         first, a = scan.num_ignored, scan.num_consts
         b = a + scan.num_carry
         inner = self.body(scan.body, eqn.invars[first : first + a])
-        carry = outs[: scan.num_carry]
+        carry: list[Any] = outs[: scan.num_carry]
         stacked = [self.sets.union_over_rounds(x) for x in outs[scan.num_carry :]]
         while True:
             ins = inner.inputs([*carry, *stacked])
             pairs = zip(carry, ins[a:b], strict=True)
-            grown = [self.sets.union(c, x) for c, x in pairs]
-            if all(map(np.array_equal, carry, grown)):
+            grown: list[Any] = [self.sets.union(c, x) for c, x in pairs]
+            if all(np.array_equal(g, c) for g, c in zip(grown, carry, strict=True)):
                 break
             carry = grown
         if scan.length is None:
             ins[a:b] = carry  # it may end before the first round
         for k in range(b, len(ins)):
-            if ins[k] is not None:
-                ins[k] = np.broadcast_to(ins[k], eqn.invars[first + k].aval.shape)
+            if (x := ins[k]) is not None:
+                ins[k] = np.broadcast_to(x, eqn.invars[first + k].aval.shape)
         # A derivative that is not known might follow the condition.
         condition = self.mixed(eqn, outs) if self.opaque else [None] * first
         return [*condition[:first], *ins]
@@ -372,58 +372,48 @@ class _PatternPass:
         return None if value.all() else value != 0
 
     def mask_of_result(self, eqn: Equation) -> np.ndarray | None:
-        """Which elements of a result may differ from zero, where those of the operands
-        show it: products, sums and movement of zeros, functions that are zero at
+        """Which elements of the result may differ from zero, where zeros among the
+        operands show it: in products, sums, movement, and functions that are zero at
         zero."""
-        operation, v = operation_of(eqn), eqn.outvars[0] if eqn.outvars else None
-        masks = [self.mask(x) for x in eqn.invars]
-        if (
-            operation is None
-            or len(eqn.outvars) != 1
-            or not is_differentiable(v)
-            or self.const.knows(v)
-            or all(mask is None for mask in masks)
-        ):
+        operation, masks = operation_of(eqn), [self.mask(v) for v in eqn.invars]
+        if operation is None or all(mask is None for mask in masks):
+            return None
+        v, *others = eqn.outvars
+        if others or not is_differentiable(v) or self.const.knows(v):
             return None
         pairs = [(x, self.const(x)) for x in eqn.invars]
         varying = [k for k, (_, value) in enumerate(pairs) if value is None]
         if not all(is_differentiable(eqn.invars[k]) for k in varying):
             return None
-        with jax.ensure_compile_time_eval():
-            if operation.family in ('movement', 'reduction') or operation.multiplies:
-                if operation.family == 'reduction' and not operation.is_linear(eqn):
-                    return None
-                # At random numbers nothing cancels; at both signs, a maximum or a
-                # minimum with zero is not always zero.
-                draw = np.random.default_rng(0).normal
-                found = np.zeros(v.aval.shape, bool)
-                for sign in (1, -1):
-                    values = [
-                        sign * draw(size=x.aval.shape) * (1 if mask is None else mask)
-                        if is_differentiable(x)
-                        else value
-                        for (x, value), mask in zip(pairs, masks, strict=True)
-                    ]
-                    found |= self.evaluated(eqn, values) != 0
-                return found
-            if operation.family != 'elementwise':
-                return None
-            # Where all that varies is zero, the result is that at zero.
-            at_zero = [np.zeros(x.aval.shape) if y is None else y for x, y in pairs]
-            found = self.evaluated(eqn, at_zero) != 0
-            reached = operation.labels(
-                eqn, [np.zeros(v.aval.shape, np.int32)], self.const
-            )
-            for k in varying:
-                if reached[k] is not None:
-                    some = True if masks[k] is None else masks[k]
-                    found = found | (some & (reached[k] != NONE))
-            return np.broadcast_to(found, v.aval.shape)
+        is_sum = operation.family == 'reduction' and operation.is_linear(eqn)
+        if is_sum or operation.multiplies or operation.family == 'movement':
+            # At random numbers nothing cancels; of both signs, since the maximum of a
+            # number and zero may be zero.
+            draw, found = np.random.default_rng(0).normal, np.zeros(v.aval.shape, bool)
+            for sign in (1, -1):
+                values = [
+                    sign * draw(size=x.aval.shape) * (1 if mask is None else mask)
+                    if is_differentiable(x)
+                    else value
+                    for (x, value), mask in zip(pairs, masks, strict=True)
+                ]
+                found |= _evaluated(eqn, values) != 0
+            return found
+        if operation.family != 'elementwise':
+            return None
+        # Where all that varies is zero, the result is that at zero.
+        at_zero = [np.zeros(x.aval.shape) if y is None else y for x, y in pairs]
+        found = _evaluated(eqn, at_zero) != 0
+        ones = np.zeros(v.aval.shape, np.int32)
+        for k, labels in enumerate(operation.labels(eqn, [ones], self.const)):
+            if k in varying and labels is not None:
+                mask = masks[k]
+                found = found | (labels != NONE) & (True if mask is None else mask)
+        return np.broadcast_to(found, v.aval.shape)
 
-    @staticmethod
-    def evaluated(eqn: Equation, values: Sequence[Any]) -> np.ndarray:
-        typed = [
-            jnp.asarray(x, v.aval.dtype)
-            for v, x in zip(eqn.invars, values, strict=True)
-        ]
+
+def _evaluated(eqn: Equation, values: Sequence[Any]) -> np.ndarray:
+    with jax.ensure_compile_time_eval():
+        pairs = zip(eqn.invars, values, strict=True)
+        typed = [jnp.asarray(x, v.aval.dtype) for v, x in pairs]
         return np.asarray(evaluate_equation(eqn, typed)[0])
