@@ -273,7 +273,8 @@ class _PatternPass:
 
         try:
             with jax.ensure_compile_time_eval():
-                _, pull = jax.vjp(run, [values[k] for k in factors])
+                # Compiled, since it is called once for each set.
+                pull = jax.jit(jax.vjp(run, [values[k] for k in factors])[1])
         except Exception:
             # A derivative that fails here fails in training too, and says so there.
             return None
