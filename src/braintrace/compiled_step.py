@@ -399,9 +399,6 @@ class CompiledStep:
     run_deep: Callable[..., tuple[Values, list[Any], Values]]
     """The same with every path from one position of a group to another across time
     cut."""
-    run_open: Callable[[Values, Values, Values], Values]
-    """(parameters, states, inputs): new states with each choice and gate open, so that
-    there is a derivative wherever any value gives one."""
     other_effects: Callable[[int, Key], Box | None]
     """(group, result): the part of y that acts on more than this group; None if nothing
     does."""

@@ -68,7 +68,6 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
         shared_slopes=partial(local_step.shared_slopes, stages),
         run=partial(run.run_whole, stages),
         run_deep=partial(run.run_deep, stages),
-        run_open=partial(run.run_open, stages),
         find_pattern=lambda states: reached_elements(
             program.closed, [new[v] for v in states], [*parameters, *states]
         ),

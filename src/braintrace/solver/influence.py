@@ -13,7 +13,6 @@ that states are.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from ..compiled_step import CompiledStep, Key, Values
 
 _COLUMNS = 256
 """Parameters whose influence advances together; more would need more memory at once."""
-_DRAWS = 64
-"""Random values at which the reach of a parameter is looked for."""
 
 
 class StepPoint(NamedTuple):
@@ -168,27 +165,14 @@ class SparseInfluence(Influence):
     @cached_property
     def _paths(self) -> tuple[np.ndarray, np.ndarray]:
         """(n, m) and (m, m): whether each parameter, and each state, moves each state
-        in one step.
-
-        Found at random parameters, states and inputs with every gate open: whatever
-        moves at any of them is reached. An element that never acts, such as the row of
-        an embedding whose index was not drawn, counts as the others of its column.
-        """
-        rng = np.random.default_rng(0)
-        parts = (self.step.parameters, self.step.states, self.step.inputs)
-        with jax.ensure_compile_time_eval():
-            moves = jax.jit(self._moves)
-            patterns = []
-            for scale in np.geomspace(0.1, 3.0, _DRAWS):
-                draw = [
-                    Values(
-                        (key, _drawn(like, rng, scale)) for key, like in part.items()
-                    )
-                    for part in parts
-                ]
-                patterns.append(np.asarray(moves(*draw)))
-        pattern = functools.reduce(np.logical_or, patterns)
-        return self._by_column(pattern[:, : self.count].T), pattern[:, self.count :].T
+        in one step."""
+        pattern = self.step.find_pattern(self.moving)
+        direct = [
+            np.tile(pattern[key], (2 if is_complex(x.dtype) else 1, 1))
+            for key, x in self.step.parameters.items()
+        ]
+        onward = [pattern[key] for key in self.moving]
+        return np.concatenate(direct), np.concatenate(onward)
 
     @cached_property
     def _within_reach(self) -> np.ndarray:
@@ -219,44 +203,6 @@ class SparseInfluence(Influence):
             found[key] = not further[start:end].any()
             start = end
         return found
-
-    def _by_column(self, direct: np.ndarray) -> np.ndarray:
-        """What each parameter reaches at once; if nothing, what those with the same
-        last index do."""
-        parts, start = [], 0
-        for like in self.step.parameters.values():
-            size = self._numbers(like)
-            last = like.shape[-1] if like.shape else 1
-            part = direct[start : start + size].reshape(-1, last, self.places)
-            part = np.where(
-                part.any(-1, keepdims=True), part, part.any(0, keepdims=True)
-            )
-            parts.append(part.reshape(size, self.places))
-            start += size
-        return np.concatenate(parts)
-
-    def _moves(self, parameters: Values, states: Values, inputs: Values) -> jax.Array:
-        """(m, n + m): where the derivative of a step by parameters and states is not
-        zero."""
-        flat, to_states = ravel_pytree(states.pick(self.moving))
-
-        def moved(
-            changes: jax.Array, real: jax.Array, imaginary: jax.Array
-        ) -> jax.Array:
-            changed = jax.tree.map(jnp.add, parameters, self.as_parameters(changes))
-            tangent = (
-                jax.lax.complex(real, imaginary) if jnp.iscomplexobj(flat) else real
-            )
-            old = states | to_states(flat + tangent.astype(flat.dtype))
-            new = self.step.run_open(changed, old, inputs)
-            numbers, _ = ravel_pytree(new.pick(self.moving))
-            return jnp.stack([jnp.real(numbers), jnp.imag(numbers)])
-
-        zeros = lambda n: jnp.zeros(n, jnp.finfo(flat.dtype).dtype)
-        given = (zeros(self.count), zeros(self.places), zeros(self.places))
-        jacobians = jax.jacrev(moved, (0, 1, 2))(*given)
-        by_parameter, real, imaginary = (jnp.any(x != 0, axis=0) for x in jacobians)
-        return jnp.concatenate([by_parameter, real | imaginary], axis=1)
 
 
 def _one_step_on(places: np.ndarray, onward: np.ndarray) -> np.ndarray:
@@ -347,16 +293,6 @@ def _signs(key: jax.Array, like: jax.Array) -> jax.Array:
         return jax.random.rademacher(key, like.shape, like.dtype)
     parts = jax.random.rademacher(key, (2, *like.shape), jnp.real(like).dtype)
     return jax.lax.complex(*parts)
-
-
-def _drawn(
-    like: jax.ShapeDtypeStruct, rng: np.random.Generator, scale: float
-) -> jax.Array:
-    if jnp.issubdtype(like.dtype, jnp.inexact):
-        return jnp.asarray(rng.normal(size=like.shape, scale=scale), like.dtype)
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0), like.shape)
-    return jnp.asarray(rng.integers(0, 2, like.shape), like.dtype)
 
 
 def _norm(tree: Any) -> jax.Array:

@@ -171,7 +171,6 @@ class HandWritten:
             pull=pull,
             run=run,
             run_deep=run,
-            run_open=lambda *given: run(*given)[0],
             other_effects=lambda group, result: None,
         )
 
