@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Key = Any
@@ -447,3 +448,9 @@ class CompiledStep:
     def written(self) -> tuple[Key, ...]:
         """States that the step writes."""
         return tuple(old for old, _ in self.carried)
+
+    @property
+    def moving(self) -> tuple[Key, ...]:
+        """Those of them that carry a derivative."""
+        is_moving = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+        return tuple(key for key in self.written if is_moving(self.states[key]))
