@@ -60,8 +60,10 @@ def reached_elements(
         np.arange(end - atom.aval.size, end, dtype=np.int32).reshape(atom.aval.shape)
         for atom, end in zip(results, ends, strict=True)
     ]
-    whole = _PatternPass(sets, closed, Constants(closed))
-    reached = whole.run(results, labels)
+    # A step may be compiled while a program of the caller's is being traced.
+    with jax.ensure_compile_time_eval():
+        whole = _PatternPass(sets, closed, Constants(closed))
+        reached = whole.run(results, labels)
     # One more row, which the label NONE selects.
     rows = np.zeros((len(sets.members) + 1, sets.size), bool)
     for number, members in enumerate(sets.members):
@@ -112,8 +114,11 @@ class _Sets:
             for n in present[present != NONE]
         ]
         for k, labels in enumerate(ins):
-            if parted[k]:
-                every = np.stack([found[k] for found in of_one])
+            if labels is not None and parted[k]:
+                # A rule may give None for an operand that reaches nothing.
+                nothing = np.full(labels.shape, NONE, np.int32)
+                rows = [found[k] for found in of_one]
+                every = np.stack([nothing if row is None else row for row in rows])
                 ins[k] = self._resolved(labels, every)
         return ins
 
@@ -213,22 +218,13 @@ class _PatternPass:
         if self.opaque:
             return self.sets.through(moves, outs)
         masks = [self.mask(v) for v in eqn.invars]
+        # Labels describe a product by its axes. They know neither zeros, nor index
+        # arrays, nor the borders of a convolution, nor which axes a solver keeps apart.
         has_zeros = any(mask is not None for mask in masks)
-        if operation.multiplies and has_zeros and operation.family == 'elementwise':
-            # The derivative by one factor is the other.
-            by_factor = []
-            for mask in masks:
-                keep: Any = True if mask is None else mask
-                some = [x if x is None else np.where(keep, x, NONE) for x in outs]
-                by_factor.append(self.sets.through(moves, some))
-            ins = [by_factor[1][0], by_factor[0][1]]
-        else:
-            # Labels describe a product by its axes. They know neither index arrays, nor
-            # the borders of a convolution, nor which axes of a solver do not mix.
-            by_axes = operation.origins is not None and not has_zeros
-            if operation.family == 'mixing' or (operation.multiplies and not by_axes):
-                moves = self.moves_by_derivative(eqn, masks) or moves
-            ins = self.sets.through(moves, outs)
+        beyond_axes = operation.multiplies and (has_zeros or operation.origins is None)
+        if beyond_axes or operation.family == 'mixing':
+            moves = self.moves_by_derivative(eqn, masks) or moves
+        ins = self.sets.through(moves, outs)
         return [
             x if operation.differentiates(eqn, k) else None for k, x in enumerate(ins)
         ]
@@ -263,8 +259,7 @@ class _PatternPass:
                 reaches = np.zeros(like.shape) if out is None else out != NONE
                 bars.append(jnp.asarray(draw(like.shape) * reaches, like.dtype))
                 present |= set() if out is None else {*np.unique(out)} - {NONE}
-            with jax.ensure_compile_time_eval():
-                (found,) = pull(bars)
+            (found,) = pull(bars)
             label = present.pop() if len(present) == 1 else CONFLICT
             ins: list[Labels] = [None] * len(eqn.invars)
             for k, x in zip(factors, found, strict=True):
@@ -272,9 +267,8 @@ class _PatternPass:
             return ins
 
         try:
-            with jax.ensure_compile_time_eval():
-                # Compiled, since it is called once for each set.
-                pull = jax.jit(jax.vjp(run, [values[k] for k in factors])[1])
+            # Compiled, since it is called once for each set.
+            pull = jax.jit(jax.vjp(run, [values[k] for k in factors])[1])
         except Exception:
             # A derivative that fails here fails in training too, and says so there.
             return None
@@ -402,19 +396,21 @@ class _PatternPass:
             return found
         if operation.family != 'elementwise':
             return None
-        # Where all that varies is zero, the result is that at zero.
-        at_zero = [np.zeros(x.aval.shape) if y is None else y for x, y in pairs]
-        found = _evaluated(eqn, at_zero) != 0
-        ones = np.zeros(v.aval.shape, np.int32)
-        for k, labels in enumerate(operation.labels(eqn, [ones], self.const)):
+        found = np.zeros(v.aval.shape, bool)
+        for k, labels in enumerate(
+            operation.labels(eqn, [np.zeros(v.aval.shape, np.int32)], self.const)
+        ):
             if k in varying and labels is not None:
                 mask = masks[k]
-                found = found | (labels != NONE) & (True if mask is None else mask)
-        return np.broadcast_to(found, v.aval.shape)
+                found |= (labels != NONE) & (True if mask is None else mask)
+        if found.all():
+            return None
+        # Where all that varies is zero, the result is that at zero.
+        at_zero = [np.zeros(x.aval.shape) if y is None else y for x, y in pairs]
+        return found | (_evaluated(eqn, at_zero) != 0)
 
 
 def _evaluated(eqn: Equation, values: Sequence[Any]) -> np.ndarray:
-    with jax.ensure_compile_time_eval():
-        pairs = zip(eqn.invars, values, strict=True)
-        typed = [jnp.asarray(x, v.aval.dtype) for v, x in pairs]
-        return np.asarray(evaluate_equation(eqn, typed)[0])
+    pairs = zip(eqn.invars, values, strict=True)
+    typed = [jnp.asarray(x, v.aval.dtype) for v, x in pairs]
+    return np.asarray(evaluate_equation(eqn, typed)[0])

@@ -14,7 +14,6 @@ from braintrace.program.normal import normal_form
 
 B, H = 2, 4
 MASK = np.triu(np.ones((H, H)), 1)
-RNG = np.random.default_rng(0)
 PLACES = np.array([0, 2, 3])
 
 
@@ -71,7 +70,7 @@ def slice_of_zeros(h, w):
     return h @ jax.lax.dynamic_update_slice(jnp.zeros((H, H)), w[None, :2], (1, 2))
 
 
-def dot_of_branches(h, w):
+def chosen_branch(h, w):
     return jax.lax.switch(2, [lambda h: h * w, jnp.tanh, lambda h: h[:, ::-1]], h)
 
 
@@ -109,7 +108,7 @@ STEPS = {
     'no gradient': (lambda h, w: jax.lax.stop_gradient(h) * w, (H,)),
     'whole numbers': (lambda h, w: h.astype(int) + w, (H,)),
     'rounds': (overwritten, (H,)),
-    'a choice': (dot_of_branches, (H,)),
+    'a choice': (chosen_branch, (H,)),
     'a loop': (until_small, (H,)),
 }
 
@@ -122,6 +121,15 @@ def test_the_pattern_is_that_of_the_derivative(name):
         pattern(step, *operands), moved(step, *operands), strict=True
     ):
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize('name', ['a masked matrix', 'a convolution', 'a mask that chooses'])
+def test_it_is_found_while_a_program_is_traced(name):
+    step, shape = STEPS[name]
+    operands, found = (np.ones((B, H)), np.ones(shape)), []
+    jax.jit(lambda x: found.append(pattern(step, *operands)) or x)(0.0)
+    for x, wanted in zip(found[0], moved(step, *map(jnp.asarray, operands)), strict=True):
+        np.testing.assert_array_equal(x, wanted)
 
 
 eye = np.eye(B * H, dtype=bool)
