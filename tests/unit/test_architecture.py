@@ -191,9 +191,6 @@ ONE_STEP = {
     'EquinoxModel': 'PureModel',
     'FlaxModel': 'PureModel',
     'FunctionModel': 'PureModel',
-    'RankOneInfluence': 'Influence',
-    'SparseInfluence': 'Influence',
-    'WholeInfluence': 'Influence',
 }
 """Classes of these folders that derive from another of the package, and from which."""
 

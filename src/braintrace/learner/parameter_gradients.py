@@ -19,9 +19,15 @@ from ..program import Parameter
 from ..program.step import path_names
 from ..rules import Rule
 from ..rules.exactness import ParameterFacts, SiteFacts, gradient_of
-from ..solver import BlockSolver, InfluenceSolver, JacobianRecursion, Solver, Traces
+from ..solver import (
+    BlockSolver,
+    InfluenceColumns,
+    InfluenceSolver,
+    JacobianRecursion,
+    Solver,
+    Traces,
+)
 from ..solver.factors import FactorLayout
-from ..solver.influence import SparseInfluence
 from ..solver.recursion import Recursion
 from ..source_lines import operation_name, short_source
 from .binding import StepBinding
@@ -155,7 +161,7 @@ class _StepUnderRule:
         if isinstance(self.solver, InfluenceSolver):
             influence = self.solver.influence
             complete = False
-            if isinstance(influence, SparseInfluence):
+            if isinstance(influence, InfluenceColumns) and influence.reach is not None:
                 complete = influence.is_complete[parameter.invar]
             return known._replace(complete=complete)
         known = self._with_readouts(parameter, known)

@@ -225,4 +225,6 @@ def _use(
     return bind(ConvolutionUse, eqn, operand, result, eqn.params)
 
 
-register(Operation('product', _labels, use=_use), 'conv_general_dilated')
+register(
+    Operation('product', _labels, multiplies=True, use=_use), 'conv_general_dilated'
+)

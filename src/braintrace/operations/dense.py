@@ -214,6 +214,7 @@ def product(subscripts: str | Callable[[Equation], str]) -> Operation:
         'product',
         axes(axis_map),
         origins=origins_along(axis_map),
+        multiplies=True,
         use=use,
     )
 

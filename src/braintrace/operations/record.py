@@ -61,10 +61,9 @@ class Operation:
     - ``linear``: True if the derivatives need no value of an operand, or a function of
       the equation.
     - ``sum``: the result is the sum of the operands.
+    - ``multiplies``: the result is the product of the operands.
     - ``costly``: an element of the result takes many times as long as a sum.
     - ``use``: trace layout, weight gradient and factors of a weight among the operands.
-    - ``opens``: the operands through which a change passes at its own element if every
-      choice and gate is open; None if the derivative shows this.
     - ``kernel``: a faster way to run the equation with this operand as a weight, or
       None.
     - ``split``: for an equation whose data operand was computed by the equation
@@ -82,9 +81,9 @@ class Operation:
     origins: OriginRule | None = None
     linear: bool | Callable[[Equation], bool] = False
     sum: bool = False
+    multiplies: bool = False
     costly: bool = False
     use: UseRule | None = None
-    opens: Callable[[Equation, list[bool]], list[bool]] | None = None
     kernel: Callable[[Equation, int], Kernel | None] | None = None
     split: (
         Callable[[Equation, int, Equation], Callable[..., list[Any]] | None] | None

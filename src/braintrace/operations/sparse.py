@@ -80,6 +80,7 @@ def _register(product: SparseProduct, names: str) -> None:
     operation = Operation(
         'product',
         mixing_labels,
+        multiplies=True,
         use=_sparse_use(product),
         run=_run(product),
     )
@@ -97,7 +98,7 @@ _register(
     'ell_binary_matvec binary_fcnmv binary_fcnmm',
 )
 register(
-    Operation('product', mixing_labels, use=_product_use),
+    Operation('product', mixing_labels, multiplies=True, use=_product_use),
     'coomv coomm binary_coomv binary_coomm '
     'binary_densemv binary_densemm fcnmv fcnmm '
     'bitpack_binary_fcnmv bitpack_binary_fcnmm compact_binary_fcnmv '

@@ -255,7 +255,7 @@ def projection(learner: Any) -> tuple[dict[int, Any], dict[tuple[int, Path], Any
     parameters that reach it."""
     _, solver = learner.step_solver()
     (trace,) = (state.value for state in learner.traces.values())
-    by_state, by_parameter = solver.influence._factors(trace)
+    by_state, by_parameter = solver.influence.factors(trace)
     groups = learner.graph.hidden_groups
     sides = zip(groups, solver.step.groups, strict=True)
     states = {

@@ -27,6 +27,7 @@ from ..errors import ArgumentError, three_parts
 from ..solver import (
     BlockSolver,
     Factorised,
+    InfluenceColumns,
     InfluenceSolver,
     JacobianRecursion,
     Modulated,
@@ -35,10 +36,8 @@ from ..solver import (
     RankOneInfluence,
     ScalarLeak,
     Solved,
-    SparseInfluence,
     Symmetric,
     Traces,
-    WholeInfluence,
 )
 from .parts import SyntheticGradient
 
@@ -54,9 +53,9 @@ class NoTrace:
 class Coupled:
     """The influence of every parameter on every state."""
 
-    def influence(self, step: CompiledStep) -> WholeInfluence:
+    def influence(self, step: CompiledStep) -> InfluenceColumns:
         """How it is held for a step."""
-        return WholeInfluence(step)
+        return InfluenceColumns(step)
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ class CoupledWithin:
 
     n: int
 
-    def influence(self, step: CompiledStep) -> SparseInfluence:
+    def influence(self, step: CompiledStep) -> InfluenceColumns:
         """How it is held for a step."""
-        return SparseInfluence(step, self.n)
+        return InfluenceColumns(step, self.n)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,10 @@ order in which to read:
     window           reverse mode through consecutive steps
     window_solver    sequences of windows, traces or a predictor across them
     influence        RTRL, SnAp and UORO: parameters on states, nothing cut
-    influence_solver sequences solved by an influence
     forward          the true derivative along a direction, for certificates
 """
 
-from .influence import RankOneInfluence, SparseInfluence, WholeInfluence
-from .influence_solver import InfluenceSolver
+from .influence import InfluenceColumns, InfluenceSolver, RankOneInfluence
 from .recursion import JacobianRecursion, ScalarLeak
 from .sequence import BlockSolver
 from .signals import Modulated, RandomFeedback, Symmetric
@@ -38,6 +36,7 @@ Solver = BlockSolver | InfluenceSolver
 __all__ = [
     'BlockSolver',
     'Factorised',
+    'InfluenceColumns',
     'InfluenceSolver',
     'JacobianRecursion',
     'Modulated',
@@ -48,8 +47,6 @@ __all__ = [
     'ScalarLeak',
     'Solved',
     'Solver',
-    'SparseInfluence',
     'Symmetric',
     'Traces',
-    'WholeInfluence',
 ]
