@@ -13,8 +13,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import braintrace
-from braintrace.analysis.diagnostics import DiagnosticKind, DiagnosticLevel
 from braintrace.compat import evaluate
+from braintrace.graph.diagnostics import DiagnosticKind, DiagnosticLevel
 from braintrace.program import normal_form
 from formulas import assert_equal
 from gradients.cases import compiled, oracle_of, reverse_spike

@@ -10,8 +10,4 @@ groups           hidden groups
 sites            uses of parameters; relations, which are the sites of one operation
 credit           credit classes of parameters
 analysed         all of that for one step: :func:`analyse`
-perturbation     new hidden values with a zero added to each
-diagnostics      records of what was found; findings and relation_records
-                 write them
-graph            groups, sites, perturbation and records of one model, for its user
 """

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from ..analysis.analysed import Analysed
 from ..analysis.credit import Links
-from ..analysis.diagnostics import CompilationRecord, ParameterGradient
 from ..compiled_step import CompiledSite
+from ..graph.diagnostics import CompilationRecord, ParameterGradient
 from ..lowering.invariants import StepInvariants
 from ..lowering.links import ReadoutLinks
 from ..program import Parameter

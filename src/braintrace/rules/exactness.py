@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..analysis.credit import NO_CREDIT, WindowCredit
-from ..analysis.diagnostics import ParameterGradient
+from ..graph.diagnostics import ParameterGradient
 from ..solver import JacobianRecursion, RandomFeedback, ScalarLeak
 from .rule import CoupledWithin, RandomProjection, Rule
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..analysis.groups import HiddenGroup
 from ..compat import ClosedJaxpr, Var, add_equation, changed, evaluate, new_var
 from ..errors import three_parts
 from ..program import Path, StepProgram
 from ..program.step import path_names
-from .groups import HiddenGroup
 
 
 class HiddenPerturbation(NamedTuple):

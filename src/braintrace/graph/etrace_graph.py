@@ -7,18 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..analysis.analysed import Analysed, GroupsByPath, analyse, check_hidden
+from ..analysis.groups import HiddenGroup
+from ..analysis.sites import HiddenParamOpRelation
 from ..compat import ClosedJaxpr, Jaxpr, Var
 from ..errors import three_parts
 from ..frontends import extract
 from ..program import Path, StepProgram
 from ..program.bare import program_of_jaxpr
-from .analysed import Analysed, GroupsByPath, analyse, check_hidden
 from .diagnostics import CompilationRecord, DiagnosticKind
 from .findings import findings
-from .groups import HiddenGroup
-from .perturbation import HiddenPerturbation, add_perturbation
+from .hidden_perturbation import HiddenPerturbation, add_perturbation
 from .relation_records import relation_records
-from .sites import HiddenParamOpRelation
 
 if TYPE_CHECKING:
     from ..report import CompilationReport

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..analysis.analysed import Analysed
+from ..analysis.credit import APART, CreditClass
+from ..analysis.cuts import Cut
+from ..analysis.dependence import of
 from ..compat import Equation, open_jaxpr, sub_programs
 from ..program import Path, StepProgram
 from ..program.step import path_name, path_names
@@ -15,10 +19,6 @@ from ..source_lines import (
     source_line,
     source_text,
 )
-from .analysed import Analysed
-from .credit import APART, CreditClass
-from .cuts import Cut
-from .dependence import of
 from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
 
 

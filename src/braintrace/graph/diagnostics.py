@@ -21,7 +21,7 @@ class DiagnosticKind(enum.StrEnum):
     CONSTANT_STATE = 'constant_state'
 
     # The same findings by the names of the published package:
-    # `analysis/relation_records.py`.
+    # `graph/relation_records.py`.
     RELATION_INCLUDED = 'relation_included'
     RELATION_EXCLUDED_NON_TEMPORAL = 'relation_excluded_non_temporal'
     RELATION_EXCLUDED_WEIGHT_TO_WEIGHT = 'relation_excluded_weight_to_weight'

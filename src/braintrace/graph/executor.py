@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..analysis.analysed import Analysed, analyse, check_hidden, check_parameters
-from ..analysis.graph import ETraceGraph, compiling, graph_of
 from ..analysis.groups import HiddenGroup
 from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Jaxpr, Var, evaluate, is_var
@@ -25,11 +24,12 @@ from ..frontends.brainstate import (
     is_module,
     trace_step,
 )
+from ..lowering.views import joint_outputs
 from ..operations.labels import CONFLICT, Labels
 from ..program import Path
 from ..program.data import first_step
 from ..program.step import path_name
-from .views import joint_outputs
+from .etrace_graph import ETraceGraph, compiling, graph_of
 
 
 class SiteJacobian(NamedTuple):
