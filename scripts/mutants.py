@@ -73,7 +73,11 @@ TESTS = {
         'gradients/test_exactness.py',
     ],
     'lowering/link': ['gradients/test_readouts.py', 'gradients/test_golden.py'],
-    'graph': ['graph/test_interface.py', 'graph/test_compiler.py'],
+    'graph': [
+        'graph/test_executor.py',
+        'graph/test_interface.py',
+        'graph/test_compiler.py',
+    ],
     'lowering': [
         'unit/lowering',
         'gradients/test_engine.py',

@@ -120,17 +120,6 @@ LEVELS = {
 """How much it matters that a parameter gets this; all other kinds are information."""
 
 
-class ParameterGradient(NamedTuple):
-    """The gradient that a parameter gets, and why. ``kind`` is a credit class, or the
-    gradient that a learning rule gives.
-
-    A rule gives 'equal to BPTT', 'local', 'approximate', 'one step' or 'none'.
-    """
-
-    kind: str
-    reason: str
-
-
 class CompilationRecord(NamedTuple):
     """One finding of the compiler."""
 

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..analysis.analysed import Analysed, analyse, check_hidden, check_parameters
-from ..analysis.groups import HiddenGroup
-from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Jaxpr, Var, evaluate, is_var
 from ..errors import printable, three_parts
 from ..frontends import class_as_model
@@ -30,6 +28,8 @@ from ..program import Path
 from ..program.data import first_step
 from ..program.step import path_name
 from .etrace_graph import ETraceGraph, compiling, graph_of
+from .hidden_group import HiddenGroup
+from .relations import HiddenParamOpRelation
 
 
 class SiteJacobian(NamedTuple):
@@ -327,7 +327,7 @@ class ETraceGraphExecutor:
 
         zeros = [
             jnp.zeros_like(group.concat_hidden([env[v] for v in group.hidden_invars]))
-            for group in analysed.groups
+            for group in self.graph.hidden_groups
         ]
         _, pull = jax.vjp(perturbed, zeros)
         return (*results, *self._jacobians(env), lambda cotangents: pull(cotangents)[0])

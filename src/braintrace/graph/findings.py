@@ -3,7 +3,7 @@ credit classes, as records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..analysis.analysed import Analysed
 from ..analysis.credit import APART, CreditClass
@@ -20,9 +20,10 @@ from ..source_lines import (
     source_text,
 )
 from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .relations import Site
 
 
-def findings(analysed: Analysed) -> Iterator[CompilationRecord]:
+def findings(analysed: Analysed, sites: Sequence[Site]) -> Iterator[CompilationRecord]:
     """All findings, in program order within each kind."""
     program = analysed.dependence.program
     places = _places(program)
@@ -45,7 +46,7 @@ def findings(analysed: Analysed) -> Iterator[CompilationRecord]:
             'constant, and has no trace',
             context={'state': path},
         )
-    yield from _credit_records(analysed)
+    yield from _credit_records(analysed, sites)
 
 
 def _places(program: StepProgram) -> dict[int, int]:
@@ -201,10 +202,12 @@ def _other_records(analysed: Analysed) -> Iterator[CompilationRecord]:
         )
 
 
-def _credit_records(analysed: Analysed) -> Iterator[CompilationRecord]:
+def _credit_records(
+    analysed: Analysed, sites: Sequence[Site]
+) -> Iterator[CompilationRecord]:
     for parameter, found in analysed.credit.classes.items():
-        sites = (s for s in analysed.sites if parameter in s.parameters)
-        hidden = dict.fromkeys(p for s in sites for p in s.connected_hidden_paths)
+        own = (s for s in sites if parameter in s.parameters)
+        hidden = dict.fromkeys(p for s in own for p in s.connected_hidden_paths)
         yield _credit_record(parameter.path, parameter.name, found, tuple(hidden))
     never_read = CreditClass('none', 'the step never reads it', False)
     for path in analysed.dependence.program.untouched_parameters:

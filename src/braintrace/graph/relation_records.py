@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..analysis.groups import HiddenGroup
-from ..analysis.sites import HiddenParamOpRelation
 from ..compat import is_var, read_scan, structure
 from ..program import Path, StepProgram
 from ..program.step import path_name, path_names
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .hidden_group import HiddenGroup
+from .relations import HiddenParamOpRelation
 
 
 def relation_records(

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..analysis.credit import APART, NO_CREDIT, NOT_HIDDEN, Links
+from ..analysis.credit import APART, NO_CREDIT, NOT_HIDDEN, Links, ParameterGradient
 from ..arrays import bytes_of
 from ..compiled_step import Values
 from ..errors import CreditWarning, printable, three_parts
-from ..graph.diagnostics import ParameterGradient
 from ..lowering.invariants import StepInvariants
 from ..program.step import path_name, path_names
 from ..rules import Rule

@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..analysis.analysed import Analysed
-from ..analysis.credit import Links
+from ..analysis.credit import Links, ParameterGradient
 from ..compiled_step import CompiledSite
-from ..graph.diagnostics import CompilationRecord, ParameterGradient
+from ..graph.diagnostics import CompilationRecord
 from ..lowering.invariants import StepInvariants
 from ..lowering.links import ReadoutLinks
 from ..program import Parameter

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..analysis.groups import HiddenGroup
+from ..analysis.groups import Group
 from ..compat import (
     Var,
     is_var,
@@ -45,7 +45,7 @@ class LinkPaths:
 
     stages: Stages
 
-    def group(self, g: int) -> HiddenGroup:
+    def group(self, g: int) -> Group:
         """A group by its number."""
         return self.stages.analysed.groups[g]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..analysis.cuts import Positions
-from ..analysis.groups import HiddenGroup
+from ..analysis.groups import Group
 from ..arrays import known_value
 from ..compat import Equation, Var, has_reverse_only, is_var, values_of
 from ..compiled_step import Components, Jacobian, Values
@@ -45,7 +45,7 @@ class LocalProgram:
         self,
         equations: Sequence[Equation],
         tap_results: Sequence[Var],
-        group: HiddenGroup,
+        group: Group,
         positions: Positions,
     ):
         self.equations, self.group, self.positions = equations, group, positions
