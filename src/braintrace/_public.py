@@ -17,7 +17,6 @@ from . import (
 from .batches import Batches
 from .checkpoint import load, load_for_inference
 from .errors import CompilationError, CreditWarning, NotSupportedError
-from .frontends.brainstate import ModuleInfo, extract_module_info
 from .graph.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .graph.etrace_graph import ETraceGraph, compile_etrace_graph
 from .graph.executor import ETraceGraphExecutor, SiteJacobian
@@ -35,6 +34,7 @@ from .graph.hidden_perturbation import (
     add_hidden_perturbation_in_jaxpr,
     add_hidden_perturbation_in_module,
 )
+from .graph.module_info import ModuleInfo, extract_module_info
 from .graph.relations import (
     HiddenParamOpRelation,
     find_hidden_param_op_relations_from_minfo,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..analysis.analysed import Analysed, analyse, check_hidden
 from ..compat import Var
 from ..errors import three_parts
-from ..frontends import extract
 from ..program import Path, StepProgram
 from .diagnostics import CompilationRecord, DiagnosticKind
 from .findings import findings
 from .hidden_group import GroupsByPath, HiddenGroup, by_path, hidden_groups
 from .hidden_perturbation import HiddenPerturbation, add_perturbation
+from .module_info import extract
 from .relation_records import relation_records
 from .relations import HiddenParamOpRelation, by_operation, find_sites
 

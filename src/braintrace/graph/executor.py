@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,7 @@ from ..analysis.analysed import Analysed, analyse, check_hidden, check_parameter
 from ..compat import Jaxpr, Var, evaluate, is_var
 from ..errors import printable, three_parts
 from ..frontends import class_as_model
-from ..frontends.brainstate import (
-    ModuleInfo,
-    extract_module_info,
-    is_module,
-    trace_step,
-)
+from ..frontends.brainstate import TracedStep, check_arguments, is_module, trace_step
 from ..lowering.views import joint_outputs
 from ..operations.labels import CONFLICT, Labels
 from ..program import Path
@@ -29,6 +24,7 @@ from ..program.data import first_step
 from ..program.step import path_name
 from .etrace_graph import ETraceGraph, compiling, graph_of
 from .hidden_group import HiddenGroup
+from .module_info import module_info
 from .relations import HiddenParamOpRelation
 
 
@@ -146,7 +142,7 @@ class ETraceGraphExecutor:
         self.call = model if call is None else call
         self.trained = trained
         self.vjp_method = vjp_method
-        self._step: tuple[ModuleInfo, Analysed] | None = None
+        self._step: tuple[TracedStep, Analysed] | None = None
         self._graph: ETraceGraph | None = None
 
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
@@ -158,13 +154,12 @@ class ETraceGraphExecutor:
         args, kwargs = first_step((args, kwargs))
         with compiling():
             if self.call is self.model:
-                info = extract_module_info(cast(Any, self.model), *args, **kwargs)
-            else:
-                info = trace_step(self.call, self.model, args, kwargs)
-            check_hidden(info.program)
+                check_arguments(self.model, args, kwargs)
+            traced = trace_step(self.call, self.model, args, kwargs)
+            check_hidden(traced.program)
             if self.trained:
-                check_parameters(info.program)
-            step = info, analyse(info.program)
+                check_parameters(traced.program)
+            step = traced, analyse(traced.program)
         with _writing:
             self._step, self._graph = step, None
 
@@ -174,7 +169,7 @@ class ETraceGraphExecutor:
         return self._step is not None
 
     @property
-    def step(self) -> tuple[ModuleInfo, Analysed]:
+    def step(self) -> tuple[TracedStep, Analysed]:
         """The step as it was traced, and what was found in it."""
         if self._step is None:
             raise ValueError(
@@ -192,7 +187,8 @@ class ETraceGraphExecutor:
         written when it is first read."""
         with _writing:
             if self._graph is None:
-                self._graph = graph_of(*self.step)
+                traced, analysed = self.step
+                self._graph = graph_of(module_info(traced), analysed)
             return self._graph
 
     @property
@@ -320,14 +316,14 @@ class ETraceGraphExecutor:
         group, each of shape ``(*varshape, num_state)``.
         """
         results, env, flat = self._run(args, kwargs)
-        info, analysed = self.step
+        graph, (_, analysed) = self.graph, self.step
 
         def perturbed(deltas: list[jax.Array]) -> Any:
-            return info.outputs(joint_outputs(analysed, flat, deltas))
+            return graph.module_info.outputs(joint_outputs(analysed, flat, deltas))
 
         zeros = [
             jnp.zeros_like(group.concat_hidden([env[v] for v in group.hidden_invars]))
-            for group in self.graph.hidden_groups
+            for group in graph.hidden_groups
         ]
         _, pull = jax.vjp(perturbed, zeros)
         return (*results, *self._jacobians(env), lambda cotangents: pull(cotangents)[0])

@@ -13,11 +13,11 @@ from ..analysis.analysed import Analysed, analyse
 from ..analysis.groups import component_count, components_of, states_of
 from ..compat import ClosedJaxpr, Jaxpr, Var, evaluate
 from ..errors import NotSupportedError, three_parts
-from ..frontends import extract
 from ..frontends.brainstate import path_mapping
 from ..program import Path, StepProgram, slice_between
 from ..program.bare import program_of_jaxpr
 from ..program.step import path_name
+from .module_info import extract
 
 T = TypeVar('T')
 

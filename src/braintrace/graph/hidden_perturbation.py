@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from ..compat import ClosedJaxpr, Var, add_equation, changed, evaluate, new_var
 from ..errors import three_parts
-from ..frontends import extract
 from ..program import Path, StepProgram
 from ..program.bare import program_of_jaxpr
 from ..program.step import path_names
 from .hidden_group import HiddenGroup
+from .module_info import extract
 
 
 class HiddenPerturbation(NamedTuple):

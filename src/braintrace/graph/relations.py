@@ -31,12 +31,12 @@ from ..compat import (
     structure,
     sub_programs,
 )
-from ..frontends import extract
 from ..frontends.pure import leaf_paths
 from ..operations import operation_of
 from ..program import Parameter, Path, cut_inside, slice_back, slice_between
 from ..program.step import path_names
 from .hidden_group import GroupsByPath, HiddenGroup, hidden_groups
+from .module_info import extract
 
 
 class Site(NamedTuple):
