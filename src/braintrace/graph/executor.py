@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..analysis.analysed import Analysed, analyse, check_hidden, check_parameters
-from ..compat import Jaxpr, Var, evaluate, is_var
+from ..compat import Var, evaluate, is_var
 from ..errors import printable, three_parts
 from ..frontends import class_as_model
 from ..frontends.brainstate import TracedStep, check_arguments, is_module, trace_step
@@ -23,9 +22,7 @@ from ..program import Path
 from ..program.data import first_step
 from ..program.step import path_name
 from .etrace_graph import ETraceGraph, compiling, graph_of
-from .hidden_group import HiddenGroup
 from .module_info import module_info
-from .relations import HiddenParamOpRelation
 
 
 class SiteJacobian(NamedTuple):
@@ -77,12 +74,6 @@ def shared_jacobian(
         # As a pull-back has it: ∂h/∂Re y - i ∂h/∂Im y.
         return slopes - 1j * along(1j * ones)[0]
     return slopes
-
-
-def _along(
-    group: HiddenGroup, path: Jaxpr, constants: Sequence[Any], y: jax.Array
-) -> jax.Array:
-    return group.concat_hidden(evaluate(path, constants, y))
 
 
 def path_jacobian(
@@ -262,27 +253,6 @@ class ETraceGraphExecutor:
         out, hidden, others, _ = info.arrange(results)
         return (out, hidden, others), env, flat
 
-    def _site_jacobian(
-        self, relation: HiddenParamOpRelation, env: dict[Var, Any]
-    ) -> SiteJacobian:
-        program = relation.sites[0].weight_jaxpr
-        constants = [env[v] for v in program.constvars]
-        (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
-        jacobians: dict[int, Any] = {}
-        site, y = relation.sites[-1], env[relation.y_var]
-        for group, path, positions, sources in zip(
-            relation.hidden_groups,
-            relation.y_to_hidden_group_jaxprs,
-            site.y_positions,
-            site.y_sources,
-            strict=True,
-        ):
-            constants = [env[v] for v in path.constvars]
-            to_hidden = partial(_along, group, path, constants)
-            jacobians[group.index] = path_jacobian(to_hidden, y, positions, sources)
-        x = None if relation.x_var is None else env[relation.x_var]
-        return SiteJacobian(x, weight, jacobians)
-
     def solve_h2w_h2h_jacobian(self, *args: Any, **kwargs: Any) -> tuple:
         """Run one step and return outputs, new hidden values, other states, ∂h/∂θ of
         every relation, and D_t of every group.
@@ -295,17 +265,35 @@ class ETraceGraphExecutor:
     def _jacobians(
         self, env: dict[Var, Any]
     ) -> tuple[list[SiteJacobian], list[jax.Array]]:
-        graph = self.graph
-        h2w = [
-            self._site_jacobian(relation, env)
-            for relation in graph.hidden_param_op_relations
-        ]
+        h2w = []
+        for relation in self.graph.hidden_param_op_relations:
+            program = relation.sites[0].weight_jaxpr
+            constants = [env[v] for v in program.constvars]
+            (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
+            jacobians: dict[int, Any] = {}
+            site = relation.sites[-1]
+            for group, path, positions, sources in zip(
+                relation.hidden_groups,
+                relation.y_to_hidden_group_jaxprs,
+                site.y_positions,
+                site.y_sources,
+                strict=True,
+            ):
+                constants = [env[v] for v in path.constvars]
+                to_hidden = lambda y, group=group, path=path, constants=constants: (
+                    group.concat_hidden(evaluate(path, constants, y))
+                )
+                jacobians[group.index] = path_jacobian(
+                    to_hidden, env[relation.y_var], positions, sources
+                )
+            x = None if relation.x_var is None else env[relation.x_var]
+            h2w.append(SiteJacobian(x, weight, jacobians))
         h2h = [
             group.diagonal_jacobian(
                 [env[v] for v in group.hidden_invars],
                 [env[v] for v in group.transition_jaxpr_constvars],
             )
-            for group in graph.hidden_groups
+            for group in self.graph.hidden_groups
         ]
         return h2w, h2h
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from ..analysis.analysed import Analysed
 from ..analysis.credit import APART, CreditClass
-from ..analysis.cuts import Cut
 from ..analysis.dependence import of
 from ..compat import Equation, open_jaxpr, sub_programs
 from ..program import Path, StepProgram
@@ -87,34 +86,28 @@ def _cut_records(
             for path in paths:
                 key = (hidden, path, cut.reason, name, line)
                 if key not in found:
-                    found[key] = _cut_record(cut, hidden, path, line)
+                    what = path_names(hidden) if path is None else path_name(path)
+                    where = f'{path_names(hidden)} cut at {described(cut.eqn)}'
+                    found[key] = CompilationRecord(
+                        DiagnosticKind.CUT,
+                        DiagnosticLevel.NOTICE,
+                        f'{what} → {where}: {cut.reason}',
+                        name,
+                        path,
+                        hidden,
+                        {
+                            'source': line,
+                            'library': library_line(cut.eqn),
+                            'operand': cut.operand,
+                            'elements': cut.elements,
+                            'equations': [],
+                        },
+                    )
                 equations = found[key].context['equations']
                 equation = places.get(id(cut.eqn))
                 if equation is not None and equation not in equations:
                     equations.append(equation)
     yield from found.values()
-
-
-def _cut_record(
-    cut: Cut, hidden: tuple[Path, ...], path: Path | None, line: str
-) -> CompilationRecord:
-    what = path_names(hidden) if path is None else path_name(path)
-    where = f'{path_names(hidden)} cut at {described(cut.eqn)}'
-    return CompilationRecord(
-        DiagnosticKind.CUT,
-        DiagnosticLevel.NOTICE,
-        f'{what} → {where}: {cut.reason}',
-        cut.eqn.primitive.name,
-        path,
-        hidden,
-        {
-            'source': line,
-            'library': library_line(cut.eqn),
-            'operand': cut.operand,
-            'elements': cut.elements,
-            'equations': [],
-        },
-    )
 
 
 def _crossing_records(
