@@ -69,13 +69,11 @@ def _cut_records(
 ) -> Iterator[CompilationRecord]:
     found: dict[tuple, CompilationRecord] = {}
     dependence = analysed.dependence
-    for group, members, positions in zip(
-        analysed.groups, analysed.members, analysed.positions, strict=True
-    ):
-        hidden = tuple(group.hidden_paths)
+    for group, positions in zip(analysed.groups, analysed.positions, strict=True):
+        hidden, old = group.hidden_paths, dependence.old(group.hidden)
         for cut in reversed(positions.found):
             bits = cut.bits.grads
-            paths: list[Path | None] = [None] if bits & dependence.old(members) else []
+            paths: list[Path | None] = [None] if bits & old else []
             paths += dict.fromkeys(
                 p.path
                 for p in dependence.program.parameters
@@ -128,7 +126,7 @@ def _crossing_records(
                 f'{described(eqn)}: another group' + (f' {APART}' if apart else ''),
                 eqn.primitive.name,
                 None,
-                tuple(group.hidden_paths),
+                group.hidden_paths,
                 {'source': source_line(eqn), 'equations': [places[id(eqn)]]},
             )
 
@@ -155,7 +153,7 @@ def _gap_records(analysed: Analysed) -> Iterator[CompilationRecord]:
                 f'braintrace.register_primitive({name!r}, ...)',
                 name,
                 None,
-                tuple(group.hidden_paths),
+                group.hidden_paths,
                 {'source': line},
             )
 

@@ -104,24 +104,31 @@ def extract_function_info(
 ) -> FunctionInfo:
     """Trace ``step(params, state, *inputs)`` and sort its variables by role."""
     is_hidden = list(map(is_float, jax.tree.leaves(state)))
-    paths = leaf_paths(params), state_paths(state)
     return _trace(
-        step, params, state, inputs, *paths, is_hidden, [True] * len(is_hidden)
+        step,
+        params,
+        state,
+        inputs,
+        leaf_paths(params),
+        state_paths(state),
+        is_hidden,
+        [True] * len(is_hidden),
     )
 
 
 def extract_pure_info(model: PureModel) -> FunctionInfo:
     """Trace one step of a model that a front end has made pure."""
-    given = (
+    info = _trace(
+        model.step,
         model.parameters,
         model.state,
         model.inputs,
         model.parameter_paths,
         model.state_paths,
+        model.hidden,
+        model.written,
     )
-    return _trace(model.step, *given, model.hidden, model.written)._replace(
-        held=(model.parameters, model.state)
-    )
+    return info._replace(held=(model.parameters, model.state))
 
 
 def _trace(

@@ -74,17 +74,14 @@ class ModuleInfo(NamedTuple):
             parts[role][path] = outvars
         return parts
 
-    def read_states(self) -> list[Any]:
-        """Current values of the compiled states."""
-        return [state.value for state in self.compiled_model_states]
-
     def flat_inputs(
         self, args: Sequence[Any], old_state_vals: Sequence[Any] | None, kwargs: dict
     ) -> list[jax.Array]:
         """Arguments and values of states in the order of the inputs of the jaxpr, after
         a check."""
-        values = self.read_states() if old_state_vals is None else old_state_vals
-        flat = jax.tree.leaves((tuple(args), kwargs, list(values)))
+        if old_state_vals is None:
+            old_state_vals = [state.value for state in self.compiled_model_states]
+        flat = jax.tree.leaves((tuple(args), kwargs, list(old_state_vals)))
         check_shapes(self.closed_jaxpr, flat)
         return flat
 
