@@ -14,7 +14,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import braintrace
-from braintrace.analysis.diagnostics import DiagnosticKind, DiagnosticLevel
+from braintrace.graph.diagnostics import DiagnosticKind, DiagnosticLevel
 from formulas import assert_equal, plain_gradient
 from gradients.cases import compiled, oracle_of, reverse_spike
 

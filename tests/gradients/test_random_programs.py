@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from braintrace.analysis.credit import NO_CREDIT, CreditAnalysis
-from braintrace.frontends.functions import extract_function_info
+from braintrace.graph.function_info import extract_function_info
 from braintrace.program import OtherState
 from interpreter import traced
 from oracle import Problem, total_of

@@ -473,6 +473,20 @@ def test_nothing_is_traced_or_analysed_twice(monkeypatch):
     assert len(traced) == len(analysed) == 1
 
 
+def test_a_gradient_makes_no_documented_record(monkeypatch):
+    """They are made from the engine's own when the graph is asked for, and once."""
+    executor, made = braintrace.graph.executor, []
+    documented = executor.module_info
+    record = lambda traced: made.append(traced) or documented(traced)
+    monkeypatch.setattr(executor, 'module_info', record)
+    learner, step_fn = small()
+    learner.etrace_grad(XS, YS, step_fn=step_fn)
+    learner.etrace_evolve(XS, YS, step_fn=step_fn)
+    assert not made
+    assert learner.graph is learner.graph
+    assert len(made) == 1
+
+
 def test_states_made_anew_are_followed():
     learner, step_fn = small()
     net, window, still = learner.model, window_step_of(learner), optax.sgd(0.0)

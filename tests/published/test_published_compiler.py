@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import braintrace as bt
-from braintrace.analysis.diagnostics import CUTS, RELATIONS
+from braintrace.graph.diagnostics import CUTS, RELATIONS
 
 INPUTS, H = 3, 4
 X = jnp.asarray(np.random.default_rng(0).normal(size=INPUTS), jnp.float32)

@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..analysis.analysed import Analysed
-from ..analysis.credit import Links
-from ..analysis.diagnostics import CompilationRecord, ParameterGradient
+from ..analysis.credit import Links, ParameterGradient
 from ..compiled_step import CompiledSite
+from ..graph.diagnostics import CompilationRecord
 from ..lowering.invariants import StepInvariants
 from ..program import Parameter
 from ..program.step import path_names

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..analysis.groups import HiddenGroup
-from ..analysis.sites import HiddenParamOpRelation, Site, adds
 from ..compat import evaluate
 from ..errors import three_parts
+from ..graph.hidden_group import HiddenGroup
+from ..graph.relations import HiddenParamOpRelation, Site, adds
 from ..learner.weights import named_arrays, path_of_parameter
 from ..program import Path
 from ..solver import Factorised

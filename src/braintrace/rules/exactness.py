@@ -16,8 +16,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..analysis.credit import NO_CREDIT, WindowCredit
-from ..analysis.diagnostics import ParameterGradient
+from ..analysis.credit import NO_CREDIT, ParameterGradient, WindowCredit
 from ..solver import JacobianRecursion, RandomFeedback, ScalarLeak
 from .rule import CoupledWithin, RandomProjection, Rule
 
