@@ -571,7 +571,7 @@ def test_visits_by_row(samples, sums_steps):
 def test_both_orders_of_a_visit_give_the_same(name, monkeypatch):
     """Carried traces of few samples: in the order of the matrix, and in that of
     ``post``, which many samples have."""
-    from braintrace.operations.kernels.cpu import visits
+    from braintrace.operations.kernels.cpu import trace_visits as visits
 
     found = []
     for few in (0, 10**6):

@@ -12,6 +12,12 @@ import pytest
 
 from braintrace.analysis.analysed import analyse
 from braintrace.compiled_step import Values
+from braintrace.derivatives import (
+    joint_signals,
+    pull_back,
+    slopes_at_positions,
+    transitions,
+)
 from braintrace.lowering import Stages, lower
 from braintrace.lowering.invariants import StepInvariants
 from braintrace.program.bare import program_of_jaxpr
@@ -142,45 +148,71 @@ def test_a_silent_step_sends_nothing_back_from_its_target(cell):
     jax.tree.map(close, list(found.values()), list(wanted.values()))
 
 
-def test_an_open_run_passes_what_gates_close_at_these_values(x64):
-    """A rectifier below its threshold; what a constant closes stays closed."""
-
-    def step(w, h, x):
-        shut = jax.nn.relu(x @ w['w'] - 100) + 0.0 * (x @ w['v'])
-        new = 0.5 * h['h'] + shut
-        return jnp.sum(new), {'h': new}
-
-    lowered = Lowered(step, {'v': (I, H), 'w': (I, H)}, {'h': (B, H)})
-    (old,), (v, w) = lowered.h, lowered.w
-    given = (lowered.states, lowered.inputs)
-    total = lambda new: jnp.sum(new[old] * jnp.asarray(drawn(B, H, seed=5)))
-    whole = lambda p: total(lowered.compiled.run(p, *given)[0])
-    opened = lambda p: total(lowered.compiled.run_open(p, *given))
-    for run, moves in ((whole, False), (opened, True)):
-        slopes = jax.grad(run)(lowered.parameters)
-        assert bool(jnp.all(slopes[w] != 0)) == moves
-        assert not jnp.any(slopes[v])
-
-
 def test_derivatives_of_the_local_step(cell):
     """D, the pull-back to results of taps, and slopes where positions share an element."""
     values, compiled = cell.values(), cell.compiled
     gate = jax.nn.sigmoid(X @ cell.given[0]['gate'])
-    (transition,) = compiled.transition(cell.constants, values)
+    ((transition, inner),) = transitions(compiled, cell.constants, values)
+    assert not inner  # one state
     assert list(transition) == [(0, 0)]
     close(transition[0, 0], jnp.broadcast_to(gate, (B, H)))
     y = jnp.concatenate([X, cell.given[1]['h']], -1) @ cell.given[0]['w']
     credit = jnp.asarray(drawn(B, H, seed=7))
-    (pulled,) = compiled.pull(cell.constants, values, [{0: credit}])
+    (pulled,) = pull_back(compiled, cell.constants, values, [{0: credit}])
     slope = (1 - gate) * (1 - jnp.tanh(y) ** 2)
     sums = [x for v, x in pulled.items() if v.aval.shape == (B, H)]
     assert len(sums) == 2  # of inputs and of states
     for found in sums:
         close(found, slope * credit)
-    (slopes,) = compiled.shared_slopes(cell.constants, values)
+    (slopes,) = slopes_at_positions(compiled, cell.constants, values)
     ((shared, found),) = slopes.items()
     assert shared.aval.shape == (B, 1)
     close(found[0], gate * (1 - gate) * (cell.given[1]['h'] - jnp.tanh(y)))
+
+
+def coupled(w, h, x):
+    """One group of c and h: h reads the new c position by position and through a product; the loss reads both, and
+    the old c. A second group reads the new h."""
+    c = 0.8 * h['c'] + x @ w['in']
+    new_h = jnp.tanh(c) * 0.5 * h['h'] + c @ w['mix']
+    g = 0.9 * h['g'] + jnp.tanh(new_h @ w['up'])
+    loss = jnp.sum(g**2) + jnp.sum(new_h * h['c']) + 0.3 * jnp.sum(c**3)
+    return loss, {'c': c, 'g': g, 'h': new_h}
+
+
+def test_signals_of_states_that_read_each_other(x64):
+    """L: new states of a group are read as they are along kept edges, and perturbed elsewhere; R: the old c beside all
+    new states. By hand, one perturbation for each."""
+    shapes = {'in': (I, H), 'mix': (H, H), 'up': (H, H)}
+    step = Lowered(coupled, shapes, dict.fromkeys('cgh', (B, H)))
+    (w, h), values = step.given, step.values()
+
+    def loss(d, old_c):
+        c = 0.8 * h['c'] + X @ w['in']
+        read = c + d['c']
+        new_h = jnp.tanh(c) * 0.5 * h['h'] + read @ w['mix'] + d['h']
+        g = 0.9 * h['g'] + jnp.tanh(new_h @ w['up']) + d['g']
+        return jnp.sum(g**2) + jnp.sum(new_h * old_c) + 0.3 * jnp.sum(read**3)
+
+    zeros = {n: jnp.zeros((B, H)) for n in 'cgh'}
+    right, old_c = jax.grad(loss, (0, 1))(zeros, h['c'])
+    inner = [t for _, t in transitions(step.compiled, step.constants, values)]
+    slopes = [[] for _ in inner]
+    one = [jnp.ones(())]
+    _, _, signals, reads = joint_signals(
+        step.compiled, step.constants, values, one, inner, slopes
+    )
+    by_name = {
+        path[0]: (signals[g].get(i), reads[g].get(i))
+        for g, group in enumerate(step.stages.analysed.groups)
+        for i, path in enumerate(group.hidden_paths)
+    }
+    assert len(step.stages.analysed.groups) == 2
+    for name in 'cgh':
+        close(by_name[name][0], right[name])
+    close(by_name['c'][1], old_c)
+    assert by_name['h'][1] is None
+    assert by_name['g'][1] is None
 
 
 # ---------------------------------------------------------------- invariants
@@ -197,7 +229,10 @@ def test_what_holds_at_all_values(x64):
     step = Lowered(leaky, {'a': (I, H), 'b': (I, H), 'decay': (H,)}, {'a': (B, H), 'b': (B, H)})  # fmt: skip
     known = StepInvariants(step.stages)
     a, b = (step.stages.locals[g] for g in (0, 1))
-    assert [g.hidden_paths for g in step.stages.analysed.groups] == [[('a',)], [('b',)]]
+    assert [g.hidden_paths for g in step.stages.analysed.groups] == [
+        (('a',),),
+        (('b',),),
+    ]
     (into_a,) = a.taps
     assert (known.leak(0, into_a), known.kept(0)) == (0.9, 0.9)
     assert known.path_is_steady(0, into_a)

@@ -9,7 +9,7 @@ visits      visits of traces, which advance them and sum their gradients
 from .layouts import by_neuron
 from .llvm import unchanged
 from .products import at_synapses, to_columns, to_rows
-from .visits import dense_visit, span_visit, synapse_visit
+from .trace_visits import dense_visit, span_visit, synapse_visit
 
 __all__ = [
     'at_synapses',
