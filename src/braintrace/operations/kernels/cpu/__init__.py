@@ -3,7 +3,7 @@
 llvm        the generator: values, loops, and calls by XLA
 layouts     values of neurons as bits, transposed, in tiles
 products    products with compressed sparse matrices
-visits      visits of traces, which advance them and sum their gradients
+trace_visits  visits of traces, which advance them and sum their gradients
 """
 
 from .layouts import by_neuron
