@@ -1,15 +1,17 @@
 """Kernels for CPUs, compiled by LLVM.
 
-llvm        the generator: values, loops, and calls by XLA
-layouts     values of neurons as bits, transposed, in tiles
-products    products with compressed sparse matrices
-visits      visits of traces, which advance them and sum their gradients
+They need llvmlite, which is optional, so ``kernels.run`` imports this folder:
+
+    llvm            the generator: values, loops, and calls by XLA
+    layouts         values of neurons as bits, transposed, in tiles
+    products        products with compressed sparse matrices
+    trace_visits    visits of traces, which advance them and sum their gradients
 """
 
 from .layouts import by_neuron
 from .llvm import unchanged
 from .products import at_synapses, to_columns, to_rows
-from .visits import dense_visit, span_visit, synapse_visit
+from .trace_visits import dense_visit, span_visit, synapse_visit
 
 __all__ = [
     'at_synapses',
