@@ -88,6 +88,7 @@ TESTS = {
         'gradients/test_exactness.py',
     ],
     'operations/kernels': [
+        'kernels/test_choice.py',
         'kernels/test_dense_kernels.py',
         'kernels/test_sparse_kernels.py',
         'gradients/test_types.py',

@@ -1,5 +1,8 @@
 """One hook chooses the kernel of a platform; operations without one run as plain JAX."""
 
+import sys
+import types
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -37,7 +40,23 @@ def test_arguments_may_be_laid_out_for_a_kernel(monkeypatch):
     np.testing.assert_array_equal(run(X), -20 * X)
 
 
-@pytest.mark.parametrize('backends', [{}, {'cpu': 'a_package_that_is_not_there'}])
+def test_the_kernels_of_another_platform_are_one_file(monkeypatch):
+    """A file with a kernel for a single operation; all others run as plain JAX."""
+    name = 'braintrace.operations.kernels.other'
+    other = types.ModuleType(name)
+    other.doubled = lambda x: 30 * x
+    monkeypatch.setitem(sys.modules, name, other)
+    backend = kernels.Backend('other', 'jax', ('cpu',))
+    monkeypatch.setattr(kernels, 'BACKENDS', {'cpu': backend})
+    np.testing.assert_array_equal(doubled()(X), 30 * X)
+    tripled = lambda x: kernels.run('tripled', x, plain=lambda x: 3 * x)
+    np.testing.assert_array_equal(jax.jit(tripled)(X), 3 * X)
+
+
+MISSING = kernels.Backend('cpu', 'a_package_that_is_not_there', ('cpu',))
+
+
+@pytest.mark.parametrize('backends', [{}, {'cpu': MISSING}])
 def test_without_the_file_or_its_package_there_are_no_kernels(monkeypatch, backends):
     monkeypatch.setattr(cpu, 'doubled', lambda x: 20 * x, raising=False)
     monkeypatch.setattr(kernels, 'BACKENDS', backends)

@@ -571,11 +571,11 @@ def test_visits_by_row(samples, sums_steps):
 def test_both_orders_of_a_visit_give_the_same(name, monkeypatch):
     """Carried traces of few samples: in the order of the matrix, and in that of
     ``post``, which many samples have."""
-    from braintrace.operations.kernels.cpu import trace_visits as visits
+    from braintrace.operations.kernels.cpu import trace_visits
 
     found = []
     for few in (0, 10**6):
-        monkeypatch.setattr(visits, 'FEW_SAMPLES', few)
+        monkeypatch.setattr(trace_visits, 'FEW_SAMPLES', few)
         found.append(gradients('d_rtrl', **MODELS[name]))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         assert np.any(a)

@@ -30,14 +30,24 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-BACKENDS = {'cpu': 'llvmlite'}
-"""Platforms that have kernels: the file here of that name, and the optional package that
-it needs."""
+
+class Backend(NamedTuple):
+    """The kernels of a platform: a file of this folder, the optional package that it
+    needs, and the names of the platform in ``jax.lax.platform_dependent``."""
+
+    file: str
+    package: str
+    programs: tuple[str, ...]
+
+
+BACKENDS = {'cpu': Backend('cpu', 'llvmlite', ('cpu',))}
+"""By the name that ``jax.default_backend`` gives a platform. Kernels for GPUs would be
+``'gpu': Backend('gpu', 'triton', ('cuda',))`` and a file ``gpu.py``."""
 LARGE = 2**20
 """Bytes of arrays that leave a core's own caches."""
 LEAST_SAMPLES = 8
@@ -53,8 +63,8 @@ def _is_installed(package: str) -> bool:
 
 def are_available() -> bool:
     """Whether kernels run here."""
-    platform = jax.default_backend()
-    return platform in BACKENDS and _is_installed(BACKENDS[platform])
+    backend = BACKENDS.get(jax.default_backend())
+    return backend is not None and _is_installed(backend.package)
 
 
 def fit(*dtypes: Any) -> bool:
@@ -82,12 +92,13 @@ def run(
 ) -> Any:
     """``plain(*given)``; in programs for a platform with a kernel of a name, what that
     kernel gives: ``kernel(*given)``, or ``by(kernel, *given)``."""
-    platform = jax.default_backend()
     if not are_available():
         return plain(*given)
+    backend = BACKENDS[jax.default_backend()]
     # Imported here, since the packages are optional.
-    kernel = getattr(importlib.import_module(f'.{platform}', __name__), name, None)
+    kernel = getattr(importlib.import_module(f'.{backend.file}', __name__), name, None)
     if kernel is None:
         return plain(*given)
     own = kernel if by is None else functools.partial(by, kernel)
-    return jax.lax.platform_dependent(*given, default=plain, **{platform: own})
+    chosen = dict.fromkeys(backend.programs, own)
+    return jax.lax.platform_dependent(*given, default=plain, **chosen)

@@ -1,9 +1,11 @@
 """Kernels for CPUs, compiled by LLVM.
 
-llvm        the generator: values, loops, and calls by XLA
-layouts     values of neurons as bits, transposed, in tiles
-products    products with compressed sparse matrices
-trace_visits  visits of traces, which advance them and sum their gradients
+They need llvmlite, which is optional, so ``kernels.run`` imports this folder:
+
+    llvm            the generator: values, loops, and calls by XLA
+    layouts         values of neurons as bits, transposed, in tiles
+    products        products with compressed sparse matrices
+    trace_visits    visits of traces, which advance them and sum their gradients
 """
 
 from .layouts import by_neuron

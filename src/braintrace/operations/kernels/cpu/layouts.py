@@ -81,11 +81,13 @@ def turn(x: Buffer, y: Buffer, is_tall: bool) -> None:
             for n in range(0, count, SIDE):
                 r, c = (i + n, j) if is_tall else (j, i + n)
                 turn_square(x, r * columns + c, columns, y, c * rows + r, rows)
-    whole_rows, whole_columns = rows // SIDE * SIDE, columns // SIDE * SIDE
-    for start, stop, first in ((0, rows, whole_columns), (whole_rows, rows, 0)):
-        for r in code.loop(start, stop):
-            for c in code.loop(first, whole_columns if first == 0 else columns):
-                y.store(x.load(r * columns + c), c * rows + r)
+    whole_rows, whole = rows // SIDE * SIDE, columns // SIDE * SIDE
+    for r in code.loop(0, rows):
+        for c in code.loop(whole, columns):
+            y.store(x.load(r * columns + c), c * rows + r)
+    for r in code.loop(whole_rows, rows):
+        for c in code.loop(0, whole):
+            y.store(x.load(r * columns + c), c * rows + r)
 
 
 def turn_square(

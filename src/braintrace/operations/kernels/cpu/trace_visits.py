@@ -328,7 +328,7 @@ def span_visit(
         shape((steps, driven, width), x.dtype),
     ]
     emit = lambda visit: _Span(visit).emit(width, skips_zeros)
-    kind = f'span_visit_{int(skips_zeros)}'
+    kind = f'visit_span{int(skips_zeros)}'
     return _visited(kind, emit, trace, x, values, tuple(weight), memory)
 
 
