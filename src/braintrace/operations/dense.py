@@ -21,9 +21,9 @@ from ..arrays import (
     sum_type,
 )
 from ..compat import Equation
-from ..compiled_step import Box, Operands, Shares, TraceLayout
+from ..compiled_step import Box, Letters, Operands, Shares, TraceLayout
 from ..split import Split, current_split, runs_on_mesh, spec_of, summed_over
-from .dense_traces import DenseTrace, SharedTrace, axes_of_mesh
+from .dense_traces import DenseTrace, axes_of_mesh
 from .labels import AxisMap, Const, axes, origins_along
 from .record import Kernel, Operation, register
 from .weight_use import BaseUse, bind
@@ -72,44 +72,53 @@ class DenseUse(BaseUse):
 
     axes: Axes
 
-    shared_trace = SharedTrace
-
     @property
     def input(self) -> int | None:
         return 1 - self.operand
 
-    def gradient(
+    @cached_property
+    def letters(self) -> Letters | None:  # type: ignore[override]
+        x, weight, y, _, _ = self.axes
+        trace = ''.join(c for c in y if c not in weight) + weight
+        operands = (x, weight) if self.operand == 1 else (weight, x)
+        return Letters(x, y, trace, weight, operands, y)
+
+    def summed(
         self,
         fixed: Operands,
         steps: Operands,
         y_bars: jax.Array,
         box: Box | None = None,
+        xs: jax.Array | None = None,
     ) -> jax.Array:
         """Σ_t x_t ⊗ ȳ_t: one matrix product with all steps and samples as rows."""
-        if self.input not in steps:
-            return super().gradient(fixed, steps, y_bars, box)
-        return self._gradient(steps, y_bars, box, by_share=False)
+        if xs is None:
+            xs = self.features(fixed, steps, len(y_bars))
+        return self._product_of(xs, y_bars, box, by_share=False)
 
-    def _shares(
+    def _by_share(
         self,
         split: Split,
+        sample: str,
         fixed: Operands,
         steps: Operands,
         y_bars: jax.Array,
         box: Box | None,
+        xs: jax.Array | None,
     ) -> jax.Array | Shares:
-        size = y_bars.shape[1] if self.sample_letter else 0
-        if self.input not in steps or self.axes.shared or not split.of_samples(size):
-            return self.gradient(fixed, steps, y_bars, box)
-        return Shares(self._gradient(steps, y_bars, box, by_share=True))
+        if self.axes.shared or sample != self.sample_letter:
+            return self.summed(fixed, steps, y_bars, box, xs)
+        if xs is None:
+            xs = self.features(fixed, steps, len(y_bars))
+        return Shares(self._product_of(xs, y_bars, box, by_share=True))
 
-    def _gradient(
-        self, steps: Operands, y_bars: jax.Array, box: Box | None, by_share: bool
+    def _product_of(
+        self, xs: jax.Array, y_bars: jax.Array, box: Box | None, by_share: bool
     ) -> jax.Array:
         """The product; ``by_share``: (n, *w), without the sum over devices."""
         x, weight, y, _, shared = self.axes
         boxes = {} if box is None else dict(zip(y, box, strict=True))
-        xs = steps[1 - self.operand][:, *(boxes.get(c, slice(None)) for c in x)]
+        xs = xs[:, *(boxes.get(c, slice(None)) for c in x)]
         xs, y_bars = factors_for(self.weight.dtype, xs, y_bars)
         dtype = sum_type(jnp.result_type(xs, y_bars))
         split = current_split()
@@ -153,14 +162,6 @@ class DenseUse(BaseUse):
         if by_share:
             found = PartitionSpec(samples, *found)
         return split.on_each_device(own, given, found)(xs, y_bars)
-
-    @property
-    def sample_axes(self) -> tuple[int | None, ...] | None:
-        sample = self.sample_letter
-        if not sample:
-            return None
-        x = self.axes.x.index(sample)
-        return (x, None, 0) if self.operand == 1 else (None, x, 0)
 
     @cached_property
     def sample_letter(self) -> str:

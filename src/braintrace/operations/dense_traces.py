@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import string
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import box_of, factors_for, picked, sum_type, summed_by
+from ..arrays import box_of, factors_for, picked, sum_type, trace_type
 from ..compiled_step import Box, Components, Jacobian, Operands
 from ..split import Split, current_split, runs_on_mesh, spec_of, summed_over
-from .whole_traces import WholeTrace, has_kernel
+from .whole_traces import has_kernel
 
 if TYPE_CHECKING:
     from .dense import DenseUse
@@ -103,7 +102,9 @@ class DenseTrace:
         """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`SummingLayout`."""
         x, _, y, _, _ = self.use.axes
         boxes = dict(zip(y, self.box, strict=True))
-        xs = steps[1 - self.use.operand][:, *(boxes.get(c, slice(None)) for c in x)]
+        length = next(len(v) for v in (*rows.values(), *steps.values()))
+        xs = self.use.features(fixed, steps, length)
+        xs = xs[:, *(boxes.get(c, slice(None)) for c in x)]
         parts = [row[:, *self.box] for row in rows.values()]
         xs, *parts = factors_for(self.use.weight.dtype, xs, *parts)
         rows = dict(zip(rows, parts, strict=True))
@@ -116,7 +117,7 @@ class DenseTrace:
             )
         new, total = self._by_sample_or_device(block)
         if y_bars is not None:
-            total = total + self.use.gradient(fixed, steps, y_bars)
+            total = total + self.use.summed(fixed, steps, y_bars)
         return new, total
 
     def sums_steps(self, dtype: Any, length: int) -> bool:
@@ -235,7 +236,7 @@ class DenseTrace:
             new, found = self._solve(rest, x, y, at)
             return total + found, new
 
-        start = jnp.zeros(first.shape[1:], sum_type(self.use.trace_dtype))
+        start = jnp.zeros(first.shape[1:], sum_type(trace_type(self.use)))
         found: Any = jax.lax.scan(one, start, block)
         total, new = found
         return new, total
@@ -275,7 +276,7 @@ class DenseTrace:
     ) -> tuple[Components, jax.Array]:
         """The trace after a block and γ · ε before it, of one sample or of all."""
         trace, xs, rows, product, credit = block
-        dtype = sum_type(self.use.trace_dtype)
+        dtype = sum_type(trace_type(self.use))
         old = {s: e.astype(dtype) for s, e in trace.items()}
         terms = [credit[s] * e for s, e in old.items() if s in credit]
         zero = jnp.zeros(next(iter(old.values())).shape, dtype)
@@ -316,106 +317,3 @@ class DenseTrace:
             return gradient
         box = tuple(part.get(c, slice(None)) for c in own.weight)
         return jnp.zeros(weight.shape, gradient.dtype).at[box].set(gradient)
-
-
-@dataclass(frozen=True, eq=False)
-class SharedTrace(WholeTrace):
-    """(h, c): each position, and the contracted axes c of the x that it reads.
-
-    Where x has the axes that the positions begin with, samples as a rule, it is read as
-    it is; otherwise each position gets its own copy of its x.
-    """
-
-    @property
-    def _dense(self) -> DenseUse:
-        """The use whose result the positions share."""
-        return self.use.use
-
-    @property
-    def _sources(self) -> np.ndarray:
-        """The element of y that reaches each position."""
-        return self.use.sources
-
-    @cached_property
-    def _at(self) -> dict[str, np.ndarray]:
-        """The index along each axis of y that every position reads."""
-        places = np.unravel_index(
-            np.maximum(self._sources, 0), self._dense.result.shape or (1,)
-        )
-        return dict(zip(self._dense.axes.y, places, strict=False))
-
-    @cached_property
-    def _leading(self) -> int | None:
-        """How many axes of the positions x has as well, in order; None if it has axes
-        that are none of these."""
-        axes = self._dense.axes
-        free = [c for c in axes.x if c not in axes.contracted]
-        shape = self._sources.shape
-        if len(free) > len(shape):
-            return None
-        for axis, letter in enumerate(free):
-            own = np.arange(shape[axis])
-            own = own.reshape(-1, *(1,) * (len(shape) - axis - 1))
-            reads_own = np.array_equal(self._at[letter], np.broadcast_to(own, shape))
-            size = self._sizes[letter]
-            if letter in axes.shared or size != shape[axis] or not reads_own:
-                return None
-        return len(free)
-
-    @cached_property
-    def _sizes(self) -> dict[str, int]:
-        use = self._dense
-        return dict(zip(use.axes.x, use.operand_shape(1 - use.operand), strict=True))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        contracted = (self._sizes[c] for c in self._dense.axes.contracted)
-        return (*self._sources.shape, *contracted)
-
-    def _rows_of_x(self, xs: jax.Array) -> tuple[jax.Array, str]:
-        """The x of every position (t, h, c), and the letters of its axes h."""
-        axes, letters = self._dense.axes, self._letters
-        free = ''.join(c for c in axes.x if c not in axes.contracted)
-        xs = jnp.einsum(f't{axes.x}->t{free}{axes.contracted}', xs)
-        if self._leading is not None:
-            return xs, letters[: self._leading]
-        return xs[:, *(self._at[c] for c in free)], letters
-
-    @property
-    def _letters(self) -> str:
-        """A letter for each axis of the positions, none of them used elsewhere."""
-        taken = set('t' + self._dense.axes.contracted)
-        free = (c for c in string.ascii_letters if c not in taken)
-        return ''.join(next(free) for _ in self._sources.shape)
-
-    def plus(
-        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
-    ) -> jax.Array:
-        use, h = self._dense, self._letters
-        contracted = use.axes.contracted
-        xs, rows = factors_for(use.weight.dtype, steps[1 - use.operand], rows)
-        xs, x = self._rows_of_x(xs)
-        subscripts = f't{h},t{x}{contracted}->{h}{contracted}'
-        # States may be of a wider type than y, whose precision a trace has.
-        wide = jnp.promote_types(trace.dtype, jnp.result_type(rows, xs))
-        return trace + jnp.einsum(subscripts, rows, xs, preferred_element_type=wide)
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return factor.reshape(*factor.shape, *(1,) * (trace.ndim - factor.ndim)) * trace
-
-    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
-        """γ · ε (h, c) in the shape of w, summed over positions that share an
-        element."""
-        found = self.scaled(trace, credit)
-        axes, shape = self._dense.axes, self._dense.weight.shape
-        sizes = dict(zip(axes.weight, shape, strict=True))
-        free = [c for c in axes.weight if c not in axes.contracted]
-        index = np.zeros(self._sources.shape, np.int64)
-        for c in free:
-            index = index * sizes[c] + self._at[c]
-        index = np.where(self._sources >= 0, index, -1)
-        count = len(axes.contracted)
-        last = jnp.moveaxis(found, range(found.ndim)[-count:], range(count))
-        summed = summed_by(last, index, math.prod(sizes[c] for c in free))
-        summed = summed.reshape(*last.shape[:count], *(sizes[c] for c in free))
-        return jnp.einsum(f'{axes.contracted}{"".join(free)}->{axes.weight}', summed)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import box_of, is_complex
+from ..arrays import box_of, is_complex, trace_type
 from ..compiled_step import (
     Box,
     CompiledSite,
@@ -175,7 +175,7 @@ class Traces:
 
     def stored_type(self, site: CompiledSite) -> Any:
         """The type in which the trace of a site is stored, unless it is factorised."""
-        dtype = site.use.trace_dtype
+        dtype = trace_type(site.use)
         if self.dtype is None:
             return dtype
         # A complex trace needs a complex type of at least the precision asked for.
@@ -197,6 +197,6 @@ class Traces:
                 box = self.row_box(n)
                 size = [p.stop - p.start for p in box] if box else use.result.shape
                 found += len(components) * int(np.prod(size)) * width
-            shape = () if use.input is None else use.operand_shape(use.input)
-            found += int(np.prod(shape)) * width
+            kept = 1 if use.input is None else use.operands[use.input].size
+            found += kept * width
         return found

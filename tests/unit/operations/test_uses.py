@@ -21,7 +21,7 @@ from braintrace.operations import SharedUse, operation_of, use_of, whole_traces
 from braintrace.program.normal import normal_form
 from braintrace.solver.factors import FactorLayout
 
-T, B, I, O, V = 4, 3, 4, 5, 6
+T, B, INPUTS, OUTPUTS, VALUES = 4, 3, 4, 5, 6
 COMPONENTS = (0, 1)
 
 
@@ -58,32 +58,36 @@ ENDS = np.array([0, 2, 3, 3, 6], np.int32)  # rows of synapses; one is empty
 
 
 def sparse(x, w):
-    matrix = brainevent.CSR((w, PRE % O, ENDS), shape=(4, O))
+    matrix = brainevent.CSR((w, PRE % OUTPUTS, ENDS), shape=(4, OUTPUTS))
     return (x.T @ matrix).T if x.ndim == 2 else x @ matrix
 
 
 CASES = {
-    'dense': (dense('bi,io->bo'), (B, I), (I, O)),
-    'dense, outputs first': (dense('bi,oi->bo'), (B, I), (O, I)),
-    'dense, one sample': (dense('i,io->o'), (I,), (I, O)),
-    'dense, samples last': (dense('ib,io->ob'), (I, B), (I, O)),
-    'dense, samples twice': (dense('bpi,io->bpo'), (B, 2, I), (I, O)),
-    'dense, groups': (dense('bgi,gio->bgo'), (B, 2, I), (2, I, O)),
-    'dense, two axes summed': (dense('bij,ijo->bo'), (B, I, 2), (I, 2, O)),
-    'bias': (lambda x, w: jax.lax.add(x, w), (B, O), (B, O)),
-    'gain': (lambda x, w: jax.lax.mul(x, w), (B, O), (B, O)),
-    'gain, one row': (lambda x, w: jax.lax.mul(x, w), (B, O), (1, O)),
-    'number': (lambda x, w: jax.lax.mul(x, w), (B, O), ()),
-    'atan2': (lambda x, w: jax.lax.atan2(x, w), (B, O), (1, O)),
-    'embedding': (rows_of_table('clip'), (B,), (V, O)),
-    'embedding, fill': (rows_of_table('fill'), (B, 2), (V, O)),
-    'embedding, one sample': (rows_of_table('fill'), (), (V, O)),
-    'embedding of matrices': (rows_of_table('clip'), (B,), (V, 2, O)),
-    'convolution': (convolution(('NWC', 'WIO', 'NWC')), (B, 7, 2), (3, 2, O)),
+    'dense': (dense('bi,io->bo'), (B, INPUTS), (INPUTS, OUTPUTS)),
+    'dense, outputs first': (dense('bi,oi->bo'), (B, INPUTS), (OUTPUTS, INPUTS)),
+    'dense, one sample': (dense('i,io->o'), (INPUTS,), (INPUTS, OUTPUTS)),
+    'dense, samples last': (dense('ib,io->ob'), (INPUTS, B), (INPUTS, OUTPUTS)),
+    'dense, samples twice': (dense('bpi,io->bpo'), (B, 2, INPUTS), (INPUTS, OUTPUTS)),
+    'dense, groups': (dense('bgi,gio->bgo'), (B, 2, INPUTS), (2, INPUTS, OUTPUTS)),
+    'dense, two axes summed': (
+        dense('bij,ijo->bo'),
+        (B, INPUTS, 2),
+        (INPUTS, 2, OUTPUTS),
+    ),
+    'bias': (lambda x, w: jax.lax.add(x, w), (B, OUTPUTS), (B, OUTPUTS)),
+    'gain': (lambda x, w: jax.lax.mul(x, w), (B, OUTPUTS), (B, OUTPUTS)),
+    'gain, one row': (lambda x, w: jax.lax.mul(x, w), (B, OUTPUTS), (1, OUTPUTS)),
+    'number': (lambda x, w: jax.lax.mul(x, w), (B, OUTPUTS), ()),
+    'atan2': (lambda x, w: jax.lax.atan2(x, w), (B, OUTPUTS), (1, OUTPUTS)),
+    'embedding': (rows_of_table('clip'), (B,), (VALUES, OUTPUTS)),
+    'embedding, fill': (rows_of_table('fill'), (B, 2), (VALUES, OUTPUTS)),
+    'embedding, one sample': (rows_of_table('fill'), (), (VALUES, OUTPUTS)),
+    'embedding of matrices': (rows_of_table('clip'), (B,), (VALUES, 2, OUTPUTS)),
+    'convolution': (convolution(('NWC', 'WIO', 'NWC')), (B, 7, 2), (3, 2, OUTPUTS)),
     'convolution, stride': (
         convolution(('NCW', 'OIW', 'NCW'), 2),
         (B, 2, 7),
-        (O, 2, 3),
+        (OUTPUTS, 2, 3),
     ),
     'convolution, groups': (
         convolution(('NWC', 'WIO', 'NWC'), groups=2),
@@ -93,7 +97,7 @@ CASES = {
     'synapses': (sparse, (4, B), PRE.shape),
     'synapses, one sample': (sparse, (4,), PRE.shape),
     'one weight for all synapses': (sparse, (4, B), (1,)),
-    'anything': (lambda x, w: jax.lax.cumsum(w, axis=1), (), (B, O)),
+    'anything': (lambda x, w: jax.lax.cumsum(w, axis=1), (), (B, OUTPUTS)),
 }
 BY_INPUT = [name for name in CASES if name.startswith(('dense', 'conv', 'syn', 'one'))]
 ELEMENTWISE = ['bias', 'gain', 'gain, one row', 'number', 'atan2']
@@ -139,12 +143,12 @@ class Case:
             own = self.positions[:, None]
             self.sources = np.broadcast_to(own, shape).copy()
             self.sources.reshape(-1)[::7] = -1
-            self.use = SharedUse(self.use, self.sources)
+            self.use = SharedUse.of(self.use, self.sources)
             self.positions, self.group_shape = self.use.positions, shape
 
     def draw(self, dtype, *shape):
         if np.dtype(dtype).kind == 'i':
-            return jnp.asarray(self.random.integers(0, V + 2, shape), dtype)
+            return jnp.asarray(self.random.integers(0, VALUES + 2, shape), dtype)
         values = self.random.standard_normal(shape)
         if np.dtype(dtype).kind == 'c':
             values = values + 1j * self.random.standard_normal(shape)
@@ -195,9 +199,10 @@ def check_trace(case, tolerance):
     for length in (3, 1, T):
         steps = case.steps(length)
         size = (length, *use.result.shape)
-        is_reached = case.positions >= 0
-        draw = lambda: jnp.where(is_reached, case.draw(use.result.dtype, *size), 0)
-        rows = {s: draw() for s in COMPONENTS[: 2 - (length == 1)]}
+        draw = functools.partial(case.draw, use.result.dtype, *size)
+        reached = case.positions >= 0
+        some = COMPONENTS[: 2 - (length == 1)]
+        rows = {s: jnp.where(reached, draw(), 0) for s in some}
         product = {k: case.draw(real, *group) for k in [(0, 0), (1, 0), (1, 1)]}
         credit = {s: case.draw(real, *group) for s in COMPONENTS}
         solve = functools.partial(jax.jit(layout.solve), trace, case.fixed, steps)
@@ -291,7 +296,7 @@ def test_gradients(name):
 def test_traces_of_a_part_of_y(name):
     """Elements without a position have no trace; a box of y holds the others."""
     case = Case(name)
-    axis = case.y_shape.index(O)
+    axis = case.y_shape.index(OUTPUTS)
     index = [slice(None)] * len(case.y_shape)
     index[axis] = slice(1, 3)
     shape = tuple(2 if a == axis else n for a, n in enumerate(case.y_shape))
