@@ -66,7 +66,7 @@ class ConvolutionUse(BaseUse):
         return 0
 
     @cached_property
-    def letters(self) -> Letters | None:  # type: ignore[override]
+    def letters(self) -> Letters:  # type: ignore[override]
         # Places of one sample follow each other, so that r begins with samples.
         first = lambda spec: ''.join('r' if a == spec[0] else '.' for a in sorted(spec))
         x, y = first(self._numbers.lhs_spec), first(self._numbers.out_spec)
@@ -134,6 +134,8 @@ class ConvolutionTrace(Trace):
     A kernel visits traces of one group of features in place: 66 ms instead of the 81 of
     loops by XLA, for 16 filters carried over blocks of 5 steps.
     """
+
+    use: ConvolutionUse
 
     def solve(
         self,

@@ -145,10 +145,10 @@ class EmbeddingUse(BaseUse):
     mode: Any
 
     @cached_property
-    def letters(self) -> Letters | None:  # type: ignore[override]
-        v, *others = LETTERS
+    def letters(self) -> Letters:  # type: ignore[override]
+        v, others = LETTERS[0], LETTERS[1:]
         rank, index = len(self.result.shape), len(self.operands[1].shape) - 1
-        y = ''.join(others[:rank])
+        y = others[:rank]
         weight = v + y[index:]
         return Letters(y[:index] + v, y, v + y, weight, (weight, f'{y[:index]}.'), y)
 

@@ -130,7 +130,7 @@ class SynapseUse(BaseUse):
         return values.reshape(self.weight.shape)
 
     @cached_property
-    def letters(self) -> Letters | None:  # type: ignore[override]
+    def letters(self) -> Letters:  # type: ignore[override]
         samples = LETTERS[: len(self.result.shape) - 1].replace('e', 'E')
         numbers = range(len(self.operands))
         own = tuple(f'.{samples}' if k == self.product.x else '' for k in numbers)
@@ -224,6 +224,8 @@ class SynapseTrace(Trace):
     Kernels visit it: gathers by XLA take an array of synapses times samples for each
     factor.
     """
+
+    use: SynapseUse
 
     def sums_steps(self, dtype: Any, length: int) -> bool:
         """Where kernels visit the trace in the order of ``post``."""

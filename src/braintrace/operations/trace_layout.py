@@ -168,8 +168,9 @@ class Trace:
 
         def added(steps: Operands, rows: jax.Array) -> jax.Array:
             xs = use.features(fixed, steps, len(rows))
-            pair = factors_for(use.weight.dtype, xs, jax.vmap(use.rows)(rows))
-            return driven(self.letters, *pair, trace.dtype)
+            own = jax.vmap(use.rows)(rows)
+            xs, own = factors_for(use.weight.dtype, xs, own)
+            return driven(self.letters, xs, own, trace.dtype)
 
         # Features of all steps at once, unless they are larger than what there is
         # anyway: x, y or the trace itself.

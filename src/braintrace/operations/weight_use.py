@@ -189,16 +189,16 @@ class BaseUse:
     ) -> jax.Array:
         """Σ_t of features times rows, one step after the other: features of all steps
         may be many times as large as x."""
-        letters, length = self.letters, len(y_bars)
+        letters, data = self.letters, self.input
         assert letters is not None
-        assert self.input is not None
-        xs = self.stacked(self.input, fixed, steps, length)
+        assert data is not None
+        xs = self.stacked(data, fixed, steps, len(y_bars))
         xs, y_bars = factors_for(self.weight.dtype, xs, y_bars)
         dtype = sum_type(jnp.result_type(xs, y_bars))
 
         def step(total: Any, at: tuple) -> tuple:
             x, y_bar = at
-            one = self.features(fixed, {**steps, self.input: x[None]}, 1)[0]
+            one = self.features(fixed, {**steps, data: x[None]}, 1)[0]
             product = f'{letters.features},{letters.rows}->{letters.weight}'
             rows = self.rows(y_bar)
             more = jnp.einsum(product, one, rows, preferred_element_type=dtype)
@@ -244,7 +244,7 @@ class ElementwiseUse(BaseUse):
     is_sum: bool = False
 
     @cached_property
-    def letters(self) -> Letters | None:  # type: ignore[override]
+    def letters(self) -> Letters:  # type: ignore[override]
         y = LETTERS[: len(self.result.shape)]
 
         def along(x: jax.ShapeDtypeStruct) -> str:
@@ -284,7 +284,6 @@ class ElementwiseUse(BaseUse):
         whole = padded(
             jnp.einsum(f't...,{time}->...', y_bars, xs), box, self.result.shape
         )
-        assert self.letters is not None
         return self.as_weight(
             jnp.einsum(f'{self.letters.rows}->{self.letters.weight}', whole)
         )
