@@ -125,34 +125,34 @@ class BaseUse:
         """One term for each share of the samples; the partitioner leaves each where
         these samples are."""
         assert self.letters is not None
-        axes = [own.find(sample) for own in self.letters.operands]
+        y, *operands = (self.letters.y, *self.letters.operands)
+        axes = [own.find(sample) for own in operands]
 
-        def shares(x: Any, axis: int) -> tuple[Any, int | None]:
+        def parted(x: Any, axis: int) -> Any:
+            """Shares along an axis, if there is one: -1 is none."""
             if axis < 0:
-                return x, None
+                return x
             parts = (split.shares, x.shape[axis] // split.shares)
-            return x.reshape(*x.shape[:axis], *parts, *x.shape[axis + 1 :]), axis
+            return x.reshape(*x.shape[:axis], *parts, *x.shape[axis + 1 :])
 
-        y_bars = padded(y_bars, box, self.result.shape)
-        values: list[Any] = []
-        found = [shares(fixed[k], axes[k]) for k in fixed]
-        found += [shares(steps[k], axes[k] + 1 or -1) for k in steps]
-        found.append(shares(y_bars, self.letters.y.index(sample) + 1))
-        if xs is not None:
-            along = self.letters.features.find(sample) if xs.ndim > 1 else -1
-            if self.input is None:
-                xs = padded(xs, box if xs.ndim > 1 else None, self.result.shape)
-            else:
-                along = axes[self.input]
-            found.append(shares(xs, along + 1 or -1))
-
-        def own(values: list[Any]) -> jax.Array:
-            rest = iter(values)
-            given = ({k: next(rest) for k in fixed}, {k: next(rest) for k in steps})
-            return self.summed(*given, next(rest), None, next(rest, None))
-
-        values, mapped = [x for x, _ in found], [axis for _, axis in found]
-        return Shares(split.by_share(jax.vmap(own, (mapped,))(values)))
+        at_fixed = {k: axes[k] for k in fixed}
+        # Behind the axis of steps.
+        at_steps = {k: axes[k] + 1 if axes[k] >= 0 else -1 for k in steps}
+        y_bars, at_y = padded(y_bars, box, self.result.shape), y.index(sample) + 1
+        at_x = -1
+        if xs is not None and self.input is not None:
+            at_x = axes[self.input] + 1
+        elif xs is not None and xs.ndim > 1:
+            # Sums of features, which have the axes of y.
+            xs, at_x = padded(xs, box, self.result.shape), at_y
+        given = (fixed, steps, y_bars, xs)
+        at = (at_fixed, at_steps, at_y, None if xs is None else at_x)
+        own = lambda fixed, steps, y_bars, xs: self.summed(
+            fixed, steps, y_bars, None, xs
+        )
+        mapped = jax.tree.map(lambda axis: None if axis < 0 else axis, at)
+        terms = jax.vmap(own, mapped)(*jax.tree.map(parted, given, at))
+        return Shares(split.by_share(terms))
 
     def summed(
         self,
