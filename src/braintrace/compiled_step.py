@@ -118,13 +118,16 @@ class Letters(NamedTuple):
     y: str = ''
     is_sum: bool = False
     """Whether y is a sum with w, so that features are the number one."""
+    of_positions: str = ''
+    """The letter of samples where positions take the place of y."""
 
     @property
     def sample(self) -> str:
         """The letter that counts samples: the first one of y that data have as well and
         w lacks; '' if there is none."""
         data = ''.join(self.operands).replace('.', '')
-        return next((c for c in self.y if c in data and c not in self.weight), '')
+        of_y = next((c for c in self.y if c in data and c not in self.weight), '')
+        return self.of_positions or of_y
 
 
 class WeightUse(Protocol):

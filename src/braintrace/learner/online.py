@@ -14,7 +14,7 @@ import numpy as np
 from ..compiled_step import Values
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver
-from .placement import Placement, pinned
+from .placement import Placement, pinned, trace_axes
 
 
 def online_step(
@@ -56,7 +56,8 @@ def online_step(
             values, new, traces = solver.run(*given, rule_state)
         else:
             values, new, traces = solver.run(*given)
-        return single(values), pinned(placement, new), pinned(placement, traces)
+        traces = pinned(placement, traces, trace_axes(solver))
+        return single(values), pinned(placement, new), traces
 
     def ahead(*given: Any) -> tuple:
         return run(*given), given

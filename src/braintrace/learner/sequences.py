@@ -17,7 +17,7 @@ from ..solver import BlockSolver, InfluenceSolver, Solved, Solver
 from ..solver.block import length_of
 from .binding import StepBinding, bind_model
 from .parameter_gradients import without_gradient
-from .placement import Placement
+from .placement import Placement, trace_axes
 from .programs import program_of, stored
 from .transaction import Transaction
 
@@ -43,14 +43,16 @@ class SequenceOptions:
     most_bytes: int
     placement: Placement | None = None
 
-    def pinned(self, solved: Solved) -> Solved:
+    def pinned(self, solver: Solver, solved: Solved) -> Solved:
         """States and traces split over devices as they were before."""
         if self.placement is None:
             return solved
         return solved._replace(
             losses=self.placement.everywhere(solved.losses),
             states=self.placement.pin(solved.states),
-            traces=self.placement.pin(solved.traces),
+            traces=self.placement.pin(
+                solved.traces, trace_axes(solver) if solved.traces else None
+            ),
         )
 
     def block_length(self, solver: BlockSolver, steps: int, carried: bool) -> int:
@@ -138,7 +140,7 @@ def gradient_program(
         return options.one_pass(solver, *once, rule_state, masked)
 
     def solve(*given: Any, masked: bool = True) -> Solved:
-        return options.pinned(run(*given, masked=masked))
+        return options.pinned(solver, run(*given, masked=masked))
 
     return solve
 
@@ -154,9 +156,9 @@ def evolution_program(
     ) -> Solved:
         given = (parameters, states, traces, inputs)
         if isinstance(solver, InfluenceSolver):
-            return options.pinned(solver.evolve(*given))
+            return options.pinned(solver, solver.evolve(*given))
         block = options.block_length(solver, length_of(inputs), carried=True)
-        return options.pinned(solver.evolve(*given, block))
+        return options.pinned(solver, solver.evolve(*given, block))
 
     return evolve
 

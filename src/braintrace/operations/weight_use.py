@@ -335,19 +335,22 @@ class SharedUse(BaseUse):
     def _leading(self) -> int:
         """How many axes the positions begin with that features have as well, in order:
         samples as a rule. Each position reads its own."""
-        own, shape = self.use.letters, self.sources.shape
+        own, rank = self.use.letters, self.sources.ndim
         assert own is not None
         free = [c for c in own.features if c in own.rows]
-        count = 0
-        for axis, letter in enumerate(free[: len(shape)]):
-            index = np.arange(shape[axis])
-            index = index.reshape(-1, *(1,) * (len(shape) - axis - 1))
-            size = self.use.result.shape[own.rows.index(letter)]
-            is_own = np.array_equal(self._at[letter], np.broadcast_to(index, shape))
-            if letter in own.weight or size != shape[axis] or not is_own:
-                break
-            count += 1
-        return count if count == len(free) else 0
+        if len(free) > rank or any(c in own.weight for c in free):
+            return 0
+        return len(free) if all(self._runs(c, k) for k, c in enumerate(free)) else 0
+
+    def _runs(self, letter: str, axis: int) -> bool:
+        """Whether an axis of the positions runs along an axis of y."""
+        own, shape = self.use.letters, self.sources.shape
+        if own is None or letter not in self._at:
+            return False
+        index = np.arange(shape[axis]).reshape(-1, *(1,) * (len(shape) - axis - 1))
+        size = self.use.result.shape[own.rows.index(letter)]
+        is_own = np.array_equal(self._at[letter], np.broadcast_to(index, shape))
+        return size == shape[axis] and is_own
 
     @cached_property
     def letters(self) -> Letters | None:  # type: ignore[override]
@@ -355,13 +358,29 @@ class SharedUse(BaseUse):
         own = self.use.letters
         if own is None or type(self.use).rows is not BaseUse.rows:
             return None
-        summed = self._summed
-        free = iter(c for c in LETTERS if c not in summed)
-        h = ''.join(next(free) for _ in self.sources.shape)
-        if not set(own.features) & set(own.rows):
-            return Letters(summed, h, h + summed, h + summed, is_sum=own.is_sum)
-        features = (h[: self._leading] or h) + summed
-        return Letters(features, h, h + summed, h + summed)
+        # Samples keep their letter, so that operands name them as before.
+        taken = {
+            c for letters in (*own.operands, own.rows, own.weight) for c in letters
+        }
+        fresh = iter(c for c in LETTERS if c not in taken)
+        samples = [k for k in range(self.sources.ndim) if self._runs(own.sample, k)]
+        h = ''.join(
+            own.sample if k in samples[:1] else next(fresh)
+            for k in range(self.sources.ndim)
+        )
+        features = (
+            (h[: self._leading] or h) if set(own.features) & set(own.rows) else ''
+        )
+        trace = h + self._summed
+        return Letters(
+            features + self._summed,
+            h,
+            trace,
+            trace,
+            own.operands,
+            is_sum=own.is_sum,
+            of_positions=own.sample if samples else '',
+        )
 
     def features(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
         """Those that each position reads: as they are where they have the axes that

@@ -23,7 +23,7 @@ from ..compiled_step import (
     Tap,
     TraceLayout,
 )
-from .factors import FactorLayout
+from .factors import FactorLayout, FactorTrace
 from .recursion import JacobianRecursion, Recursion, ScalarLeak, recursions_of
 
 Trace = list[Any]
@@ -172,6 +172,28 @@ class Traces:
                 dtype = self.stored_type(site)
                 traces.append({i: jnp.zeros(layout.shape, dtype) for i in components})
         return traces
+
+    @cached_property
+    def sample_axes(self) -> Trace:
+        """The axis of samples of every array of :meth:`init`, -1 for none."""
+        axes: Trace = []
+        for n, (site, _, layout, components, shares) in enumerate(self.sites):
+            letters = site.use.letters
+            along = lambda own, letters=letters: (
+                own.find(letters.sample) if letters and letters.sample else -1
+            )
+            if not isinstance(layout, FactorLayout):
+                # The full influence has positions in one axis, samples before all.
+                axis = along(letters.trace) if letters else 0
+                axes.append(dict.fromkeys(components, axis))
+                continue
+            own = letters.y or letters.rows if letters else ''
+            x = own if layout.keeps_slopes else ''
+            if letters and letters.operands and site.use.input is not None:
+                x = letters.operands[site.use.input]
+            mine = components if shares == n else ()
+            axes.append(FactorTrace(along(x), dict.fromkeys(mine, along(own)), -1))
+        return axes
 
     def stored_type(self, site: CompiledSite) -> Any:
         """The type in which the trace of a site is stored, unless it is factorised."""

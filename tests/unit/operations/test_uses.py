@@ -358,3 +358,33 @@ def test_every_use_is_that_of_its_operation():
     names = {type(Case(name).use).__name__ for name in CASES if name != 'anything'}
     assert 'AnyUse' not in names
     assert operation_of(Case('synapses').equation).multiplies
+
+
+SAMPLES = {
+    'dense': 0,
+    'dense, one sample': None,
+    'dense, samples last': 0,
+    'dense, groups': 0,
+    'bias': None,
+    'gain, one row': 0,
+    'number': 0,
+    'embedding': 1,
+    'embedding, one sample': None,
+    'convolution': 0,
+    'synapses': 1,
+    'synapses, one sample': None,
+}
+
+
+@pytest.mark.parametrize('name', SAMPLES)
+def test_letters_name_the_axis_of_samples(name):
+    """Of the trace; None where w has every axis of y, or there is no such axis."""
+    letters = Case(name).use.letters
+    at = letters.trace.find(letters.sample) if letters.sample else None
+    assert at == SAMPLES[name]
+
+
+def test_pairs_keep_the_axis_of_samples():
+    letters = Case('dense', share=True).use.letters
+    assert letters.trace.index(letters.sample) == 0
+    assert letters.operands[0].index(letters.sample) == 0
