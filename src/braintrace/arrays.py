@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .compiled_step import Box, Jacobian, Shares
+from .compiled_step import Box, Jacobian, Shares, WeightUse
 from .split import current_split
 
 
@@ -37,6 +37,14 @@ def zero_gradient(shape: tuple[int, ...], dtype: Any) -> jax.Array | Shares:
     if split is None or split.shares == 1:
         return jnp.zeros(shape, dtype)
     return Shares(split.by_share(jnp.zeros((split.shares, *shape), dtype)))
+
+
+def trace_type(use: WeightUse) -> Any:
+    """Type of the trace of a use: the precision of y; complex if the weight is, since
+    components are real."""
+    real = jnp.finfo(use.result.dtype).dtype
+    is_real = not is_complex(use.weight.dtype)
+    return real if is_real else jnp.promote_types(real, jnp.complex64)
 
 
 def is_complex(dtype: Any) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -89,9 +89,10 @@ class TraceLayout(Protocol):
         rows: Components,
         product: Jacobian,
         credit: Components,
+        y_bars: jax.Array | None = None,
     ) -> tuple[Components, jax.Array]:
         """The trace after a block, P_0 ε_0 + Σ_t P_t ∂h_t/∂w, and γ_0 · ε_0 in the
-        shape of w.
+        shape of w; with Σ_t ȳ_t · ∂y_t/∂w added if ``y_bars`` (t, y) are given.
 
         ``rows[s]`` (t, y) = P_t ∂h_t/∂y, ``product`` = P_0, ``credit`` = γ_0. ``fixed``
         are the operands that stay the same, the weight among them; ``steps`` are
@@ -99,42 +100,50 @@ class TraceLayout(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class SummingLayout(TraceLayout, Protocol):
-    """A layout whose visit after a block can sum the one-step gradients as well."""
-
     def sums_steps(self, dtype: Any, length: int) -> bool:
-        """Whether the visit sums them, for traces stored in a type and so many steps."""
+        """Whether a visit is the best place to sum the one-step gradients as well, for
+        traces stored in a type and so many steps."""
         ...
 
-    def solve(
-        self,
-        trace: Components,
-        fixed: Operands,
-        steps: Operands,
-        rows: Components,
-        product: Jacobian,
-        credit: Components,
-        y_bars: jax.Array | None = None,
-    ) -> tuple[Components, jax.Array]:
-        """As :meth:`TraceLayout.solve`; with Σ_t x_t ȳ_t added if ``y_bars`` (t, y) are
-        given."""
-        ...
+
+class Letters(NamedTuple):
+    """One letter for each axis of features, rows, trace and weight of a use, such as
+    'bi', 'bo', 'bio', 'io' for x @ w; and of every operand and of y, where '.' stands
+    for an axis that is none of these."""
+
+    features: str
+    rows: str
+    trace: str
+    weight: str
+    operands: tuple[str, ...] = ()
+    y: str = ''
+    is_sum: bool = False
+    """Whether y is a sum with w, so that features are the number one."""
+    of_positions: str = ''
+    """The letter of samples where positions take the place of y."""
+
+    @property
+    def sample(self) -> str:
+        """The letter that counts samples: the first one of y that data have as well and
+        w lacks; '' if there is none."""
+        data = ''.join(self.operands).replace('.', '')
+        of_y = next((c for c in self.y if c in data and c not in self.weight), '')
+        return self.of_positions or of_y
 
 
 class WeightUse(Protocol):
-    """One use of a weight, y = op(x, w): what the solver needs to know of the
-    operation."""
-
-    @property
-    def operand(self) -> int:
-        """The number of the operand that is the weight."""
-        ...
+    """One use of a weight, y = op(x, w), as rows ⊗ features: what the solver needs to
+    know of the operation. ∂h/∂w is the product of rows of ∂h/∂y and of features of x, in
+    the axes that letters name."""
 
     @property
     def weight(self) -> jax.ShapeDtypeStruct:
         """Shape and type of the weight."""
+        ...
+
+    @property
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and types of all operands."""
         ...
 
     @property
@@ -143,37 +152,17 @@ class WeightUse(Protocol):
         ...
 
     @property
-    def trace_dtype(self) -> Any:
-        """Type of ε: the precision of y; complex if the weight is."""
-        ...
-
-    @property
     def input(self) -> int | None:
         """The operand x if y is linear in both x and w; None otherwise."""
         ...
 
     @property
-    def factorises(self) -> bool:
-        """Whether ∂h/∂w can be written as a product of an input and a state part."""
+    def letters(self) -> Letters | None:
+        """The axes; None for an operation of which nothing is known."""
         ...
 
-    @property
-    def adds(self) -> bool:
-        """Whether y is a sum with w."""
-        ...
-
-    @property
-    def sample_axes(self) -> tuple[int | None, ...] | None:
-        """The axis of samples of every operand, None for those without, and of y; None
-        if there is no such axis, or w has it."""
-        ...
-
-    def operand_shape(self, operand: int) -> tuple[int, ...]:
-        """Shape of one operand."""
-        ...
-
-    def slopes(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
-        """∂y/∂w (t, y) of an element-wise use."""
+    def features(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
+        """(t, ...): features of each step."""
         ...
 
     def gradient(
@@ -182,35 +171,14 @@ class WeightUse(Protocol):
         steps: Operands,
         y_bars: jax.Array,
         box: Box | None = None,
-    ) -> jax.Array:
-        """Σ_t of y_bars[t] · ∂y_t/∂w in the shape of w; ``box``: the part that
-        ``y_bars`` holds."""
-        ...
-
-    def gradient_by_share(
-        self,
-        fixed: Operands,
-        steps: Operands,
-        y_bars: jax.Array,
-        box: Box | None = None,
+        xs: jax.Array | None = None,
     ) -> jax.Array | Shares:
-        """The same before the sum over devices, where samples are split over some."""
-        ...
+        """Σ_t of y_bars[t] · ∂y_t/∂w in the shape of w, before the sum over devices
+        where samples are split over some.
 
-    def gradient_of_factors(
-        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box
-    ) -> jax.Array:
-        """The same for values that a loop over steps has written, so that each step is
-        laid out in memory as x and y are."""
-        ...
-
-    def spread(self, y_bar: jax.Array) -> jax.Array:
-        """Sum, for each element of an element-wise w, over the elements of y that share
-        it."""
-        ...
-
-    def spread_by_share(self, y_bar: jax.Array) -> jax.Array | Shares:
-        """The same before the sum over devices, where samples are split over some."""
+        ``box``: the part of y that ``y_bars`` holds. ``xs``: sums over steps that a loop
+        has written, which take the place of x, or of features where there is no x.
+        """
         ...
 
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:

@@ -297,6 +297,49 @@ def test_each_device_visits_its_own_traces_by_a_kernel(name, split, monkeypatch)
     assert 'braintrace_visit' in programs(learner)
 
 
+class Words(brainstate.nn.Module):
+    """Rows of a table, of which there are twice as many as samples, into leaky units
+    with gains; all units of a sample share a gate."""
+
+    def __init__(self):
+        super().__init__()
+        draw = lambda *shape: brainstate.random.normal(size=shape)
+        self.table = brainstate.ParamState(draw(2 * BATCH, UNITS))
+        self.gain, self.gate = (brainstate.ParamState(draw(n)) for n in (UNITS, UNITS))
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, UNITS)))
+
+    def update(self, x):
+        drive = self.table.value[x] * self.gain.value
+        open_ = jax.nn.sigmoid(self.table.value[x] @ self.gate.value)[:, None]
+        self.h.value = 0.8 * self.h.value + open_ * jnp.tanh(drive)
+        return self.h.value
+
+
+@has_devices
+@pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop'])
+def test_letters_say_where_samples_are(rule):
+    """No other axis of a trace is split, though 16 rows can be divided as well."""
+    xs = jnp.asarray(np.random.default_rng(0).integers(0, 2 * BATCH, (T, BATCH)))
+    found = []
+    for placed in ({}, {'mesh': mesh_of('data')}):
+        brainstate.random.seed(0)
+        options = {'decay_or_rank': 0.9} if rule == 'pp_prop' else {}
+        given = {**options, **placed, 'batch_size': BATCH}
+        learner = braintrace.compile(Words(), rule, xs[0], **given)
+        step = lambda x, learner=learner: jnp.mean((learner(x) - 0.5) ** 2)
+        learner.etrace_grad(xs[:2], step_fn=step)
+        found.append(learner.etrace_grad(xs, step_fn=step))
+    assert_same(found[1], found[0], 2e-6)
+    arrays = jax.tree.leaves([trace.value for trace in learner.traces.values()])
+    split = [x for x in arrays if x.ndim]
+    assert len(split) >= 3
+    for x in split:
+        (at,) = (k for k, axis in enumerate(x.sharding.spec) if axis)
+        assert x.shape[at] == BATCH
+
+
 RULES = sorted(
     name
     for name, preset in braintrace.rules.PRESETS.items()

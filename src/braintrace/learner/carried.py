@@ -22,7 +22,7 @@ from ..text import size_text
 from .arguments import check_modulator
 from .binding import bind_model
 from .optimizers import made_beside
-from .placement import Placement
+from .placement import Placement, trace_axes
 from .programs import array_shapes
 from .sequences import solver_of
 
@@ -129,13 +129,15 @@ class CarriedTraces:
         self._made = dict(current)
         # For every trace the one that holds its state part.
         self._owners: dict[tuple, tuple] = {}
+        # The axes of samples.
+        self._axes: dict[tuple, Any] = {}
         # The arrays of traces that are known to be zero.
         self._zeros: dict[tuple, Any] = {}
 
     def copied(self, current: dict[tuple, EligibilityTrace]) -> CarriedTraces:
         """The same for a copy of the learner, whose traces are ``current``."""
         found = CarriedTraces(current)
-        found._owners = self._owners
+        found._owners, found._axes = self._owners, self._axes
         return found
 
     # ------------------------------------------------------------ making traces
@@ -168,9 +170,11 @@ class CarriedTraces:
     ) -> None:
         """Zero traces of a step, in states that live as long as those ``beside``."""
         table, init = trace_table(solver), solver.init_traces
+        axes = trace_axes(solver)
+        if axes is not None:
+            self._axes.update(zip(table.keys, axes, strict=True))
         if placement is not None:
-            split = lambda x: placement.sharding(x.shape)
-            shardings = jax.tree.map(split, solver.trace_shapes)
+            shardings = placement.shardings(solver.trace_shapes, axes)
             init = jax.jit(init, out_shardings=shardings)
 
         def make() -> None:
@@ -193,8 +197,8 @@ class CarriedTraces:
 
     def place(self, placement: Placement) -> None:
         """Put all traces on their devices."""
-        for trace in self._made.values():
-            trace.keep(placement.put(trace.peek()))
+        for key, trace in self._made.items():
+            trace.keep(placement.put(trace.peek(), self._axes.get(key)))
         self._mark_cleared()
 
     # ------------------------------------------------------------ values

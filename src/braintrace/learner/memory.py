@@ -19,6 +19,7 @@ from ..source_lines import use_name
 from ..text import size_text
 from .binding import StepBinding
 from .carried import trace_table
+from .placement import trace_axes
 from .sequences import SequenceOptions, gradient_program
 
 
@@ -83,8 +84,9 @@ def plan_memory(
     inputs = Values((key, stack(x)) for key, x in solver.step.inputs.items())
     traces = solver.trace_shapes if rule.has_trace else []
     if placement is not None:
-        parameters = placement.split(parameters, False)
-        states, traces = placement.split(states), placement.split(traces)
+        parameters = placement.split(parameters, -1)
+        axes = trace_axes(solver) if traces else None
+        states, traces = placement.split(states), placement.split(traces, axes)
         inputs = placement.split_inputs(inputs, 1)
     weights = jax.ShapeDtypeStruct((steps,), jnp.result_type(float))
 

@@ -15,7 +15,7 @@ from ..compiled_step import Values
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver
 from ..solver.masking import Mask, without_nan, zero_at
-from .placement import Placement, pinned
+from .placement import Placement, pinned, trace_axes
 
 
 def online_step(
@@ -58,7 +58,8 @@ def online_step(
             values, new, traces = solved.aux, solved.states, solved.traces
         else:
             values, new, traces = solver.run(*given)
-        return single(values), pinned(placement, new), pinned(placement, traces)
+        traces = pinned(placement, traces, trace_axes(solver))
+        return single(values), pinned(placement, new), traces
 
     def ahead(*given: Any) -> tuple:
         return run(*given), given

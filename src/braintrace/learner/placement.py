@@ -12,7 +12,7 @@ as it was split, and JAX's partitioner does the rest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..errors import three_parts
 from ..frontends.module_states import module_states
+from ..solver import BlockSolver, Solver
 from ..split import Split, splitting
 from .arguments import check_choice
 
@@ -121,13 +122,15 @@ class Placement:
         """Devices along an axis of the mesh, or several; 1 for None."""
         return int(np.prod([self.mesh.shape[axis] for axis in _names(axes)]))
 
-    def sharding(self, shape: Sequence[int], has_samples: bool = True) -> NamedSharding:
-        """How an array is split: along its axis of samples, if it has one, and along
-        its last other axis, if the devices divide it. Weights have no
-        samples."""
+    def sharding(
+        self, shape: Sequence[int], samples: int | None = None
+    ) -> NamedSharding:
+        """How an array is split: along its axis of samples and along its last other
+        axis, if the devices divide it. ``samples``: that axis, -1 for none as weights
+        have it; None for states, which have samples first."""
         spec: list[Any] = [None] * len(shape)
-        at = self._sample_axis(shape) if has_samples else None
-        if at is not None:
+        at = self._sample_axis(shape) if samples is None else samples
+        if at >= 0 and shape[at] % self.count(self.batch) == 0:
             spec[at] = self.batch
         others = [axis for axis in range(len(shape)) if axis != at]
         if others and self.neurons is not None and shape[others[-1]]:
@@ -135,17 +138,16 @@ class Placement:
             spec[others[-1]] = self.neurons if whole else None
         return self._named(spec)
 
-    def _sample_axis(self, shape: Sequence[int]) -> int | None:
-        """The axis of samples of a state or a trace: the first; the second of values
-        by synapse or neuron and sample; or the first, if it counts places of all
-        samples, as the trace of a convolution does."""
+    def _sample_axis(self, shape: Sequence[int]) -> int:
+        """The axis of samples of a state or an influence, -1 for none: the first, also
+        if it counts places of all samples; or the second of neurons and samples."""
         if not self.size or not shape:
-            return None
+            return -1
         if shape[0] == self.size:
             return 0
         if len(shape) == 2 and shape[1] == self.size:
             return 1
-        return 0 if shape[0] and shape[0] % self.size == 0 else None
+        return 0 if shape[0] and shape[0] % self.size == 0 else -1
 
     def _named(self, spec: list[Any]) -> NamedSharding:
         # As JAX writes it for results; another spelling would be another program.
@@ -160,11 +162,16 @@ class Placement:
             spec[axis] = self.batch
         return self._named(spec)
 
-    def put(self, tree: Any, has_samples: bool = True) -> Any:
-        """Arrays on the devices they belong to."""
-        return jax.tree.map(
-            lambda x: _put(x, self.sharding(jnp.shape(x), has_samples)), tree
-        )
+    def put(self, tree: Any, axes: Any = None) -> Any:
+        """Arrays on the devices they belong to; ``axes``: as :meth:`shardings` says."""
+        return jax.tree.map(_put, tree, self.shardings(tree, axes))
+
+    def shardings(self, tree: Any, axes: Any = None) -> Any:
+        """How all arrays of a tree are split. ``axes``: the axis of samples of each, as a
+        tree; or -1 if none has any; None for states, which have samples first."""
+        if axes is None or axes == -1:
+            return jax.tree.map(lambda x: self.sharding(jnp.shape(x), axes), tree)
+        return jax.tree.map(lambda x, at: self.sharding(jnp.shape(x), at), tree, axes)
 
     def put_inputs(self, tree: Any, axis: int) -> Any:
         """Inputs of a step or of a sequence, with samples at ``axis``. Where several
@@ -217,13 +224,14 @@ class Placement:
                 )
             )
 
-    def split(self, tree: Any, has_samples: bool = True) -> Any:
+    def split(self, tree: Any, axes: Any = None) -> Any:
         """Shapes of arrays with how they are split."""
-        return _with_shardings(tree, lambda shape: self.sharding(shape, has_samples))
+        return jax.tree.map(_with_sharding, tree, self.shardings(tree, axes))
 
     def split_inputs(self, tree: Any, axis: int) -> Any:
         """Shapes of inputs with how they are split, samples at ``axis``."""
-        return _with_shardings(tree, lambda shape: self._of_samples(shape, axis))
+        one = lambda x: _with_sharding(x, self._of_samples(x.shape, axis))
+        return jax.tree.map(one, tree)
 
     def present(self, x: Any) -> NamedSharding:
         """How an array is split now; one that is not is held by every device."""
@@ -232,10 +240,10 @@ class Placement:
             return found
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def pin(self, tree: Any) -> Any:
+    def pin(self, tree: Any, axes: Any = None) -> Any:
         """States or traces inside a program: split as they are outside of it."""
         hold = jax.lax.with_sharding_constraint
-        return jax.tree.map(lambda x: hold(x, self.sharding(x.shape)), tree)
+        return jax.tree.map(hold, tree, self.shardings(tree, axes))
 
     def everywhere(self, tree: Any) -> Any:
         """Values inside a program of which every device has all."""
@@ -247,7 +255,7 @@ class Placement:
         """All states of a model on the devices they belong to."""
         for state in module_states(model).values():
             is_weight = isinstance(state, brainstate.ParamState)
-            state.value = self.put(state.value, not is_weight)
+            state.value = self.put(state.value, -1 if is_weight else None)
 
     def active(self) -> contextlib.AbstractContextManager:
         """Around programs: they are traced for this mesh."""
@@ -260,9 +268,14 @@ def on_mesh(placement: Placement | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if placement is None else placement.active()
 
 
-def pinned(placement: Placement | None, tree: Any) -> Any:
+def pinned(placement: Placement | None, tree: Any, axes: Any = None) -> Any:
     """States or traces inside a program, split as they are outside of it."""
-    return tree if placement is None else placement.pin(tree)
+    return tree if placement is None else placement.pin(tree, axes)
+
+
+def trace_axes(solver: Solver) -> Any:
+    """The axis of samples of each array of all traces; None for an influence."""
+    return solver.traces.sample_axes if isinstance(solver, BlockSolver) else None
 
 
 def _names(axes: Any) -> tuple:
@@ -271,11 +284,8 @@ def _names(axes: Any) -> tuple:
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
-def _with_shardings(tree: Any, sharding: Callable[[tuple], NamedSharding]) -> Any:
-    def one(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.shape))
-
-    return jax.tree.map(one, tree)
+def _with_sharding(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:

@@ -18,7 +18,7 @@ from ..solver.block import length_of
 from ..solver.masking import finite
 from .binding import StepBinding, bind_model
 from .parameter_gradients import without_gradient
-from .placement import Placement
+from .placement import Placement, trace_axes
 from .programs import program_of, stored
 from .transaction import Transaction
 
@@ -44,14 +44,16 @@ class SequenceOptions:
     most_bytes: int
     placement: Placement | None = None
 
-    def pinned(self, solved: Solved) -> Solved:
+    def pinned(self, solver: Solver, solved: Solved) -> Solved:
         """States and traces split over devices as they were before."""
         if self.placement is None:
             return solved
         return solved._replace(
             losses=self.placement.everywhere(solved.losses),
             states=self.placement.pin(solved.states),
-            traces=self.placement.pin(solved.traces),
+            traces=self.placement.pin(
+                solved.traces, trace_axes(solver) if solved.traces else None
+            ),
         )
 
     def block_length(self, solver: BlockSolver, steps: int, carried: bool) -> int:
@@ -144,7 +146,7 @@ def gradient_program(
         return options.one_pass(solver, *once, rule_state, masked)
 
     def solve(*given: Any, masked: bool = True) -> Solved:
-        return options.pinned(run(*given, masked=masked))
+        return options.pinned(solver, run(*given, masked=masked))
 
     return solve
 
@@ -161,9 +163,10 @@ def evolution_program(
         if isinstance(solver, InfluenceSolver):
             solved = solver.forward(parameters, states, traces, inputs)
             outputs = solved.aux.pick(solver.step.aux)
-            return options.pinned(solved._replace(aux=outputs))
+            return options.pinned(solver, solved._replace(aux=outputs))
         block = options.block_length(solver, length_of(inputs), carried=True)
-        return options.pinned(solver.evolve(parameters, states, traces, inputs, block))
+        solved = solver.evolve(parameters, states, traces, inputs, block)
+        return options.pinned(solver, solved)
 
     return evolve
 

@@ -13,7 +13,7 @@ import jax
 from ..analysis.dependence import StepDependence
 from ..analysis.sites import weight_operands
 from ..compat import MARK, Equation, Var, is_differentiable, is_var, scope
-from ..compiled_step import Box, CompiledSite, Operands, Tap, Values
+from ..compiled_step import Box, CompiledSite, Operands, Tap, Values, WeightUse
 from ..operations import SharedUse, operation_of, run_equation, use_of
 from ..program import cut_inside
 from ..source_lines import source_line
@@ -94,9 +94,8 @@ def _sites(
                 use = use_of(equation, k, result, stages.dependence.constant)
                 positions = local.positions.labels[v]
                 if v in local.shared:
-                    use = SharedUse(use, local.shared[v])
-                    positions = use.positions
-                has_input = use.input is None or use.input in tap.data
+                    use = shared = SharedUse.of(use, local.shared[v])
+                    positions = shared.positions
                 yield CompiledSite(
                     weight=equation.invars[k],
                     result=v,
@@ -104,8 +103,18 @@ def _sites(
                     use=use,
                     positions=positions,
                     enters=local.enters[v],
-                    factorises=use.factorises and has_input,
+                    factorises=_factorises(use, tap.data),
                 )
+
+
+def _factorises(use: WeightUse, data: Sequence[int]) -> bool:
+    """Whether ∂h/∂w can be written as a product of an input part and a state part: that
+    of x if gradient passes on to it, or of features that y itself has the axes of."""
+    if use.input is not None:
+        return use.input in data
+    return use.letters is not None and set(use.letters.features) <= set(
+        use.letters.rows
+    )
 
 
 def _is_by_sample(stages: Stages, tap: TapEquation) -> bool:
@@ -115,11 +124,15 @@ def _is_by_sample(stages: Stages, tap: TapEquation) -> bool:
     equation, (weight,), (result,) = tap.equation, tap.weights, tap.results
     number = equation.outvars.index(result)
     use = use_of(equation, weight, number, stages.dependence.constant)
-    axes = use.sample_axes
-    moving = (
-        k for k, v in enumerate(equation.invars) if is_var(v) and v not in stages.fixed
+    letters = use.letters
+    if letters is None or not letters.sample:
+        return False
+    data = (
+        letters.operands[k]
+        for k, v in enumerate(equation.invars)
+        if is_var(v) and v not in stages.fixed
     )
-    return axes is not None and all(axes[k] == 0 for k in (*moving, -1))
+    return all(own.startswith(letters.sample) for own in (*data, letters.y))
 
 
 def pieces_of(stages: Stages) -> dict[Var, tuple[Var, Box]]:
@@ -180,7 +193,7 @@ def _gradients(
         use = use_of(equation, k, result, stages.dependence.constant)
         box = boxes.get(y)
         y_bar = y_bars[y] if box is None else y_bars[y][:, *box]
-        gradient = use.gradient_by_share(fixed, steps, y_bar, box)
+        gradient = use.gradient(fixed, steps, y_bar, box)
         return Values({equation.invars[k]: gradient})
 
     def block(moving: Operands) -> list[Any]:

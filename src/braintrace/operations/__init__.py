@@ -3,10 +3,11 @@
     record            the record of an operation, and the registry
     labels            label arrays, and the rules that several families share
     elementwise, movement, reduction, gather, convolution, mixing    families
+    weight_use        uses of weights as rows ⊗ features; trace_layout, the traces that follow
     dense             products; dense_traces, how their traces are stored and advanced
-    weight_use        uses of weights; whole_traces, traces solved in one piece
     sparse            products of brainevent; sparse_product, how equations hold them
     sparse_weights    their gradients and traces; synapses, the products as primitives
+    whole_traces      which traces kernels visit
     kernels           which operation runs by a kernel; kernels.cpu, those of CPUs
     computed_once     constants that XLA must not compute again
 

@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import cast, factors_for, padded, sum_type
+from ..arrays import picked
 from ..compat import Equation
-from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from ..compiled_step import Components, Jacobian, Letters, Operands, TraceLayout
 from . import kernels
 from .labels import Const, Labels, only, project, shape_of, windows
 from .record import Operation, register
+from .trace_layout import Trace
 from .weight_use import BaseUse, bind
-from .whole_traces import WholeTrace, has_kernel
+from .whole_traces import has_kernel
 
 
 def _labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
@@ -66,9 +67,12 @@ class ConvolutionUse(BaseUse):
     def input(self) -> int | None:
         return 0
 
-    @property
-    def sample_axes(self) -> tuple[int | None, ...] | None:
-        return self._numbers.lhs_spec[0], None, self._numbers.out_spec[0]
+    @cached_property
+    def letters(self) -> Letters:  # type: ignore[override]
+        # Places of one sample follow each other, so that r begins with samples.
+        first = lambda spec: ''.join('r' if a == spec[0] else '.' for a in sorted(spec))
+        x, y = first(self._numbers.lhs_spec), first(self._numbers.out_spec)
+        return Letters('rgc', 'rgo', 'rgco', 'gco', (x, ''), y)
 
     @property
     def _numbers(self) -> Any:
@@ -80,6 +84,9 @@ class ConvolutionUse(BaseUse):
         filters = self.weight.shape[self._numbers.rhs_spec[0]]
         groups = self.params['feature_group_count']
         return groups, math.prod(self.weight.shape) // filters, filters // groups
+
+    def features(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
+        return jax.vmap(self.patches)(self.stacked(0, fixed, steps, length))
 
     def patches(self, x: jax.Array) -> jax.Array:
         """(r, g, c) of one input: a shifted copy of it for each place of the filter."""
@@ -118,46 +125,19 @@ class ConvolutionUse(BaseUse):
         by_filter = jnp.moveaxis(filters, -1, 1)  # g o c
         return by_filter.reshape([shape[d] for d in spec]).transpose(np.argsort(spec))
 
-    def gradient(
-        self,
-        fixed: Operands,
-        steps: Operands,
-        y_bars: jax.Array,
-        box: Box | None = None,
-    ) -> jax.Array:
-        """Σ_t of patches times results, one step after the other."""
-        if 0 not in steps:
-            return super().gradient(fixed, steps, y_bars, box)
-        y_bars = padded(y_bars, box, self.result.shape)
-        xs, y_bars = factors_for(self.weight.dtype, steps[0], y_bars)
-        dtype = sum_type(jnp.result_type(xs, y_bars))
-
-        def step(total: jax.Array, at: tuple) -> tuple:
-            x, y_bar = self.patches(at[0]), self.rows(at[1])
-            more = jnp.einsum('rgc,rgo->gco', x, y_bar, preferred_element_type=dtype)
-            return total + more, None
-
-        total, _ = jax.lax.scan(step, jnp.zeros(self.sizes, dtype), (xs, y_bars))
-        return cast(self.as_weight(total), sum_type(self.weight.dtype))
-
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
-        return ConvolutionTrace(self, positions, shape)
+        return ConvolutionTrace(self, positions)
 
 
 @dataclass(frozen=True, eq=False)
-class ConvolutionTrace(WholeTrace):
-    """(r, g, c, o): a filter is shared by all places, so each keeps a trace of its
-    own."""
+class ConvolutionTrace(Trace):
+    """(r, g, c, o): a filter is shared by all places, so each keeps a trace of its own.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        groups, size, filters = self.use.sizes
-        return (
-            math.prod(self.use.result.shape) // (groups * filters),
-            groups,
-            size,
-            filters,
-        )
+    A kernel visits traces of one group of features in place: 66 ms instead of the 81 of
+    loops by XLA, for 16 filters carried over blocks of 5 steps.
+    """
+
+    use: ConvolutionUse
 
     def solve(
         self,
@@ -167,54 +147,37 @@ class ConvolutionTrace(WholeTrace):
         rows: Components,
         product: Jacobian,
         credit: Components,
+        y_bars: jax.Array | None = None,
     ) -> tuple[Components, jax.Array]:
-        """As :class:`WholeTrace` says; by a kernel in one pass, where there is one."""
-        data = {0: steps[0]}
-        given = (trace, data, rows, product, credit)
-        if self.use.sizes[0] > 1 or not has_kernel(self.shape, given):
-            return super().solve(trace, fixed, steps, rows, product, credit)
-        plainly = lambda trace, data, *rest: super(ConvolutionTrace, self).solve(
-            trace, fixed, data, *rest
+        given = (trace, fixed, steps, rows, product, credit)
+        read = (trace, steps, rows, product, credit)
+        if self.use.sizes[0] > 1 or not rows or not has_kernel(self.shape, read):
+            return super().solve(*given, y_bars)
+        return kernels.run(
+            'span_visit', *given, plain=super().solve, by=self._by_kernel
         )
-        return kernels.run('span_visit', *given, plain=plainly, by=self._by_kernel)
 
     def _by_kernel(
         self,
         span_visit: Callable[..., tuple[Components, jax.Array]],
         trace: Components,
+        fixed: Operands,
         steps: Operands,
         rows: Components,
         product: Jacobian,
         credit: Components,
     ) -> tuple[Components, jax.Array]:
-        use, here = self.use, lambda x: self.use.rows(self.at_result(x))[:, 0]
+        use = self.use
+        here = lambda x: use.rows(picked(x, self.positions))[:, 0]
         new, total = span_visit(
             {s: e[:, 0] for s, e in trace.items()},
-            jax.vmap(use.patches)(steps[0])[:, :, 0],
+            use.features(fixed, steps, len(next(iter(rows.values()))))[:, :, 0],
             {s: jax.vmap(use.rows)(row)[:, :, 0] for s, row in rows.items()},
             {at: here(p) for at, p in product.items()},
             {s: here(c) for s, c in credit.items()},
         )
         new = {s: e[:, None] for s, e in new.items()}
         return new, use.as_weight(total[None])
-
-    def plus(
-        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
-    ) -> jax.Array:
-        use = self.use
-
-        def step(total: jax.Array, at: tuple) -> tuple:
-            x, row = at
-            more = use.patches(x)[..., None] * use.rows(row)[:, :, None]
-            return total + cast(more, total.dtype), None
-
-        return jax.lax.scan(step, trace, (steps[0], rows))[0]
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.use.rows(self.at_result(factor))[:, :, None] * trace
-
-    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
-        return self.use.as_weight(jnp.sum(self.scaled(trace, credit), axis=0))
 
 
 def _use(

@@ -4,19 +4,18 @@ rows."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import cast
 from ..compat import Equation
-from ..compiled_step import Operands, TraceLayout
+from ..compiled_step import Letters, Operands
 from .labels import NONE, Const, Labels, gather_back, only, project, shape_of
 from .record import Operation, register
-from .weight_use import BaseUse, bind
-from .whole_traces import WholeTrace
+from .weight_use import LETTERS, BaseUse, bind
 
 
 @dataclass(frozen=True)
@@ -139,42 +138,29 @@ def _scatter(eqn: Equation, outs: list[Labels], const: Const) -> list[Labels]:
 
 
 @dataclass(frozen=True, eq=False)
-class EmbeddingTrace(WholeTrace):
-    """(v, y): for every element of y one entry for each of the v rows that it may be
-    taken from."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.use.weight.shape[0], *self.use.result.shape)
-
-    def plus(
-        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
-    ) -> jax.Array:
-        def step(total: jax.Array, at: tuple) -> tuple:
-            row, indices = at
-            return total + self.use.chosen(indices) * cast(row, total.dtype), None
-
-        indices = steps.get(1)
-        if indices is None:
-            indices = jnp.broadcast_to(fixed[1], (len(rows), *fixed[1].shape))
-        return jax.lax.scan(step, trace, (rows, indices))[0]
-
-    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
-        samples = tuple(range(1, trace.ndim - len(self.use.weight.shape) + 1))
-        return jnp.sum(self.scaled(trace, credit), axis=samples)
-
-
 class EmbeddingUse(BaseUse):
-    """Whole rows of a table: y[..., :] = w[index[...], :]."""
+    """Whole rows of a table: y[..., :] = w[index[...], :]; ``mode``: which row an index
+    outside of the table stands for."""
 
-    def chosen(self, indices: jax.Array) -> jax.Array:
-        """(v, y): 1 where an element of y is taken from row v, 0 elsewhere."""
-        table = jnp.zeros(self.weight.shape, self.trace_dtype)
-        unit = lambda v: self.run({1: indices}, table.at[v].set(1))
-        return jax.vmap(unit)(jnp.arange(self.weight.shape[0])).astype(self.trace_dtype)
+    mode: Any
 
-    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
-        return EmbeddingTrace(self, positions, shape)
+    @cached_property
+    def letters(self) -> Letters:  # type: ignore[override]
+        v, others = LETTERS[0], LETTERS[1:]
+        rank, index = len(self.result.shape), len(self.operands[1].shape) - 1
+        y = others[:rank]
+        weight = v + y[index:]
+        return Letters(y[:index] + v, y, v + y, weight, (weight, f'{y[:index]}.'), y)
+
+    def features(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
+        """1 at the row that y is taken from, 0 elsewhere."""
+        index, size = (
+            self.stacked(1, fixed, steps, length)[..., 0],
+            self.weight.shape[0],
+        )
+        if self.mode == jax.lax.GatherScatterMode.CLIP:
+            index = jnp.clip(index, 0, size - 1)
+        return jax.nn.one_hot(index, size, dtype=self.result.dtype)
 
 
 def _gather_use(
@@ -189,7 +175,9 @@ def _gather_use(
         and tuple(eqn.params['slice_sizes'])[1:] == shape[1:]
         and tuple(d.offset_dims) == tuple(range(rank - len(shape) + 1, rank))
     )
-    return bind(EmbeddingUse, eqn, operand, result) if rows else None
+    return (
+        bind(EmbeddingUse, eqn, operand, result, eqn.params['mode']) if rows else None
+    )
 
 
 register(

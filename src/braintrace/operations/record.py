@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..compat import Equation, Primitive, evaluate_equation
-from ..compiled_step import Box, WeightUse
+from ..compiled_step import Box
 from ..errors import three_parts
 from .labels import (
     CONFLICT,
@@ -27,7 +27,7 @@ from .labels import (
     gather_back,
     join,
 )
-from .weight_use import AnyUse, bind
+from .weight_use import AnyUse, BaseUse, bind
 
 
 class Kernel(NamedTuple):
@@ -44,7 +44,7 @@ class UseRule(Protocol):
 
     def __call__(
         self, eqn: Equation, operand: int, result: int, const: Const
-    ) -> WeightUse | None: ...
+    ) -> BaseUse | None: ...
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def run_equation(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
     return evaluate_equation(eqn, operands) if run is None else run(operands)
 
 
-def use_of(eqn: Equation, operand: int, result: int, const: Const) -> WeightUse:
+def use_of(eqn: Equation, operand: int, result: int, const: Const) -> BaseUse:
     """How an equation uses one of its operands as a weight."""
     operation = operation_of(eqn)
     found = (

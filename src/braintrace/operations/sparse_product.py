@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays import known_value
-from ..compiled_step import Operands
 from .synapses import to_columns, to_rows
 
 
@@ -41,15 +40,6 @@ class SparseProduct:
         rows, length = indices.shape
         starts = jnp.arange(rows + 1, dtype=indices.dtype) * length
         return jnp.reshape(indices, -1), starts
-
-    def kept_structure(self, fixed: Operands, steps: Operands) -> tuple[Any, Any]:
-        """The same from operands of a block.
-
-        Where no data reaches the product, all operands but the weight have a time axis.
-        """
-        return self.structure(
-            fixed if 1 in fixed else {k: x[0] for k, x in steps.items()}
-        )
 
     def weights(self, operands: Sequence[Any]) -> Any:
         """One weight for each synapse, or one for all."""

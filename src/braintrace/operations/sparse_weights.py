@@ -14,9 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ..arrays import cast, factors_for, padded, sum_type
-from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
-from ..split import current_split, runs_on_mesh, summed_over
+from ..arrays import cast, factors_for, padded, picked, sum_type
+from ..compiled_step import (
+    Box,
+    Components,
+    Jacobian,
+    Letters,
+    Operands,
+    Shares,
+    TraceLayout,
+)
+from ..split import Split, current_split, runs_on_mesh, summed_over
 from . import kernels
 from .kernels import TYPES
 from .sparse_product import SparseProduct, multiply
@@ -25,8 +33,8 @@ from .synapses import (
     at_synapses,
     has_kernels,
 )
-from .weight_use import BaseUse
-from .whole_traces import FullTrace, WholeTrace
+from .trace_layout import Trace
+from .weight_use import LETTERS, BaseUse
 
 MANY_SAMPLES = 16
 """From so many samples on, those of a neuron fill a line of the cache."""
@@ -120,52 +128,73 @@ class SynapseUse(BaseUse):
             values = jnp.zeros_like(values).at[self.order].set(values)
         return values.reshape(self.weight.shape)
 
-    def gradient(
+    @cached_property
+    def letters(self) -> Letters:  # type: ignore[override]
+        samples = LETTERS[: len(self.result.shape) - 1].replace('e', 'E')
+        numbers = range(len(self.operands))
+        own = tuple(f'.{samples}' if k == self.product.x else '' for k in numbers)
+        ends = f'e{samples}'
+        return Letters(ends, ends, ends, 'e', own, f'.{samples}')
+
+    def features(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
+        return self.stacked(self.product.x, fixed, steps, length)[:, self.pre]
+
+    def rows(self, y: jax.Array) -> jax.Array:
+        return y[self.post]
+
+    def summed(
         self,
         fixed: Operands,
         steps: Operands,
         y_bars: jax.Array,
         box: Box | None = None,
+        xs: jax.Array | None = None,
     ) -> jax.Array:
-        """Σ_t of x at ``pre`` times ȳ at ``post``: no more than one entry a synapse at
-        a time."""
-        return self._gradient(self._at_synapses, fixed, steps, y_bars, box)
-
-    def gradient_of_factors(
-        self, fixed: Operands, steps: Operands, y_bars: jax.Array, box: Box
-    ) -> jax.Array:
-        # Samples that fill a line of the cache are read where they are.
+        """Σ_t of x at ``pre`` times ȳ at ``post`` by a kernel: no more than one entry a
+        synapse at a time."""
+        data = self.stacked(self.product.x, fixed, steps, len(y_bars))
+        y_bars = padded(y_bars, box, self.result.shape)
+        data, bars = factors_for(self.weight.dtype, data if xs is None else xs, y_bars)
+        dtype = sum_type(jnp.result_type(data, bars))
+        if not has_kernels(dtype):
+            return super().summed(fixed, steps, y_bars, None, xs)
+        # Samples that fill a line of the cache are read where a loop has written them.
         many = math.prod(self.result.shape[1:]) >= MANY_SAMPLES and not runs_on_mesh()
-        product = self._at_synapses_by_step if many else self._at_synapses
-        return self._gradient(product, fixed, steps, y_bars, box)
+        by_step = xs is not None and many
+        product = self._at_synapses_by_step if by_step else self._at_synapses
+        structure = self.product.structure(fixed)
+        ends = self.sides(data.astype(dtype), bars.astype(dtype))
+        total = product(structure, *ends)
+        return self.as_weight(cast(total, sum_type(self.weight.dtype)))
 
-    def _gradient(
+    def _by_share(
         self,
-        product: Callable[..., jax.Array],
+        split: Split,
+        sample: str,
         fixed: Operands,
         steps: Operands,
         y_bars: jax.Array,
         box: Box | None,
-    ) -> jax.Array:
-        if self.product.x not in steps:
-            return super().gradient(fixed, steps, y_bars, box)
-        y_bars = padded(y_bars, box, self.result.shape)
-        xs, y_bars = factors_for(self.weight.dtype, steps[self.product.x], y_bars)
-        dtype = sum_type(jnp.result_type(xs, y_bars))
-        if has_kernels(dtype):
-            structure = self.product.kept_structure(fixed, steps)
-            ends = [v.astype(dtype) for v in (xs, y_bars)]
-            total = product(structure, *self.sides(*ends))
-        else:
-            total = self._summed(xs, y_bars, dtype)
-        return self.as_weight(cast(total, sum_type(self.weight.dtype)))
+        xs: jax.Array | None,
+    ) -> jax.Array | Shares:
+        """Every device runs the kernel on its own samples."""
+        if self.product.x not in steps or split.neurons:
+            return self.summed(fixed, steps, y_bars, box, xs)
+        samples = split.of_samples(self.result.shape[1])
+        given = [
+            P(*((None, None, samples) if k == self.product.x else ())) for k in steps
+        ]
+        in_steps = dict(zip(steps, given, strict=True))
+        of_y = P(None, None, samples)
 
-    @property
-    def sample_axes(self) -> tuple[int | None, ...] | None:
-        if len(self.result.shape) == 1:
-            return None
-        numbers = range(len(self.operands))
-        return *(1 if k == self.product.x else None for k in numbers), 1
+        def own(fixed: Operands, steps: Operands, *ends: jax.Array) -> jax.Array:
+            y_bars, *more = ends
+            return self.summed(fixed, steps, y_bars, None, *more)[None]
+
+        fixed = {k: jnp.asarray(x) for k, x in fixed.items()}
+        ends = [padded(y_bars, box, self.result.shape), *([] if xs is None else [xs])]
+        specs = (dict.fromkeys(fixed, P()), in_steps, *[of_y] * len(ends))
+        return Shares(split.on_each_device(own, specs, P(samples))(fixed, steps, *ends))
 
     def _at_synapses(
         self, structure: tuple[Any, Any], rows: jax.Array, columns: jax.Array
@@ -183,43 +212,19 @@ class SynapseUse(BaseUse):
         start = jnp.zeros(len(self.pre), rows.dtype)
         return jax.lax.scan(step, start, (rows, columns))[0]
 
-    def _summed(self, xs: jax.Array, y_bars: jax.Array, dtype: Any) -> jax.Array:
-        def step(total: jax.Array, at: tuple) -> tuple:
-            x, y_bar = at
-            found = x[self.pre].astype(dtype) * y_bar[self.post]
-            return total + found.sum(axis=tuple(range(1, found.ndim))), None
-
-        return jax.lax.scan(step, jnp.zeros(len(self.pre), dtype), (xs, y_bars))[0]
-
     def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
-        return SynapseTrace(self, positions, shape)
+        return SynapseTrace(self, positions)
 
 
 @dataclass(frozen=True, eq=False)
-class SynapseTrace(WholeTrace):
-    """(w, samples): one entry a synapse and sample, in the order of the matrix."""
+class SynapseTrace(Trace):
+    """(w, samples): one entry a synapse and sample, in the order of the matrix.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.use.indices), *self.use.result.shape[1:])
+    Kernels visit it: gathers by XLA take an array of synapses times samples for each
+    factor.
+    """
 
-    def plus(
-        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
-    ) -> jax.Array:
-        use = self.use
-
-        def step(total: jax.Array, at: tuple) -> tuple:
-            row, x = at
-            return total + cast(row[use.post] * x[use.pre], total.dtype), None
-
-        return jax.lax.scan(step, trace, (rows, steps[use.product.x]))[0]
-
-    def scaled(self, trace: jax.Array, factor: jax.Array) -> jax.Array:
-        return self.at_result(factor)[self.use.post] * trace
-
-    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
-        found = jnp.sum(self.scaled(trace, credit), axis=range(1, trace.ndim))
-        return self.use.as_weight(found)
+    use: SynapseUse
 
     def sums_steps(self, dtype: Any, length: int) -> bool:
         """Where kernels visit the trace."""
@@ -236,32 +241,17 @@ class SynapseTrace(WholeTrace):
         credit: Components,
         y_bars: jax.Array | None = None,
     ) -> tuple[Components, jax.Array]:
-        """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`SummingLayout`.
+        """P_0 ε_0 + Σ_t P_t ∂h_t/∂w and γ_0 · ε_0; see :class:`TraceLayout`.
 
         On CPUs by one visit of the trace, which is written in place.
         """
         given = (trace, fixed, steps, rows, product, credit, y_bars)
-        read = [steps[self.use.product.x], rows, product, credit, y_bars]
-        dtypes = [x.dtype for x in jax.tree.leaves([trace, *read])]
+        x = self.use.operands[self.use.product.x]
+        read = [trace, rows, product, credit, y_bars]
+        dtypes = [x.dtype, *(v.dtype for v in jax.tree.leaves(read))]
         if not has_kernels(*dtypes):
-            return self._plain(*given)
-        return kernels.run('synapse_visit', *given, plain=self._plain, by=self._visit)
-
-    def _plain(
-        self,
-        trace: Components,
-        fixed: Operands,
-        steps: Operands,
-        rows: Components,
-        product: Jacobian,
-        credit: Components,
-        y_bars: jax.Array | None,
-    ) -> tuple[Components, jax.Array]:
-        """The same by gathers and sums."""
-        new, gradient = super().solve(trace, fixed, steps, rows, product, credit)
-        if y_bars is not None:
-            gradient = gradient + self.use.gradient(fixed, steps, y_bars)
-        return new, gradient
+            return super().solve(*given)
+        return kernels.run('synapse_visit', *given, plain=super().solve, by=self._visit)
 
     def _visit(
         self,
@@ -275,13 +265,14 @@ class SynapseTrace(WholeTrace):
         y_bars: jax.Array | None,
     ) -> tuple[Components, jax.Array]:
         """One visit of the trace by every device, for its own samples and synapses."""
-        use, at_post = self.use, self.at_result
-        x = steps[use.product.x]
+        use, at_post = self.use, lambda x: picked(x, self.positions)
+        length = next(len(v) for v in (*rows.values(), *steps.values()))
+        x = use.stacked(use.product.x, fixed, steps, length)
         factors = {k: at_post(v) for k, v in product.items()}
         credits = {s: at_post(v) for s, v in credit.items()}
         split = current_split()
         if split is None:
-            matrix = (*use.product.kept_structure(fixed, steps), use.to_columns)
+            matrix = (*use.product.structure(fixed), use.to_columns)
             pre, (starts,), order = use.by_post(1)
             new, gradient = visit(
                 trace, x, rows, factors, credits, y_bars, matrix, (pre, starts, order)
@@ -318,9 +309,20 @@ class OneWeightUse(BaseUse):
     def input(self) -> int | None:
         return self.product.x
 
+    @cached_property
+    def letters(self) -> Letters | None:  # type: ignore[override]
+        if self.operands[self.product.x].dtype not in TYPES:
+            return None
+        y = LETTERS[: len(self.result.shape)]
+        return Letters(y, y, y, '')
+
+    def features(self, fixed: Operands, steps: Operands, length: int) -> jax.Array:
+        xs = self.stacked(self.product.x, fixed, steps, length)
+        return self.unit(fixed, steps, self.product.data(xs, xs.dtype))
+
     def unit(self, fixed: Operands, steps: Operands, xs: jax.Array) -> jax.Array:
         """u (t, post, samples...) of steps x (t, pre, samples...)."""
-        structure = self.product.kept_structure(fixed, steps)
+        structure = self.product.structure(fixed)
         flat = _by_neuron(xs)
         u = multiply(jnp.ones(1, xs.dtype), *structure, flat, self.params)
         steps_and_samples = [len(xs), *self.result.shape[1:]]
@@ -329,42 +331,20 @@ class OneWeightUse(BaseUse):
         u = u.reshape(len(u), *steps_and_samples)
         return jnp.moveaxis(u, -1 if runs_on_mesh() else 1, 0)
 
-    def gradient(
+    def summed(
         self,
         fixed: Operands,
         steps: Operands,
         y_bars: jax.Array,
         box: Box | None = None,
+        xs: jax.Array | None = None,
     ) -> jax.Array:
         """Σ_t of ȳ_t · u_t; x need not be events, since it may be a trace of them."""
-        xs = steps.get(self.product.x)
-        if xs is None or xs.dtype not in TYPES or y_bars.dtype not in TYPES:
-            return super().gradient(fixed, steps, y_bars, box)
+        data = xs
+        if data is None:
+            data = self.stacked(self.product.x, fixed, steps, len(y_bars))
+        if data.dtype not in TYPES or y_bars.dtype not in TYPES:
+            return super().summed(fixed, steps, y_bars, box, xs)
         y_bars = padded(y_bars, box, self.result.shape)
-        total = jnp.sum(y_bars * self.unit(fixed, steps, xs))
+        total = jnp.sum(y_bars * self.unit(fixed, steps, data))
         return cast(total, sum_type(self.weight.dtype)).reshape(self.weight.shape)
-
-    def layout(self, positions: np.ndarray, shape: tuple[int, ...]) -> TraceLayout:
-        if self.operands[self.product.x].dtype in TYPES:
-            return OneWeightTrace(self, positions, shape)
-        return FullTrace(self, positions, shape)
-
-
-@dataclass(frozen=True, eq=False)
-class OneWeightTrace(WholeTrace):
-    """(y): each element of y has its own entry of the one weight."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.use.result.shape
-
-    def plus(
-        self, trace: jax.Array, fixed: Operands, steps: Operands, rows: jax.Array
-    ) -> jax.Array:
-        use = self.use
-        xs = steps[use.product.x]
-        u = use.unit(fixed, steps, use.product.data(xs, xs.dtype))
-        return trace + cast(jnp.sum(rows * u, axis=0), trace.dtype)
-
-    def gradient(self, trace: jax.Array, credit: jax.Array) -> jax.Array:
-        return jnp.sum(self.scaled(trace, credit)).reshape(self.use.weight.shape)

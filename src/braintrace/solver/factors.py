@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import box_of, padded, picked, samples_are_split, sum_type
+from ..arrays import box_of, picked, sum_type
 from ..compiled_step import (
     Box,
     CompiledSite,
@@ -84,8 +84,10 @@ class FactorLayout:
     @property
     def shares_state_part(self) -> bool:
         """Whether ε_f is that of y itself: for a product, or a sum with the
-        parameter."""
-        return self.use.input is not None or self.use.adds
+        parameter, whose features are one number."""
+        letters = self.use.letters
+        is_sum = letters is not None and letters.is_sum
+        return self.use.input is not None or is_sum
 
     @property
     def keeps_slopes(self) -> bool:
@@ -100,8 +102,9 @@ class FactorLayout:
 
     def init(self, components: Sequence[int]) -> FactorTrace:
         """The trace at the start of a sequence."""
-        shape = () if self.use.input is None else self.use.operand_shape(self.use.input)
-        shape = self._shape if self.keeps_slopes else shape
+        shape = self._shape if self.keeps_slopes else ()
+        if self.use.input is not None:
+            shape = self.use.operands[self.use.input].shape
         # Arrays of their own: a call may write to each.
         f = {i: jnp.zeros(self._shape, self._dtype) for i in components}
         return FactorTrace(jnp.zeros(shape, self._dtype), f, jnp.zeros((), jnp.int32))
@@ -113,8 +116,14 @@ class FactorLayout:
         parameter."""
         rows = {s: row[:, *self.box] for s, row in rows.items()}
         if self.use.input is not None:
-            return steps[self.use.input].astype(self._dtype), rows
-        slopes = self.use.slopes(fixed, steps, length)[:, *self.box]
+            x = steps.get(self.use.input)
+            if x is None:
+                x = fixed[self.use.input]
+                x = jnp.broadcast_to(x, (length, *jnp.shape(x)))
+            return x.astype(self._dtype), rows
+        if self.shares_state_part:
+            return jnp.ones(length, self._dtype), rows
+        slopes = self.use.features(fixed, steps, length)[:, *self.box]
         if self.keeps_slopes:
             return slopes.astype(self._dtype), rows
         scaled = {s: row * slopes.astype(row.dtype) for s, row in rows.items()}
@@ -159,12 +168,4 @@ class FactorLayout:
         self, fixed: Operands, steps: Operands, y_bars: jax.Array, xs: jax.Array
     ) -> jax.Array | Shares:
         """Σ_t ȳ_t ⊗ ε_x,t in the shape of w."""
-        if self.use.input is None:
-            time = 't...' if self.keeps_slopes else 't'
-            summed = jnp.einsum(f't...,{time}->...', y_bars, xs)
-            whole = padded(summed, self.box, self.use.result.shape)
-            return self.use.spread_by_share(whole)
-        steps = {**steps, self.use.input: xs}
-        if samples_are_split():
-            return self.use.gradient_by_share(fixed, steps, y_bars, self.box)
-        return self.use.gradient_of_factors(fixed, steps, y_bars, self.box)
+        return self.use.gradient(fixed, steps, y_bars, self.box, xs)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import box_of, is_complex
+from ..arrays import box_of, is_complex, trace_type
 from ..compiled_step import (
     Box,
     CompiledSite,
@@ -23,7 +23,7 @@ from ..compiled_step import (
     Tap,
     TraceLayout,
 )
-from .factors import FactorLayout
+from .factors import FactorLayout, FactorTrace
 from .recursion import JacobianRecursion, Recursion, ScalarLeak
 
 Trace = list[Any]
@@ -171,9 +171,31 @@ class Traces:
                 traces.append({i: jnp.zeros(layout.shape, dtype) for i in components})
         return traces
 
+    @cached_property
+    def sample_axes(self) -> list[Any]:
+        """The axis of samples of every array of :meth:`init`, -1 for none."""
+        axes: list[Any] = []
+        for n, (site, _, layout, components, shares) in enumerate(self.sites):
+            letters = site.use.letters
+            along = lambda own, letters=letters: (
+                own.find(letters.sample) if letters and letters.sample else -1
+            )
+            if not isinstance(layout, FactorLayout):
+                # The full influence has positions in one axis, samples before all.
+                axis = along(letters.trace) if letters else 0
+                axes.append(dict.fromkeys(components, axis))
+                continue
+            own = letters.y or letters.rows if letters else ''
+            x = own if layout.keeps_slopes else ''
+            if letters and letters.operands and site.use.input is not None:
+                x = letters.operands[site.use.input]
+            mine = components if shares == n else ()
+            axes.append(FactorTrace(along(x), dict.fromkeys(mine, along(own)), -1))
+        return axes
+
     def stored_type(self, site: CompiledSite) -> Any:
         """The type in which the trace of a site is stored, unless it is factorised."""
-        dtype = site.use.trace_dtype
+        dtype = trace_type(site.use)
         if self.dtype is None:
             return dtype
         # A complex trace needs a complex type of at least the precision asked for.
@@ -195,6 +217,6 @@ class Traces:
                 box = self.row_box(n)
                 size = [p.stop - p.start for p in box] if box else use.result.shape
                 found += len(components) * int(np.prod(size)) * width
-            shape = () if use.input is None else use.operand_shape(use.input)
-            found += int(np.prod(shape)) * width
+            kept = 1 if use.input is None else use.operands[use.input].size
+            found += kept * width
         return found

@@ -27,7 +27,6 @@ from ..compiled_step import (
     Key,
     Operands,
     Shares,
-    SummingLayout,
     Values,
 )
 from ..derivatives import Derivatives, slopes_at_positions
@@ -36,7 +35,7 @@ from .block_credit import derivatives_of
 from .factors import FactorLayout, FactorTrace
 from .masking import zero_at
 from .solved import add
-from .traces import Trace, TracedSite, Traces
+from .traces import Trace, Traces
 
 
 class Driven(NamedTuple):
@@ -113,7 +112,7 @@ def drive(
         if isinstance(traced.layout, FactorLayout):
             driven.append(Driven({}, {}))
             continue
-        _, data = _operands(traced, block)
+        _, data = block.operands(traced.tap)
         mine = {}
         if traced.shares == n:
             all_of_y = rows[traced.site.group][traced.site.result]
@@ -150,11 +149,9 @@ def visit(
         data, parts = driven[n].data, driven[first].rows
         rows = {s: padded(row, box, shape) for s, row in parts.items()}
         whole, mine = products[site.group], credit[site.group]
-        given = (traces[n], fixed, data, rows, whole, mine)
-        if site.result in y_bars and isinstance(layout, SummingLayout):
-            new[n], gradient = layout.solve(*given, y_bars[site.result])
-        else:
-            new[n], gradient = layout.solve(*given)
+        new[n], gradient = layout.solve(
+            traces[n], fixed, data, rows, whole, mine, y_bars.get(site.result)
+        )
         if dead is not None:
             # Where a trace is infinite, credit of zero would give NaN.
             gradient = zero_at(gradient, dead)
@@ -181,7 +178,7 @@ def _advance_factors(
     steps for all."""
     layouts, sites = traces_of.factorised, traces_of.sites
     owner = {n: sites[n].shares for n in layouts}
-    operands = {n: _operands(sites[n], block) for n in layouts}
+    operands = {n: block.operands(sites[n].tap) for n in layouts}
     # The pull-back of a cotangent of ones is ∂h_s/∂y of every step.
     units = []
     for group in block.step.groups:
@@ -265,7 +262,7 @@ def add_factor_gradients(
         traced, trace = traces_of.sites[n], traces[n]
         trace = trace._replace(f=traces[traced.shares].f)
         y_bar = layout.result_gradient(trace, layout.here(credit[traced.site.group]))
-        operands = _operands(traced, block.first)
+        operands = block.first.operands(traced.tap)
         gradient = layout.gradient(*operands, y_bar[None], trace.x[None])
         total = _add_gradient(total, traced.site, gradient)
     return total
@@ -279,7 +276,7 @@ def summed_in_visits(
     found = Values()
     for site, tap, layout, *_ in traces_of.sites if block.mask is None else ():
         alone = all(len(part) == 1 for part in (tap.weights, tap.results, tap.sites))
-        if not alone or tap.cut_gradients or not isinstance(layout, SummingLayout):
+        if not alone or tap.cut_gradients or isinstance(layout, FactorLayout):
             continue
         y, dtype = site.result, traces_of.stored_type(site)
         terms = [bars[y] for bars in local if y in bars]
@@ -319,17 +316,3 @@ def _at_positions(
         if terms:
             found[s] = sum(terms[1:], terms[0])
     return found
-
-
-def _operands(traced: TracedSite, block: Block) -> tuple[Operands, Operands]:
-    """Operands of a site that are the same in every step, and those of each step.
-
-    Where no operand depends on the step, all but the weight are repeated for each.
-    """
-    fixed, data = block.operands(traced.tap)
-    if data:
-        return fixed, data
-    weight = traced.site.use.operand
-    repeat = lambda x: jnp.broadcast_to(x, (block.length, *jnp.shape(x)))
-    data = {k: repeat(x) for k, x in fixed.items() if k != weight}
-    return {weight: fixed[weight]}, data

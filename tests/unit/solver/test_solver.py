@@ -19,7 +19,7 @@ from braintrace.compiled_step import (
     Tap,
     Values,
 )
-from braintrace.operations.dense import Axes, DenseUse
+from braintrace.operations.dense import DenseUse
 from braintrace.operations.weight_use import ElementwiseUse
 from braintrace.solver import (
     BlockSolver,
@@ -39,7 +39,7 @@ def dense_use():
     """y = x @ w."""
     apply = lambda operands: operands[0] @ operands[1]
     return DenseUse(
-        apply, 1, (shape(B, N_IN), shape(N_IN, H)), shape(B, H), Axes.of('bi,io->bo', 1)
+        apply, 1, (shape(B, N_IN), shape(N_IN, H)), shape(B, H), 'bi,io->bo'
     )
 
 
