@@ -342,9 +342,9 @@ class SynapseTrace(Trace):
         y_bars: jax.Array | None,
         factors: Jacobian,
         credit: Components,
-        pre: jax.Array,
-        starts: jax.Array,
-        order: jax.Array | None,
+        pre: jax.Array | np.ndarray,
+        starts: jax.Array | np.ndarray,
+        order: jax.Array | np.ndarray | None,
     ) -> tuple[Components, jax.Array]:
         """The visit on one device; the gradient has the order of the synapses."""
         # llvmlite is optional.
