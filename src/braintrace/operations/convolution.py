@@ -132,7 +132,7 @@ class ConvolutionTrace(Trace):
     """(r, g, c, o): a filter is shared by all places, so each keeps a trace of its own.
 
     A kernel visits traces of one group of features in place, once for all steps; the
-    general way reads and writes them at every step.
+    general way reads and writes them at every step if there are more steps than filters.
     """
 
     use: ConvolutionUse
