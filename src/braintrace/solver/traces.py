@@ -190,7 +190,8 @@ class Traces:
             if letters and letters.operands and site.use.input is not None:
                 x = letters.operands[site.use.input]
             mine = components if shares == n else ()
-            axes.append(FactorTrace(along(x), dict.fromkeys(mine, along(own)), -1))
+            parts: tuple[Any, Any, Any] = (along(x), {s: along(own) for s in mine}, -1)
+            axes.append(FactorTrace(*parts))
         return axes
 
     def stored_type(self, site: CompiledSite) -> Any:
