@@ -29,7 +29,6 @@ from .compiled_step import (
     Components,
     Feedback,
     Jacobian,
-    Key,
     Slopes,
     Values,
 )
@@ -180,16 +179,16 @@ def pull_back(
 
 def slopes_at_positions(
     step: CompiledStep, constants: Values, values: Values
-) -> list[dict[Key, Components]]:
+) -> list[Values]:
     """∂h/∂y at every position, by components, for results y that positions share.
 
     A position is reached by one element of y, so a tangent of ones at all elements
     gives the derivative by that one.
     """
-    found: list[dict[Key, Components]] = []
+    found = []
     for g, group in enumerate(step.groups):
         old, taps = group.components(values), _taps(step, g, values)
-        mine: dict[Key, Components] = {}
+        mine = Values()
         for y in taps if group.shared else ():
             if y in group.shared:
 

@@ -132,6 +132,16 @@ def new_components(
     shift = {} if delta is None else group.new_states(delta)
     env = {**env, **group.old_states(old), **taps}
     new: dict[Var, Any] = {}
+
+    def read(v: Var) -> None:
+        """Put what later equations read of a value in its place."""
+        if v in shift:
+            env[v] = env[v] + shift[v]
+        if direct and v in group.hidden_outvars:
+            new[v], env[v] = env[v], jax.lax.stop_gradient(env[v])
+
+    for v in taps:  # a new state may be the result of a tap itself
+        read(v)
     for i in local.indices:
         *stops, eqn = cut_equation_at(i, stages.equations[i], cuts)
         for stop in stops:
@@ -141,10 +151,7 @@ def new_components(
         for v in eqn.outvars:
             if v in known:
                 env[v] = known_value(known[v], env[v])
-            if v in shift:
-                env[v] = env[v] + shift[v]
-            if direct and v in group.hidden_outvars:
-                new[v], env[v] = env[v], jax.lax.stop_gradient(env[v])
+            read(v)
     return group.components([new.get(v, env[v]) for v in group.hidden_outvars])
 
 

@@ -215,6 +215,28 @@ def test_signals_of_states_that_read_each_other(x64):
     assert by_name['g'][1] is None
 
 
+def test_signals_of_a_state_that_is_the_result_of_a_product(x64):
+    """Nothing lies between the product and the new u, which h reads along a kept edge."""
+
+    def step(w, h, x):
+        u = x @ w['in']
+        new_h = 0.9 * h['h'] + jnp.tanh(u + 0.5 * h['u'])
+        return jnp.sum(new_h**2) + jnp.sum(u**3), {'h': new_h, 'u': u}
+
+    lowered = Lowered(step, {'in': (I, H)}, {n: (B, H) for n in 'hu'})
+    (group,) = lowered.stages.analysed.groups
+    (w, h), values = lowered.given, lowered.values()
+    u = X @ w['in']
+    new_h = 0.9 * h['h'] + jnp.tanh(u + 0.5 * h['u'])
+    ((_, inner),) = transitions(lowered.compiled, lowered.constants, values)
+    _, _, (signals,), _ = joint_signals(
+        lowered.compiled, lowered.constants, values, [jnp.ones(())], [inner], [[]]
+    )
+    names = [path[0] for path in group.hidden_paths]
+    close(signals[names.index('u')], 3 * u**2)
+    close(signals[names.index('h')], 2 * new_h)
+
+
 # ---------------------------------------------------------------- invariants
 
 
