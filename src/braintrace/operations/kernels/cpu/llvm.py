@@ -4,18 +4,18 @@ A kernel is a function ``emit(code, operands, results)``. It runs once, and what
 computes with :class:`Value` becomes instructions: ``for i in code.loop(0, n)`` runs its
 body once and writes a loop, ``for n in range(4)`` writes its body four times.
 
-Plain loops compiled by numba would be shorter, but they are slower. Processor time of
-each, in turn, best of 8 to 30 rounds on one core (AVX-512, numba 0.68):
+Plain loops compiled by numba would be shorter. They were tried for four kernels, as
+``cfunc`` on the same call frame. Processor time, in turn, the least of 8 to 30 rounds on
+one core of a busy machine (AVX-512, numba 0.68), here and by numba:
 
-    first kernel of a process         0.14 s here; 0.40 by numba from its cache on disk
-                                      (0.20 of them its import), 0.9 without the cache
-    dense visit, (16, 256, 256)       111 µs here; 123 by numba; (32, 256, 512) 837; 998
+    first kernel of a process         0.20 s; 0.37 from numba's cache on disk (0.25 if
+                                      numba is imported already), 0.9 without the cache
+    dense visit, (16, 256, 256)       111 µs; 123. (32, 256, 512): 837; 998
     to_rows, 20,000 × 8, batch 8      0.11 ms; 0.51. 131,072 × 8, batch 32: 2.2; 4.1
     to_columns, the same              0.13; 0.15. 7.0; 7.5
     at_synapses, the same             0.16; 0.18. 3.8; 5.4
 
-At every synapse the loops of numba test how many samples there are, and whether arrays
-share memory. llvmlite, a part of numba, writes LLVM's instructions; XLA calls them
+llvmlite, a part of numba, writes LLVM's instructions; XLA calls them
 without Python in between, in less than a microsecond. Arguments arrive as a call frame
 of 64-bit words, laid out as in ``xla/ffi/api/c_api.h``, which XLA keeps from version to
 version.
