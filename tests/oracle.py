@@ -105,9 +105,8 @@ class Problem:
     def solver(self):
         """The solver of the compiled step under the same rule."""
         kind = JacobianRecursion() if self.leak is None else ScalarLeak(self.leak)
-        return BlockSolver(
-            self.compiled, Traces(self.compiled, PerParameter(), kind, self.kappa)
-        )
+        step = self.compiled.extend(self.kappa, False)
+        return BlockSolver(step, Traces(step, PerParameter(), kind))
 
     def flat(self, parameters, states, inputs):
         return [

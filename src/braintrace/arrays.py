@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .compiled_step import Box, Shares
+from .compiled_step import Box, Jacobian, Shares
 from .split import current_split
 
 
@@ -81,6 +81,21 @@ def known_value(known: Any, computed: Any) -> Any:
 @known_value.defjvp
 def _known_value_jvp(primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[1]
+
+
+def jacobian_rows(
+    function: Callable[[list[jax.Array]], list[jax.Array]],
+    at: list[jax.Array],
+    entries: Collection[tuple[int, int]],
+) -> Jacobian:
+    """∂result_i/∂argument_j for some (i, j), of a function that keeps elements apart:
+    one reverse pass for each result."""
+    found = {}
+    for i in sorted({i for i, _ in entries}):
+        value, pull = jax.vjp(lambda x, i=i: function(x)[i], at)
+        (row,) = pull(jnp.ones_like(value))
+        found.update({(i, j): x for j, x in enumerate(row) if (i, j) in entries})
+    return found
 
 
 def bytes_of(tree: Any) -> int:

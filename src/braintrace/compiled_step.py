@@ -268,71 +268,57 @@ class Tap:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """A component of traces that is no state of the model: m_t = κ m_{t-1} + u_t, where
+    u is a function of the states of a group, position by position.
+
+    ``states`` and ``old_states``: the components that u depends on, new and old ones.
+    """
+
+    kappa: float
+    states: tuple[int, ...]
+    old_states: tuple[int, ...] = ()
+
+
+Slopes = tuple[dict[int, Any], dict[int, Any]]
+"""(U, V) of a memory: ∂u_t/∂h_t and ∂u_t/∂h_{t-1} by component; None stands for 1."""
+
+
+@dataclass(frozen=True)
 class CompiledGroup:
     """Hidden states of one shape that depend on each other position by position.
 
     ``pattern``: (i, j) where the new component i can depend on the old component j.
-    ``direct``: components of old states that a target reads without any new state
+    ``inner``: (i, j) where it can depend on the new component j of another state.
+    ``signalled``: components of the new states that can have a signal. ``direct``:
+    components of old states that a target reads without any new state
     between. ``reached``: the components of the new states that each tap result can
     reach. ``shared``: tap results of which one element reaches several positions; in
     their sites y has one element for each position. ``components(values)`` splits the
     old states among ``values`` into real arrays of the positions' shape, and
-    ``states(components)`` puts them together again.
+    ``states(components)`` puts them together again. ``memories``: further components,
+    numbered after those of the states. ``filtered``: there is one for each state, which
+    signals read in its place.
     """
 
     name: Any
     shape: tuple[int, ...]
     dtypes: tuple[Any, ...]
     pattern: frozenset[tuple[int, int]]
+    inner: frozenset[tuple[int, int]]
+    signalled: frozenset[int]
     direct: frozenset[int]
     reached: Mapping[Key, tuple[int, ...]]
     components: Callable[[Mapping[Key, Any]], list[jax.Array]]
     states: Callable[[Sequence[jax.Array]], Values]
     shared: frozenset[Key] = frozenset()
+    memories: tuple[Memory, ...] = ()
+    filtered: bool = False
 
     @property
     def size(self) -> int:
-        """Components: states of a position."""
+        """States of a position; memories not counted."""
         return len(self.dtypes)
-
-
-@dataclass(frozen=True)
-class Link:
-    """A product u · W by which the new states of a group reach a linear read-out.
-
-    Each position of the group acts on at most one element of u. Y is a read-out with a
-    memory of its own, a group of one state per position that decays by constant
-    factors; or there is no Y, and the product leads to targets without any memory.
-
-    ``source`` names u. ``states`` and ``old_states``: the components of ``lower`` that
-    u depends on, new and old ones. ``slopes(constants, values)`` gives ∂u/∂h for each
-    of the new and of the old ones, at the positions of ``lower``. ``pull(constants,
-    values, found, feedback)`` gives what Y (or, without Y, the targets) sends back to
-    u, at the same positions; ``found`` holds the derivatives of the step, of which the
-    signal of Y (or the gradient of the product) is read, and ``feedback`` replaces W.
-    ``decays``: (κ, which positions of Y decay by it, None for all of them), empty where
-    they are no constants. ``is_complete``: these states reach Y by no path but the
-    links between the two groups.
-    """
-
-    lower: int
-    readout: int | None
-    source: Key
-    states: tuple[int, ...]
-    old_states: tuple[int, ...]
-    decays: tuple[tuple[float, np.ndarray | None], ...]
-    is_complete: bool
-    slopes: Callable[[Values, Values], tuple[Components, Components]]
-    pull: Callable[[Values, Values, Signals, Mapping[Any, Any]], jax.Array]
-
-
-class Signals(NamedTuple):
-    """Derivatives inside one step: of tap results, L of the new states, R of the old
-    states."""
-
-    results: Values
-    signals: list[Components]
-    reads: list[Components]
 
 
 @dataclass(frozen=True)
@@ -384,14 +370,17 @@ class CompiledStep:
     """(constants, values): the values, with all that derivative programs read."""
     outputs: Callable[[Values, Values], Values]
     """(constants, values): targets and ``aux``."""
-    signals: Callable[..., tuple[list[jax.Array], Signals]]
-    """(constants, values, cotangents, feedback={}): targets and derivatives of one
-    step; ``feedback[readout]`` replaces the weight of a read-out on the way back."""
-    transition: Callable[[Values, Values], list[Jacobian]]
-    """(constants, values): D of every group."""
-    pull: Callable[[Values, Values, Sequence[Components]], list[Values]]
-    """(constants, values, credit): (∂h/∂y)ᵀ γ by group, for every tap result y that
-    reaches it."""
+    local: Callable[..., list[jax.Array]]
+    """(group, constants, values, old, delta, taps): components of the new states of a
+    group from components of its old ones, a δ of each new state or None, and tap
+    results; every path from one position to another is cut."""
+    joint: Callable[..., list[jax.Array]]
+    """(constants, values, old, delta, taps, feedback): the targets, nothing cut; by
+    group, components of old states that targets read directly, and a δ that readers of
+    the new states see. ``feedback[readout]`` replaces the weight of a read-out."""
+    extend: Callable[[float | None, bool], CompiledStep]
+    """(kappa, to_readouts): the step with memories: those of leaky read-outs, with κ in
+    place of their own decays if it is given; or a filter κ of every state."""
     run: Callable[..., tuple[Values, list[Any], Values]]
     """(parameters, states, inputs, silent=None): new states, targets and ``aux`` of the
     whole step, uncut; where ``silent``, equations that only targets need send no
@@ -417,26 +406,23 @@ class CompiledStep:
     """Whether ``run`` can be differentiated forward."""
     find_readouts: Callable[[], Mapping[Any, Key]] = dict
     """Finds :attr:`readouts`, which few rules need."""
-    find_links: Callable[[], tuple[Link, ...]] = tuple
-    """Finds :attr:`links`."""
     find_loss_terms: Callable[[], LossTerms | None] = lambda: None
     """Finds :attr:`loss_terms`."""
     modulator: Callable[[Values, Values], jax.Array] | None = None
     """(constants, values): the modulator that the step itself computes, if it does."""
-    shared_slopes: Callable[[Values, Values], list[Values]] | None = None
-    """(constants, values): ∂h/∂y at every position, components by group and shared
-    result y."""
+    memory_slopes: Callable[[Values, Values], list[list[Slopes]]] | None = None
+    """(constants, values): (U, V) of every memory, by group; None for filters."""
+    memory_signals: Callable[..., tuple[list[Components], list[Components]]] | None = (
+        None
+    )
+    """(constants, values, results, signals, reads, feedback): what read-outs send back
+    to memories, from the derivatives of tap results and of states."""
 
     @cached_property
     def readouts(self) -> Mapping[Any, Key]:
         """Products with weights between hidden states and targets, or between hidden
         states and a linear read-out that is a state itself: the weight of each."""
         return self.find_readouts()
-
-    @cached_property
-    def links(self) -> tuple[Link, ...]:
-        """Products that lead from groups to linear read-outs."""
-        return self.find_links()
 
     @cached_property
     def loss_terms(self) -> LossTerms | None:

@@ -11,7 +11,7 @@ import braintrace
 ROOT = pathlib.Path(braintrace.__file__).parent
 LAYERS = [
     {'errors', 'compat', 'own_primitives', 'source_lines', 'text', '_brainstate'},
-    {'compiled_step', 'arrays', 'split'},
+    {'compiled_step', 'arrays', 'derivatives', 'split'},
     {'program'},
     {'operations'},
     {'frontends'},
@@ -22,7 +22,7 @@ LAYERS = [
     {'rules'},
     {'learner', 'checkpoint', 'files'},
 ]
-ARRAYS_ONLY = {'errors', 'compiled_step', 'arrays', 'solver'}
+ARRAYS_ONLY = {'errors', 'compiled_step', 'arrays', 'derivatives', 'solver'}
 """All that the solver may know of the package."""
 MAKES_THE_REPORT = ROOT / 'graph' / 'etrace_graph.py'
 """The one file that imports from above its layer: `ETraceGraph.report`, when called."""

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..analysis.analysed import Analysed, analyse, check_hidden, check_parameters
-from ..compat import Var, evaluate, is_var
+from ..compat import Var, evaluate, is_differentiable, is_var
+from ..compiled_step import Values
+from ..derivatives import joint_signals, transitions
 from ..errors import printable, three_parts
 from ..frontends import class_as_model
 from ..frontends.brainstate import TracedStep, check_arguments, is_module, trace_step
-from ..lowering.views import joint_outputs
+from ..lowering import Stages, lower
 from ..operations.labels import CONFLICT, Labels
 from ..program import Path
 from ..program.data import first_step
@@ -304,14 +306,35 @@ class ETraceGraphExecutor:
         group, each of shape ``(*varshape, num_state)``.
         """
         results, env, flat = self._run(args, kwargs)
-        graph, (_, analysed) = self.graph, self.step
+        info, (_, analysed) = self.graph.module_info, self.step
+        program = analysed.dependence.program
+        differentiated = lambda v: is_var(v) and is_differentiable(v)
+        targets = [v for v in program.outputs if differentiated(v)]
+        step = lower(Stages(analysed, list(dict.fromkeys(targets))), is_loss=False)
+        given = Values(zip(program.closed.jaxpr.invars, flat, strict=True))
+        constants = step.constants(given.pick(step.parameters), given.pick(step.states))
+        new = Values((v, env[v]) for _, v in step.hidden)
+        values = step.complete(constants, given | new)
+        inner = [t for _, t in transitions(step, constants, values)]
+        outputs, to_outputs = jax.vjp(
+            info.outputs, [env[v] if is_var(v) else v.val for v in program.outputs]
+        )
+        del outputs
 
-        def perturbed(deltas: list[jax.Array]) -> Any:
-            return graph.module_info.outputs(joint_outputs(analysed, flat, deltas))
+        def signals(cotangents: Any) -> list[jax.Array]:
+            (flat_bars,) = to_outputs(cotangents)
+            bars: dict[Any, jax.Array] = {}
+            for v, bar in zip(program.outputs, flat_bars, strict=True):
+                if differentiated(v):
+                    bars[v] = bars[v] + bar if v in bars else bar
+            slopes: list = [[] for _ in step.groups]
+            mine = [bars[v] for v in step.targets]
+            _, _, found, _ = joint_signals(step, constants, values, mine, inner, slopes)
+            stacked = []
+            for group, by_component in zip(step.groups, found, strict=True):
+                zeros = [jnp.zeros(group.shape, dtype) for dtype in group.dtypes]
+                parts = [by_component.get(i, zero) for i, zero in enumerate(zeros)]
+                stacked.append(jnp.stack(parts, axis=-1))
+            return stacked
 
-        zeros = [
-            jnp.zeros_like(group.concat_hidden([env[v] for v in group.hidden_invars]))
-            for group in graph.hidden_groups
-        ]
-        _, pull = jax.vjp(perturbed, zeros)
-        return (*results, *self._jacobians(env), lambda cotangents: pull(cotangents)[0])
+        return (*results, *self._jacobians(env), signals)

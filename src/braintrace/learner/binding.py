@@ -203,7 +203,10 @@ class StepBinding:
     @property
     def has_readouts(self) -> bool:
         """Whether the model has a leaky read-out, or a step function may add one."""
-        return self.leaves_parameters_unread or bool(self.step(False).links)
+        self.step(False)
+        return self.leaves_parameters_unread or bool(
+            self._steps[False][0].readouts.links
+        )
 
     @cached_property
     def without_effect_on_loss(self) -> frozenset[Var]:
@@ -215,7 +218,7 @@ class StepBinding:
 
     def stages_of(self, step: CompiledStep) -> Stages:
         """The sorted equations behind one of its compiled steps."""
-        return next(stages for stages, found in self._steps.values() if found is step)
+        return self._steps[step.is_loss][0]
 
     def _lowered(self, loss: bool) -> tuple[Stages, CompiledStep]:
         program = self.info.program

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..analysis.credit import APART, NO_CREDIT, NOT_HIDDEN, Links, ParameterGradient
 from ..arrays import bytes_of
 from ..compiled_step import Values
+from ..derivatives import transitions
 from ..errors import CreditWarning, printable, three_parts
 from ..lowering.invariants import StepInvariants
 from ..program.step import path_name, path_names
@@ -155,9 +156,10 @@ def _readout_losses(
     if len(solver.step.groups) < 2:  # the read-out is a group of its own
         return []
     found: dict[tuple[str, float, str], list[str]] = {}
-    credit = StepInvariants(binding.stages_of(solver.step)).credit
+    stages = binding.stages_of(solver.step)
+    credit = StepInvariants(stages).credit
     name_of = lambda group: '.'.join(map(str, solver.step.groups[group].name[0]))
-    for link in solver.step.links:
+    for link in stages.readouts.links:
         if link.readout is None or not link.is_complete or not link.decays:
             continue
         kept = max(decay for decay, _ in link.decays)
@@ -184,8 +186,11 @@ def _behind_memories(
     credit, step = binding.analysed.credit, solver.step
     carried: Links = frozenset()
     if rule.reach == 'readout':
-        links = [(x.lower, x.readout) for x in step.links if x.is_complete]
-        carried = frozenset((g, y) for g, y in links if y is not None)
+        carried = frozenset(
+            (link.lower, link.readout)
+            for link in binding.stages_of(step).readouts.links
+            if link.is_complete and link.readout is not None
+        )
     behind: dict[tuple[int, ...], list[str]] = {}
     for p in binding.info.program.parameters:
         if p.name not in said and (between := credit.memories_between(p, carried)):
@@ -226,7 +231,7 @@ def _kept(
     def diagonals(parameters: Values, states: Values, inputs: Values) -> list:
         constants = step.constants(parameters, states)
         values = step.complete(constants, states | inputs)
-        every = step.transition(constants, values)
+        every = [matrix for matrix, _ in transitions(step, constants, values)]
         mean = lambda d: jnp.mean(jnp.abs(d))
         return [[mean(every[g][i, j]) for i, j in every[g] if i == j] for g in unknown]
 

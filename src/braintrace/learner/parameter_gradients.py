@@ -15,7 +15,6 @@ from ..analysis.credit import Links, ParameterGradient
 from ..compiled_step import CompiledSite
 from ..graph.diagnostics import CompilationRecord
 from ..lowering.invariants import StepInvariants
-from ..lowering.links import ReadoutLinks
 from ..program import Parameter
 from ..program.step import path_names
 from ..rules import Rule
@@ -105,14 +104,14 @@ class _StepUnderRule:
 
     def __init__(self, rule: Rule, step: StepInvariants, solver: Solver):
         self.rule, self.step, self.solver = rule, step, solver
-        self.credit, self.links = step.credit, ReadoutLinks(step.stages)
+        self.credit, self.links = step.credit, step.stages.readouts
 
     def _with_readouts(
         self, parameter: Parameter, known: ParameterFacts
     ) -> ParameterFacts:
         """The credit class with what leaky read-outs remember, where traces carry
         it."""
-        complete = [x for x in self.solver.step.links if x.is_complete]
+        complete = [x for x in self.links.links if x.is_complete]
         linked = frozenset(
             (x.lower, x.readout) for x in complete if x.readout is not None
         )
@@ -207,9 +206,10 @@ class _StepUnderRule:
         if kappa is None:
             return False
         # Without read-outs κ filters all signals, those of a modulator aside.
-        if not (traces.to_readouts or self.rule.is_modulated):
+        step = traces.step
+        if step.groups[group].filtered and not self.rule.is_modulated:
             return True
-        for link in self.solver.step.links:
+        for link in self.links.links:
             same = [math.isclose(own, kappa, rel_tol=1e-6) for own, _ in link.decays]
             if link.lower == group and not (same and all(same)):
                 return True

@@ -13,10 +13,11 @@ import numpy as np
 
 from ..analysis.credit import CreditAnalysis
 from ..analysis.dependence import Bits, flow, of, union
+from ..arrays import jacobian_rows
 from ..compat import Atom, Var, is_var
 from ..compiled_step import Jacobian, Values
 from ..program import Parameter
-from .local_step import local_jacobian, local_pull
+from .local_step import local_jacobian, new_components
 from .stages import Stages
 
 
@@ -104,15 +105,16 @@ class StepInvariants:
     def path_is_steady(self, group: int, y: Var) -> bool:
         """Whether ∂h/∂y depends on parameters and constants only."""
         local = self.stages.locals[group]
-        reached = local.reached[y]
-        one = jnp.ones(local.group.varshape)
 
         def rows(env: Values) -> dict[int, Any]:
+            old, taps = local.group.old_components(env), env.pick(local.taps)
+            new = lambda value: new_components(
+                self.stages, local, env, old, taps | {y: value[0]}
+            )
             # One pull-back for each state: derivatives that differ between states must
             # all be steady.
-            return {
-                i: local_pull(self.stages, local, env, {i: one})[y] for i in reached
-            }
+            found = jacobian_rows(new, [taps[y]], {(i, 0) for i in local.reached[y]})
+            return {i: row for (i, _), row in found.items()}
 
         _, sources, _ = self.derivative(local.read, rows)
         return not any(map(self.reads_data, sources.values()))

@@ -2,30 +2,27 @@
 
 :class:`Stages` sorts the equations of the step; here they become the functions and
 records that a solver sees. The functions themselves are in ``run.py`` (forward),
-``views.py`` (signals), ``local_step.py`` (derivatives of groups) and ``taps.py``
-(gradients of weights).
+``joint.py`` and ``local_step.py`` (what is differentiated) and ``taps.py`` (gradients of
+weights).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 
 from ..compat import Var, has_reverse_only
-from ..compiled_step import (
-    CompiledGroup,
-    CompiledStep,
-)
-from . import local_step, run
+from ..compiled_step import CompiledGroup, CompiledStep, Components, Memory, Values
+from . import run
 from .effects import effect_box, effects_beyond
-from .links import ReadoutLinks
-from .local_step import LocalProgram
+from .joint import joint, signalled_components
+from .local_step import LocalProgram, new_components
 from .loss_terms import loss_terms
 from .stages import Stages
 from .taps import lowered_tap, pieces_of
-from .views import signals
 
 
 def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
@@ -35,8 +32,7 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
     rest = {*parameters, *program.inputs}
     states = [v for v in program.closed.jaxpr.invars if v not in rest]
     effects = cache(lambda group: effects_beyond(stages, stages.locals[group]))
-    links = cache(lambda: ReadoutLinks(stages))
-    return CompiledStep(
+    step = CompiledStep(
         parameters={v: _struct(v) for v in parameters},
         names={p.invar: p.name for p in program.parameters},
         states={v: _struct(v) for v in states},
@@ -60,21 +56,20 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
         complete=partial(run.complete, stages),
         outputs=partial(run.outputs, stages),
         find_loss_terms=lambda: loss_terms(stages) if is_loss else None,
-        signals=partial(signals, stages),
-        transition=partial(local_step.transition, stages),
-        pull=partial(local_step.pull, stages),
-        shared_slopes=partial(local_step.shared_slopes, stages),
+        local=partial(_local, stages),
+        joint=partial(joint, stages),
+        extend=lambda kappa, to_readouts: _extended(stages, step, kappa, to_readouts),
         run=partial(run.run_whole, stages),
         run_deep=partial(run.run_deep, stages),
         run_open=partial(run.run_open, stages),
         other_effects=lambda group, result: effect_box(effects(group), result),
         has_forward_mode=not any(map(has_reverse_only, stages.equations)),
-        find_readouts=lambda: links().products,
-        find_links=lambda: links().links,
+        find_readouts=lambda: stages.readouts.products,
         modulator=None
         if modulator is None
         else lambda const, at: (const | at)[modulator],
     )
+    return step
 
 
 def _struct(v: Var) -> jax.ShapeDtypeStruct:
@@ -97,6 +92,8 @@ def _group(stages: Stages, local: LocalProgram) -> CompiledGroup:
         shape=tuple(group.varshape),
         dtypes=tuple(real[k] for k in group.owners),
         pattern=local.pattern,
+        inner=local.inner,
+        signalled=signalled_components(stages, local),
         direct=frozenset(
             j for j, k in enumerate(group.owners) if group.hidden_invars[k] in direct
         ),
@@ -105,3 +102,54 @@ def _group(stages: Stages, local: LocalProgram) -> CompiledGroup:
         components=group.old_components,
         states=group.old_states,
     )
+
+
+def _local(
+    stages: Stages,
+    g: int,
+    constants: Values,
+    values: Values,
+    old: list[jax.Array],
+    delta: list[jax.Array] | None,
+    taps: Values,
+) -> list[jax.Array]:
+    env = constants | values
+    return new_components(stages, stages.locals[g], env, old, taps, delta)
+
+
+def _extended(
+    stages: Stages, step: CompiledStep, kappa: float | None, to_readouts: bool
+) -> CompiledStep:
+    """The step with memories, see :class:`CompiledStep`."""
+    if to_readouts:
+        memories = stages.readouts.memories(kappa)
+        groups = [
+            replace(group, memories=mine)
+            for group, mine in zip(step.groups, memories, strict=True)
+        ]
+        return replace(
+            step,
+            groups=tuple(groups),
+            memory_slopes=partial(stages.readouts.slopes, memories),
+            memory_signals=partial(stages.readouts.signals, memories),
+        )
+    if kappa is None:
+        return step
+    filters = [
+        tuple(Memory(kappa, (i,)) for i in range(group.size)) for group in step.groups
+    ]
+    return replace(
+        step,
+        groups=tuple(
+            replace(group, memories=mine, filtered=True)
+            for group, mine in zip(step.groups, filters, strict=True)
+        ),
+        memory_slopes=lambda constants, values: [
+            [({i: None}, {}) for i in range(group.size)] for group in step.groups
+        ],
+        memory_signals=lambda *given: (_none(step), _none(step)),
+    )
+
+
+def _none(step: CompiledStep) -> list[Components]:
+    return [{} for _ in step.groups]

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..analysis.dependence import of
 from ..compat import (
     Atom,
     Var,
@@ -29,7 +30,6 @@ from ..operations import operation_of, run_equation
 from ..operations.computed_once import computed_once
 from .local_step import new_components
 from .stages import Run, Stages
-from .views import evaluate_views
 
 Result = tuple[Values, list[Any], Values]
 """New states under the keys of the old ones, targets, auxiliary values."""
@@ -146,24 +146,37 @@ def run_deep(
     """Old states are constant to the new states of their own group, where the local step
     enters as a δ of value zero."""
     env = _closed_over(stages) | parameters | states | inputs
-    groups = stages.analysed.groups
-    owner = {v: g for g, group in enumerate(groups) for v in group.hidden_invars}
-    still = env | Values((v, jax.lax.stop_gradient(env[v])) for v in owner)
-    known = stages.compute(
-        stages.derivative_variables, jax.tree.map(jax.lax.stop_gradient, still)
-    )
-    delta = Values()
-    for local in stages.locals:
-        old, taps = local.group.old_components(env), known.pick(local.taps)
-        new = new_components(stages, local, known, old, taps)
-        moved = [x - jax.lax.stop_gradient(x) for x in new]
-        delta |= local.group.new_states(moved)
-    of_others = lambda g: env.pick(v for v in owner if owner[v] != g)
-    run = _silenced(stages, silent)
-    results = evaluate_views(
-        stages.analysed, _wanted(stages), still, of_others, delta, run
-    )
-    return _result(stages, states, results)
+    groups, dependence = stages.analysed.groups, stages.dependence
+    stop = jax.lax.stop_gradient
+    old = [v for group in groups for v in group.hidden_invars]
+    still = env | Values((v, stop(env[v])) for v in old)
+    known = stages.compute(stages.derivative_variables, jax.tree.map(stop, still))
+    delta, owner = Values(), dict[Var, int]()
+    for g, local in enumerate(stages.locals):
+        mine, taps = local.group.old_components(env), known.pick(local.taps)
+        # What passes from one new state to another is found where these are read.
+        moved = new_components(stages, local, known, mine, taps, direct=True)
+        delta |= local.group.new_states([x - stop(x) for x in moved])
+        owner |= dict.fromkeys(local.group.hidden_outvars, g)
+    # Values that read an old state directly differ between groups: each group has its
+    # own old states still. All others are computed once.
+    direct = dependence.old(stages.program.hidden)
+    run, new, common = _silenced(stages, silent), Values(), Values()
+    views = []
+    for group in groups:
+        others = env.pick(v for v in old if v not in group.hidden_invars)
+        views.append(still | others)
+    order = lambda v: dependence.producer.get(v, -1)
+    for v in sorted(owner, key=order):
+        g = owner[v]
+        views[g] = stages.compute([v], views[g] | common | new, run)
+        new[v] = views[g][v] + delta[v]
+        made = (u for u in views[g] if u in dependence.producer and u not in owner)
+        is_common = lambda u: not of(dependence.direct, u).reads & direct
+        common |= views[g].pick(filter(is_common, made))
+    wanted = _wanted(stages)
+    found = stages.compute(wanted, env | common | new, run)
+    return _result(stages, states, values_of(wanted, found))
 
 
 def _silenced(stages: Stages, silent: jax.Array | None) -> Run:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,9 @@ from ..program import StepProgram
 from .local_step import LocalProgram
 from .rewrite import part_mixed_results, split_products
 from .taps import TapEquation, find_taps
+
+if TYPE_CHECKING:
+    from .readouts import ReadoutLinks
 
 Run = Callable[[int, list[Any]], list[Any]]
 """(i, operands): the results of equation i."""
@@ -142,6 +146,13 @@ class Stages:
         self._sort()
         self._choose_kept()
         self.prepared = self._prepared_weights()
+
+    @cached_property
+    def readouts(self) -> ReadoutLinks:
+        """Read-outs and the products that lead to them; few rules need these."""
+        from .readouts import ReadoutLinks
+
+        return ReadoutLinks(self)
 
     # ------------------------------------------------------------ running a part
 

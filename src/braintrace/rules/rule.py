@@ -274,9 +274,10 @@ class Rule:
         if isinstance(trace, Coupled | CoupledWithin | RandomProjection):
             return InfluenceSolver(step, trace.influence(step))
         storage = trace if isinstance(trace, Factorised) else PerParameter()
-        given = (self.recursion, self.filter, is_traced, dtype, every_component)
         to_readouts = self.reach == 'readout' and (has_readouts or self.filter is None)
-        traces = Traces(step, storage, *given, to_readouts)
+        step = step.extend(self.filter, to_readouts)
+        given = (self.recursion, is_traced, dtype, every_component)
+        traces = Traces(step, storage, *given)
         return BlockSolver(step, traces, self.signal)
 
     def check_readouts(self, step: CompiledStep) -> None:

@@ -9,9 +9,8 @@ order in which to read:
                      blocks
     signals          what traces are multiplied by
     recursion        how the trace of a position continues from step to step, and
-                     credit in reverse; what leaky read-outs remember, as further
-                     components of traces
-    block_credit     a block as the recursion sees it, and what its credit adds
+                     credit in reverse
+    block_credit     the derivatives of a block, and what its credit adds
     traces           which traces a step has, and how they are stored
     visits           how a block advances the traces, and the gradient they give
     factors          traces held as an input part and a state part

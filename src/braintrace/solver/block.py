@@ -10,23 +10,24 @@ results of taps.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..arrays import all_zero, samples_are_split, sum_type
+from ..arrays import samples_are_split, sum_type
 from ..compiled_step import (
     Box,
     CompiledStep,
     Components,
-    Jacobian,
     Key,
     LossTerms,
     Operands,
     Tap,
     Values,
 )
+from ..derivatives import pull_back
 from .masking import FILL, Mask, finite, without_nan, zero_at
 from .solved import plus
 
@@ -114,7 +115,7 @@ class Block(NamedTuple):
     def pull(self, credit: Sequence[Components]) -> list[Values]:
         """(∂h_t/∂y)ᵀ γ_t of every group, step and tap result y that reaches a component
         of γ."""
-        return self.at_each_step(self.step.pull, list(credit))
+        return self.at_each_step(partial(pull_back, self.step), list(credit))
 
     def operands(self, tap: Tap) -> tuple[Operands, Operands]:
         """Operands of a tap that stay the same, and those of each step, finite at
@@ -133,49 +134,7 @@ class Block(NamedTuple):
         return tree if self.mask is None else zero_at(tree, self.mask.silent)
 
 
-class Derivatives(NamedTuple):
-    """Signals L, direct reads R and transitions D by group, all with t first.
-
-    ``results`` holds the one-step gradients of tap results. ``losses``: the loss of
-    each step (t,), or its terms (t, b), see :func:`losses_of_steps`.
-    """
-
-    aux: Values
-    results: Values
-    signals: list[Components]
-    reads: list[Components]
-    transitions: list[Jacobian]
-    losses: jax.Array | None = None
-
-
-def derivatives(block: Block, cotangents: Sequence[jax.Array]) -> Derivatives:
-    """Targets and derivatives inside each step of a block.
-
-    ``cotangents[i][t]`` is the cotangent of target i at step t.
-    """
-    step, constants, masked = block.step, block.constants, block.mask is not None
-
-    def one(values: Values, safe: Values, cotangents: list[jax.Array]) -> tuple:
-        targets, found = step.signals(constants, safe, cotangents)
-        outputs = step.outputs(constants, values)
-        if masked:
-            # A step without a loss contributes exactly nothing, whatever it holds.
-            found = zero_at(found, all_zero(cotangents))
-            # Derivatives were taken at other values; the losses are those of the model
-            # itself.
-            targets = [outputs[key] for key in step.targets]
-        return targets, outputs.pick(step.aux), *found
-
-    targets, aux, *found = jax.vmap(one)(block.values, block.safe, list(cotangents))
-    matrices = block.at_each_step(step.transition)
-    losses = targets[0] if targets else None
-    if terms := _split_loss(step):
-        of_step = lambda values: terms.of_step(constants, values)
-        losses = jax.vmap(of_step)(block.values)
-    return Derivatives(aux, *found, transitions=matrices, losses=losses)
-
-
-def _split_loss(step: CompiledStep) -> LossTerms | None:
+def split_loss(step: CompiledStep) -> LossTerms | None:
     """The loss by sample, if samples are split over devices."""
     return step.loss_terms if samples_are_split() else None
 
@@ -185,7 +144,7 @@ def losses_of_steps(
 ) -> jax.Array:
     """The losses of all steps of a sequence. Where samples are split over devices,
     blocks leave the terms of single samples, which are summed here at once."""
-    terms = _split_loss(step)
+    terms = split_loss(step)
     if terms is None:
         return losses
     return jax.vmap(lambda mine: terms.total(constants, mine))(losses)

@@ -8,77 +8,109 @@ taps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ..compiled_step import Box, Components, Feedback, Key, Signals, Values
-from .block import Block, Derivatives
-from .recursion import Recursion, RecursionView
+from ..arrays import all_zero
+from ..compiled_step import Box, Components, Key, Slopes, Values
+from ..derivatives import Derivatives, joint_signals, local_matrices
+from .block import Block, split_loss
+from .masking import zero_at
+from .recursion import Recursion
 from .traces import Traces
 
 
-def view_of(
+def derivatives_of(
     recursions: Sequence[Recursion],
     block: Block,
-    found: Derivatives,
-    learning: Signals,
-    feedback: Feedback | None,
-) -> RecursionView:
-    """The block as the recursion sees it; ``learning``: the signals that the rule uses.
+    cotangents: Sequence[jax.Array] | None,
+) -> Derivatives:
+    """Derivatives inside each step of a block, D as the rule has it.
 
-    ``feedback``: what replaces the weights of read-outs; None where no loss is read.
+    ``cotangents[i][t]`` is the cotangent of target i at step t; None where no loss is
+    read.
     """
-    signals, reads, matrices, all_slopes = [], [], [], []
-    true = (found.signals, found.transitions)
-    for recursion, like, jacobian, signal, read in zip(
-        recursions, *true, learning.signals, learning.reads, strict=True
-    ):
-        slopes = [block.at_each_step(m.slopes) for m in recursion.memories]
-        sent_back = []
-        if feedback is not None:
-            sent_back = [m.read(block, learning, feedback) for m in recursion.memories]
-        signals.append(recursion.reading(signal))
-        reads.append(recursion.reads(read, slopes, sent_back))
-        matrices.append(recursion.transition(jacobian, like, slopes))
-        all_slopes.append(slopes)
-    return RecursionView(signals, reads, matrices, all_slopes)
+    step, constants, masked = block.step, block.constants, block.mask is not None
+
+    def one(values: Values, safe: Values, cotangents: Any) -> Derivatives:
+        slopes: list[list[Slopes]] = [[] for _ in step.groups]
+        if step.memory_slopes is not None:
+            slopes = step.memory_slopes(constants, safe)
+        matrices, inner = [], []
+        for g, recursion in enumerate(recursions):
+            jacobian, between = local_matrices(step, g, constants, safe)
+            matrices.append(recursion.transition(jacobian, slopes[g]))
+            inner.append(between)
+        if cotangents is None:
+            none: list[Components] = [{} for _ in step.groups]
+            return Derivatives(
+                None, Values(), Values(), none, none, matrices, inner, slopes
+            )
+        targets, results, signals, reads = joint_signals(
+            step, constants, safe, cotangents, inner, slopes
+        )
+        outputs = step.outputs(constants, values)
+        if masked:
+            # A step without a loss contributes exactly nothing, whatever it holds.
+            results, signals, reads = zero_at(
+                (results, signals, reads), all_zero(cotangents)
+            )
+            # Derivatives were taken at other values; the losses are those of the model
+            # itself.
+            targets = [outputs[key] for key in step.targets]
+        losses = targets[0] if targets else None
+        aux = outputs.pick(step.aux)
+        return Derivatives(
+            losses, aux, results, signals, reads, matrices, inner, slopes
+        )
+
+    bars = None if cotangents is None else list(cotangents)
+    length = block.length
+    found = jax.vmap(one, axis_size=length)(block.values, block.safe, bars)
+    if cotangents is not None and (terms := split_loss(step)):
+        of_step = lambda values: terms.of_step(constants, values)
+        found = found._replace(losses=jax.vmap(of_step)(block.values))
+    return found
 
 
-def silent_view(recursions: Sequence[Recursion], block: Block) -> RecursionView:
-    """The same for a block without a loss."""
-    groups, silent = block.step.groups, []
-    for group in groups:
-        zero = lambda dtype, group=group: jnp.zeros((block.length, *group.shape), dtype)
-        silent.append({i: zero(dtype) for i, dtype in enumerate(group.dtypes)})
-    matrices = block.at_each_step(block.step.transition)
-    signals = Signals(Values(), silent, [{} for _ in groups])
-    found = Derivatives(Values(), *signals, matrices)
-    return view_of(recursions, block, found, signals, None)
+def as_read(
+    recursions: Sequence[Recursion],
+    found: Derivatives,
+    signals: Sequence[Components],
+    reads: Sequence[Components],
+) -> Derivatives:
+    """The derivatives with the signals that a rule uses, by the components that they
+    read."""
+    by_component = lambda every: [
+        recursion.reading(mine)
+        for recursion, mine in zip(recursions, every, strict=True)
+    ]
+    return found._replace(signals=by_component(signals), reads=by_component(reads))
 
 
 def local_gradients(
     traces: Traces,
     block: Block,
     found: Derivatives,
-    view: RecursionView,
+    used: Derivatives,
     credit: list[Components],
     is_plain: bool,
 ) -> list[Values]:
     """By group, what its credit adds to the one-step gradients of tap results.
 
-    ``is_plain``: traces follow D and the true signal reads them. The one-step gradients
-    hold this signal already, so only γ is added.
+    ``is_plain``: the true signal reads the traces. The one-step gradients hold this
+    signal already, so only γ is added. ``used``: the derivatives with the rule's own.
     """
     fold = lambda values: [
         recursion.folded(mine, slopes)
         for recursion, mine, slopes in zip(
-            traces.recursions, values, view.link_slopes, strict=True
+            traces.recursions, values, used.slopes, strict=True
         )
     ]
     added = fold(credit)
     if not is_plain:
-        added = _in_place_of_true(found.signals, added, fold(view.signals))
+        added = _in_place_of_true(fold(found.signals), added, fold(used.signals))
     # Parameters without a trace get their one-step gradient only.
     traced = traces.traced_results
     of_traced = [
@@ -99,7 +131,9 @@ def _in_place_of_true(
     for own, total, signal in zip(true, credit, signals, strict=True):
         for i, x in signal.items():
             total[i] = total[i] + x if i in total else x
-        added.append({i: total[i] - x if i in total else -x for i, x in own.items()})
+        for i, x in own.items():
+            total[i] = total[i] - x if i in total else -x
+        added.append(total)
     return added
 
 
@@ -122,7 +156,7 @@ def less_factorised(
         site = traces.sites[n].site
         g, y = site.group, site.result
         local[g].pop(y, None)
-        if y in results:
+        if y in results and y in now[g]:
             local[g][y] = -now[g][y]
     return results, boxes
 
@@ -130,13 +164,18 @@ def less_factorised(
 def credit_at_start(
     recursions: Sequence[Recursion], block: Block, credit: Sequence[Components]
 ) -> list[Components]:
-    """Credit of states before a window, with that of what read-outs remember."""
+    """Credit of states before a window, with that of what read-outs remember: the
+    credit of a read-out's old state is a direct read of its memory."""
+    step = block.step
     found = [dict(mine) for mine in credit]
-    add_time = lambda tree: jax.tree.map(lambda x: x[None], tree)
-    zeros = [{i: jnp.zeros_like(x) for i, x in mine.items()} for mine in credit]
-    given = Signals(Values(), add_time(zeros), add_time(list(credit)))
+    if step.memory_signals is None:
+        return found
+    first = jax.tree.map(lambda x: x[0], block.values)
+    none: list[Components] = [{} for _ in step.groups]
+    _, reads = step.memory_signals(block.constants, first, {}, none, found, {})
+    for mine, read in zip(found, reads, strict=True):
+        mine.update(read)
     for recursion, mine in zip(recursions, found, strict=True):
-        if recursion.memories:
-            for n, memory in recursion.numbered:
-                mine[n] = memory.read(block.first, given, {}).every[0]
+        for n, zero in recursion.zero_credit().items():
+            mine.setdefault(n, zero)
     return found

@@ -20,10 +20,9 @@ import jax.numpy as jnp
 
 from ..arrays import bytes_of
 from ..compiled_step import Box, CompiledStep, Components, Jacobian, Key, Values
+from ..derivatives import Derivatives
 from .block import (
     Block,
-    Derivatives,
-    derivatives,
     forward,
     length_of,
     losses_of_steps,
@@ -31,9 +30,9 @@ from .block import (
     weight_gradients,
     with_new_states,
 )
-from .block_credit import less_factorised, local_gradients, view_of
+from .block_credit import as_read, derivatives_of, less_factorised, local_gradients
 from .masking import Mask
-from .recursion import JacobianRecursion, RecursionView, backward_credit, no_credit
+from .recursion import backward_credit, no_credit
 from .signals import Modulated, RandomFeedback, SignalInputs, Symmetric
 from .solved import Solved, WeightSums, add
 from .traces import Trace, Traces
@@ -57,7 +56,7 @@ class _SolvedBlock(NamedTuple):
     """
 
     found: Derivatives
-    view: RecursionView
+    used: Derivatives
     credit: list[Components]
     total: Values
     y_bars: Values
@@ -158,10 +157,9 @@ class BlockSolver:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether traces follow D, and the true signal reads them as they are."""
-        unfiltered = self.traces.kappa is None or self.traces.to_readouts
-        follow = isinstance(self.traces.kind, JacobianRecursion)
-        return follow and unfiltered and isinstance(self.signal, Symmetric)
+        """Whether the true signal reads the traces of the states themselves."""
+        filtered = any(group.filtered for group in self.step.groups)
+        return not filtered and isinstance(self.signal, Symmetric)
 
     def solve_block(
         self,
@@ -185,7 +183,7 @@ class BlockSolver:
         # What the losses of the block give, then the traces: γ_0 · ε_0, and ε_K.
         solved = self._in_reverse(block, cotangents, rule_state, None, total)
         given = (traces, solved.total, solved.credit, solved.y_bars)
-        traces, total = advance(self.traces, block, solved.view, *given)
+        traces, total = advance(self.traces, block, solved.used, *given)
         return (last, traces, total), solved.found
 
     def _in_reverse(
@@ -202,10 +200,10 @@ class BlockSolver:
         visited after this block.
         """
         traces_of = self.traces
-        # L, R and D of every step, and the same as the rule's recursion sees them.
-        found = derivatives(block, cotangents)
+        # L, R and D of every step, and the same with the signals that the rule uses.
+        found = derivatives_of(traces_of.recursions, block, cotangents)
         given = SignalInputs(block, found, cotangents, traces_of, rule_state)
-        view = view_of(traces_of.recursions, block, found, *self.signal(given))
+        used = as_read(traces_of.recursions, found, *self.signal(given))
         # γ_{t-1} = D_tᵀ (L_t + γ_t) + R_t back to the start, and (∂h_t/∂y_t)ᵀ γ_t.
         first: list[Components] = credit or []
         local: list[Values] = [Values() for _ in self.step.groups]
@@ -213,8 +211,8 @@ class BlockSolver:
         # factors needs no credit.
         if traces_of.has_block_traces or not self.is_plain:
             last = no_credit(traces_of.recursions) if credit is None else credit
-            every, first = backward_credit(view, block, last)
-            local = local_gradients(traces_of, block, found, view, every, self.is_plain)
+            every, first = backward_credit(used, block, last)
+            local = local_gradients(traces_of, block, found, used, every, self.is_plain)
         # One product for each weight.
         results, y_bars = found.results, Values()
         boxes: Mapping[Key, Box | None] = {}
@@ -224,7 +222,7 @@ class BlockSolver:
             y_bars = summed_in_visits(traces_of, block, results, local)
         gradients = weight_gradients(block, results, local, boxes, y_bars)
         total = add(add(total, self.sums.of_constants(cotangents)), gradients)
-        return _SolvedBlock(found, view, first, total, y_bars)
+        return _SolvedBlock(found, used, first, total, y_bars)
 
     # ------------------------------------------------------------ whole sequences
 
@@ -292,7 +290,7 @@ class BlockSolver:
             if drives:
                 # P continues in the same way, because the traces are advanced once,
                 # after the span.
-                driven, products = drive(self.traces, now, solved.view, products)
+                driven, products = drive(self.traces, now, solved.used, products)
             carry = (solved.credit, products, solved.total, dead)
             return carry, (solved.found.losses, solved.found.aux, driven)
 

@@ -17,11 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays import all_zero
-from ..compiled_step import CompiledStep, Feedback, Signals, Values
+from ..compiled_step import CompiledStep, Components, Jacobian, Slopes, Values
+from ..derivatives import Derivatives, joint_signals
 from ..errors import CompilationError, three_parts
-from .block import Block, Derivatives
+from .block import Block
 from .masking import zero_at
 from .traces import Traces
+
+Signals = tuple[list[Components], list[Components]]
+"""What multiplies the new traces and the old ones, by group and component."""
 
 
 class SignalInputs(NamedTuple):
@@ -41,10 +45,9 @@ class SignalInputs(NamedTuple):
 class Symmetric:
     """The derivative of the loss."""
 
-    def __call__(self, given: SignalInputs) -> tuple[Signals, Feedback]:
-        """The signals of a block; no weights are replaced."""
-        found = given.found
-        return Signals(found.results, found.signals, found.reads), {}
+    def __call__(self, given: SignalInputs) -> Signals:
+        """L and R of a block."""
+        return given.found.signals, given.found.reads
 
 
 @dataclass(frozen=True)
@@ -59,18 +62,27 @@ class RandomFeedback:
     weights: Callable[[int, tuple[int, ...], Any], jax.Array]
     align: float | None = None
 
-    def __call__(self, given: SignalInputs) -> tuple[Signals, Feedback]:
-        """The signals of a block, and the weights back from every read-out."""
-        block, readouts = given.block, given.block.step.readouts
-        weights = [block.constants[key] for key in readouts.values()]
+    def __call__(self, given: SignalInputs) -> Signals:
+        """L and R of a block, with other weights back from every read-out."""
+        block, found, step = given.block, given.found, given.block.step
+        weights = [block.constants[key] for key in step.readouts.values()]
         back = self._back(weights, given.rule_state)
-        feedback = dict(zip(readouts, back, strict=True))
+        feedback = dict(zip(step.readouts, back, strict=True))
 
-        def one(constants: Values, values: Values, bars: list[jax.Array]) -> Signals:
-            found = block.step.signals(constants, values, bars, feedback)
-            return zero_at(found[1], all_zero(bars))
+        def one(
+            constants: Values,
+            values: Values,
+            bars: list[jax.Array],
+            inner: list[Jacobian],
+            slopes: list[list[Slopes]],
+        ) -> Signals:
+            _, _, signals, reads = joint_signals(
+                step, constants, values, bars, inner, slopes, feedback
+            )
+            return zero_at((signals, reads), all_zero(bars))
 
-        return block.at_each_step(one, list(given.cotangents)), feedback
+        cotangents = list(given.cotangents)
+        return block.at_each_step(one, cotangents, found.inner, found.slopes)
 
     def _back(self, weights: Sequence[Any], rule_state: Any) -> list[jax.Array]:
         """What is in place of each of the weights now."""
@@ -108,25 +120,26 @@ class Modulated:
     """A modulator in place of the derivative of the loss: ``rule_state``, or the step's
     own."""
 
-    def __call__(self, given: SignalInputs) -> tuple[Signals, Feedback]:
-        """The signals of a block; direct reads have none."""
-        step, found, rule_state = given.block.step, given.found, given.rule_state
+    def __call__(self, given: SignalInputs) -> Signals:
+        """The modulator at all states of a block; direct reads have none."""
+        step, rule_state = given.block.step, given.rule_state
         length = given.block.length
         if step.modulator is None:
             modulator = jnp.broadcast_to(rule_state, (length, *jnp.shape(rule_state)))
         else:
             modulator = given.block.at_each_step(step.modulator)
         weights = given.cotangents[0] if step.is_loss else jnp.ones(length)
-        groups = {group for group, _ in given.traces.traced_results}
-        signals = []
-        for g, like in enumerate(found.signals):
-            mine = {
-                i: at_positions(modulator, x[0].shape, weights).astype(x.dtype)
-                for i, x in like.items()
-                if g in groups
-            }
-            signals.append(mine)
-        return Signals(found.results, signals, [{} for _ in found.reads]), {}
+        traced = {group for group, _ in given.traces.traced_results}
+        signals: list[Components] = []
+        for g, group in enumerate(step.groups):
+            types = enumerate(group.dtypes) if g in traced else ()
+            signals.append(
+                {
+                    i: at_positions(modulator, group.shape, weights).astype(dtype)
+                    for i, dtype in types
+                }
+            )
+        return signals, [{} for _ in step.groups]
 
 
 def at_positions(

@@ -24,7 +24,7 @@ from ..compiled_step import (
     TraceLayout,
 )
 from .factors import FactorLayout
-from .recursion import JacobianRecursion, Recursion, ScalarLeak, recursions_of
+from .recursion import JacobianRecursion, Recursion, ScalarLeak
 
 Trace = list[Any]
 """One entry a site: components of ε, or a :class:`FactorTrace`."""
@@ -68,25 +68,23 @@ class Traces:
     ``is_traced(tap)``: whether the parameters of a tap are traced; the others keep
     their one-step gradient. ``dtype``: how traces are stored, if not in the precision
     of the results. ``every_component``: credit may come back to every old state, even
-    to those that no later local step reads (exact windows). ``to_readouts``: traces
-    hold what leaky read-outs remember, with ``kappa`` in place of the read-outs' own
-    decays if it is given; otherwise ``kappa`` is a filter of all that signals read.
+    to those that no later local step reads (exact windows).
     """
 
     step: CompiledStep
     storage: PerParameter | Factorised
     kind: JacobianRecursion | ScalarLeak
-    kappa: float | None = None
     is_traced: Callable[[Tap], bool] = lambda tap: True
     dtype: Any = None
     every_component: bool = False
-    to_readouts: bool = False
 
     @cached_property
     def recursions(self) -> tuple[Recursion, ...]:
         """The recursion of every group."""
-        given = (self.kind, self.kappa, self.every_component, self.to_readouts)
-        return recursions_of(self.step, *given)
+        return tuple(
+            Recursion(group, self.kind, self.every_component)
+            for group in self.step.groups
+        )
 
     @cached_property
     def traced_results(self) -> frozenset[tuple[int, Key]]:

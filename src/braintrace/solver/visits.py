@@ -13,6 +13,7 @@ have no such form and take part in every step of the block.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,11 +30,11 @@ from ..compiled_step import (
     SummingLayout,
     Values,
 )
+from ..derivatives import Derivatives, slopes_at_positions
 from .block import Block
-from .block_credit import silent_view
+from .block_credit import derivatives_of
 from .factors import FactorLayout, FactorTrace
 from .masking import finite, zero_at
-from .recursion import RecursionView
 from .solved import add
 from .traces import Trace, TracedSite, Traces
 
@@ -61,7 +62,7 @@ class _NoSteps(Values):
 def advance(
     traces_of: Traces,
     block: Block,
-    view: RecursionView,
+    found: Derivatives,
     traces: Trace,
     total: Values,
     credit: Sequence[Components],
@@ -72,10 +73,10 @@ def advance(
     ``credit``: γ_0. ``y_bars``: gradients of results that the visits also sum.
     """
     if traces_of.factorised:
-        traces, total = _advance_factors(traces_of, block, view, traces, total)
+        traces, total = _advance_factors(traces_of, block, found, traces, total)
     if not traces_of.has_block_traces:
         return traces, total
-    driven, products = drive(traces_of, block, view)
+    driven, products = drive(traces_of, block, found)
     dead = None if block.mask is None else block.mask.dead[0]
     given = (block.constants, traces, driven, products, total, credit, dead, y_bars)
     return visit(traces_of, *given)
@@ -84,7 +85,7 @@ def advance(
 def drive(
     traces_of: Traces,
     block: Block,
-    view: RecursionView,
+    found: Derivatives,
     after: Sequence[Jacobian] | None = None,
 ) -> tuple[list[Driven], list[Jacobian]]:
     """What the steps of a block add to each trace, and P_0 by group.
@@ -96,7 +97,7 @@ def drive(
     follows: Sequence[Jacobian | None] = after or [None] * len(recursions)
     products, cotangents = [], []
     for recursion, matrix, later, slopes in zip(
-        recursions, view.transitions, follows, view.link_slopes, strict=True
+        recursions, found.transitions, follows, found.slopes, strict=True
     ):
         to_end, whole = recursion.products(matrix, later, block.length)
         products.append(whole)
@@ -172,7 +173,7 @@ def _add_gradient(
 def _advance_factors(
     traces_of: Traces,
     block: Block,
-    view: RecursionView,
+    found: Derivatives,
     traces: Trace,
     total: Values,
 ) -> tuple[Trace, Values]:
@@ -183,9 +184,10 @@ def _advance_factors(
     operands = {n: _operands(sites[n], block) for n in layouts}
     # The pull-back of a cotangent of ones is ∂h_s/∂y of every step.
     units = []
-    for group, signals in zip(block.step.groups, view.signals, strict=True):
-        one = lambda x, group=group: jnp.ones((block.length, *group.shape), x.dtype)
-        units.append({s: {s: one(x)} for s, x in signals.items()})
+    for group in block.step.groups:
+        shape = (block.length, *group.shape)
+        types = enumerate(group.dtypes)
+        units.append({s: {s: jnp.ones(shape, dtype)} for s, dtype in types})
     rows = _rows(block, units)
     drives, here = {}, {}
     for n, layout in layouts.items():
@@ -194,7 +196,7 @@ def _advance_factors(
         drives[n] = layout.drive(*operands[n], mine, block.length)
         if owner[n] == n:
             g = site.group
-            here[n] = (view.signals[g], view.reads[g], view.transitions[g])
+            here[n] = (found.signals[g], found.reads[g], found.transitions[g])
             if layout.is_large:
                 here[n] = jax.vmap(layout.here)(here[n])
 
@@ -208,8 +210,8 @@ def _advance_factors(
             x, mine = drives[n]
             after = traces_of.recursions[site.group].after(site.result) if owns else ()
             mover = layouts[owner[n]]
-            found = here[owner[n]]
-            signals, reads, matrices = found if mover.is_large else mover.here(found)
+            now = here[owner[n]]
+            signals, reads, matrices = now if mover.is_large else mover.here(now)
             moved = layout.advance(trace, x, mine, matrices, after)
             stored = {s: moved.f[s].astype(f.dtype) for s, f in trace.f.items()}
             carry[n] = moved._replace(f=stored)
@@ -223,8 +225,8 @@ def _advance_factors(
         return carry, (y_bars, xs)
 
     start = {n: traces[n] for n in layouts}
-    found: Any = jax.lax.scan(one_step, start, (drives, here))
-    last, (all_y_bars, all_xs) = found
+    scanned: Any = jax.lax.scan(one_step, start, (drives, here))
+    last, (all_y_bars, all_xs) = scanned
     new = list(traces)
     for n, layout in layouts.items():
         new[n] = last[n]
@@ -247,9 +249,9 @@ def advance_silently(
 
     ``credit``: γ_0 of the reverse pass through a window; ignored if the block is dead.
     """
-    view = silent_view(traces_of.recursions, block)
+    found = derivatives_of(traces_of.recursions, block, None)
     credit = [{} for _ in block.step.groups] if credit is None else credit
-    return advance(traces_of, block, view, traces, total, credit)
+    return advance(traces_of, block, found, traces, total, credit)
 
 
 def add_factor_gradients(
@@ -301,8 +303,9 @@ def _rows(
         for g, mine in enumerate(bars):
             for y, bar in mine.items() if s in cotangents[g] else ():
                 found[g].setdefault(y, {})[s] = bar
-    if step.shared_slopes is not None and any(group.shared for group in step.groups):
-        for g, mine in enumerate(block.at_each_step(step.shared_slopes)):
+    if any(group.shared for group in step.groups):
+        slopes = partial(slopes_at_positions, step)
+        for g, mine in enumerate(block.at_each_step(slopes)):
             for y, by_component in mine.items():
                 found[g][y] = _at_positions(cotangents[g], by_component)
     return found

@@ -16,7 +16,6 @@ from braintrace.compiled_step import (
     CompiledGroup,
     CompiledSite,
     CompiledStep,
-    Signals,
     Tap,
     Values,
 )
@@ -85,7 +84,6 @@ class HandWritten:
         news = [f'new {name}' for name in names]
         results = [result for t in self.taps for result in t.results]
         old = lambda values: [values[name] for name in names]
-        ys = lambda values: [values[result] for result in results]
 
         def advance(constants, values):
             found = self.drives(constants, values['x'], old(values))
@@ -98,34 +96,15 @@ class HandWritten:
             at = [values[name] for name in news]
             return Values({'loss': self.loss(constants, at, values['target'])})
 
-        def signals(constants, values, cotangents, feedback=()):
-            at = [values[name] for name in news]
-            loss, pull = jax.vjp(
-                lambda h: self.loss(constants, h, values['target']), at
-            )
-            (signal,) = pull(cotangents[0].astype(loss.dtype))
-            _, back = jax.vjp(lambda found: self.new(old(values), found), ys(values))
-            (bars,) = back(signal)
-            return [loss], Signals(
-                Values(zip(results, bars, strict=True)), [dict(enumerate(signal))], [{}]
-            )
+        def local(g, constants, values, old, delta, taps):
+            new = self.new(old, [taps[result] for result in results])
+            assert delta is None  # no new state reads another
+            return new
 
-        def transition(constants, values):
-            found = {}
-            for i in range(len(names)):
-                row = lambda h, i=i: jnp.sum(self.new(h, ys(values))[i])
-                for j, d in enumerate(jax.grad(row)(old(values))):
-                    if (i, j) in self.pattern:
-                        found[i, j] = d
-            return [found]
-
-        def pull(constants, values, credit):
-            reached = [y for y in results if set(self.reached[y]) & set(credit[0])]
-            _, back = jax.vjp(lambda found: self.new(old(values), found), ys(values))
-            bars = [credit[0].get(i, jnp.zeros((B, H))) for i in range(len(names))]
-            (found,) = back(bars)
-            by_result = dict(zip(results, found, strict=True))
-            return [Values((y, by_result[y]) for y in reached)]
+        def joint(constants, values, old_read, delta, taps, feedback):
+            new = self.new(old(values), [taps[result] for result in results])
+            moved = [h + delta[0].get(i, 0.0) for i, h in enumerate(new)]
+            return [self.loss(constants, moved, values['target'])]
 
         def run(parameters, states, inputs, silent=None):
             found = self.drives(parameters, inputs['x'], old(states))
@@ -138,6 +117,8 @@ class HandWritten:
             shape=(B, H),
             dtypes=(jnp.float32,) * len(names),
             pattern=self.pattern,
+            inner=frozenset(),
+            signalled=frozenset(range(len(names))),
             direct=frozenset(),
             reached=self.reached,
             components=old,
@@ -166,9 +147,9 @@ class HandWritten:
             advance=advance,
             complete=lambda constants, values: values,
             outputs=outputs,
-            signals=signals,
-            transition=transition,
-            pull=pull,
+            local=local,
+            joint=joint,
+            extend=lambda kappa, to_readouts: None,  # no memories here
             run=run,
             run_deep=run,
             run_open=lambda *given: run(*given)[0],
