@@ -79,7 +79,6 @@ TESTS = {
         'graph/test_compiler.py',
     ],
     'lowering': [
-        'unit/lowering',
         'gradients/test_engine.py',
         *NUMBERS,
         'gradients/test_cut_signals.py',

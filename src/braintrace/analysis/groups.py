@@ -70,12 +70,15 @@ class Group:
     def old_components(self, values: Mapping[Var, Any]) -> list[jax.Array]:
         return self.components([values[v] for v in self.hidden_invars])
 
+    def from_components(self, components: Sequence[jax.Array]) -> list[jax.Array]:
+        return states_of(components, self._avals, self._trailing)
+
     def old_states(self, components: Sequence[jax.Array]) -> Values:
-        states = states_of(components, self._avals, self._trailing)
+        states = self.from_components(components)
         return Values(zip(self.hidden_invars, states, strict=True))
 
     def new_states(self, components: Sequence[jax.Array]) -> Values:
-        states = states_of(components, self._avals, self._trailing)
+        states = self.from_components(components)
         return Values(zip(self.hidden_outvars, states, strict=True))
 
 

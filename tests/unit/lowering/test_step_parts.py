@@ -223,7 +223,7 @@ def test_signals_of_a_state_that_is_the_result_of_a_product(x64):
         new_h = 0.9 * h['h'] + jnp.tanh(u + 0.5 * h['u'])
         return jnp.sum(new_h**2) + jnp.sum(u**3), {'h': new_h, 'u': u}
 
-    lowered = Lowered(step, {'in': (I, H)}, {n: (B, H) for n in 'hu'})
+    lowered = Lowered(step, {'in': (I, H)}, dict.fromkeys('hu', (B, H)))
     (group,) = lowered.stages.analysed.groups
     (w, h), values = lowered.given, lowered.values()
     u = X @ w['in']
