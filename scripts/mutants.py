@@ -3,6 +3,7 @@
     python scripts/mutants.py --record               which test reaches which change
     python scripts/mutants.py                        run all changes, for hours
     python scripts/mutants.py --part 1/10 --resume   a tenth, without what has run
+    python scripts/mutants.py --again                what survived so far
     python scripts/mutants.py --only solver/block    those of files whose path has this
     python scripts/mutants.py --key 1a2b3c4d         those whose key has this
     python scripts/mutants.py --tests tests/graph    by these tests alone
@@ -70,6 +71,9 @@ RECORDED = (
     'texts/test_errors.py',
 )
 """Places in ``tests`` whose daily tests are recorded and run."""
+ON_DEVICES = 'tests/devices/test_devices.py'
+"""Its tests run on eight devices, in a process of their own, not through the test that
+starts such a process."""
 
 
 EQUIVALENT: dict[str, str] = {}
@@ -495,6 +499,10 @@ class Plugin:
 
 def run_tests(copied: Path, tests: list[str], plugins: list[Any]) -> int:
     """In a child: pytest on a copy of the source; the number is its exit code."""
+    import jax
+
+    if any(test.startswith(ON_DEVICES) for test in tests):
+        jax.config.update('jax_num_cpu_devices', 8)
     os.chdir(ROOT)
     sys.path.insert(0, str(copied))
     os.environ['PYTHONPATH'] = str(copied)
@@ -556,6 +564,9 @@ def in_child(
     return {0: 'passed', 5: 'passed'}.get(code, 'failed'), last, begun
 
 
+PASSED: tuple[str, str, list[str]] = ('passed', '', [])
+
+
 def verdict(
     mutant: Mutant, tests: list[str], copied: Path, seconds: float
 ) -> dict[str, Any]:
@@ -566,8 +577,14 @@ def verdict(
     path.write_text(mutant.of(source))
     for cached in path.parent.glob(f'__pycache__/{path.stem}.*'):
         cached.unlink()  # a change of the same size in the same second
+    ran: list[str] = []
+    on_devices = [test for test in tests if test.startswith(ON_DEVICES)]
     try:
-        state, line, ran = in_child(copied, tests, seconds)
+        for some in ([test for test in tests if test not in on_devices], on_devices):
+            state, line, begun = in_child(copied, some, seconds) if some else PASSED
+            ran += begun
+            if state != 'passed':
+                break
     finally:
         path.write_text(source)
     return {
@@ -625,15 +642,20 @@ def check(mutants: list[Mutant], copied: Path) -> None:
     print(f'{len(killed)} mutants by {len(tests)} tests: {state} {line}')
 
 
+def is_left(mutant: Mutant, done: dict[str, dict[str, Any]]) -> bool:
+    """Whether no test found a mutant that ran, or none in time."""
+    state = done.get(mutant.key, {}).get('state', 'killed')
+    return state != 'killed' and mutant.key not in EQUIVALENT
+
+
 def survivors(mutants: list[Mutant]) -> list[str]:
-    """Those that no test found, or not in time, as texts."""
-    done, found = results(), []
-    for m in mutants:
-        result = done.get(m.key, {})
-        state = result.get('state', 'killed')
-        if state != 'killed' and m.key not in EQUIVALENT:
-            found.append(f'{state}  {m.file}:{m.line}  {m.kind}  {m.key}\n{m.diff()}')
-    return found
+    """Those that are left, as texts."""
+    done = results()
+    return [
+        f'{done[m.key]["state"]}  {m.file}:{m.line}  {m.kind}  {m.key}\n{m.diff()}'
+        for m in mutants
+        if is_left(m, done)
+    ]
 
 
 def main() -> None:
@@ -641,9 +663,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--part', default='1/1', help='1/10: every tenth')
     parser.add_argument('--most', type=int, help='no more than so many')
-    parser.add_argument('--only', default='', help='a part of the path of files')
+    parser.add_argument('--only', nargs='*', help='parts of the paths of files')
+    parser.add_argument('--without', nargs='*', default=(), help='the same')
     parser.add_argument('--key', nargs='*', help='parts of keys')
     parser.add_argument('--resume', action='store_true', help='only what has not run')
+    parser.add_argument('--again', action='store_true', help='only what survived')
     parser.add_argument('--tests', nargs='*', help='in place of those of the record')
     parser.add_argument('--seconds', type=float, default=60, help='most for a mutant')
     parser.add_argument('--record', action='store_true', help='run no mutant')
@@ -652,7 +676,10 @@ def main() -> None:
     parser.add_argument('--survivors', action='store_true', help='run nothing')
     given = parser.parse_args()
     first, parts = map(int, given.part.split('/'))
-    mutants = [m for m in chosen() if given.only in m.file]
+    mutants = chosen()
+    if given.only:
+        mutants = [m for m in mutants if any(part in m.file for part in given.only)]
+    mutants = [m for m in mutants if not any(part in m.file for part in given.without)]
     if given.key:
         mutants = [m for m in mutants if any(part in m.key for part in given.key)]
     if not given.record:
@@ -660,9 +687,11 @@ def main() -> None:
     if given.survivors:
         print('\n\n'.join(survivors(mutants)))
         return
+    done = results()
     if given.resume and not given.record:
-        done = results()
         mutants = [m for m in mutants if m.key not in done]
+    if given.again:
+        mutants = [m for m in mutants if is_left(m, done)]
     mutants = mutants[: given.most]
     if given.list:
         for m in mutants:
