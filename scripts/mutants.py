@@ -48,7 +48,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -437,7 +437,11 @@ def recorded() -> list[dict[str, Any]]:
     if not RECORD.exists():
         raise SystemExit('No record: run --record first.')
     lines = map(json.loads, RECORD.read_text().splitlines())
-    return [x for x in {x['test']: x for x in lines}.values() if x['passed']]
+    found = [x for x in {x['test']: x for x in lines}.values() if x['passed']]
+    for file in {x['test'].partition('::')[0] for x in found}:
+        if not (ROOT / file).exists():
+            raise SystemExit(f'{file} is not there any more: run --record again.')
+    return found
 
 
 def tests_of(mutant: Mutant, record: list[dict[str, Any]], most: float) -> list[str]:
@@ -518,7 +522,11 @@ OWN_FAULT = 99
 
 
 def in_child(
-    copied: Path, tests: list[str], seconds: float, note: bool = False
+    copied: Path,
+    tests: list[str],
+    seconds: float,
+    *options: str,
+    note: bool = False,
 ) -> tuple[str, str, list[str]]:
     """Whether tests pass, fail or take too long, what the first that fails prints, and
     the tests that were begun."""
@@ -535,7 +543,8 @@ def in_child(
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             plugins = [Plugin(tests, ran), *([Record()] if note else [])]
-            code = run_tests(copied, tests if note else ['-x', *tests], plugins)
+            # In the order of paths, as all tests are: modules of tests extend sys.path.
+            code = run_tests(copied, [*options, *sorted(tests)], plugins)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -556,11 +565,10 @@ def in_child(
         return 'timeout', '', begun
     code = os.waitstatus_to_exitcode(status)
     lines = log.read_text(errors='replace').splitlines()
-    # A module of tests that cannot be imported gives 'found no collectors'.
-    if code == OWN_FAULT or any(x.startswith('ERROR: not found') for x in lines):
+    if code == OWN_FAULT:
         raise SystemExit('\n'.join(lines))
     failed = [x for x in lines if x.startswith(('FAILED', 'ERROR'))]
-    last = (failed or lines or [''])[-1][:200]
+    last = (failed or lines[-1:] or [''])[0][:200]
     return {0: 'passed', 5: 'passed'}.get(code, 'failed'), last, begun
 
 
@@ -581,15 +589,18 @@ def verdict(
     on_devices = [test for test in tests if test.startswith(ON_DEVICES)]
     try:
         for some in ([test for test in tests if test not in on_devices], on_devices):
-            state, line, begun = in_child(copied, some, seconds) if some else PASSED
+            state, line, begun = PASSED
+            if some:
+                state, line, begun = in_child(copied, some, seconds, '-x')
             ran += begun
             if state != 'passed':
                 break
     finally:
         path.write_text(source)
+    states = {'passed': 'survived' if ran else 'unreached', 'failed': 'killed'}
     return {
         'key': mutant.key,
-        'state': {'passed': 'survived', 'failed': 'killed'}.get(state, state),
+        'state': states.get(state, state),
         'by': '' if state == 'passed' else line,
         'ran': ran,
         'seconds': round(time.monotonic() - started, 1),
@@ -632,13 +643,17 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 def check(mutants: list[Mutant], copied: Path) -> None:
-    """Run every test that killed a mutant once more, without a change."""
+    """Run every test that killed a mutant once more, without a change.
+
+    A mutant that is found before any test began, by an error of an import, stands for
+    all tests that it would have run: they must be there.
+    """
     done = results()
     killed = [
         done[m.key] for m in mutants if done.get(m.key, {}).get('state') == 'killed'
     ]
     tests = sorted({result['ran'][-1] for result in killed if result['ran']})
-    state, line, _ = in_child(copied, tests, 7200)
+    state, line, _ = in_child(copied, tests, 7200, '-x')
     print(f'{len(killed)} mutants by {len(tests)} tests: {state} {line}')
 
 
