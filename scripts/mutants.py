@@ -35,6 +35,7 @@ import ast
 import builtins
 import contextlib
 import copy
+import dataclasses
 import difflib
 import importlib
 import json
@@ -48,7 +49,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,32 @@ ON_DEVICES = 'tests/devices/test_devices.py'
 starts such a process."""
 
 
-EQUIVALENT: dict[str, str] = {}
+ANY_FACTOR = 'only which derivatives are not zero is read: any factor will do'
+AT_THE_LIMIT = 'both ways give the same numbers, and at the limit none is the faster'
+HINT = 'a hint for the processor or the compiler, which changes no number'
+EQUIVALENT: dict[str, str] = {
+    'operations/dense_traces.py:SharedTrace._leading:02a80c90': (
+        'NumPy takes any negative number in reshape as the size that is left'
+    ),
+    'operations/elementwise.py:_select_labels:ca70c9ca': (
+        'NumPy compares True and False with 1 and 0 as it does 1 and 0'
+    ),
+    'operations/labels.py:gather_back:f9c0faf0': (
+        'np.where of int32 arrays and Python numbers is int32 since NumPy 2'
+    ),
+    'lowering/run.py:_changing:1d71c1ce': ANY_FACTOR,
+    'solver/sequence.py:BlockSolver.evolve:cbcdab17': (
+        'a sequence without a loss has no losses that anything reads'
+    ),
+    'operations/sparse_weights.py:SynapseTrace._is_visited_by_row:b43a10f3': (
+        AT_THE_LIMIT
+    ),
+    'operations/synapses.py:_is_turned:2f0c9593': AT_THE_LIMIT,
+    'operations/kernels/dense_visit.py:visit:afcf36b2': AT_THE_LIMIT,
+    'operations/kernels/transpose.py:transposed:6e9ce254': AT_THE_LIMIT,
+    'operations/kernels/native.py:Buffer.prefetch:6396f50c': HINT,
+    'operations/kernels/row_visit.py:_VisitByRow._ask_for_column:9ed7c7d9': HINT,
+}
 """Mutants that change nothing that a test can see: key and reason."""
 
 # ---------------------------------------------------------------- changes
@@ -320,7 +346,16 @@ def all_changes() -> dict[str, list[Mutant]]:
 
 
 def chosen(count: int = COUNT) -> list[Mutant]:
-    """The mutants: of every file a share by its size, chosen by checksum."""
+    """The mutants: of every file a share by its size, chosen by checksum.
+
+    That Python can read every possible change takes a quarter of a minute to find out,
+    so the list is kept until a source changes.
+    """
+    files = [*SOURCE.rglob('*.py'), Path(__file__)]
+    now = zlib.crc32(b''.join(path.read_bytes() for path in sorted(files)))
+    kept = RESULTS.parent / f'mutants_{now:08x}_{count}.json'
+    if kept.exists():
+        return [Mutant(*fields) for fields in json.loads(kept.read_text())]
     every = all_changes()
     total = sum(map(len, every.values()))
     found: list[Mutant] = []
@@ -329,7 +364,10 @@ def chosen(count: int = COUNT) -> list[Mutant]:
         checksum = lambda m: zlib.crc32(m.key.encode()[::-1])
         found += sorted(mutants, key=checksum)[:share]
     # So that any part of the list has mutants of all files.
-    return sorted(found, key=lambda m: zlib.crc32(m.key.encode()))
+    found.sort(key=lambda m: zlib.crc32(m.key.encode()))
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text(json.dumps([dataclasses.astuple(m) for m in found]))
+    return found
 
 
 # ---------------------------------------------------------------- which tests

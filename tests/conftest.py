@@ -49,6 +49,7 @@ SMALLER = {'test_holds_here': 32, 'test_reference': 64}
 """Tests of very many cases, of which a smaller part than a twenty-fourth runs daily."""
 
 ALSO = {
+    'test_equal_to_one_device[sparse-both]',  # synapses split over devices
     'test_reference[skip_connection_inside_a_branch-d_rtrl]',  # cuts inside a branch
 }
 """Cases that run daily because no other daily test finds some fault (`make mutants`)."""

@@ -56,3 +56,10 @@ def test_a_span_keeps_no_more_than_the_traces_take():
     assert solver.block_length(PRIME, carried=True) == 50
     by_factors = solver_of(2, 64, 128, Factorised((0.9, 0.9)))
     assert by_factors.span_length(1000, 10) == 10
+
+
+def test_arrays_of_many_samples_leave_a_cache():
+    for samples, is_large in [(16, False), (512, True)]:
+        solver = solver_of(samples, 2, 1024, Factorised((0.9, 0.9)))
+        (site,) = solver.traces.sites
+        assert site.layout.is_large == is_large  # more than a MiB
