@@ -81,7 +81,7 @@ types: $(READY)  # the examples as a user's own code, by two type checkers
 budgets: $(READY)  # what calls cost, without clocks: measured again, written, the difference printed
 	$(RUN) scripts/budgets.py
 
-mutants: $(READY)  # single faults put into the engine, for hours; ARGS='--part 1/10 --resume'
+mutants: $(READY)  # single faults put into the engine; first ARGS=--record, then ARGS='--part 1/10 --resume'
 	$(RUN) scripts/mutants.py $(ARGS)
 
 scale: $(READY)  # several devices and processes of this machine beside one

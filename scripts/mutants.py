@@ -1,11 +1,15 @@
 """Small faults, put into the engine one at a time: does a test fail for each?
 
-    python scripts/mutants.py                        all of them, for hours
+    python scripts/mutants.py --record               which test reaches which change
+    python scripts/mutants.py                        run all changes, for hours
     python scripts/mutants.py --part 1/10 --resume   a tenth, without what has run
+    python scripts/mutants.py --again                what survived so far
     python scripts/mutants.py --only solver/block    those of files whose path has this
+    python scripts/mutants.py --key 1a2b3c4d         those whose key has this
     python scripts/mutants.py --tests tests/graph    by these tests alone
     python scripts/mutants.py --list                 print the changes, run nothing
     python scripts/mutants.py --survivors            print what survived so far
+    python scripts/mutants.py --check                do the tests pass without a change?
 
 A mutant is one change of an expression: a sign, an index, a comparison, a dropped term,
 swapped operands, a removed call or keyword. The list is the same every time: of all
@@ -13,22 +17,27 @@ changes that are possible, each file gives its share, chosen by checksums of the
 A copy of ``src`` has the change, never the checkout.
 
 A process imports JAX once and forks for each mutant before JAX starts any thread of its
-own; the child imports the package from the copy and runs pytest. ``TESTS`` says which
-tests belong to a file, those that find most faults in the least time first.
+own; the child imports the package from the copy and runs pytest.
 
-Results are lines of JSON in ``out/mutants.jsonl``. ``EQUIVALENT`` has the mutants that
-no test can find, with the reason.
+``--record`` runs the daily tests of ``RECORDED`` once on a copy in which each expression
+that a mutant changes notes that it was evaluated. A mutant then runs only the tests that
+evaluate its expression, those that promise most per second first, for at most
+``--seconds`` by the clock of the record.
+Results are lines of JSON in ``out/mutants.jsonl``, the record is in
+``out/mutants_record.jsonl``. ``EQUIVALENT`` has the mutants that no test can find, with
+the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import contextlib
 import copy
+import dataclasses
 import difflib
 import importlib
-import itertools
 import json
 import os
 import shutil
@@ -40,91 +49,60 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / 'src'
 RESULTS = ROOT / 'out' / 'mutants.jsonl'
-FOLDERS = ('solver', 'lowering', 'graph', 'operations', 'rules')
+RECORD = ROOT / 'out' / 'mutants_record.jsonl'
+FOLDERS = ('derivatives.py', 'solver', 'lowering', 'operations', 'rules')
 COUNT = 300
+RECORDED = (
+    'unit',
+    'graph',
+    'gradients',
+    'kernels',
+    'learner',
+    'devices',
+    'texts/test_errors.py',
+)
+"""Places in ``tests`` whose daily tests are recorded and run."""
+ON_DEVICES = 'tests/devices/test_devices.py'
+"""Its tests run on eight devices, in a process of their own, not through the test that
+starts such a process."""
 
-# ---------------------------------------------------------------- which tests
 
-NUMBERS = [
-    'gradients/test_table.py',
-    'gradients/test_reference.py',
-    'gradients/test_random_programs.py',
-]
-"""Tests of numbers that go through the whole engine."""
-
-TESTS = {
-    'solver/influence': ['gradients/test_rules.py', *NUMBERS],
-    'solver/window': ['gradients/test_masking.py', 'gradients/test_rules.py', *NUMBERS],
-    'solver/masking': ['gradients/test_masking.py'],
-    'solver': [
-        'unit/solver',
-        'gradients/test_engine.py',
-        *NUMBERS,
-        'gradients/test_masking.py',
-        'gradients/test_rules.py',
-        'gradients/test_exactness.py',
-    ],
-    'lowering/link': ['gradients/test_readouts.py', 'gradients/test_golden.py'],
-    'graph': [
-        'graph/test_executor.py',
-        'graph/test_interface.py',
-        'graph/test_compiler.py',
-    ],
-    'lowering': [
-        'gradients/test_engine.py',
-        *NUMBERS,
-        'gradients/test_cut_signals.py',
-        'gradients/test_readouts.py',
-        'gradients/test_loops.py',
-        'gradients/test_exactness.py',
-    ],
-    'operations/kernels': [
-        'kernels/test_choice.py',
-        'kernels/test_dense_kernels.py',
-        'kernels/test_sparse_kernels.py',
-        'gradients/test_types.py',
-    ],
-    'operations/synapses': ['kernels/test_sparse_kernels.py'],
-    'operations/sparse': ['kernels/test_sparse_kernels.py'],
-    'operations': [
-        'unit/operations/test_labels.py',
-        'unit/operations/test_own_primitive.py',
-        *NUMBERS,
-        'gradients/test_pairs.py',
-        'gradients/test_types.py',
-        'gradients/test_exactness.py',
-        'kernels/test_dense_kernels.py',
-        'devices/test_devices.py',
-    ],
-    'rules': [
-        'unit/rules',
-        'gradients/test_rules.py',
-        *NUMBERS,
-        'gradients/test_conformance.py',
-        'graph/test_interface.py',
-    ],
-    '': ['gradients/test_properties.py', 'learner/test_learner.py'],
+ANY_FACTOR = 'only which derivatives are not zero is read: any factor will do'
+AT_THE_LIMIT = 'both ways give the same numbers, and at the limit none is the faster'
+HINT = 'a hint for the processor or the compiler, which changes no number'
+EQUIVALENT: dict[str, str] = {
+    'operations/dense_traces.py:SharedTrace._leading:02a80c90': (
+        'NumPy takes any negative number in reshape as the size that is left'
+    ),
+    'operations/elementwise.py:_select_labels:ca70c9ca': (
+        'NumPy compares True and False with 1 and 0 as it does 1 and 0'
+    ),
+    'operations/labels.py:gather_back:f9c0faf0': (
+        'np.where of int32 arrays and Python numbers is int32 since NumPy 2'
+    ),
+    'lowering/run.py:_changing:1d71c1ce': ANY_FACTOR,
+    'solver/sequence.py:BlockSolver.evolve:cbcdab17': (
+        'a sequence without a loss has no losses that anything reads'
+    ),
+    'operations/sparse_weights.py:SynapseTrace._is_visited_by_row:b43a10f3': (
+        AT_THE_LIMIT
+    ),
+    'operations/synapses.py:_is_turned:2f0c9593': AT_THE_LIMIT,
+    'operations/kernels/dense_visit.py:visit:afcf36b2': AT_THE_LIMIT,
+    'operations/kernels/transpose.py:transposed:6e9ce254': AT_THE_LIMIT,
+    'operations/kernels/native.py:Buffer.prefetch:6396f50c': HINT,
+    'operations/kernels/row_visit.py:_VisitByRow._ask_for_column:9ed7c7d9': HINT,
 }
-"""By the beginning of a file's path: the tests of every entry that fits, the longest
-first, each test once. Tests that do not exist are left out."""
-
-
-def tests_of(file: str) -> list[str]:
-    """Test files for a source file, in the order in which they run."""
-    fits = sorted((k for k in TESTS if file.startswith(k)), key=len, reverse=True)
-    named = dict.fromkeys(f'tests/{test}' for key in fits for test in TESTS[key])
-    return [test for test in named if (ROOT / test).exists()]
-
-
-EQUIVALENT: dict[str, str] = {}
 """Mutants that change nothing that a test can see: key and reason."""
 
 # ---------------------------------------------------------------- changes
@@ -357,7 +335,8 @@ def all_changes() -> dict[str, list[Mutant]]:
     """Every possible change, by file."""
     found = {}
     for folder in FOLDERS:
-        for path in sorted((SOURCE / 'braintrace' / folder).rglob('*.py')):
+        place = SOURCE / 'braintrace' / folder
+        for path in [place] if place.is_file() else sorted(place.rglob('*.py')):
             file = str(path.relative_to(SOURCE / 'braintrace'))
             changes = Changes(file, path.read_text())
             changes.visit(ast.parse(path.read_text()))
@@ -368,7 +347,16 @@ def all_changes() -> dict[str, list[Mutant]]:
 
 
 def chosen(count: int = COUNT) -> list[Mutant]:
-    """The mutants: of every file a share by its size, chosen by checksum."""
+    """The mutants: of every file a share by its size, chosen by checksum.
+
+    That Python can read every possible change takes a quarter of a minute to find out,
+    so the list is kept until a source changes.
+    """
+    files = [*SOURCE.rglob('*.py'), Path(__file__)]
+    now = zlib.crc32(b''.join(path.read_bytes() for path in sorted(files)))
+    kept = RESULTS.parent / f'mutants_{now:08x}_{count}.json'
+    if kept.exists():
+        return [Mutant(*fields) for fields in json.loads(kept.read_text())]
     every = all_changes()
     total = sum(map(len, every.values()))
     found: list[Mutant] = []
@@ -377,7 +365,150 @@ def chosen(count: int = COUNT) -> list[Mutant]:
         checksum = lambda m: zlib.crc32(m.key.encode()[::-1])
         found += sorted(mutants, key=checksum)[:share]
     # So that any part of the list has mutants of all files.
-    return sorted(found, key=lambda m: zlib.crc32(m.key.encode()))
+    found.sort(key=lambda m: zlib.crc32(m.key.encode()))
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text(json.dumps([dataclasses.astuple(m) for m in found]))
+    return found
+
+
+# ---------------------------------------------------------------- which tests
+
+NOTE = 'note_that_a_mutant_is_reached'
+"""A function that the record adds to Python's own."""
+
+
+class Marks(ast.NodeTransformer):
+    """Adds a note to the expressions that mutants change."""
+
+    def __init__(self, source: str, mutants: list[Mutant]):
+        places = Changes('', source)
+        nodes = [x for x in ast.walk(ast.parse(source)) if is_value(x)]
+        spans = {(places.start(x), places.end(x)) for x in nodes}
+        self.places = places
+        self.keys: dict[tuple[int, int], list[str]] = {}
+        for m in mutants:
+            around = [(a, b) for a, b in spans if a <= m.start and m.end <= b]
+            smallest = min(around, key=lambda span: span[1] - span[0])
+            self.keys.setdefault(smallest, []).append(m.key)
+
+    def visit(self, node: ast.AST) -> Any:
+        self.generic_visit(node)
+        if not is_value(node):
+            return node
+        keys = self.keys.pop((self.places.start(node), self.places.end(node)), None)
+        if keys is None:
+            return node
+        noted: list[ast.expr] = [ast.Constant(key) for key in keys]
+        return ast.Call(ast.Name(NOTE, ast.Load()), [node, *noted], [])
+
+
+def is_value(node: ast.AST) -> bool:
+    """Whether a call may take the place of an expression."""
+    if not isinstance(node, ast.expr) or not hasattr(node, 'lineno'):
+        return False
+    if isinstance(node, ast.Slice | ast.Starred | ast.JoinedStr | ast.FormattedValue):
+        return False
+    if isinstance(node, ast.Tuple) and any(isinstance(x, ast.Slice) for x in node.elts):
+        return False
+    return isinstance(getattr(node, 'ctx', ast.Load()), ast.Load)
+
+
+class Record:
+    """A plugin of pytest that writes what each test reaches, and how long it takes."""
+
+    def __init__(self) -> None:
+        self.reached: set[str] = set()
+        self.seconds = 0.0
+        self.passed = False
+        setattr(builtins, NOTE, self.note)
+
+    def note(self, value: Any, *keys: str) -> Any:
+        self.reached.update(keys)
+        return value
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds += report.duration
+        if report.when == 'call':
+            self.passed = report.outcome == 'passed'
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        found = {
+            'test': nodeid,
+            'seconds': round(self.seconds, 3),
+            'passed': self.passed,
+            'reached': sorted(self.reached),
+        }
+        with RECORD.open('a') as file:
+            file.write(json.dumps(found) + '\n')
+        self.reached, self.seconds, self.passed = set(), 0.0, False
+
+
+def record(mutants: list[Mutant], files: list[str], copied: Path) -> None:
+    """Run test files on a copy with notes."""
+    for name in dict.fromkeys(m.file for m in mutants):
+        path = copied / 'braintrace' / name
+        source = path.read_text()
+        marks = Marks(source, [m for m in mutants if m.file == name])
+        tree = ast.fix_missing_locations(marks.visit(ast.parse(source)))
+        assert not marks.keys, f'{name}: not placed: {marks.keys}'
+        path.write_text(ast.unparse(tree))
+    for test in files:
+        started = time.monotonic()
+        state, line, _ = in_child(copied, [test], 3600, note=True)
+        seconds = time.monotonic() - started
+        print(f'{seconds:7.1f} s  {test}  {state} {line}', flush=True)
+
+
+def test_files() -> list[str]:
+    """The files of ``RECORDED``."""
+    found: list[Path] = []
+    for place in RECORDED:
+        path = ROOT / 'tests' / place
+        files = sorted(path.rglob('test_*.py')) if path.is_dir() else [path]
+        if not files or not all(file.exists() for file in files):
+            raise SystemExit(f'RECORDED has {place!r}, but tests/{place} has no tests.')
+        found += files
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The last record of each test that passed."""
+    if not RECORD.exists():
+        raise SystemExit('No record: run --record first.')
+    lines = map(json.loads, RECORD.read_text().splitlines())
+    found = [x for x in {x['test']: x for x in lines}.values() if x['passed']]
+    for file in {x['test'].partition('::')[0] for x in found}:
+        if not (ROOT / file).exists():
+            raise SystemExit(f'{file} is not there any more: run --record again.')
+    return found
+
+
+def tests_of(mutant: Mutant, record: list[dict[str, Any]], most: float) -> list[str]:
+    """Tests that reach a mutant, those that promise most per second first.
+
+    A test promises the more the larger the part of mutants it killed among those it
+    ran for, and a further case of the same function less than its first.
+    """
+    ran, killed = Counter[str](), Counter[str]()
+    for result in results().values():
+        tests = [test.partition('[')[0] for test in result.get('ran', ())]
+        ran.update(tests)
+        if result['state'] == 'killed':
+            killed.update(tests[-1:])
+    reach = [x for x in record if mutant.key in x['reached']]
+    order: list[tuple[float, str, float]] = []
+    cases = Counter[str]()
+    for x in sorted(reach, key=lambda x: x['seconds']):
+        name = x['test'].partition('[')[0]
+        promise = (killed[name] + 1) / (ran[name] + 2) * 0.5 ** cases[name]
+        cases[name] += 1
+        order.append(((x['seconds'] + 0.1) / promise, x['test'], x['seconds']))
+    spent, found = 0.0, []
+    for _, test, seconds in sorted(order):
+        if not found or spent + seconds <= most:
+            found.append(test)
+            spent += seconds
+    return found
 
 
 # ---------------------------------------------------------------- running
@@ -385,7 +516,12 @@ def chosen(count: int = COUNT) -> list[Mutant]:
 
 class Plugin:
     """Settings of pytest in a child: programs of mutants stay out of the cache of the
-    tests, and a random program that fails is not made smaller."""
+    tests, tests run in the order that is given, and a random program that fails is not
+    made smaller."""
+
+    def __init__(self, tests: list[str], ran: Path):
+        self.order = {test: n for n, test in enumerate(tests)}
+        self.ran = ran
 
     def pytest_configure(self) -> None:
         import jax
@@ -395,31 +531,46 @@ class Plugin:
         settings.load_profile('mutants')
         jax.config.update('jax_compilation_cache_dir', str(RESULTS.parent / 'mutants'))
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items.sort(key=lambda item: self.order.get(item.nodeid, 0))
 
-def run_tests(copied: Path, tests: list[str], log: Path) -> int:
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        with self.ran.open('a') as file:
+            file.write(nodeid + '\n')
+
+
+def run_tests(copied: Path, tests: list[str], plugins: list[Any]) -> int:
     """In a child: pytest on a copy of the source; the number is its exit code."""
-    with log.open('w') as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    import jax
+
+    if any(test.startswith(ON_DEVICES) for test in tests):
+        jax.config.update('jax_num_cpu_devices', 8)
     os.chdir(ROOT)
     sys.path.insert(0, str(copied))
     os.environ['PYTHONPATH'] = str(copied)
     sys.dont_write_bytecode = True
-    import pytest
-
     # Modules that the parent imported: pytest does not rewrite their assertions.
     ignored = ['-W', 'ignore::pytest.PytestAssertRewriteWarning']
-    options = ['-x', '-p', 'no:xdist', *ignored]
-    return int(pytest.main([*options, *tests], plugins=[Plugin()]))
+    options = ['-p', 'no:xdist', *ignored]
+    return int(pytest.main([*options, *tests], plugins=plugins))
 
 
 OWN_FAULT = 99
 """Exit code of a child in which something else than pytest fails."""
 
 
-def in_child(copied: Path, tests: list[str], seconds: float) -> tuple[str, str]:
-    """Whether tests pass, fail or take too long, and the last lines that they print."""
-    log = copied.parent / 'log.txt'
+def in_child(
+    copied: Path,
+    tests: list[str],
+    seconds: float,
+    *options: str,
+    note: bool = False,
+) -> tuple[str, str, list[str]]:
+    """Whether tests pass, fail or take too long, what the first that fails prints, and
+    the tests that were begun."""
+    log, ran = copied.parent / 'log.txt', copied.parent / 'ran.txt'
+    ran.write_text('')
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -427,7 +578,12 @@ def in_child(copied: Path, tests: list[str], seconds: float) -> tuple[str, str]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code = OWN_FAULT
         try:
-            code = run_tests(copied, tests, log)
+            with log.open('w') as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            plugins = [Plugin(tests, ran), *([Record()] if note else [])]
+            # In the order of paths, as all tests are: modules of tests extend sys.path.
+            code = run_tests(copied, [*options, *sorted(tests)], plugins)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -443,15 +599,19 @@ def in_child(copied: Path, tests: list[str], seconds: float) -> tuple[str, str]:
         if not done:  # too late, or the run is ended
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
+    begun = ran.read_text().splitlines()
     if not done:
-        return 'timeout', ''
+        return 'timeout', '', begun
     code = os.waitstatus_to_exitcode(status)
-    if code == OWN_FAULT:
-        raise SystemExit(log.read_text())
     lines = log.read_text(errors='replace').splitlines()
+    if code == OWN_FAULT:
+        raise SystemExit('\n'.join(lines))
     failed = [x for x in lines if x.startswith(('FAILED', 'ERROR'))]
-    last = (failed or lines or [''])[-1][:200]
-    return {0: 'passed', 5: 'passed'}.get(code, 'failed'), last
+    last = (failed or lines[-1:] or [''])[0][:200]
+    return {0: 'passed', 5: 'passed'}.get(code, 'failed'), last, begun
+
+
+PASSED: tuple[str, str, list[str]] = ('passed', '', [])
 
 
 def verdict(
@@ -464,33 +624,30 @@ def verdict(
     path.write_text(mutant.of(source))
     for cached in path.parent.glob(f'__pycache__/{path.stem}.*'):
         cached.unlink()  # a change of the same size in the same second
+    ran: list[str] = []
+    on_devices = [test for test in tests if test.startswith(ON_DEVICES)]
     try:
-        state, line = in_child(copied, tests, seconds)
+        for some in ([test for test in tests if test not in on_devices], on_devices):
+            state, line, begun = PASSED
+            if some:
+                state, line, begun = in_child(copied, some, seconds, '-x')
+            ran += begun
+            if state != 'passed':
+                break
     finally:
         path.write_text(source)
+    states = {'passed': 'survived' if ran else 'unreached', 'failed': 'killed'}
     return {
         'key': mutant.key,
-        'state': {'passed': 'survived', 'failed': 'killed'}.get(state, state),
+        'state': states.get(state, state),
         'by': '' if state == 'passed' else line,
+        'ran': ran,
         'seconds': round(time.monotonic() - started, 1),
         'file': mutant.file,
         'line': mutant.line,
         'kind': mutant.kind,
         'diff': mutant.diff(),
     }
-
-
-def times_of(tests: Iterable[str], copied: Path) -> dict[str, float]:
-    """Seconds that test files take without a change; all must pass."""
-    found = {}
-    for test in dict.fromkeys(tests):
-        started = time.monotonic()
-        state, line = in_child(copied, [test], 3600)
-        found[test] = time.monotonic() - started
-        print(f'{found[test]:7.1f} s  {test}', flush=True)
-        if state != 'passed':
-            raise SystemExit(f'{test} fails without any change: {line}')
-    return found
 
 
 IMPORTED = (
@@ -524,15 +681,35 @@ def results() -> dict[str, dict[str, Any]]:
     return {found['key']: found for found in map(json.loads, lines)}
 
 
+def check(mutants: list[Mutant], copied: Path) -> None:
+    """Run every test that killed a mutant once more, without a change.
+
+    A mutant that is found before any test began, by an error of an import, stands for
+    all tests that it would have run: they must be there.
+    """
+    done = results()
+    killed = [
+        done[m.key] for m in mutants if done.get(m.key, {}).get('state') == 'killed'
+    ]
+    tests = sorted({result['ran'][-1] for result in killed if result['ran']})
+    state, line, _ = in_child(copied, tests, 7200, '-x')
+    print(f'{len(killed)} mutants by {len(tests)} tests: {state} {line}')
+
+
+def is_left(mutant: Mutant, done: dict[str, dict[str, Any]]) -> bool:
+    """Whether no test found a mutant that ran, or none in time."""
+    state = done.get(mutant.key, {}).get('state', 'killed')
+    return state != 'killed' and mutant.key not in EQUIVALENT
+
+
 def survivors(mutants: list[Mutant]) -> list[str]:
-    """Those that no test found, or not in time, as texts."""
-    done, found = results(), []
-    for m in mutants:
-        result = done.get(m.key, {})
-        state = result.get('state', 'killed')
-        if state != 'killed' and m.key not in EQUIVALENT:
-            found.append(f'{state}  {m.file}:{m.line}  {m.kind}  {m.key}\n{m.diff()}')
-    return found
+    """Those that are left, as texts."""
+    done = results()
+    return [
+        f'{done[m.key]["state"]}  {m.file}:{m.line}  {m.kind}  {m.key}\n{m.diff()}'
+        for m in mutants
+        if is_left(m, done)
+    ]
 
 
 def main() -> None:
@@ -540,25 +717,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--part', default='1/1', help='1/10: every tenth')
     parser.add_argument('--most', type=int, help='no more than so many')
-    parser.add_argument('--only', default='', help='a part of the path of files')
+    parser.add_argument('--only', nargs='*', help='parts of the paths of files')
+    parser.add_argument('--without', nargs='*', default=(), help='the same')
+    parser.add_argument('--key', nargs='*', help='parts of keys')
     parser.add_argument('--resume', action='store_true', help='only what has not run')
-    parser.add_argument('--tests', nargs='*', help='files, in place of TESTS')
-    parser.add_argument('--unchecked', action='store_true', help='trust the tests')
-    parser.add_argument(
-        '--seconds', type=float, default=1800, help='most for a mutant, if unchecked'
-    )
+    parser.add_argument('--again', action='store_true', help='only what survived')
+    parser.add_argument('--tests', nargs='*', help='in place of those of the record')
+    parser.add_argument('--seconds', type=float, default=60, help='most for a mutant')
+    parser.add_argument('--record', action='store_true', help='run no mutant')
+    parser.add_argument('--check', action='store_true', help='run no mutant')
     parser.add_argument('--list', action='store_true', help='run nothing')
     parser.add_argument('--survivors', action='store_true', help='run nothing')
     given = parser.parse_args()
     first, parts = map(int, given.part.split('/'))
-    mutants = [m for m in chosen() if given.only in m.file]
-    mutants = mutants[first - 1 :: parts]
+    mutants = chosen()
+    if given.only:
+        mutants = [m for m in mutants if any(part in m.file for part in given.only)]
+    mutants = [m for m in mutants if not any(part in m.file for part in given.without)]
+    if given.key:
+        mutants = [m for m in mutants if any(part in m.key for part in given.key)]
+    if not given.record:
+        mutants = mutants[first - 1 :: parts]
     if given.survivors:
         print('\n\n'.join(survivors(mutants)))
         return
-    if given.resume:
-        done = results()
+    done = results()
+    if given.resume and not given.record:
         mutants = [m for m in mutants if m.key not in done]
+    if given.again:
+        mutants = [m for m in mutants if is_left(m, done)]
     mutants = mutants[: given.most]
     if given.list:
         for m in mutants:
@@ -573,21 +760,22 @@ def main() -> None:
         shutil.copytree(SOURCE, copied)
         compiled = [sys.executable, '-m', 'compileall', '-q', str(copied)]
         subprocess.run(compiled, check=True)
-        tests = {m.file: given.tests or tests_of(m.file) for m in mutants}
-        times = {}
-        if not given.unchecked:
-            times = times_of(itertools.chain(*tests.values()), copied)
+        if given.record:
+            record(mutants, (given.tests or test_files())[first - 1 :: parts], copied)
+            return
+        if given.check:
+            check(mutants, copied)
+            return
         for n, mutant in enumerate(mutants, 1):
-            seconds = given.seconds
-            if times:  # more is a loop without an end
-                seconds = 60 + 4 * sum(times[test] for test in tests[mutant.file])
-            found = verdict(mutant, tests[mutant.file], copied, seconds)
+            tests = given.tests or tests_of(mutant, recorded(), given.seconds)
+            # More than this is a loop without an end.
+            found = verdict(mutant, tests, copied, 120 + 10 * given.seconds)
             with RESULTS.open('a') as file:
                 file.write(json.dumps(found) + '\n')
             place = f'{mutant.file}:{mutant.line}'
             print(
                 f'{n}/{len(mutants)} {found["state"]:8} {found["seconds"]:6.1f} s  '
-                f'{place}  {found["by"]}',
+                f'{len(found["ran"])}/{len(tests)}  {place}  {found["by"]}',
                 flush=True,
             )
     done = results()

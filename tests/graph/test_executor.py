@@ -4,6 +4,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
+from braintrace.lowering.executor import shared_jacobian
 
 import braintrace
 from gradients.cases import B, H, I, drawn
@@ -108,3 +109,12 @@ def test_signals_pass_cuts(x64):
     through = model.w2.value @ (slope * model.out.value)
     np.testing.assert_allclose(found[:, 0], through, rtol=1e-9)
     np.testing.assert_allclose(found[:, 1], model.out.value, rtol=1e-9)
+
+
+def test_derivatives_by_one_complex_number_that_all_positions_read(x64):
+    factors = jnp.asarray(drawn(H) + 1j * drawn(H, seed=1))
+    to_hidden = lambda y: jnp.abs(factors + y**2)[:, None]
+    y = jnp.asarray([0.3 - 0.8j])
+    found = shared_jacobian(to_hidden, y)[:, 0]
+    each = lambda k: jax.grad(lambda y: to_hidden(y)[k, 0])(y)[0]
+    np.testing.assert_allclose(found, [each(k) for k in range(H)], rtol=1e-9)

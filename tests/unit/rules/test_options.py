@@ -52,7 +52,7 @@ def test_a_filter_with_kappa_zero_is_no_filter():
     for kappa in (0.0, 0.5):
         multi = rule('eprop', kappa_filter_decay=kappa, vjp_method='multi-step')
         assert multi.multi_step == (kappa == 0)
-    assert ETraceConfig(kappa=0.0) == ETraceConfig()
+    assert ETraceConfig(kappa=0.0) == ETraceConfig(decay=0.0) == ETraceConfig()
     filtered = ETraceConfig(trace_filter='kappa', kappa=0)
     assert filtered == ETraceConfig()
     assert hash(filtered) == hash(ETraceConfig())
@@ -83,6 +83,7 @@ PARTS = [
     (ETraceConfig('io_factorized', decay=0.9), 'pp_prop', {'decay_or_rank': 0.9}),
     (ETraceConfig('io_factorized', 'scalar_leak', decay=0.9), 'ostl_feedforward', {'decay_or_rank': 0.9}),
     (ETraceConfig('io_factorized', 'none', decay=0.9), 'ottt', {'leak': 0.9}),
+    (ETraceConfig('io_factorized', ('scalar_leak', 'none'), decay=(0.9, None)), 'ottt', {'leak': 0.9}),
     (ETraceConfig(temporal_recursion='scalar_leak', decay=0.6), 'rflo', {'leak': 0.6}),
     (ETraceConfig(recurrence_scope='coupled'), 'rtrl', {}),
     (ETraceConfig(recurrence_scope='sparse_n', sparse_n=1), 'snap', {'n': 1}),
@@ -93,9 +94,15 @@ PARTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(('config', 'name', 'options'), PARTS, ids=str)
+@pytest.mark.parametrize(
+    ('config', 'name', 'options'),
+    PARTS,
+    ids=[f'{name}-{n}' for n, (_, name, _) in enumerate(PARTS)],
+)
 def test_presets_are_their_parts(config, name, options):
     assert without_words(config.rule) == without_words(rule(name, **options))
+    couples = name in ('rtrl', 'snap', 'uoro')
+    assert config.include_recurrent_mixing == couples
 
 
 FACTORS = {'trace_factorization': 'io_factorized', 'decay': 0.9}
@@ -103,7 +110,9 @@ NO_MEANING = [
     {'trace_filter': 'kappa'},
     {'kappa': 0.5},
     *({'kappa': wrong} for wrong in (False, -0.1, 'none')),
+    {'decay': 0.5},
     {'trace_factorization': 'io_factorized'},
+    {**FACTORS, 'temporal_recursion': ('scalar_leak', 'jacobian'), 'decay': (0.9, None)},
     {**FACTORS, 'trace_filter': 'kappa', 'kappa': 0.5},
     {**FACTORS, 'recurrence_scope': 'coupled'},
     {**FACTORS, 'decay': 1.5},
@@ -148,6 +157,7 @@ def test_combinations_without_a_meaning_are_refused():
         (FixedRandomFeedback, {'align': 3.0}),
         (FixedRandomFeedback, {'scale': np.nan}),
         (FixedRandomFeedback, {'key': 1.5}),
+        (FixedRandomFeedback, {'key': np.ones(2)}),
         (SyntheticGradient, {'rate': np.nan}),
         (SyntheticGradient, {'width': 0}),
         (KappaFilter, {'kappa': 1.0}),
@@ -162,9 +172,23 @@ def test_numbers_may_be_those_of_numpy_and_jax():
         assert rule('three_factor', kappa_filter_decay=number).filter == 0.5
     assert rule('snap', n=np.int64(2)).trace.n == 2
     assert rule('pp_prop', decay_or_rank=np.int64(3)).decay == (0.5, 0.5)
+    assert rule('pp_prop', decay_or_rank=1).decay == (0.0, 0.0)
     for key in (jax.random.key(7), jax.random.PRNGKey(7), 7):
         random = rule('eprop', feedback='random', random_feedback_key=key)
         assert random.signal.weights.key == 7
+
+
+def test_random_weights_have_the_scale_of_the_read_out():
+    shape = (16, 400)
+    for feedback, scale in [
+        (FixedRandomFeedback(), 1 / 4),
+        (FixedRandomFeedback(scale=3.0), 3),
+    ]:
+        weights = feedback(0, shape, jnp.float32)
+        assert weights.shape == shape
+        assert float(weights.std()) == pytest.approx(scale, rel=0.05)
+        assert float(abs(weights.mean())) < 0.05 * scale
+        assert not np.allclose(weights, feedback(1, shape, jnp.float32))
 
 
 def test_a_running_mean_of_gradients():
@@ -183,3 +207,13 @@ def test_what_a_rule_makes_of_facts():
     idle = silent._replace(temporal=False)
     for name in ('d_rtrl', 'rtrl', 'bptt'):
         assert given(name, idle).kind == 'none'
+    some = ParameterFacts('exact', '', temporal=True, untraced=True)
+    assert given('d_rtrl', some).kind == 'one step'
+    assert given('d_rtrl', some._replace(sites=(SiteFacts(),))).kind == 'approximate'
+    assert given('d_rtrl', some._replace(temporal=False)).kind == 'equal to BPTT'
+    known = some._replace(reason='why', untraced=False, sites=(SiteFacts(leak=0.5),))
+    assert given('d_rtrl', known) == ('equal to BPTT', 'why')
+    exact = gradient_of(rule('rflo', leak=0.5), known)
+    assert exact.kind == 'equal to BPTT'
+    assert exact.reason == "why; the rule's own trace is the exact one here"
+    assert gradient_of(rule('rflo', leak=0.6), known).kind == 'approximate'
