@@ -1,13 +1,13 @@
 """What of a step is computed when, and what is kept for derivatives."""
 
 import jax.numpy as jnp
-from unit.lowering.test_executor import Weighted
 
 import braintrace
 from braintrace.analysis.analysed import analyse
 from braintrace.lowering import Stages
 from braintrace.lowering.invariants import StepInvariants
 from gradients.cases import B, H, I, drawn
+from graph.test_executor import Weighted
 
 
 class Decaying(Weighted):

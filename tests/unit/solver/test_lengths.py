@@ -1,7 +1,6 @@
 """How many steps are solved together, and how many pass between two visits of traces."""
 
 import jax.numpy as jnp
-from unit.lowering.test_executor import Weighted
 
 import braintrace
 from braintrace.analysis.analysed import analyse
@@ -14,6 +13,7 @@ from braintrace.solver import (
     PerParameter,
     Traces,
 )
+from graph.test_executor import Weighted
 
 PRIME = 10007
 
