@@ -19,8 +19,15 @@ import numpy as np
 
 import braintrace
 from braintrace.learner import learner_class
-from braintrace.rules import PRESETS, Coupled, CoupledWithin, RandomProjection, Rule
-from braintrace.solver import Factorised, PerParameter, RandomFeedback
+from braintrace.rules import (
+    PRESETS,
+    Coupled,
+    CoupledWithin,
+    Factorised,
+    PerParameter,
+    RandomProjection,
+    Rule,
+)
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / 'docs' / 'rules.md'
@@ -156,7 +163,7 @@ def described(rule: Rule) -> str:
         needs = 'a modulator'
     elif rule.predictor is not None:
         needs = 'a predictor, trained at the same time'
-    elif isinstance(rule.signal, RandomFeedback):
+    elif rule.signal.has_feedback_weights:
         needs = 'fixed random weights'
     memory, time = rule.cost
     name = f'[`{label}`](rules/{label.lower()}.md)'

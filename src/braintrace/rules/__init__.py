@@ -6,7 +6,16 @@ import pkgutil
 from .config import PARTS, ETraceConfig
 from .parts import FixedRandomFeedback, GradExpon, KappaFilter, SyntheticGradient
 from .registry import PRESETS, Preset, named, register
-from .rule import Coupled, CoupledWithin, NoTrace, RandomProjection, Rule, Window
+from .rule import Rule
+from .traces import (
+    Coupled,
+    CoupledWithin,
+    Factorised,
+    PerParameter,
+    RandomProjection,
+    TracePart,
+    Window,
+)
 
 # Every file of this folder that makes a rule registers it.
 for _file in pkgutil.iter_modules(__path__):
@@ -18,14 +27,16 @@ __all__ = [
     'Coupled',
     'CoupledWithin',
     'ETraceConfig',
+    'Factorised',
     'FixedRandomFeedback',
     'GradExpon',
     'KappaFilter',
-    'NoTrace',
+    'PerParameter',
     'Preset',
     'RandomProjection',
     'Rule',
     'SyntheticGradient',
+    'TracePart',
     'Window',
     'named',
     'register',

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from .numbers import as_count
 from .registry import register
-from .rule import CoupledWithin, Rule
+from .rule import Rule
+from .traces import CoupledWithin
 
 
 @register('SnAp')

@@ -7,6 +7,7 @@ order in which to read:
                      with traces, two passes without
     block            K steps: forward, derivatives, gradients of weights; the loop over
                      blocks
+    rule_part        what a part of a rule says of itself
     signals          what traces are multiplied by
     recursion        how the trace of a position continues from step to step, and
                      credit in reverse
@@ -25,11 +26,12 @@ order in which to read:
 
 from .influence import RankOneInfluence, SparseInfluence, WholeInfluence
 from .influence_solver import InfluenceSolver
-from .recursion import JacobianRecursion, ScalarLeak
+from .recursion import JacobianRecursion, RecursionPart, ScalarLeak
+from .rule_part import RulePart, SiteFacts
 from .sequence import BlockSolver
-from .signals import Modulated, RandomFeedback, Symmetric
+from .signals import Modulated, RandomFeedback, SignalPart, Symmetric
 from .solved import Solved
-from .traces import Factorised, PerParameter, Traces
+from .traces import Traces
 from .window_solver import Predictor
 
 Solver = BlockSolver | InfluenceSolver
@@ -37,15 +39,17 @@ Solver = BlockSolver | InfluenceSolver
 
 __all__ = [
     'BlockSolver',
-    'Factorised',
     'InfluenceSolver',
     'JacobianRecursion',
     'Modulated',
-    'PerParameter',
     'Predictor',
     'RandomFeedback',
     'RankOneInfluence',
+    'RecursionPart',
+    'RulePart',
     'ScalarLeak',
+    'SignalPart',
+    'SiteFacts',
     'Solved',
     'Solver',
     'SparseInfluence',

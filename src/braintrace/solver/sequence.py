@@ -33,7 +33,7 @@ from .block import (
 from .block_credit import as_read, derivatives_of, less_factorised, local_gradients
 from .masking import Mask
 from .recursion import backward_credit, no_credit
-from .signals import Modulated, RandomFeedback, SignalInputs, Symmetric
+from .signals import SignalInputs, SignalPart, Symmetric
 from .solved import Solved, WeightSums, add
 from .traces import Trace, Traces
 from .visits import (
@@ -87,7 +87,7 @@ class BlockSolver:
 
     step: CompiledStep
     traces: Traces
-    signal: Symmetric | RandomFeedback | Modulated = Symmetric()  # noqa: RUF009
+    signal: SignalPart = Symmetric()  # noqa: RUF009 - immutable
 
     @cached_property
     def sums(self) -> WeightSums:
@@ -159,7 +159,7 @@ class BlockSolver:
     def is_plain(self) -> bool:
         """Whether the true signal reads the traces of the states themselves."""
         filtered = any(group.filtered for group in self.step.groups)
-        return not filtered and isinstance(self.signal, Symmetric)
+        return not filtered and self.signal.is_exact
 
     def solve_block(
         self,

@@ -1,0 +1,356 @@
+"""Traces: what a rule carries from step to step.
+
+    PerParameter      a trace for each parameter and position
+    Factorised        an input part and a state part for each use of a parameter
+    Window            nothing; exact reverse mode inside windows
+    Coupled           the influence of every parameter on every state
+    CoupledWithin     the same on the states that a parameter reaches within n steps
+    RandomProjection  one random direction in place of it
+
+A new kind of trace is a subclass of :class:`TracePart` in a file of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..compiled_step import CompiledStep, Tap
+from ..solver import (
+    BlockSolver,
+    InfluenceSolver,
+    RankOneInfluence,
+    RecursionPart,
+    RulePart,
+    SignalPart,
+    SiteFacts,
+    Solved,
+    Solver,
+    SparseInfluence,
+    Traces,
+    WholeInfluence,
+)
+from ..solver.influence import Influence
+from ..solver.rule_part import same_decay
+from .parts import SyntheticGradient
+
+if TYPE_CHECKING:
+    from .exactness import ParameterFacts
+
+
+class TracePart(RulePart):
+    """What a rule carries, and the solver that carries it."""
+
+    is_local: ClassVar[bool] = True
+    """Traces belong to positions; otherwise one influence on all states is kept."""
+    is_carried: ClassVar[bool] = True
+    """Something is carried from call to call."""
+    holds_memories: ClassVar[bool] = False
+    """The memory of a read-out, or a filter, can be held beside it."""
+    has_two_passes: ClassVar[bool] = False
+    """A fresh sequence can be solved in reverse without it."""
+    decay: tuple[float, float] | None = None
+    """The decays (x, f) of factors."""
+
+    @property
+    def window(self) -> Window | None:
+        """The windows of exact reverse mode, for a rule that has nothing else."""
+        return None
+
+    @property
+    def exact_because(self) -> str:
+        """Why a parameter of which it replaces nothing has the gradient of BPTT."""
+        return ''
+
+    def replaces(self, facts: ParameterFacts) -> str | None:
+        """What it has in place of the exact gradient of a parameter, where no credit is
+        cut inside a step."""
+        return None
+
+    def replaces_at(self, site: SiteFacts, recursion: RecursionPart) -> str | None:
+        """What it has in place of the exact trace of one use of a parameter."""
+        return None
+
+    def refuses(
+        self, recursion: RecursionPart, signal: SignalPart
+    ) -> Iterator[tuple[str, str]]:
+        """Why it cannot be combined with other parts, and the fix."""
+        return iter(())
+
+    def solver(
+        self,
+        step: CompiledStep,
+        recursion: RecursionPart,
+        signal: SignalPart,
+        is_traced: Callable[[Tap], bool],
+        dtype: Any,
+        every_component: bool,
+    ) -> Solver:
+        """Solves sequences of a step, see :meth:`Rule.solver`."""
+        traces = Traces(step, recursion, self.decay, is_traced, dtype, every_component)
+        return BlockSolver(step, traces, signal)
+
+
+# ---------------------------------------------------------------- of a position
+
+
+@dataclass(frozen=True)
+class PerParameter(TracePart):
+    """One trace for each weight and position it reaches."""
+
+    holds_memories = has_two_passes = True
+
+
+@dataclass(frozen=True)
+class Factorised(TracePart):
+    """An input part and a state part for each site, with decays (x, f); memory linear
+    in units.
+
+    A site that does not factorise keeps a trace for each weight.
+    """
+
+    decay: tuple[float, float] = field()  # no default, unlike that of other traces
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`."""
+        return {'trace_factorization': 'io_factorized', 'decay': self.decay}
+
+    def replaces_at(self, site: SiteFacts, recursion: RecursionPart) -> str | None:
+        """The factors, unless their product is the exact trace."""
+        if not site.factorised or self._is_exact(site, recursion):
+            return None
+        factors = 'the trace is factorised into an input part and a state part'
+        if recursion.is_exact:
+            return factors
+        if self.decay[1] == 0:
+            return (
+                f'a trace of the input that decays by {self.decay[0]:g} replaces the '
+                'trace of the states'
+            )
+        return f'{factors}, with a number in place of the Jacobian of the states'
+
+    def _is_exact(self, site: SiteFacts, recursion: RecursionPart) -> bool:
+        """Whether (Σ_s (α_f m)^(t-s) (1-α_f) f_s) · (Σ_s α_x^(t-s) x_s) / (1-α_f^t) is
+        Σ_s λ^(t-s) f_s x_s.
+
+        m is what multiplies the state part from step to step: λ itself, or 1 where a
+        number replaces the Jacobian.
+        """
+        if site.leak is None:
+            return False
+        decay_x, decay_f = self.decay
+        kept = site.leak if recursion.is_exact else 1.0
+        # A steady f leaves the state part f itself if nothing of it decays, or if all
+        # of it does.
+        same_input = site.steady_path and same_decay(decay_x, site.leak)
+        if same_input and (decay_f == 0 or kept == 1):
+            return True
+        return (
+            site.steady_input
+            and same_decay(decay_x, decay_f)
+            and same_decay(kept * decay_f, site.leak)
+        )
+
+
+# ---------------------------------------------------------------- windows
+
+
+@dataclass(frozen=True)
+class Window(TracePart):
+    """No trace: exact reverse mode inside windows of ``steps``; None for one over the
+    whole sequence.
+
+    ``predictor``: of the credit that the end of a window gets from what follows it.
+    """
+
+    steps: int | None = None
+    predictor: SyntheticGradient | None = None
+
+    is_carried = False
+
+    @property
+    def window(self) -> Window:
+        """The windows themselves."""
+        return self
+
+    @property
+    def exact_because(self) -> str:
+        """That there is one window."""
+        return (
+            'reverse mode through all steps of a call; nothing is carried to the next '
+            'call'
+        )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`."""
+        if self.predictor is not None:
+            return {'learning_signal': 'bootstrapped'}
+        if self.steps is None:
+            return {'trace_factorization': 'none', 'update_schedule': 'sequence_end'}
+        return {
+            'trace_factorization': 'none',
+            'update_schedule': 'window',
+            'window_size': self.steps,
+        }
+
+    def replaces(self, facts: ParameterFacts) -> str | None:
+        """What stands for the credit of later windows."""
+        if self.steps is None or not facts.temporal:
+            return None
+        after = (
+            'a learned predictor stands for the credit of later ones'
+            if self.predictor
+            else 'later ones send no credit'
+        )
+        return f'exact inside windows of {self.steps} steps; {after}'
+
+    def refuses(
+        self, recursion: RecursionPart, signal: SignalPart
+    ) -> Iterator[tuple[str, str]]:
+        """Recursions and signals need a trace."""
+        if not recursion.is_exact:
+            yield (
+                'without a trace nothing continues from step to step',
+                "temporal_recursion='jacobian'",
+            )
+        if not signal.is_exact:
+            yield 'that signal multiplies a trace', "trace_factorization='per_param'"
+
+    def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
+        """The weights of the predictor."""
+        if self.predictor is None or groups is None:
+            return None
+        return self.predictor.init(groups)
+
+    def next_state(self, state: Any, solved: Solved | None) -> Any:
+        """Weights changed by what a sequence gave."""
+        if self.predictor is None or solved is None:
+            return state
+        return [w + c for w, c in zip(state, solved.predictor_update, strict=True)]
+
+
+# ---------------------------------------------------------------- influences
+
+
+class _OnAllStates(TracePart, ABC):
+    """An influence on states at all positions; nothing is cut inside a step."""
+
+    is_local = False
+
+    @abstractmethod
+    def influence(self, step: CompiledStep) -> Influence:
+        """How it is held for a step."""
+
+    def refuses(
+        self, recursion: RecursionPart, signal: SignalPart
+    ) -> Iterator[tuple[str, str]]:
+        """Other recursions and signals belong to traces of positions."""
+        if not recursion.is_exact:
+            yield (
+                'states that feed each other do so by their Jacobian',
+                "temporal_recursion='jacobian'",
+            )
+        if not signal.is_exact:
+            yield (
+                'an influence on all states is read by the derivative of the loss',
+                "learning_signal='symmetric'",
+            )
+
+    def solver(
+        self,
+        step: CompiledStep,
+        recursion: RecursionPart,
+        signal: SignalPart,
+        is_traced: Callable[[Tap], bool],
+        dtype: Any,
+        every_component: bool,
+    ) -> Solver:
+        """Carries the influence; the options of traces have no meaning here."""
+        return InfluenceSolver(step, self.influence(step))
+
+
+@dataclass(frozen=True)
+class Coupled(_OnAllStates):
+    """The influence of every parameter on every state."""
+
+    @property
+    def exact_because(self) -> str:
+        """That no state is left out."""
+        return 'its influence on every state is carried'
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`."""
+        return {'recurrence_scope': 'coupled'}
+
+    def influence(self, step: CompiledStep) -> WholeInfluence:
+        """How it is held for a step."""
+        return WholeInfluence(step)
+
+
+@dataclass(frozen=True)
+class CoupledWithin(_OnAllStates):
+    """The influence of every parameter on the states that it reaches within n steps."""
+
+    n: int
+
+    @property
+    def _steps(self) -> str:
+        return f'{self.n} step{"s" * (self.n != 1)}'
+
+    @property
+    def exact_because(self) -> str:
+        """That no state is left out."""
+        return f'every state it ever reaches, it reaches within {self._steps}'
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`."""
+        return {'recurrence_scope': 'sparse_n', 'sparse_n': self.n}
+
+    def replaces(self, facts: ParameterFacts) -> str | None:
+        """The states that are left out."""
+        if facts.complete or not facts.temporal:
+            return None
+        return f'states that it reaches after more than {self._steps} are left out'
+
+    def influence(self, step: CompiledStep) -> SparseInfluence:
+        """How it is held for a step."""
+        return SparseInfluence(step, self.n)
+
+
+@dataclass(frozen=True)
+class RandomProjection(_OnAllStates):
+    """One random direction in place of the influence on all states."""
+
+    seed: int = 0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`."""
+        return {
+            'trace_factorization': 'random_projection',
+            'recurrence_scope': 'coupled',
+        }
+
+    @property
+    def counts(self) -> bool:
+        """Signs differ from gradient to gradient."""
+        return True
+
+    def replaces(self, facts: ParameterFacts) -> str | None:
+        """The influence on all states."""
+        if not facts.moves_states:
+            return None
+        return (
+            'one random direction replaces the influence on all states: right in the '
+            'mean, but noisy'
+        )
+
+    def influence(self, step: CompiledStep) -> RankOneInfluence:
+        """How it is held for a step."""
+        return RankOneInfluence(step, self.seed)
