@@ -22,7 +22,6 @@ from braintrace.learner import learner_class
 from braintrace.rules import (
     PRESETS,
     Coupled,
-    CoupledWithin,
     Factorised,
     PerParameter,
     RandomProjection,
@@ -148,7 +147,6 @@ TRACES: dict[type, str] = {
     Factorised: 'two factors',
     RandomProjection: 'rank one',
     Coupled: 'influence on all states',
-    CoupledWithin: 'influence within n steps',
 }
 
 
@@ -156,6 +154,8 @@ def described(rule: Rule) -> str:
     """The row of a rule."""
     label = rule.name.partition('(')[0]
     trace = TRACES.get(type(rule.trace), 'none')
+    if 'sparse_n' in rule.trace.config:
+        trace = 'influence within n steps'
     if rule.window is not None and rule.window.steps is not None:
         trace = f'windows of {rule.window.steps}'
     needs = ''

@@ -13,7 +13,7 @@ import jax
 
 import braintrace
 from braintrace.analysis.credit import NO_CREDIT
-from braintrace.analysis.diagnostics import DiagnosticKind
+from braintrace.graph.diagnostics import DiagnosticKind
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / 'docs' / 'models.md'

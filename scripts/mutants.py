@@ -48,7 +48,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / 'src'
 RESULTS = ROOT / 'out' / 'mutants.jsonl'
-FOLDERS = ('solver', 'lowering', 'operations', 'rules')
+FOLDERS = ('solver', 'lowering', 'graph', 'operations', 'rules')
 COUNT = 300
 
 # ---------------------------------------------------------------- which tests
@@ -73,7 +73,11 @@ TESTS = {
         'gradients/test_exactness.py',
     ],
     'lowering/link': ['gradients/test_readouts.py', 'gradients/test_golden.py'],
-    'lowering/executor': ['graph/test_interface.py', 'graph/test_compiler.py'],
+    'graph': [
+        'graph/test_executor.py',
+        'graph/test_interface.py',
+        'graph/test_compiler.py',
+    ],
     'lowering': [
         'unit/lowering',
         'gradients/test_engine.py',

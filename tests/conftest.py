@@ -31,6 +31,20 @@ jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 ALWAYS = ('unit', 'graph/test_interface.py', 'gradients/test_properties.py')
 """Of these every case runs daily."""
 
+REFUSALS = {
+    'test_a_bias_of_another_dimension_is_refused',
+    'test_a_value_that_a_step_does_not_have',
+    'test_advice_for_a_step_function',
+    'test_bad_arguments_are_refused',
+    'test_data_without_batches_are_refused',
+    'test_inputs_unlike_the_compiled_example',
+    'test_nothing_is_touched',
+    'test_options_that_are_refused',
+    'test_what_is_no_model',
+    'test_what_is_refused',
+}
+"""Of these too: every case has a message of its own, which `messages.txt` holds."""
+
 LONG = {
     'test_a_network_learns',
     'test_a_synthesiser_learns_the_credit_of_the_future',
@@ -123,8 +137,9 @@ def daily(items):
     """The same share every day; of a test with three cases and more at least one."""
     cases = defaultdict(list)
     for item in items:
-        if not is_in(item, ALWAYS):
-            cases[item.nodeid.split('[')[0]].append(item.nodeid)
+        test = item.nodeid.split('[')[0]
+        if not is_in(item, ALWAYS) and test.rpartition('::')[2] not in REFUSALS:
+            cases[test].append(item.nodeid)
     left_out = {item.nodeid for item in items if is_long(item)}
     for test, names in cases.items():
         part = SMALLER.get(test.rpartition('::')[2], 24)

@@ -414,6 +414,28 @@ def relative_error(a, b):
     return float(jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30))
 
 
+def plain_gradient(step, p, s, xs, ys, weights=None, derivative=jax.grad):
+    """Of Σ_t w_t mean((out_t - y_t)²), with w_t = 1/T if none are given, by JAX through all steps."""
+    weights = jnp.full(len(xs), 1 / len(xs)) if weights is None else weights
+
+    def total(p):
+        def one(s, at):
+            x, y, weight = at
+            s, out = step(p, s, x)
+            return s, weight * jnp.mean((out - y) ** 2)
+
+        return jax.lax.scan(one, s, (xs, ys, weights))[1].sum()
+
+    return derivative(total)(p)
+
+
+def close(a, b, rtol=1e-4, atol=1e-6):
+    """Trees equal to the rounding of float32."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol)
+
+
 def assert_equal(a, b, tolerance=1e-10):
     """Trees equal to rounding, each array on the scale of its largest element."""
     assert jax.tree.structure(a) == jax.tree.structure(b)

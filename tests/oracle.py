@@ -15,6 +15,7 @@ import numpy as np
 from braintrace.analysis.analysed import analyse
 from braintrace.compat import evaluate, evaluate_equation, is_var, make_jaxpr
 from braintrace.compiled_step import Values
+from braintrace.graph.hidden_group import hidden_groups
 from braintrace.lowering import Stages, lower
 from braintrace.program import Cuts, with_cuts
 from braintrace.solver import (
@@ -90,6 +91,7 @@ class Problem:
         self.leak, self.kappa = leak, kappa
         self.program = program
         self.analysed = analyse(program)
+        self.groups = hidden_groups(self.analysed)
         self.compiled = lower(Stages(self.analysed, program.outputs[:1]))
         env = Values(zip(self.program.closed.jaxpr.invars, values, strict=True))
         self.parameters = env.pick(p.invar for p in self.program.parameters)
@@ -132,7 +134,7 @@ class Problem:
         zero = lambda g, x: np.zeros((*g.varshape, g.num_state, *x.shape), x.dtype)
         traces = [
             Values((v, (zero(g, x), zero(g, x))) for v, x in self.parameters.items())
-            for g in self.analysed.groups
+            for g in self.groups
         ]
         at = lambda t: Values((v, x[t]) for v, x in self.inputs.items())
         step, found = compiled(self.step, states, traces, at(0)), []
@@ -154,7 +156,7 @@ class Problem:
             return results[0], new
 
         gradient, new = jax.grad(loss, has_aux=True)(parameters)
-        groups = self.analysed.groups
+        groups = self.groups
         signals = self.signals(self.flat(parameters, states, inputs), new)
         later = []
         for g, group in enumerate(groups):
@@ -225,7 +227,7 @@ class Problem:
         T = ∂ℓ/∂h along all paths inside the step obeys T_i = L_i + Σ_j T_j ∂h_j/∂h_i, the sum over states j of the
         same group and their derivative in the local step, with all other new states held.
         """
-        groups = self.analysed.groups
+        groups = self.groups
         spread = lambda parts: {
             v: x
             for group, part in zip(groups, parts, strict=True)

@@ -14,27 +14,33 @@ from . import (
     plots,
     tasks,
 )
-from .analysis.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
-from .analysis.graph import (
-    ETraceGraph,
-    add_hidden_perturbation_from_minfo,
-    add_hidden_perturbation_in_jaxpr,
-    add_hidden_perturbation_in_module,
-    compile_etrace_graph,
-    find_hidden_groups_from_jaxpr,
-    find_hidden_groups_from_minfo,
-    find_hidden_groups_from_module,
-    find_hidden_param_op_relations_from_minfo,
-    find_hidden_param_op_relations_from_module,
-)
-from .analysis.groups import HiddenGroup, group_merging, jacrev_last_dim
-from .analysis.perturbation import HiddenPerturbation
-from .analysis.sites import HiddenParamOpRelation
-from .analysis.sites import name_operations as _name_operations
 from .batches import Batches
 from .checkpoint import load, load_for_inference
 from .errors import CompilationError, CreditWarning, NotSupportedError
-from .frontends.brainstate import ModuleInfo, extract_module_info
+from .graph.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .graph.etrace_graph import ETraceGraph, compile_etrace_graph
+from .graph.executor import ETraceGraphExecutor, SiteJacobian
+from .graph.hidden_group import (
+    HiddenGroup,
+    find_hidden_groups_from_jaxpr,
+    find_hidden_groups_from_minfo,
+    find_hidden_groups_from_module,
+    group_merging,
+    jacrev_last_dim,
+)
+from .graph.hidden_perturbation import (
+    HiddenPerturbation,
+    add_hidden_perturbation_from_minfo,
+    add_hidden_perturbation_in_jaxpr,
+    add_hidden_perturbation_in_module,
+)
+from .graph.module_info import ModuleInfo, extract_module_info
+from .graph.relations import (
+    HiddenParamOpRelation,
+    find_hidden_param_op_relations_from_minfo,
+    find_hidden_param_op_relations_from_module,
+)
+from .graph.relations import name_operations as _name_operations
 from .history import EarlyStop, History
 from .learner import (
     BPTT,
@@ -71,7 +77,6 @@ from .learner.spellings import extend as _extend
 from .learner.spellings import provide as _provide
 from .learner.spellings import taking as _taking
 from .loggers import JSONLines, TensorBoard
-from .lowering.executor import ETraceGraphExecutor, SiteJacobian
 from .ops import (
     conv,
     einsum,

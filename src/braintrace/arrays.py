@@ -98,6 +98,19 @@ def jacobian_rows(
     return found
 
 
+@jax.custom_vjp
+def without_gradient(where: jax.Array, x: jax.Array) -> jax.Array:
+    """A value whose cotangent is zero, even if it would be 0 · inf, if ``where``."""
+    return x
+
+
+def _back(where: jax.Array, bar: jax.Array) -> tuple[None, jax.Array]:
+    return None, jnp.where(where, jnp.zeros_like(bar), bar)
+
+
+without_gradient.defvjp(lambda where, x: (x, where), _back)
+
+
 def bytes_of(tree: Any) -> int:
     """Bytes of all arrays in a tree."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -294,11 +294,6 @@ def has_reverse_only(eqn: Equation) -> bool:
     )
 
 
-def has_own_derivative(eqn: Equation) -> bool:
-    """True for a call that brings its own derivative, as a surrogate gradient does."""
-    return eqn.primitive.name.startswith('custom_')
-
-
 _CALLBACKS = ('pure_callback', 'io_callback')
 
 

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Key = Any
@@ -246,8 +247,7 @@ class Tap:
     does so for paths into group g where these differ. ``by_sample``: the first axis of
     every operand of a step and of y counts the same samples. ``parameters``,
     ``by_weight``, ``operation``, ``source``, ``marked``: names for reports and for
-    choosing what is traced. ``multiplies``: y is a product of its operands, so data of
-    zero give a gradient of zero.
+    choosing what is traced.
     """
 
     weights: tuple[Key, ...]
@@ -263,7 +263,6 @@ class Tap:
     operation: str = ''
     source: str = ''
     marked: bool = False
-    multiplies: bool = False
     by_sample: bool = False
 
 
@@ -388,9 +387,6 @@ class CompiledStep:
     run_deep: Callable[..., tuple[Values, list[Any], Values]]
     """The same with every path from one position of a group to another across time
     cut."""
-    run_open: Callable[[Values, Values, Values], Values]
-    """(parameters, states, inputs): new states with each choice and gate open, so that
-    there is a derivative wherever any value gives one."""
     other_effects: Callable[[int, Key], Box | None]
     """(group, result): the part of y that acts on more than this group; None if nothing
     does."""
@@ -408,6 +404,9 @@ class CompiledStep:
     """Finds :attr:`readouts`, which few rules need."""
     find_loss_terms: Callable[[], LossTerms | None] = lambda: None
     """Finds :attr:`loss_terms`."""
+    find_pattern: Callable[[Sequence[Key]], Mapping[Key, np.ndarray]] = lambda _: {}
+    """(states): of each parameter and each of these states, (its elements, elements of
+    all the new ones): whether the one can move the other within a step."""
     modulator: Callable[[Values, Values], jax.Array] | None = None
     """(constants, values): the modulator that the step itself computes, if it does."""
     memory_slopes: Callable[[Values, Values], list[list[Slopes]]] | None = None
@@ -433,3 +432,9 @@ class CompiledStep:
     def written(self) -> tuple[Key, ...]:
         """States that the step writes."""
         return tuple(old for old, _ in self.carried)
+
+    @property
+    def moving(self) -> tuple[Key, ...]:
+        """Those of them that carry a derivative."""
+        is_moving = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+        return tuple(key for key in self.written if is_moving(self.states[key]))

@@ -1,4 +1,4 @@
-"""The primitives of this package: the cut, and products with a kernel on CPUs."""
+"""The primitives of this package: the cut, and products with a kernel."""
 
 from __future__ import annotations
 
@@ -84,15 +84,14 @@ def kernel_primitive(
     name: str,
     *,
     shape: Callable[..., tuple[tuple[int, ...], Any]],
-    portable: Callable[..., Any],
-    kernel: Callable[..., Any],
+    run: Callable[..., Any],
     transposes: dict[int, Callable[..., Any]],
     batched: Callable[..., tuple[Any, int] | None] | None = None,
 ) -> Primitive:
-    """A primitive with a kernel of its own on CPUs, and JAX code for other platforms.
+    """A primitive that runs by a kernel where there is one.
 
-    ``shape(*operands, **params)`` gives shape and type of the result, ``portable`` and
-    ``kernel`` the result itself. It is linear in each of the operands that have a
+    ``shape(*operands, **params)`` gives shape and type of the result, ``run`` the
+    result itself. It is linear in each of the operands that have a
     transpose: ``transposes[k](cotangent, *operands, **params)``, where operand k is not
     known. ``batched(operands, has_axis, **params)`` runs many cases at once, given
     which operands have a leading axis of cases: the result and the axis of cases in it.
@@ -153,7 +152,5 @@ def kernel_primitive(
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
-    lowered = functools.partial(mlir.lower_fun, multiple_results=False)
-    mlir.register_lowering(primitive, lowered(portable))
-    mlir.register_lowering(primitive, lowered(kernel), platform='cpu')
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
     return primitive

@@ -450,7 +450,7 @@ def test_a_checkpoint_moves_to_other_numbers_of_devices(tmp_path):
 def test_a_batch_that_devices_do_not_divide():
     mesh, x = mesh_of('data'), jnp.zeros((6, INPUTS))
     cell = brainstate.nn.GRUCell(INPUTS, UNITS)
-    with pytest.raises(ValueError, match='a batch of 6 on 8 devices'):
+    with pytest.raises(ValueError, match='6 on 8'):
         braintrace.compile(cell, 'd_rtrl', x, batch_size=6, mesh=mesh)
 
 
@@ -458,7 +458,7 @@ def test_a_batch_that_devices_do_not_divide():
 def test_a_model_without_samples():
     mesh, x = mesh_of('data'), jnp.zeros(INPUTS)
     cell = brainstate.nn.GRUCell(INPUTS, UNITS)
-    with pytest.raises(ValueError, match='no first axis of samples'):
+    with pytest.raises(ValueError, match='first axis'):
         braintrace.compile(cell, 'd_rtrl', x, mesh=mesh)
 
 

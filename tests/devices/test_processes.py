@@ -103,7 +103,7 @@ def test_a_process_that_dies_ends_the_others_and_one_goes_on(alone, tmp_path):
     second.communicate()
     (text,) = finished([first], code=1)
     assert 'a training of 2 processes' in text
-    assert 'Fix: start all of them again with resume=True (--resume DIR)' in text
+    assert '--resume DIR' in text
     reached = max(
         int(p.name) for p in (out / 'checkpoints').iterdir() if p.name.isdigit()
     )

@@ -9,6 +9,7 @@ import pytest
 
 import braintrace
 from braintrace.learner import measuring
+from formulas import plain_gradient
 
 T, B, N, H = 12, 3, 2, 5
 
@@ -92,19 +93,7 @@ def compiled(name, rule, **options):
 
 
 def true_gradient(name, weights=None):
-    """Through the whole sequence, by JAX alone."""
-    step, params, state = MODELS[name]
-    weights = jnp.full(T, 1 / T) if weights is None else weights
-
-    def loss(params):
-        def one(state, at):
-            x, y, weight = at
-            state, out = step(params, state, x)
-            return state, weight * jnp.mean((out - y) ** 2)
-
-        return jax.lax.scan(one, state, (XS, YS, weights))[1].sum()
-
-    return jax.grad(loss)(params)
+    return plain_gradient(*MODELS[name], XS, YS, weights)
 
 
 def dot(a, b):
@@ -370,26 +359,23 @@ def test_a_gradient_of_zero():
     assert 'nan' not in str(found)
 
 
-WHY = r'(.|\n)*Why: (.|\n)*Fix: '
-
-
 @pytest.mark.parametrize(
-    'options',
+    ('options', 'word'),
     [
-        {'directions': -1},
-        {'directions': 2.5},
-        {'reduction': 'median'},
-        {'groups': {'a': [('nothing',)]}},
-        {'groups': {'a': [('w',)], 'b': [('w',)]}},
-        {'groups': ['w']},
-        {'groups': {'a': [('w',)]}, 'per_parameter': True},
-        {'mask': jnp.ones(3)},
+        ({'directions': -1}, 'directions=-1'),
+        ({'directions': 2.5}, 'directions=2.5'),
+        ({'reduction': 'median'}, 'median'),
+        ({'groups': {'a': [('nothing',)]}}, 'nothing'),
+        ({'groups': {'a': [('w',)], 'b': [('w',)]}}, "'a' and 'b'"),
+        ({'groups': ['w']}, 'groups='),
+        ({'groups': {'a': [('w',)]}, 'per_parameter': True}, 'per_parameter'),
+        ({'mask': jnp.ones(3)}, 'a mask'),
     ],
     ids=str,
 )
-def test_errors(options):
+def test_options_that_are_refused(options, word):
     learner, step = compiled('rates', 'd_rtrl')
-    with pytest.raises(ValueError, match=WHY):
+    with pytest.raises(ValueError, match=word):
         learner.certificate(XS, YS, step_fn=step, **options)
 
 
@@ -402,9 +388,9 @@ def test_step_functions_with_outputs(method):
     expected = str(measure(XS, YS, step_fn=step, has_aux=False))
     assert str(measure(XS, YS, step_fn=pair, has_aux=True)) == expected
     assert str(measure(XS, YS, step_fn=pair)) == expected
-    with pytest.raises(ValueError, match='has_aux=True' + WHY):
+    with pytest.raises(ValueError, match='has_aux=True'):
         measure(XS, YS, step_fn=step, has_aux=True)
-    with pytest.raises(ValueError, match='has_aux=False' + WHY):
+    with pytest.raises(ValueError, match='has_aux=False'):
         measure(XS, YS, step_fn=pair, has_aux=False)
 
 
@@ -447,7 +433,7 @@ def test_fit_measures_it_of_step_functions_with_outputs():
 
 def test_fit_warns_when_the_rule_does_not_descend():
     learner, step = modulated(-1)
-    with pytest.warns(RuntimeWarning, match='update 1: .*does not descend'):
+    with pytest.warns(RuntimeWarning, match='update 1: .*descend'):
         fitted(learner, step, 2, certificate_every=2)
     learner, step = modulated(1)
     fitted(learner, step, 2, certificate_every=1)  # warnings are errors
@@ -455,7 +441,7 @@ def test_fit_warns_when_the_rule_does_not_descend():
 
 def test_fit_refuses_a_wrong_number():
     learner, step = compiled('rates', 'd_rtrl')
-    with pytest.raises(ValueError, match=WHY):
+    with pytest.raises(ValueError, match='certificate_every=0'):
         fitted(learner, step, 2, certificate_every=0)
 
 

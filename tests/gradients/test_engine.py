@@ -13,6 +13,7 @@ import pytest
 
 from braintrace.compiled_step import Values
 from braintrace.frontends.brainstate import trace_step
+from braintrace.graph.module_info import module_info
 from oracle import Problem, close_to, precision, sequence, total_of
 from zoo import CASES
 
@@ -22,7 +23,8 @@ ALL = os.environ.get('ZOO') == 'all'
 def problem_of(case, steps, **how):
     """A model of the zoo with a loss and a few steps of inputs."""
     model, inputs = case.build()
-    info = trace_step(lambda *xs: total_of(model(*xs)), model, inputs, {})
+    traced = trace_step(lambda *xs: total_of(model(*xs)), model, inputs, {})
+    info = module_info(traced)
     weights = jnp.asarray([1.0, 0.5, 0.0, 2.0][:steps])
     values = info.flat_inputs(inputs, None, {})
     by_variable = dict(zip(info.program.closed.jaxpr.invars, values, strict=True))

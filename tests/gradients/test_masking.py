@@ -1,7 +1,8 @@
-"""Steps of mask 0 contribute nothing, whatever their inputs hold: NaN and infinity too.
+"""Steps of mask 0 contribute nothing, whatever their inputs hold: NaN and infinity count as 0 in them.
 
-Two cases. Padding at the end of a sequence: states are lost, but the gradient is that of the sequence without it.
+Two cases. Padding at the end of a sequence: the gradient is that of the sequence without it.
 Gaps inside of a sequence whose inputs the model leaves out by `jnp.where`: the gradient is that of any finite inputs.
+Calls without a mask, and losses that count for nothing: NaN changes no gradient and no trace.
 """
 
 import os
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import braintrace
 from braintrace import MultiStepData
 from braintrace.learner.by_rule import RULES
 
@@ -37,7 +39,7 @@ def _double(x64):
 class Net(brainstate.nn.Module):
     """Gated units whose drive comes through all kinds of operations; an invalid input leaves the states as they are.
 
-    Where x is 0, so is what each operation reads of it: rules that keep a trace of inputs take NaN for 0.
+    Where x is 0, so is what each operation reads of it: without a mask, traces take NaN for 0 wherever it is read.
     """
 
     def __init__(self):
@@ -128,7 +130,7 @@ WAYS = [
 
 @pytest.mark.parametrize(('rule', 'options', 'fresh'), WAYS if ALL else WAYS[::3])
 def test_padding_at_the_end(rule, options, fresh):
-    """States are NaN after the end, and no gradient is: it is that of the sequence without the padding."""
+    """The gradient is that of the sequence without the padding, and values are those of inputs of 0."""
     (xs, ys), learner, valid = data(), learner_of(rule, **options), np.ones(T, bool)
     call = {
         'step_fn': loss_of(learner),
@@ -143,22 +145,17 @@ def test_padding_at_the_end(rule, options, fresh):
         given = (spoilt(xs, END, bad), spoilt(ys, END, bad), valid)
         return learner.etrace_grad(*(x[:n] for x in given), mask=END[:n], **call)
 
-    wanted, losses = run(0.0)
+    wanted = run(0.0), learner.model.h.value
     for bad in (np.nan, np.inf):
-        found, spoilt_losses = run(bad)
-        same(found, wanted)
-        same(spoilt_losses[:4], losses[:4])
-        assert not np.isfinite(
-            spoilt_losses[4:]
-        ).any()  # what the model computes is shown
-        assert np.isnan(learner.model.h.value).all()
+        same((run(bad), learner.model.h.value), wanted)
+    found, _ = run(np.nan)
     if rule != 'dni':  # which is told when a sequence ends
         same(found, run(np.nan, np.count_nonzero(END))[0])
 
 
 @pytest.mark.parametrize(('rule', 'options', 'fresh'), WAYS if ALL else WAYS[1::3])
 def test_what_the_model_leaves_out(rule, options, fresh):
-    """NaN in inputs that reach no state, at steps that are masked."""
+    """NaN and infinity in inputs that reach no state, at steps that are masked."""
     (xs, ys), learner = data(), learner_of(rule, **options)
     call = {
         'step_fn': loss_of(learner),
@@ -174,9 +171,46 @@ def test_what_the_model_leaves_out(rule, options, fresh):
             spoilt(xs, GAPS, bad), spoilt(ys, GAPS, bad), GAPS > 0, **call
         )
 
-    same(run(np.nan), run(0.0))
+    wanted = run(0.0)
+    same(run(np.inf), wanted)
+    same(run(np.nan), wanted)
     states = jax.tree.leaves([t.value for t in learner.traces.values()])
     assert all(np.isfinite(x).all() for x in (learner.model.h.value, *states))
+
+
+WITHOUT_PREDICTOR = [rule for rule in EVERY if rule != 'dni']  # it reads the states
+
+
+@pytest.mark.parametrize(
+    'rule', WITHOUT_PREDICTOR if ALL else ['d_rtrl', 'pp_prop', 'bptt']
+)
+def test_padding_that_the_model_cannot_take(rule):
+    """Zeros at the end, of which the model takes the logarithm: states are not finite after it, and gradients are."""
+
+    def step(p, s, x):
+        new = 0.5 * s + jnp.log(x) @ p['w'] + jnp.tanh(s @ p['r']) / x[:, :1]
+        return new, new @ p['o']
+
+    rng, options = np.random.default_rng(2), OPTIONS.get(rule, {})
+    weights = {'w': (I, H), 'r': (H, H), 'o': (H, O)}
+    p = {k: 0.4 * rng.standard_normal(shape) for k, shape in weights.items()}
+    learner = braintrace.compile(
+        step, rule, p, np.zeros((B, H)), np.ones((B, I)), **options
+    )
+    xs = spoilt(1 + rng.random((T, B, I)), END, 0.0)
+    loss = lambda x: jnp.sum(learner(x) ** 2)
+    for fresh in (True, False):
+        start = standing(learner)
+        whole = learner.etrace_grad(
+            xs, step_fn=loss, mask=END, reduction='sum', fresh=fresh
+        )
+        assert not np.isfinite(jax.tree.leaves(learner.state)[0]).any()
+        start()
+        part = learner.etrace_grad(
+            xs[:4], step_fn=loss, mask=END[:4], reduction='sum', fresh=fresh
+        )
+        start()
+        same(whole, part)
 
 
 @pytest.mark.parametrize('mask', [END, GAPS])
@@ -204,11 +238,11 @@ def test_bptt_is_jax_grad_of_a_guarded_loss(mask):
 
 @pytest.mark.parametrize('rule', EVERY if ALL else EVERY[::2])
 def test_online_training(rule):
-    """Weights that change at every step stay finite, and where they would be without NaN."""
+    """Weights that change at every step stay finite, and where they would be without NaN and infinity."""
     (xs, ys), after = data(), []
-    for bad in (0.0, np.nan):
+    for bad in (0.0, np.where(np.arange(I) > 0, np.nan, np.inf)):
         learner = learner_of(rule)
-        given = (spoilt(xs, GAPS, bad), spoilt(ys, GAPS, bad), GAPS > 0)
+        given = (spoilt(xs, GAPS, bad), spoilt(ys, GAPS, np.max(bad)), GAPS > 0)
         optimizer = braintools.optim.SGD(lr=0.05)
         learner.etrace_online(
             *given,
@@ -256,7 +290,9 @@ def test_windows_of_the_users_own(rule):
             *given, step_fn=step_fn, mask=mask, chunk_size=2, reduction='sum'
         )
 
-    same(run(np.nan), run(0.0))
+    wanted = run(0.0)
+    same(run(np.nan), wanted)
+    same(run(np.inf), wanted)
 
 
 @pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop', 'rtrl', 'uoro'])

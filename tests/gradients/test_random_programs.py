@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from braintrace.analysis.credit import NO_CREDIT, CreditAnalysis
-from braintrace.frontends.functions import extract_function_info
+from braintrace.graph.function_info import extract_function_info
 from braintrace.program import OtherState
 from interpreter import traced
 from oracle import Problem, total_of
@@ -423,17 +423,17 @@ def drawn(data, draw):
     return program, pick([[pick(WAYS)], [pick(WAYS), pick(WAYS)]])
 
 
+def examples(seed, programs):
+    """Run a function of drawn data so many times."""
+    options = {'max_examples': programs, 'deadline': None, 'database': None}
+    chosen = settings(suppress_health_check=list(HealthCheck), **options)
+    return lambda run: hypothesis.seed(seed)(chosen(given(st.data())(run)))
+
+
 def fuzz(seed, programs, draw=draw_program, local=False):
     """Check random programs, if they are local that nothing is cut; the smallest that fails is shown as Python."""
 
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=programs,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.data())
+    @examples(seed, programs)
     def run(data):
         program, ways = drawn(data, draw)
         hypothesis.note(f'{program}\n# solved by {ways}')

@@ -165,7 +165,7 @@ def test_windows_of_rates():
         seen.append(float(rate.penalty(0.5)))
     np.testing.assert_allclose(seen, [0, 0, (1 / 6) ** 2, 0])
     np.testing.assert_allclose(rate.r.value, [1 / 3, 1 / 3])
-    with pytest.raises(ValueError, match='at least one step'):
+    with pytest.raises(ValueError, match='window=0'):
         nn.WindowRate(2, 0)
 
 

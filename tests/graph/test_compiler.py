@@ -257,10 +257,7 @@ def test_shapes_that_differ_are_refused(compiled):
     odd = group._replace(
         hidden_states=[group.hidden_states[0], brainstate.HiddenState(jnp.zeros(7))]
     )
-    with pytest.raises(
-        bt.NotSupportedError,
-        match=r'\(2, 4\).*\(7,\)(.|\n)*Why: (.|\n)*Fix: ',
-    ):
+    with pytest.raises(bt.NotSupportedError, match=r'\(2, 4\).*\(7,\)'):
         odd.check_consistent_varshape()
 
 
@@ -438,10 +435,7 @@ def test_a_wrong_number_of_perturbations(compiled):
         (lambda data: outputs_of(graph, data), ValueError),
         (by_group, AssertionError),
     ):
-        with pytest.raises(
-            error,
-            match=r'3 perturbation(.|\n)*2 hidden state(.|\n)*Fix: ',
-        ):
+        with pytest.raises(error, match='3 perturbation'):
             call([jnp.zeros((B, H))] * 3)
 
 
@@ -655,9 +649,7 @@ def test_jaxpr_call_and_extra_outputs(compiled):
     assert len(info.jaxpr.outvars) == info.num_var_out + info.num_var_state
     assert list(more.jaxpr_call(X)[-1]) == [inner]
     close(more.jaxpr_call(X)[0], out)
-    with pytest.raises(
-        ValueError, match=r'\(9, 3\)(.|\n)*\(2, 3\)(.|\n)*compile again'
-    ):
+    with pytest.raises(ValueError, match='compiled for'):
         info.jaxpr_call(jnp.zeros((9, I)))
 
 
@@ -728,10 +720,7 @@ def test_call_hidden_perturb_from_other_states(compiled):
     )
     bare = bt.compile_etrace_graph(model, X, include_hidden_perturb=False)
     assert bare.hidden_perturb is None
-    with pytest.raises(
-        AssertionError,
-        match=r'include_hidden_perturb=False(.|\n)*Fix: ',
-    ):
+    with pytest.raises(AssertionError, match='include_hidden_perturb'):
         bare.call_hidden_perturb((X,), zeros)
     assert graph.dict()['hidden_perturb'] is graph.hidden_perturb
     assert repr(graph).count('HiddenGroup(') == 2
@@ -741,12 +730,9 @@ def test_call_hidden_perturb_from_other_states(compiled):
 
 
 def test_executor_before_compiling():
-    with pytest.raises(
-        TypeError,
-        match=r'ETraceGraphExecutor\(int\)(.|\n)*Why: (.|\n)*Fix: ',
-    ):
+    with pytest.raises(TypeError, match=r'Executor\(int\)'):
         bt.ETraceGraphExecutor(3)
-    with pytest.raises(ValueError, match=r'before compiling(.|\n)*compile_graph'):
+    with pytest.raises(ValueError, match='before compiling'):
         _ = bt.ETraceGraphExecutor(make_lif()).graph
 
 

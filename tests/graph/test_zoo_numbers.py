@@ -11,7 +11,7 @@ import pytest
 
 from braintrace.analysis.analysed import analyse
 from braintrace.compat import evaluate, evaluate_equation, is_var
-from braintrace.lowering.executor import ETraceGraphExecutor
+from braintrace.graph.executor import ETraceGraphExecutor
 from braintrace.program import slice_back
 from oracle import close_to, local_step, precision
 from zoo import CASES

@@ -9,7 +9,7 @@ import pytest
 
 import braintrace
 from braintrace.operations import whole_traces
-from braintrace.operations.kernels import dense_visit, span_visit
+from braintrace.operations.kernels import cpu
 
 INPUTS, UNITS, T = 3, 5, 6
 
@@ -72,9 +72,9 @@ def trained(model, samples):
 @pytest.mark.parametrize(('model', 'samples'), [(Adaptive, 3), (Gated, None)])
 def test_a_kernel_gives_the_numbers_of_the_plain_path(model, samples, monkeypatch):
     calls = []
-    visit = dense_visit.visit
+    visit = cpu.dense_visit
     counted = lambda *given: calls.append(given[5:]) or visit(*given)
-    monkeypatch.setattr(dense_visit, 'visit', counted)
+    monkeypatch.setattr(cpu, 'dense_visit', counted)
     plain = trained(model, samples)
     assert not calls
     monkeypatch.setattr(whole_traces, 'LEAST_FOR_KERNEL', 1)
@@ -148,7 +148,7 @@ def test_a_visit_after_many_steps(sizes, density, components, dtype):
     credit = {s: draw(samples, outputs) for s in every if s != 2}
     with jax.enable_x64(dtype == 'float64'):
         given = jax.tree.map(jnp.asarray, (trace, x, rows, factors, credit))
-        new, gradient = jax.jit(span_visit.visit_after_span)(*given)
+        new, gradient = jax.jit(cpu.span_visit)(*given)
         new, gradient = jax.tree.map(np.asarray, (new, gradient))
     beside = lambda value: value[:, None, :]
     wanted = sum(beside(credit[s]) * trace[s] for s in credit).sum(axis=0)
@@ -168,7 +168,7 @@ def test_a_visit_after_many_steps_keeps_nan(outputs):
     ones = {0: jnp.ones((3, 1, outputs))}
     trace = {0: jnp.zeros((1, 8, outputs))}
     factors = {(0, 0): jnp.ones((1, outputs))}
-    new, _ = span_visit.visit_after_span(trace, x, ones, factors, {})
+    new, _ = cpu.span_visit(trace, x, ones, factors, {})
     assert np.isnan(new[0][0, 2]).all()
     assert np.isfinite(np.delete(new[0][0], 2, axis=0)).all()
 
@@ -191,9 +191,9 @@ def test_carried_traces_by_a_kernel(model, monkeypatch):
         return jax.tree.leaves(jax.tree.map(np.asarray, (found, traces)))
 
     plain = carried()
-    visit = span_visit.visit_after_span
+    visit = cpu.span_visit
     counted = lambda *given: calls.append(1) or visit(*given)
-    monkeypatch.setattr(span_visit, 'visit_after_span', counted)
+    monkeypatch.setattr(cpu, 'span_visit', counted)
     monkeypatch.setattr(whole_traces, 'LEAST_FOR_KERNEL', 1)
     by_kernel = carried()
     assert calls

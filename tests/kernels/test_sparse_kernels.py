@@ -263,12 +263,12 @@ def test_large_arrays_and_many_samples(rule, adapts, least, monkeypatch):
     """Values are laid out by a kernel, and factors of many samples step by step.
 
     ``least``: samples from which on products are gathered by column."""
-    from braintrace.operations.kernels import transpose
+    from braintrace.operations.kernels.cpu import layouts
 
     monkeypatch.setattr(sparse_weights, 'MANY_SAMPLES', B)
-    monkeypatch.setattr(synapses, 'LARGE', 0)
-    monkeypatch.setattr(synapses, 'LEAST_SAMPLES', least)
-    monkeypatch.setattr(transpose, 'LEAST', 1)
+    monkeypatch.setattr(kernels, 'LARGE', 0)
+    monkeypatch.setattr(kernels, 'LEAST_SAMPLES', least)
+    monkeypatch.setattr(layouts, 'LEAST', 1)
     found = gradients(rule, adapts=adapts)
     wanted = gradients(rule, adapts=adapts, dense=True)
     for a, b in zip(found, wanted, strict=True):
@@ -310,7 +310,7 @@ def test_an_input_that_no_data_reaches(rule, shared):
 
 def test_without_llvm_the_plain_operations_run(monkeypatch):
     found = gradients('d_rtrl', adapts=True)
-    monkeypatch.setattr(kernels, '_has_llvm', lambda: False)
+    monkeypatch.setattr(kernels, '_is_installed', lambda package: False)
     assert not synapses.has_kernels(np.float32)
     for a, b in zip(found, gradients('d_rtrl', adapts=True), strict=True):
         np.testing.assert_allclose(a, b, **close)
@@ -421,8 +421,8 @@ def test_large_products_for_any_number_of_samples(
     samples, of_spikes, shared, monkeypatch
 ):
     """A matrix that is known is gathered by column, with x as bits or as numbers."""
-    monkeypatch.setattr(synapses, 'LARGE', 0)
-    monkeypatch.setattr(synapses, 'LEAST_SAMPLES', 1)
+    monkeypatch.setattr(kernels, 'LARGE', 0)
+    monkeypatch.setattr(kernels, 'LEAST_SAMPLES', 1)
     rows, columns, count = 37, 150, 400
     row = np.sort(rng(3).integers(0, rows, count))
     starts = np.searchsorted(row, np.arange(rows + 1)).astype(np.int32)
@@ -452,7 +452,7 @@ def test_large_products_for_any_number_of_samples(
     'shape', [(8, 8), (9, 21), (21, 9), (16, 40), (7, 30), (43, 8)]
 )
 def test_transposed_copies(shape, dtype):
-    from braintrace.operations.kernels.transpose import transposed
+    from braintrace.operations.kernels.cpu.layouts import transposed
 
     with jax.enable_x64(dtype == 'float64'):
         x = jnp.asarray(rng().normal(size=shape), dtype)
@@ -464,7 +464,7 @@ def test_transposed_copies(shape, dtype):
 @pytest.mark.parametrize('neurons', [6, 64, 150])
 @pytest.mark.parametrize('samples', [1, 8, 43, 64])
 def test_visits_for_any_number_of_samples(samples, neurons, spikes, is_sorted):
-    from braintrace.operations.kernels.sparse_visit import visit
+    from braintrace.operations.kernels.cpu import synapse_visit
 
     sources, count = 37, 40
     pre = rng(3).integers(0, sources, count).astype(np.int32)
@@ -480,18 +480,16 @@ def test_visits_for_any_number_of_samples(samples, neurons, spikes, is_sorted):
     factors = {s: normal(3 + s[0], samples, neurons) for s in [(0, 0), (1, 0)]}
     credit = normal(6, samples, neurons)
     old = [normal(s, count, samples) for s in (7, 8)]
-    flat = [jnp.asarray(v.reshape(T * samples, -1)) for v in (x, row, y_bar)]
-    new, gradient = visit(
+    by_neuron = lambda v: jnp.asarray(np.swapaxes(v, -1, -2))
+    new, gradient = synapse_visit(
         {s: jnp.asarray(e) for s, e in enumerate(old)},
-        flat[0],
-        {0: flat[1]},
-        jax.tree.map(jnp.asarray, factors),
-        {1: jnp.asarray(credit)},
-        flat[2],
-        T,
-        pre[order],
-        starts,
-        None if is_sorted else order,
+        by_neuron(x),
+        {0: by_neuron(row)},
+        jax.tree.map(by_neuron, factors),
+        {1: by_neuron(credit)},
+        by_neuron(y_bar),
+        None,
+        (pre[order], starts, None if is_sorted else order),
     )
     near = {'rtol': 1e-4, 'atol': 1e-4}
     drive = np.einsum('tke,tke->ek', row[..., post], x[..., pre])
@@ -543,35 +541,41 @@ def test_a_module_may_hold_its_sparse_matrix():
 
 
 @pytest.mark.parametrize('samples', [1, 7])
-def test_visits_by_row(samples):
+@pytest.mark.parametrize('sums_steps', [False, True])
+def test_visits_by_row(samples, sums_steps):
     """The kernel for few samples, in the order of the matrix."""
-    from braintrace.operations.kernels.row_visit import visit_by_row
+    from braintrace.operations.kernels.cpu import synapse_visit
 
     starts = np.array([0, 3, 3, 8], np.int32)
     post = rng(4).integers(0, 6, 8).astype(np.int32)
     pre = np.repeat(np.arange(3), np.diff(starts))
     normal = lambda seed, *shape: rng(seed).normal(size=shape).astype(np.float32)
-    x, row = normal(1, 3, T, samples), normal(2, 6, T, samples)
+    x, row = normal(1, T, 3, samples), normal(2, T, 6, samples)
+    y_bar = normal(10, T, 6, samples) if sums_steps else None
     factors = {(0, 0): normal(3, 6, samples), (1, 0): normal(5, 6, samples)}
     credit, old = normal(6, 6, samples), [normal(s, 8, samples) for s in (7, 8)]
-    x_flat, row_flat = (v.reshape(len(v), -1) for v in (x, row))
     traces = {s: jnp.asarray(e) for s, e in enumerate(old)}
-    given = (traces, x_flat, {0: row_flat}, factors, {1: credit})
-    new, gradient = visit_by_row(*given, True, post, starts)
-    drive = np.einsum('etk,etk->ek', row[post], x[pre])
+    given = jax.tree.map(jnp.asarray, (x, {0: row}, factors, {1: credit}, y_bar))
+    new, gradient = synapse_visit(traces, *given, (post, starts, True), ())
+    drive = np.einsum('tek,tek->ek', row[:, post], x[:, pre])
     near = {'rtol': 1e-4, 'atol': 1e-5}
     np.testing.assert_allclose(new[0], factors[0, 0][post] * old[0] + drive, **near)
     np.testing.assert_allclose(new[1], factors[1, 0][post] * old[0], **near)
-    np.testing.assert_allclose(gradient, np.sum(credit[post] * old[1], 1), **near)
+    wanted = np.sum(credit[post] * old[1], 1)
+    if sums_steps:
+        wanted += np.einsum('tek,tek->e', y_bar[:, post], x[:, pre])
+    np.testing.assert_allclose(gradient, wanted, **near)
 
 
 @pytest.mark.parametrize('name', MODELS)
 def test_both_orders_of_a_visit_give_the_same(name, monkeypatch):
     """Carried traces of few samples: in the order of the matrix, and in that of
     ``post``, which many samples have."""
+    from braintrace.operations.kernels.cpu import trace_visits as visits
+
     found = []
     for few in (0, 10**6):
-        monkeypatch.setattr(sparse_weights, 'FEW_SAMPLES', few)
+        monkeypatch.setattr(visits, 'FEW_SAMPLES', few)
         found.append(gradients('d_rtrl', **MODELS[name]))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         assert np.any(a)

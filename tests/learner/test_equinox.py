@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import braintrace as bt
+import formulas
 
 ALL = os.environ.get('ZOO') == 'all'
 B, I, H, T = 2, 3, 4, 4  # noqa: E741
@@ -22,12 +23,8 @@ CELLS = {
 }
 
 
-def close(got, want, rtol=1e-4):
-    got, want = (eqx.filter(tree, eqx.is_array) for tree in (got, want))
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want
-    )
+def close(got, want):
+    formulas.close(*(eqx.filter(tree, eqx.is_array) for tree in (got, want)))
 
 
 def repeated(state):
@@ -176,13 +173,13 @@ def test_training_as_in_equinox():
         np.testing.assert_allclose(loss, want, rtol=1e-3)
     close(learner.params, model)  # a call with weights of its own changes nothing
 
-    with pytest.raises(bt.CompilationError, match=r'inside jit(.|\n)*params='):
+    with pytest.raises(bt.CompilationError, match='inside jit'):
         jax.jit(lambda x: learner(x))(XS[0])
     online = learner.etrace_online(XS, step_fn=step, optimizer=optax.sgd(0.1))
     assert online.shape == (T,)
     assert float(jnp.abs(learner.params.out.bias - model.out.bias).max()) > 0
     other = eqx.tree_at(lambda m: m.activation, model, jnp.tanh)
-    with pytest.raises(ValueError, match=r'in more than its parameters(.|\n)*compile'):
+    with pytest.raises(ValueError, match='more than its parameters'):
         learner.params = other
 
 
@@ -259,7 +256,7 @@ def test_states_in_a_list():
             return late, state.set(first, jnp.tanh(x @ self.w))
 
     model, state = eqx.nn.make_with_state(Line)()
-    with pytest.warns(bt.CreditWarning, match='attributes or a dictionary'):
+    with pytest.warns(bt.CreditWarning, match='dictionary'):
         learner = bt.compile(model, 'd_rtrl', XS[0, 0], state=state)
     assert len(learner.graph.hidden_groups) == 2
 

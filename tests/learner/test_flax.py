@@ -5,13 +5,13 @@ import os
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import braintrace as bt
 from braintrace.learner.transaction import Transaction
+from formulas import close
 
 ALL = os.environ.get('ZOO') == 'all'
 B, I, H, T = 2, 3, 4, 4  # noqa: E741
@@ -23,13 +23,6 @@ CELLS = {
     'simple': lambda: nnx.SimpleCell(I, H, rngs=nnx.Rngs(0)),
     'residual': lambda: nnx.SimpleCell(I, H, residual=True, rngs=nnx.Rngs(0)),
 }
-
-
-def close(got, want, rtol=1e-4):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want
-    )
 
 
 @nnx.jit
@@ -193,7 +186,7 @@ def test_carries_handed_around():
     for x in XS:
         carry, _ = nnx.jit(model)(carry, x)
     close(last, carry)
-    with pytest.raises(ValueError, match=r'a carry of structure(.|\n)*compiled with'):
+    with pytest.raises(ValueError, match='a carry'):
         learner.state = zeros
 
 
@@ -253,15 +246,13 @@ def test_modes_are_followed_and_jit_is_refused_or_given_the_model():
         lambda x: learner(x),
         lambda x: learner.etrace_grad(x[None], step_fn=step),
     ):
-        with pytest.raises(bt.CompilationError, match=r'inside jit(.|\n)*params='):
+        with pytest.raises(bt.CompilationError, match='inside jit'):
             jax.jit(call)(XS[0])
-    with pytest.raises(ValueError, match=r'fresh=False, chunk_size(.|\n)*no past'):
+    with pytest.raises(ValueError, match='fresh=False'):
         learner.etrace_grad(XS, step_fn=step, params=model, chunk_size=2)
 
     model.eval()
-    with pytest.raises(
-        bt.CompilationError, match=r'mode differ(.|\n)*one call outside jit'
-    ):
+    with pytest.raises(bt.CompilationError, match='mode differ'):
         learner.etrace_grad(XS, step_fn=step, params=model, fresh=True)
     want = nnx.clone(model)(XS[0])
     close(learner(XS[0]), want)
@@ -318,7 +309,7 @@ def test_variables_in_a_list_are_layers():
             first[...] = jnp.tanh(x @ self.w[...])
             return late
 
-    with pytest.warns(bt.CreditWarning, match='attributes or a dictionary'):
+    with pytest.warns(bt.CreditWarning, match='dictionary'):
         learner = bt.compile(Line(), 'd_rtrl', XS[0])
     assert len(learner.graph.hidden_groups) == 2
 
@@ -370,7 +361,7 @@ def test_a_learner_that_follows_its_module_is_not_copied():
 def test_optimisers_of_flax_stay_outside():
     model = CELLS['gru']()
     learner = bt.compile(model, 'd_rtrl', XS[0])
-    with pytest.raises(TypeError, match=r'the optax transformation itself'):
+    with pytest.raises(TypeError, match='in etrace_online'):
         learner.etrace_online(
             XS,
             step_fn=squared(learner),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import braintrace as bt
+from formulas import close
 
 B, I, H = 2, 3, 4  # noqa: E741
 random = np.random.default_rng(0)
@@ -131,10 +132,7 @@ def test_the_compiled_step_is_the_step(name):
     later = graph.call_hidden_perturb((params, state, X), zeros, old_state_vals=new)
     jax.tree.map(same, later, step(params, new, X)[1])
     assert repr(info).startswith('FunctionInfo(')
-    with pytest.raises(
-        ValueError,
-        match=r'\(5, 3\)(.|\n)*compiled for(.|\n)*\(2, 3\)(.|\n)*compile again',
-    ):
+    with pytest.raises(ValueError, match='compiled for'):
         info.jaxpr_call(params, state, array(5, I))
 
 
@@ -248,17 +246,10 @@ def squared(learner):
     return lambda x: jnp.mean(learner(x) ** 2)
 
 
-def close(got, want, rtol=1e-4):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want
-    )
-
-
 def test_a_module_keeps_its_own_weights_and_states():
     _, params, h = make('rnn')
     learner = bt.compile(Same(params, h), 'd_rtrl', X)
-    with pytest.raises(TypeError, match='of a brainstate module'):
+    with pytest.raises(TypeError, match='params='):
         learner.etrace_grad(XS, step_fn=squared(learner), fresh=True, params=params)
     for name in ('params', 'state'):
         assert not hasattr(learner, name)
@@ -339,11 +330,11 @@ def test_training_by_hand():
     learner.state = jnp.zeros((B, H))
     _, want = step(learner.params, jnp.zeros((B, H)), X)
     close(learner(X), want)
-    with pytest.raises(ValueError, match=r'a state of structure(.|\n)*compiled with'):
+    with pytest.raises(ValueError, match='a state of'):
         learner.state = (h, h)
-    with pytest.raises(ValueError, match=r'params of structure(.|\n)*compiled with'):
+    with pytest.raises(ValueError, match='params of'):
         learner.params = h
-    with pytest.raises(ValueError, match=r'starts differently(.|\n)*compile again'):
+    with pytest.raises(ValueError, match='starts differently'):
         learner.reset_state(batch_size=3)
 
 
@@ -384,15 +375,13 @@ def test_keys_in_the_state_go_on():
 
 def test_bad_models_of_learners():
     step, params, h = make('rnn')
-    with pytest.raises(
-        bt.CompilationError, match=r'parameter n, which is not(.|\n)*in the state'
-    ):
+    with pytest.raises(bt.CompilationError, match='parameter n'):
         bt.compile(step, 'd_rtrl', {**params, 'n': 3}, h, X)
-    with pytest.raises(TypeError, match=r'and state=(.|\n)*params, state and inputs'):
+    with pytest.raises(TypeError, match='and state='):
         bt.compile(step, 'd_rtrl', params, h, X, state=h)
-    with pytest.raises(TypeError, match=r'type function with 1 example'):
+    with pytest.raises(TypeError, match='1 example'):
         bt.compile(step, 'd_rtrl', X)
-    with pytest.raises(ValueError, match=r'state=\.\.\. for a brainstate module'):
+    with pytest.raises(ValueError, match=r'^state='):
         bt.compile(Same(params, h), 'd_rtrl', X, state=h)
     with pytest.raises(bt.CompilationError, match='no hidden state'):
         bt.compile(

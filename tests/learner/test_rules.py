@@ -228,6 +228,25 @@ def test_snap_reaches_what_no_draw_of_values_opens():
     differ(found[0], found[2])
 
 
+def delayed(p, s, x):
+    """Units read what they were three steps ago, from a buffer that is written at a moving place."""
+    at = s['at'] % 4
+    drive = x @ p['w'] + s['buffer'][(at + 1) % 4] @ p['recur']
+    h = jnp.tanh(drive)
+    return {'buffer': s['buffer'].at[at].set(h), 'at': s['at'] + 1}, h
+
+
+def test_snap_reaches_all_places_of_a_buffer():
+    p = {'w': jnp.asarray(drawn(I, H)), 'recur': jnp.asarray(drawn(H, H))}
+    s = {'buffer': jnp.zeros((4, B, H)), 'at': jnp.zeros((), int)}
+    xs, found = jnp.asarray(drawn(9, B, I)), []
+    for rule, options in [('snap', {'n': 9}), ('bptt', {})]:
+        learner = braintrace.compile(delayed, rule, p, s, xs[0], **options)
+        step = lambda x, learner=learner: jnp.sum(learner(x) ** 2)
+        found.append(flat(learner.etrace_grad(xs, step_fn=step, fresh=True)))
+    close(*found)
+
+
 @pytest.mark.parametrize('name', ['leaky', 'complex_weights'])
 def test_uoro_is_right_in_the_mean(name):
     learner, step = compiled(name, 'uoro', seed=5)

@@ -101,9 +101,9 @@ def test_folders_that_do_not_fit_are_refused_and_change_nothing(saved, tmp_path)
     _, _, folder = saved
     other = make(1, 'pp_prop', decay_or_rank=0.9)
     before = values(other)
-    with pytest.raises(ValueError, match=r'written by another(.|\n)*Fix: '):
+    with pytest.raises(ValueError, match='by another'):
         other.load(folder)
-    with pytest.raises(FileNotFoundError, match=r'no such folder(.|\n)*Fix: '):
+    with pytest.raises(FileNotFoundError, match='no such folder'):
         other.load(tmp_path / 'none')
     assert not (tmp_path / 'none').exists()
     equal(values(other), before)
@@ -131,9 +131,9 @@ def test_a_checkpoint_with_parameters_that_the_model_lacks_is_refused(saved):
     _, _, folder = saved
     net = Net(0)
     del net.out
-    with pytest.raises(ValueError, match=r'out is unknown here'):
+    with pytest.raises(ValueError, match='out is unknown'):
         braintrace.load(folder, net)
-    with pytest.raises(TypeError, match=r'brainstate module(.|\n)*Fix: '):
+    with pytest.raises(TypeError, match='brainstate module'):
         braintrace.load(folder, lambda x: x)
 
 
@@ -167,9 +167,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing():
     learner = make(0)
     before = learner.weights()
     wrong = {('out',): np.ones((3, 1)), ('feed',): {'weight': 1.0, 'other': 2.0}}
-    with pytest.raises(
-        ValueError, match=r'feed.other is no parameter here; (.|\n)*Fix: '
-    ) as e:
+    with pytest.raises(ValueError, match=r'feed\.other is no') as e:
         learner.set_weights(wrong)
     assert 'feed.weight is (), not (2, 3)' in str(e.value)
     equal(learner.weights(), before)
@@ -198,10 +196,10 @@ def test_weights_in_a_file_of_safetensors(tmp_path):
     equal(other.weights(), learner.weights())
     equal(braintrace.load(file, Net(1)).out.value, learner.model.out.value)
     safetensors.save_file({'feed.bias': np.ones(3, 'float32')}, file)
-    with pytest.raises(ValueError, match=r'no feed.weight; no out\n(.|\n)*Fix: '):
+    with pytest.raises(ValueError, match=r'no feed\.weight; no out'):
         other.load_weights(file)
     file.write_bytes(b'nothing')
-    with pytest.raises(ValueError, match=r'cannot be read(.|\n)*Fix: '):
+    with pytest.raises(ValueError, match='cannot be read'):
         other.load_weights(file)
     with pytest.raises(FileNotFoundError):
         other.load_weights(tmp_path / 'none.safetensors')
@@ -245,7 +243,7 @@ def test_weights_of_a_flax_module_are_those_of_the_module():
 
 def test_learners_are_not_pickled_but_copied():
     learner = make(0)
-    with pytest.raises(TypeError, match=r'pickling a D_RTRL(.|\n)*Why: (.|\n)*save'):
+    with pytest.raises(TypeError, match='pickling'):
         pickle.dumps(learner)
     equal(copy.deepcopy(learner).weights(), learner.weights())
     assert copy.copy(learner).model is learner.model

@@ -570,7 +570,7 @@ def test_code_that_a_folder_names_is_run_only_when_trusted(here, capsys, monkeyp
 
     module = replace(config, model='json:loads')
     monkeypatch.setattr('sys.stdin', io.StringIO('y'))
-    with pytest.raises(PermissionError, match='the Python module json'):
+    with pytest.raises(PermissionError, match='module json'):
         settings.check_trust(module, out, trusted=False)
     settings.check_trust(
         replace(config, model='gru'), out, trusted=False

@@ -165,10 +165,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(('data', 'kind', 'said'), REFUSED, ids=lambda x: str(x)[:12])
 def test_data_without_batches_are_refused(data, kind, said):
-    with pytest.raises(kind, match=said) as refused:
+    with pytest.raises(kind, match=said):
         train(data, updates=7)
-    assert 'Why: ' in str(refused.value)
-    assert 'Fix: ' in str(refused.value)
 
 
 @pytest.mark.parametrize('name', ['list', 'loader', 'generator', 'iterator'])

@@ -71,7 +71,7 @@ def test_a_model_without_a_learner_starts_from_its_states():
     net.h.value = jnp.full((1, 3), 100.0)
     assert metrics.inference(net, XS).activation_sparsity == 0
     assert float(net.h.value[0, 0]) == 100
-    with pytest.raises(TypeError, match=r'metrics of a function(.|\n)*Fix: '):
+    with pytest.raises(TypeError, match='metrics of'):
         metrics.inference(lambda x: x, XS)
 
 

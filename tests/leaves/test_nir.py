@@ -5,6 +5,7 @@ equations by a matrix exponential, convolutions and pools by loops.
 """
 
 import itertools
+import re
 import tracemalloc
 
 import brainstate
@@ -383,7 +384,7 @@ def test_trained_values_are_written(tmp_path):
     found = nir.read(tmp_path / 'net.nir').nodes['units'].nodes['lif']
     np.testing.assert_allclose(found.tau, 0.007, rtol=1e-6)
     model.parts['units/lif'].tau.value = jnp.full(N, -0.007)
-    with pytest.raises(ValueError, match=r'time constant(.|\n)*Fix: '):
+    with pytest.raises(ValueError, match='time constant'):
         bnir.write(tmp_path / 'net.nir', model)
 
 
@@ -400,7 +401,7 @@ def test_chains_of_layers_are_written(tmp_path, x64):
     xs = random.normal(size=(30, 3))
     brainstate.nn.init_all_states(net)
     compare(model, xs, output=brainstate.transform.for_loop(net, jnp.asarray(xs)))
-    with pytest.raises(ValueError, match=r'nir.write of a Dropout(.|\n)*nir.LIF'):
+    with pytest.raises(ValueError, match='Dropout'):
         bnir.write(tmp_path / 'net.nir', brainstate.nn.Dropout(0.5))
 
 
@@ -515,11 +516,9 @@ TWO = nir.NIRGraph(
         (lambda: bnir.write(bnir.read(CHAIN, DT), 'x.nir'), 'path comes first'),
     ],
 )
-def test_refusals_have_three_parts(make, said):
-    with pytest.raises((ValueError, TypeError), match=said) as refused:
+def test_what_is_refused(make, said):
+    with pytest.raises((ValueError, TypeError), match=said):
         make()
-    assert 'Why: ' in str(refused.value)
-    assert 'Fix: ' in str(refused.value)
 
 
 def test_several_inputs_are_taken_in_the_order_of_their_names(x64):
@@ -604,9 +603,8 @@ def test_graphs_that_cannot_work_are_named():
         (lambda: changed(edges=None), DT, 'nir.read of a NIRGraph'),
         (lambda: changed(edges=[('input', 'node', 'output')]), DT, 'from one node to'),
     ]:
-        with pytest.raises((ValueError, TypeError), match='Fix: ') as error:
+        with pytest.raises((ValueError, TypeError), match=re.escape(told)):
             bnir.read(graph(), dt)
-        assert told in str(error.value)
 
 
 def test_the_memory_of_a_delay_is_predicted_before_it_is_allocated():

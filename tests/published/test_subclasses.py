@@ -3,7 +3,6 @@ gives to records."""
 
 import copy
 import dataclasses
-import re
 
 import brainstate
 import jax
@@ -75,7 +74,7 @@ def test_a_subclass_with_arguments_of_its_own():
         def __init__(self):
             pass
 
-    with pytest.raises(TypeError, match=re.escape('without super().__init__')):
+    with pytest.raises(TypeError, match='without super'):
         Silent()
 
 
@@ -115,7 +114,7 @@ def test_hooks_of_a_mixin_are_refused_like_those_of_the_class():
         def _update_etrace_data(self, *args):
             return args
 
-    with pytest.raises(TypeError, match='class Mixed with its own _update_etrace_data'):
+    with pytest.raises(TypeError, match='class Mixed'):
 
         class Mixed(Own, braintrace.D_RTRL):
             pass

@@ -234,6 +234,17 @@ def initial_state_by_counter():
 # layers that are one group
 
 
+def two_layers(step):
+    parts = {
+        'w1': weight(I, H),
+        'w2': weight(H, H),
+        'gain': weight(H),
+        'lower': hidden(B, H),
+        'upper': hidden(B, H),
+    }
+    return Step(step, **parts), (array(B, I),)
+
+
 @case(
     ['lower upper'],
     {'w1': 'local 0', 'w2': 'exact 0', 'gain': 'exact 0'},
@@ -248,14 +259,7 @@ def two_layers_with_a_skip_connection():
         m.upper.value = 0.9 * m.upper.value + mixed + skip
         return m.upper.value
 
-    parts = {
-        'w1': weight(I, H),
-        'w2': weight(H, H),
-        'gain': weight(H),
-        'lower': hidden(B, H),
-        'upper': hidden(B, H),
-    }
-    return Step(step, **parts), (array(B, I),)
+    return two_layers(step)
 
 
 @case(
@@ -273,14 +277,7 @@ def skip_connection_inside_a_branch():
         m.upper.value = 0.9 * m.upper.value + read
         return m.upper.value
 
-    parts = {
-        'w1': weight(I, H),
-        'w2': weight(H, H),
-        'gain': weight(H),
-        'lower': hidden(B, H),
-        'upper': hidden(B, H),
-    }
-    return Step(step, **parts), (array(B, I),)
+    return two_layers(step)
 
 
 @case(

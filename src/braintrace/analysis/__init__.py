@@ -1,4 +1,4 @@
-"""What is found in a step program, from its equations to the records of a report.
+"""What is found in a step program: all that lowering and the graph start from.
 
 dependence       what every value of a step depends on, as bits; constants, which depend
                  on nothing; and where credit ends
@@ -7,11 +7,7 @@ pairs            what the elements of a value reach, and how many pairs there ar
 positions        labels by a pass backward; bodies those of branches, loops and calls
 probe            whether an operation without a rule is element-wise, by numbers
 groups           hidden groups
-sites            uses of parameters; relations, which are the sites of one operation
+sites            where parameters are used
 credit           credit classes of parameters
 analysed         all of that for one step: :func:`analyse`
-perturbation     new hidden values with a zero added to each
-diagnostics      records of what was found; findings and relation_records
-                 write them
-graph            groups, sites, perturbation and records of one model, for its user
 """

@@ -10,54 +10,37 @@ from functools import cached_property
 
 from ..compat import Equation
 from ..errors import CompilationError, three_parts
-from ..frontends.brainstate import path_mapping
 from ..program import Hidden, Path, StepProgram
 from ..program.step import path_names
 from .credit import CreditAnalysis
 from .cuts import Positions
 from .dependence import StepDependence, check_loops, of, opaque_equations
-from .groups import HiddenGroup, group_hidden, make_group, positions_of_paths
-from .sites import HiddenParamOpRelation, Site, by_operation, find_sites
-
-GroupsByPath = dict[Path, HiddenGroup]
+from .groups import Group, find_groups, positions_of_paths
 
 
 @dataclass(frozen=True)
 class Analysed:
     """What holds for a step program.
 
-    ``dependence``: what each value depends on. ``members``: the hidden states of each
-    group. ``positions``: the labels and cuts of each group's paths. ``opaque``: what
-    has no reverse derivative, and the bits whose credit ends there.
+    ``dependence``: what each value depends on. ``opaque``: what has no reverse
+    derivative, and the bits whose credit ends there. ``positions``: the labels and cuts
+    of each group's paths.
     """
 
     dependence: StepDependence
     opaque: list[tuple[Equation, int]]
-    members: list[tuple[Hidden, ...]]
-    groups: tuple[HiddenGroup, ...]
+    groups: tuple[Group, ...]
     positions: list[Positions]
 
-    @cached_property
-    def sites(self) -> tuple[Site, ...]:
-        """Every use of a parameter, in program order; for reports."""
-        return find_sites(self.dependence, self.groups, self.positions)
-
-    @cached_property
-    def relations(self) -> list[HiddenParamOpRelation]:
-        """The sites by operation."""
-        return by_operation(self.dependence, self.sites)
+    @property
+    def members(self) -> list[tuple[Hidden, ...]]:
+        """The hidden states of each group."""
+        return [group.hidden for group in self.groups]
 
     @cached_property
     def credit(self) -> CreditAnalysis:
         """What judges the parameters."""
         return CreditAnalysis(self)
-
-    @property
-    def by_path(self) -> GroupsByPath:
-        """The group of each hidden state."""
-        return path_mapping(
-            {path: group for group in self.groups for path in group.hidden_paths}
-        )
 
 
 def analyse(program: StepProgram) -> Analysed:
@@ -65,13 +48,11 @@ def analyse(program: StepProgram) -> Analysed:
     dependence = StepDependence(program)
     opaque = opaque_equations(dependence)
     check_loops(dependence, opaque)
-    members = group_hidden(dependence)
-    positions = [positions_of_paths(dependence, m, m, m) for m in members]
-    pairs = enumerate(zip(members, positions, strict=True))
-    groups = tuple(
-        make_group(i, group, dependence, found) for i, (group, found) in pairs
-    )
-    return Analysed(dependence, opaque, members, groups, positions)
+    groups = find_groups(dependence)
+    positions = [
+        positions_of_paths(dependence, g.hidden, g.hidden, g.hidden) for g in groups
+    ]
+    return Analysed(dependence, opaque, tuple(groups), positions)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -53,6 +53,17 @@ class CreditClass(NamedTuple):
     temporal: bool
 
 
+class ParameterGradient(NamedTuple):
+    """The gradient that a parameter gets, and why. ``kind`` is a credit class, or the
+    gradient that a learning rule gives.
+
+    A rule gives 'equal to BPTT', 'local', 'approximate', 'one step' or 'none'.
+    """
+
+    kind: str
+    reason: str
+
+
 class WindowCredit(NamedTuple):
     """What a window of ``reach='deep'`` gives a parameter: whether any credit, whether
     some from later steps, and where some is cut, '' if nowhere."""

@@ -2,274 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations, zip_longest
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..compat import Jaxpr, Var, evaluate
+from ..compat import Var
 from ..compiled_step import Values
-from ..errors import NotSupportedError, three_parts
-from ..program import Hidden, Path, slice_between
-from ..program.step import path_name
+from ..program import Hidden, Path
 from .cuts import Positions
 from .dependence import DependenceThrough, Relevance, StepDependence
 from .positions import find_positions
 
-T = TypeVar('T')
 
-
-def jacrev_last_dim(
-    fn: Callable[[jax.Array], jax.Array], hid_vals: jax.Array
-) -> jax.Array:
-    """Jacobian along the last axis only: ``[..., i, j] = ∂fn_i/∂hid_j`` at each leading
-    index.
-
-    The result is correct if ``fn`` does not mix leading indices. It takes one reverse
-    pass for each state. Raises an ``AssertionError`` if the numbers of new and old
-    states differ.
-
-    >>> import jax.numpy as jnp
-    >>> jacrev_last_dim(lambda h: h[..., ::-1] ** 2, jnp.array([[1.0, 2.0]])).tolist()
-    [[[0.0, 4.0], [2.0, 0.0]]]
-    """
-    new, pull = jax.vjp(fn, hid_vals)
-    if new.shape[-1:] != hid_vals.shape[-1:]:
-        raise AssertionError(
-            three_parts(
-                f'a function from states of shape {hid_vals.shape} to states of '
-                f'shape {new.shape}',
-                'the last axis counts the states of a position, of which there are '
-                'as many before a step as after it',
-                'a function that keeps the length of the last axis',
-            )
-        )
-    rows = [
-        pull(jnp.zeros_like(new).at[..., i].set(1))[0] for i in range(new.shape[-1])
-    ]
-    return jnp.stack(rows, axis=-2)
-
-
-def group_merging(
-    groups: Iterable[Iterable[T]], version: int = 1
-) -> list[frozenset[T]]:
-    """Merge sets that intersect, until none do.
-
-    ``version``: 0 or 1, for compatibility. Both give the same result.
-
-    >>> [sorted(g) for g in group_merging([{1, 2}, {2, 3}, {4}])]
-    [[1, 2, 3], [4]]
-    """
-    if version not in (0, 1):
-        raise ValueError(
-            three_parts(
-                f'group_merging(..., version={version!r})',
-                'there is no such version',
-                '0 or 1; both merge alike',
-            )
-        )
-    merged: list[set[T]] = []
-    for group in map(set, groups):
-        touching = [m for m in merged if m & group]
-        merged = [m for m in merged if not m & group] + [group.union(*touching)]
-    return [frozenset(m) for m in merged]
-
-
-def _on_last_axis(state: Any) -> bool:
-    """True for a state that keeps several states of its positions on its last axis."""
-    return hasattr(state, 'name2index')
-
-
-def _position_shape(state: Any) -> tuple:
-    """Shape of the positions of a state, of whatever class it is."""
-    if hasattr(state, 'varshape'):
-        return tuple(state.varshape)
-    shapes = [jnp.shape(x) for x in jax.tree.leaves(state.value)]
-    return shapes[0] if len(shapes) == 1 else tuple(shapes)
-
-
-def _is_complex(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.complexfloating)
-
-
-class HiddenGroup(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """Hidden states of one shape that depend on each other position by position.
 
-    ``transition_jaxpr`` computes new values from old values along paths that keep
-    positions. Its other inputs are in ``transition_jaxpr_constvars``. A complex state
-    counts as two states: real and imaginary part.
+    Its components are the real numbers at a position: a state with a trailing axis has
+    one for each element of this axis, a complex state two for each of its numbers.
     """
 
-    index: int  # type: ignore[assignment]
-    hidden_paths: list[Path]
-    hidden_states: list[Any]
-    hidden_invars: list[Var]
-    hidden_outvars: list[Var]
-    transition_jaxpr: Jaxpr
-    transition_jaxpr_constvars: list[Var]
+    hidden: tuple[Hidden, ...]
+
+    @cached_property
+    def hidden_paths(self) -> tuple[Path, ...]:
+        return tuple(h.path for h in self.hidden)
+
+    @cached_property
+    def hidden_invars(self) -> tuple[Var, ...]:
+        return tuple(h.invar for h in self.hidden)
+
+    @cached_property
+    def hidden_outvars(self) -> tuple[Var, ...]:
+        return tuple(h.outvar for h in self.hidden)
 
     @property
     def varshape(self) -> tuple[int, ...]:
-        """The shape of the positions."""
-        if not self.hidden_invars:
-            return _position_shape(self.hidden_states[0])
-        shape = self.hidden_invars[0].aval.shape
-        return shape[:-1] if _on_last_axis(self.hidden_states[0]) else shape
+        return self.hidden[0].varshape
+
+    @cached_property
+    def _avals(self) -> tuple[Any, ...]:
+        return tuple(h.invar.aval for h in self.hidden)
+
+    @cached_property
+    def _trailing(self) -> tuple[bool, ...]:
+        return tuple(h.has_trailing_axis for h in self.hidden)
+
+    @cached_property
+    def owners(self) -> list[int]:
+        """The number of the hidden state that each component belongs to."""
+        widths = map(component_count, self._avals, self._trailing)
+        return [k for k, width in enumerate(widths) for _ in range(width)]
 
     @property
     def num_state(self) -> int:
-        """The number of states at each position."""
-        return sum(self._widths)
+        return len(self.owners)
 
-    @property
-    def _avals(self) -> list[Any]:
-        """Shape and type of every state: as compiled or, in a group without variables,
-        as it is now."""
-        if self.hidden_invars:
-            return [v.aval for v in self.hidden_invars]
-        return [
-            jnp.asarray(getattr(s.value, 'mantissa', s.value))
-            for s in self.hidden_states
-        ]
-
-    @property
-    def _widths(self) -> list[int]:
-        avals = self._avals
-        counts = [
-            a.shape[-1] if _on_last_axis(s) else 1
-            for s, a in zip(self.hidden_states, avals, strict=True)
-        ]
-        return [
-            n * (2 if _is_complex(a) else 1) for n, a in zip(counts, avals, strict=True)
-        ]
-
-    def check_consistent_varshape(self) -> None:
-        """Raise :class:`NotSupportedError` unless all states have one shape."""
-        shapes = [_position_shape(state) for state in self.hidden_states]
-        if len(set(shapes)) > 1:
-            # A group built by hand may name fewer paths than it has states.
-            names = [path_name(path) for path in self.hidden_paths]
-            named = [
-                f'{name}: {shape}'
-                for name, shape in zip_longest(names, shapes, fillvalue='?')
-            ]
-            raise NotSupportedError(
-                three_parts(
-                    f'a hidden group of states with shapes {", ".join(named)}',
-                    'states of one group share their positions, so their shapes must '
-                    'be equal',
-                    'states of one shape, or states that do not reach each other '
-                    'position by position',
-                )
-            )
-
-    def transition(
-        self, hidden_vals: Sequence[jax.Array], input_vals: Sequence[Any]
-    ) -> list[jax.Array]:
-        """New hidden values from old ones. ``input_vals`` are in the order of the
-        constvars."""
-        return evaluate(self.transition_jaxpr, input_vals, *hidden_vals)
-
-    def diagonal_jacobian(
-        self, hidden_vals: Sequence[jax.Array], input_vals: Sequence[Any]
-    ) -> jax.Array:
-        """D_t: ``(*varshape, num_state, num_state)``.
-
-        ``[..., i, j] = ∂new_i/∂old_j``.
-        """
-
-        def step(old: jax.Array) -> jax.Array:
-            return self.concat_hidden(
-                self.transition(self.split_hidden(old), input_vals)
-            )
-
-        return jacrev_last_dim(step, self.concat_hidden(hidden_vals))
-
-    def concat_hidden(self, splitted_hid_vals: Sequence[Any]) -> jax.Array:
-        """Stack the states, without units, along a new last axis."""
-        return jnp.stack(self.components(splitted_hid_vals), axis=-1)
-
-    def split_hidden(self, concat_hid_vals: jax.Array) -> list[jax.Array]:
-        """The inverse of :meth:`concat_hidden`: one array for each state."""
-        return self.from_components(
-            [concat_hid_vals[..., i] for i in range(concat_hid_vals.shape[-1])]
-        )
-
-    @property
-    def owners(self) -> list[int]:
-        """The number of the hidden state that each component belongs to."""
-        return [k for k, width in enumerate(self._widths) for _ in range(width)]
-
-    def components(self, vals: Sequence[Any]) -> list[jax.Array]:
-        """One array of the shape of the positions for each state of a position."""
-        found = []
-        for state, value in zip(self.hidden_states, vals, strict=True):
-            value = jnp.asarray(getattr(value, 'mantissa', value))
-            for real in (
-                [value.real, value.imag] if jnp.iscomplexobj(value) else [value]
-            ):
-                found += (
-                    [real[..., i] for i in range(real.shape[-1])]
-                    if _on_last_axis(state)
-                    else [real]
-                )
-        return found
+    def components(self, values: Sequence[Any]) -> list[jax.Array]:
+        return components_of(values, self._trailing)
 
     def old_components(self, values: Mapping[Var, Any]) -> list[jax.Array]:
-        """Components of the old states among values."""
         return self.components([values[v] for v in self.hidden_invars])
 
     def old_states(self, components: Sequence[jax.Array]) -> Values:
-        """The old states from their components."""
-        states = self.from_components(components)
+        states = states_of(components, self._avals, self._trailing)
         return Values(zip(self.hidden_invars, states, strict=True))
 
     def new_states(self, components: Sequence[jax.Array]) -> Values:
-        """The new states from their components."""
-        states = self.from_components(components)
+        states = states_of(components, self._avals, self._trailing)
         return Values(zip(self.hidden_outvars, states, strict=True))
 
-    def from_components(self, components: Sequence[jax.Array]) -> list[jax.Array]:
-        """The inverse of :meth:`components`: one array for each state."""
-        values, rest = [], list(components)
-        for state, aval, width in zip(
-            self.hidden_states, self._avals, self._widths, strict=True
-        ):
-            mine, rest = rest[:width], rest[width:]
-            half = width // 2 if _is_complex(aval) else width
-            parts = [
-                jnp.stack(p, -1) if _on_last_axis(state) else p[0]
-                for p in (mine[:half], mine[half:])
-                if p
-            ]
-            values.append(
-                (jax.lax.complex(*parts) if len(parts) == 2 else parts[0]).astype(
-                    aval.dtype
-                )
-            )
-        return values
 
-    def dict(self) -> dict[str, Any]:
-        """The record as a dictionary."""
-        return self._asdict()
-
-    def __repr__(self) -> str:
-        names = ', '.join(path_name(p) for p in self.hidden_paths)
-        return (
-            f'HiddenGroup({self.index}: {names}; positions {self.varshape}, '
-            f'{self.num_state} state(s) each)'
-        )
+def component_count(aval: Any, trailing: bool) -> int:
+    """How many components a state has; ``trailing``: some lie along its last axis."""
+    count = aval.shape[-1] if trailing else 1
+    return 2 * count if jnp.issubdtype(aval.dtype, jnp.complexfloating) else count
 
 
-def different_layers(a: Path, b: Path) -> bool:
-    """True for paths that part at an integer key: ``layers.0`` and ``layers.1``."""
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            return isinstance(x, int) and isinstance(y, int)
-    return False
+def components_of(values: Sequence[Any], trailing: Sequence[bool]) -> list[jax.Array]:
+    """One array of the shape of the positions for each component, without units."""
+    components = []
+    for value, along_last in zip(values, trailing, strict=True):
+        value = jnp.asarray(getattr(value, 'mantissa', value))
+        for real in [value.real, value.imag] if jnp.iscomplexobj(value) else [value]:
+            if along_last:
+                components += [real[..., i] for i in range(real.shape[-1])]
+            else:
+                components.append(real)
+    return components
+
+
+def states_of(
+    components: Sequence[jax.Array], avals: Sequence[Any], trailing: Sequence[bool]
+) -> list[jax.Array]:
+    """The inverse of :func:`components_of`: one array for each state."""
+    states, rest = [], list(components)
+    for aval, along_last in zip(avals, trailing, strict=True):
+        width = component_count(aval, along_last)
+        mine, rest = rest[:width], rest[width:]
+        join = lambda parts, last=along_last: jnp.stack(parts, -1) if last else parts[0]
+        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            half = width // 2
+            state = jax.lax.complex(join(mine[:half]), join(mine[half:]))
+        else:
+            state = join(mine)
+        states.append(state.astype(aval.dtype))
+    return states
 
 
 def positions_of_paths(
@@ -295,7 +139,7 @@ def positions_of_paths(
     )
 
 
-def group_hidden(dependence: StepDependence) -> list[tuple[Hidden, ...]]:
+def find_groups(dependence: StepDependence) -> list[Group]:
     """Sort the hidden states of a program into groups, in the program's order.
 
     State a joins state b when its value, old or new, reaches the new b position by
@@ -315,16 +159,17 @@ def group_hidden(dependence: StepDependence) -> list[tuple[Hidden, ...]]:
         old = tuple(hidden[a] for a in mates)
         found = positions_of_paths(dependence, old, (target,), through)
         links += [(a, b) for a in mates if a != b and _stays(hidden[a], found)]
-    groups = [frozenset({i}) for i in range(len(hidden))]
+    # A link counts only if no two states of the merged group are different layers.
+    group_of = [frozenset({i}) for i in range(len(hidden))]
     for link in links:
-        merged = group_merging([*groups, set(link)])
-        if all(
-            _may_join(hidden[a], hidden[b])
-            for g in merged
-            for a, b in combinations(sorted(g), 2)
-        ):
-            groups = merged
-    return [tuple(hidden[i] for i in sorted(g)) for g in sorted(groups, key=min)]
+        merged = group_of[link[0]] | group_of[link[1]]
+        if all(_may_join(hidden[a], hidden[b]) for a, b in combinations(merged, 2)):
+            for i in merged:
+                group_of[i] = merged
+    return [
+        Group(tuple(hidden[i] for i in sorted(group)))
+        for group in sorted(set(group_of), key=min)
+    ]
 
 
 def _stays(state: Hidden, found: Positions) -> bool:
@@ -334,7 +179,12 @@ def _stays(state: Hidden, found: Positions) -> bool:
 
 
 def _may_join(a: Hidden, b: Hidden) -> bool:
-    return not different_layers(a.path, b.path)
+    """False for paths that part at an integer key, as those of ``layers.0`` and
+    ``layers.1``."""
+    for x, y in zip(a.path, b.path, strict=False):
+        if x != y:
+            return not (isinstance(x, int) and isinstance(y, int))
+    return True
 
 
 def layers_apart(dependence: StepDependence) -> list[tuple[Hidden, Hidden]]:
@@ -354,27 +204,3 @@ def layers_apart(dependence: StepDependence) -> list[tuple[Hidden, Hidden]]:
             positions = positions_of_paths(dependence, others, (b,), (*others, b))
             found += [(a, b) for a in others if _stays(a, positions)]
     return found
-
-
-def make_group(
-    index: int,
-    group: tuple[Hidden, ...],
-    dependence: StepDependence,
-    positions: Positions,
-) -> HiddenGroup:
-    """The record of a group, with its transition program."""
-    old, new = [h.invar for h in group], [h.outvar for h in group]
-    jaxpr = slice_between(
-        dependence.program.equations, old, new, positions.cuts, positions.edges
-    )
-    record = HiddenGroup(
-        index,
-        [h.path for h in group],
-        [h.state for h in group],
-        old,
-        new,
-        jaxpr,
-        list(jaxpr.constvars),
-    )
-    record.check_consistent_varshape()
-    return record

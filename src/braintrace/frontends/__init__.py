@@ -28,7 +28,7 @@ def pure_model(
     ``state``: where a model that takes its state as an argument starts. ``batch``: the
     model, its state and the examples are of one sample.
     """
-    framework = _framework_of(model)
+    framework = framework_of(model)
     if framework == 'flax':
         from .flax import FlaxModel
 
@@ -39,39 +39,17 @@ def pure_model(
         return EquinoxModel(model, args, state, batch)
     from .functions import FunctionModel
 
-    _check_function(model, args, state)
+    check_function(model, args, state)
     return FunctionModel(model, args[0], args[1], args[2:], batch)
 
 
-def extract(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Trace one step of a model with the front end of its framework.
-
-    A ``brainstate`` module is called with ``args``, and so is a module of Flax NNX or
-    Equinox, with ``state`` where it takes one; any other callable is a plain function
-    ``step(params, state, x) -> (state, out)``.
-    """
-    if _is_a(model, 'brainstate.nn', 'Module'):
-        from .brainstate import extract_module_info
-
-        return extract_module_info(model, *args, **kwargs)
-    from .functions import extract_function_info, extract_pure_info
-
-    if _framework_of(model) is not None:
-        return extract_pure_info(pure_model(model, args, **kwargs))
-    _check_function(model, args, kwargs.get('state'))
-    return extract_function_info(model, *args, **kwargs)
-
-
-def _framework_of(model: Any) -> str | None:
-    found = (name for name, kind in _FRAMEWORKS.items() if _is_a(model, *kind))
-    return next(found, None)
-
-
-def _is_a(model: Any, package: str, name: str) -> bool:
-    """Whether a model is of a class of a package; one that was not imported has no
-    models."""
-    module = sys.modules.get(package)
-    return module is not None and isinstance(model, getattr(module, name, ()))
+def framework_of(model: Any) -> str | None:
+    """The name of the framework whose module a model is; None for any other."""
+    for framework, (package, name) in _FRAMEWORKS.items():
+        module = sys.modules.get(package)  # no model is of one that was not imported
+        if module is not None and isinstance(model, getattr(module, name, ())):
+            return framework
+    return None
 
 
 def class_as_model(kind: type) -> TypeError:
@@ -85,7 +63,8 @@ def class_as_model(kind: type) -> TypeError:
     )
 
 
-def _check_function(model: Any, args: tuple, state: Any) -> None:
+def check_function(model: Any, args: tuple, state: Any) -> None:
+    """Raise unless a model is a step function with examples of its arguments."""
     if isinstance(model, type):
         raise class_as_model(model)
     if not callable(model) or len(args) < 2 or state is not None:

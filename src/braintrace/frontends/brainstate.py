@@ -8,14 +8,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import brainstate
 import brainunit as u
 import jax
 
-from ..compat import ClosedJaxpr, Jaxpr, Var, changed, evaluate
 from ..errors import (
     CompilationError,
     InputError,
@@ -24,7 +24,7 @@ from ..errors import (
     three_parts,
 )
 from ..program import Hidden, OtherState, Parameter, Path, StepProgram, normal_form
-from ..program.step import check_shapes, distinct_outputs, path_name, path_names
+from ..program.step import distinct_outputs, path_name
 from .failures import explain_failure
 from .module_states import look_again, module_states
 from .pure import leaf_paths
@@ -39,119 +39,24 @@ class StateChanged(CompilationError):
         self.shapes = shapes
 
 
-class ModuleInfo(NamedTuple):
-    """One traced step of a module: its program, its states, and the role of each
-    variable."""
+@dataclass(frozen=True)
+class TracedStep:
+    """One traced step of a module.
 
-    stateful_model: brainstate.transform.StatefulFunction
-    closed_jaxpr: ClosedJaxpr
-    retrieved_model_states: dict[Path, brainstate.State]
-    compiled_model_states: list[brainstate.State]
-    state_id_to_path: dict[int, Path]
-    state_tree_invars: list[Any]
-    state_tree_outvars: list[Any]
-    hidden_path_to_invar: dict[Path, Var]
-    hidden_path_to_outvar: dict[Path, Var]
-    invar_to_hidden_path: dict[Var, Path]
-    outvar_to_hidden_path: dict[Var, Path]
-    hidden_outvar_to_invar: dict[Var, Var]
-    weight_invars: list[Var]
-    weight_path_to_invars: dict[Path, Any]
-    invar_to_weight_path: dict[Var, Path]
-    num_var_out: int
-    num_var_state: int
-    out_tree: Any
+    ``model_states``: all states of the module by path. ``states``: those that the step
+    reads or writes, ``invars`` and ``outvars`` their variables before and after it, in
+    the structure of their values. ``paths``: the path of every state by the identity of
+    its object.
+    """
+
+    function: brainstate.transform.StatefulFunction
     program: StepProgram
-
-    @property
-    def jaxpr(self) -> Jaxpr:
-        """The step without its constants."""
-        return self.closed_jaxpr.jaxpr
-
-    def add_jaxpr_outs(self, jax_vars: Sequence[Var]) -> ModuleInfo:
-        """The same record with a jaxpr that also returns the given variables."""
-        outvars = [*self.jaxpr.outvars, *jax_vars]
-        return self._replace(closed_jaxpr=changed(self.closed_jaxpr, outvars=outvars))
-
-    def split_state_outvars(
-        self,
-    ) -> tuple[dict[Path, Any], dict[Path, Any], dict[Path, Any]]:
-        """New state variables by path: parameters, hidden states, other states."""
-        parts: tuple[dict, dict, dict] = ({}, {}, {})
-        for state, outvars in zip(
-            self.compiled_model_states, self.state_tree_outvars, strict=True
-        ):
-            path = self.state_id_to_path[id(state)]
-            is_parameter = isinstance(state, brainstate.ParamState)
-            role = 0 if is_parameter else 1 if path in self.hidden_path_to_invar else 2
-            parts[role][path] = outvars
-        return parts
-
-    def read_states(self) -> list[Any]:
-        """Current values of the compiled states."""
-        return [state.value for state in self.compiled_model_states]
-
-    def flat_inputs(
-        self, args: Sequence[Any], old_state_vals: Sequence[Any] | None, kwargs: dict
-    ) -> list[jax.Array]:
-        """Arguments and values of states in the order of the inputs of the jaxpr, after
-        a check."""
-        values = self.read_states() if old_state_vals is None else old_state_vals
-        flat = jax.tree.leaves((tuple(args), kwargs, list(values)))
-        check_shapes(self.closed_jaxpr, flat)
-        return flat
-
-    def jaxpr_call(
-        self, *args: Any, old_state_vals: Sequence[Any] | None = None, **kwargs: Any
-    ) -> tuple:
-        """Run the step and return outputs, new hidden values, new values of the other
-        states, and extra outputs.
-
-        States are dictionaries by path. Extra outputs are a dictionary by variable. No
-        state is written.
-        """
-        flat = self.flat_inputs(args, old_state_vals, kwargs)
-        return self.arrange(evaluate(self.jaxpr, self.closed_jaxpr.consts, *flat))
-
-    def outputs(self, results: Sequence[Any]) -> Any:
-        """The model's outputs from the results of the jaxpr."""
-        return jax.tree.unflatten(self.out_tree, results[: self.num_var_out])
-
-    def arrange(self, results: Sequence[Any]) -> tuple:
-        """Sort the results of the jaxpr as :meth:`jaxpr_call` returns them."""
-        a, b = self.num_var_out, self.num_var_out + self.num_var_state
-        new = jax.tree.unflatten(
-            jax.tree.structure(self.state_tree_outvars), results[a:b]
-        )
-        hidden: dict[Path, Any] = {}
-        others: dict[Path, Any] = {}
-        for state, value in zip(self.compiled_model_states, new, strict=True):
-            path = self.state_id_to_path[id(state)]
-            (hidden if path in self.hidden_path_to_invar else others)[path] = value
-        extra = self.jaxpr.outvars[b:]
-        return (
-            self.outputs(results),
-            hidden,
-            others,
-            dict(zip(extra, results[b:], strict=True)),
-        )
-
-    @property
-    def name(self) -> str:
-        """The name of the module's class."""
-        return self.stateful_model.name or 'model'
-
-    def dict(self) -> dict[str, Any]:
-        """The record as a dictionary."""
-        return self._asdict()
-
-    def __repr__(self) -> str:
-        hidden = path_names(self.hidden_path_to_invar)
-        weights = path_names(self.weight_path_to_invars)
-        return (
-            f'ModuleInfo({len(self.jaxpr.eqns)} equations; hidden: {hidden}; '
-            f'parameters: {weights})'
-        )
+    out_tree: Any
+    model_states: dict[Path, brainstate.State]
+    states: list[brainstate.State]
+    paths: dict[int, Path]
+    invars: list[Any]
+    outvars: list[Any]
 
 
 def path_mapping(found: Mapping[Path, Any]) -> brainstate.util.PrettyDict:
@@ -164,6 +69,11 @@ def is_module(model: Any) -> bool:
     return isinstance(model, brainstate.nn.Module)
 
 
+def is_parameter(state: brainstate.State) -> bool:
+    """True for a state that is trained."""
+    return isinstance(state, brainstate.ParamState)
+
+
 @contextmanager
 def _states_kept(states: dict[Path, brainstate.State]) -> Iterator[None]:
     """Put the values of all states back if tracing fails."""
@@ -174,24 +84,6 @@ def _states_kept(states: dict[Path, brainstate.State]) -> Iterator[None]:
         for path, state in states.items():
             state.value = before[path]
         raise
-
-
-def extract_module_info(
-    model: brainstate.nn.Module, *model_args: Any, **model_kwargs: Any
-) -> ModuleInfo:
-    """Trace one step ``model(*model_args, **model_kwargs)`` and sort its variables by
-    role."""
-    if not is_module(model):
-        raise TypeError(
-            three_parts(
-                f'a model of type {type(model).__name__}',
-                'this front end reads brainstate modules only',
-                'a brainstate.nn.Module, or compile_etrace_graph for other kinds of '
-                'models',
-            )
-        )
-    check_arguments(model, model_args, model_kwargs)
-    return trace_step(lambda *a, **k: model(*a, **k), model, model_args, model_kwargs)
 
 
 @contextmanager
@@ -258,7 +150,7 @@ def trace_step(
     args: tuple,
     kwargs: dict,
     what: str = 'a step',
-) -> ModuleInfo:
+) -> TracedStep:
     """Trace a function that advances a module by one step, and sort its variables by
     role; errors call the function ``what``."""
     found = dict(module_states(model))
@@ -291,7 +183,7 @@ def _sort(
     written: set[int],
     out_shapes: Any,
     new_shapes: Any,
-) -> ModuleInfo:
+) -> TracedStep:
     paths = {id(state): path for path, state in found.items()}
     for i, state in enumerate(states):
         paths.setdefault(id(state), ('<outside>', type(state).__name__, i))
@@ -299,7 +191,7 @@ def _sort(
     values = [state.value for state in states]
     for state, old, new in zip(states, values, new_shapes, strict=True):
         _check_new_value(paths[id(state)], old, new)
-        if id(state) in written and isinstance(state, brainstate.ParamState):
+        if id(state) in written and is_parameter(state):
             raise _parameter_written(paths[id(state)])
 
     counts = [len(jax.tree.leaves(value)) for value in values]
@@ -315,7 +207,6 @@ def _sort(
     tree = jax.tree.structure(values)
     in_trees = jax.tree.unflatten(tree, jaxpr.invars[num_in:])
     out_trees = jax.tree.unflatten(tree, jaxpr.outvars[num_out:])
-    weight_trees: dict[Path, Any] = {}
     parameters: list[Parameter] = []
     hidden: list[Hidden] = []
     others: list[OtherState] = []
@@ -325,8 +216,7 @@ def _sort(
         path = paths[id(state)]
         keys = leaf_paths(value, lambda x: isinstance(x, u.Quantity))
         arrays = zip(keys, jax.tree.leaves(ins), jax.tree.leaves(outs), strict=True)
-        if isinstance(state, brainstate.ParamState):
-            weight_trees[path] = ins
+        if is_parameter(state):
             parameters += [Parameter(path, key, old, state) for key, old, _ in arrays]
         elif id(state) in moving:
             ((_, old, new),) = arrays
@@ -355,26 +245,15 @@ def _sort(
         untouched_hidden=untouched(brainstate.HiddenState),
         untouched_parameters=untouched(brainstate.ParamState),
     )
-    return ModuleInfo(
-        stateful_model=function,
-        closed_jaxpr=closed,
-        retrieved_model_states=brainstate.util.FlattedDict(found),
-        compiled_model_states=list(states),
-        state_id_to_path=paths,
-        state_tree_invars=in_trees,
-        state_tree_outvars=out_trees,
-        hidden_path_to_invar={h.path: h.invar for h in hidden},
-        hidden_path_to_outvar={h.path: h.outvar for h in hidden},
-        invar_to_hidden_path={h.invar: h.path for h in hidden},
-        outvar_to_hidden_path={h.outvar: h.path for h in hidden},
-        hidden_outvar_to_invar={h.outvar: h.invar for h in hidden},
-        weight_invars=[p.invar for p in parameters],
-        weight_path_to_invars=weight_trees,
-        invar_to_weight_path={p.invar: p.path for p in parameters},
-        num_var_out=num_out,
-        num_var_state=sum(counts),
-        out_tree=jax.tree.structure(out_shapes),
-        program=program,
+    return TracedStep(
+        function,
+        program,
+        jax.tree.structure(out_shapes),
+        brainstate.util.FlattedDict(found),
+        list(states),
+        paths,
+        in_trees,
+        out_trees,
     )
 
 

@@ -22,7 +22,7 @@ from ..analysis.analysed import Analysed, analyse
 from ..compat import Var, can_fail, is_differentiable, is_var
 from ..compiled_step import CompiledStep, Values
 from ..errors import CompilationError, InputError, three_parts
-from ..frontends.brainstate import ModuleInfo, trace_step
+from ..frontends.brainstate import TracedStep, trace_step
 from ..frontends.module_states import known_states, module_states
 from ..lowering import Stages, lower
 from ..program import Path
@@ -110,7 +110,7 @@ class StepBinding:
     def __init__(
         self,
         model: brainstate.nn.Module,
-        info: ModuleInfo,
+        info: TracedStep,
         analysed: Analysed | None = None,
         rule_state: RuleState | None = None,
         modulator_given: bool = False,
@@ -119,10 +119,10 @@ class StepBinding:
         self.info = info
         self.rule_state = rule_state
         self.analysed = analyse(info.program) if analysed is None else analysed
-        paths = [info.state_id_to_path[id(s)] for s in info.compiled_model_states]
+        paths = [info.paths[id(s)] for s in info.states]
         # The path of every state, the state, and its variables.
         self._states: list[tuple[Path, brainstate.State, Any]] = list(
-            zip(paths, info.compiled_model_states, info.state_tree_invars, strict=True)
+            zip(paths, info.states, info.invars, strict=True)
         )
         self.paths: dict[Var, Path] = {
             v: path for path, _, tree in self._states for v in jax.tree.leaves(tree)
@@ -132,7 +132,7 @@ class StepBinding:
         if modulator_given:
             *self._outputs, self.modulator = info.program.outputs
         self.modulator_given = modulator_given
-        consts = info.closed_jaxpr.consts
+        consts = info.program.closed.consts
         self.is_reusable = not any(isinstance(x, jax.core.Tracer) for x in consts)
         self._steps: dict[bool, tuple[Stages, CompiledStep]] = {}
 
@@ -198,7 +198,7 @@ class StepBinding:
     @cached_property
     def can_fail(self) -> bool:
         """Whether the step runs code that may raise an error, as a callback."""
-        return can_fail(self.info.closed_jaxpr)
+        return can_fail(self.info.program.closed)
 
     @property
     def has_readouts(self) -> bool:
@@ -244,7 +244,7 @@ class StepBinding:
         current = known_states(self.model)
         found = []
         for path, state, tree in self._states:
-            if path in self.info.retrieved_model_states:
+            if path in self.info.model_states:
                 if path not in current:
                     raise _state_gone(path)
                 state = current[path]
@@ -319,7 +319,7 @@ class StepBinding:
     def gradients_by_path(self, gradients: Values) -> dict[Path, Any]:
         """Gradients in the structure of the parameters' values; zero for those never
         read."""
-        read = self.info.weight_path_to_invars
+        read = {path: tree for path, _, tree in self._states}
         found = {}
         for path, state in module_states(self.model, brainstate.ParamState).items():
             if path in read:

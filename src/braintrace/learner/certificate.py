@@ -25,6 +25,7 @@ from ..program import Parameter
 from ..program.step import path_name
 from ..solver import Solved
 from ..solver.forward import derivatives_along
+from ..solver.masking import finite
 from .arguments import is_count
 
 _COVERED = 0.9
@@ -154,6 +155,8 @@ def certificate_program(
 
     def measure(drawn: Values, *given: Any, masked: bool) -> Measured:
         parameters, states, _, inputs, weights, *_ = given
+        if masked:
+            inputs = finite(inputs, weights == 0)
         gradients = solve(*given, masked=masked).gradients
         member = {v: i for i, group in enumerate(groups) for v in group}
 

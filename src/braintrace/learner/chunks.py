@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..frontends.module_states import module_states
 from ..program.data import MultiStepData
 from ..program.step import path_name
+from ..solver.masking import finite
 from .access import undone_on_error
 from .arguments import length_of
 from .binding import bind_model, recording
@@ -21,7 +22,6 @@ from .losses import (
     check_finite_values,
     in_windows,
     never_called,
-    spared,
     weighted,
     weights_like,
     window_weights,
@@ -45,8 +45,6 @@ def gradients_in_chunks(
 
     def one(total: Any, xs: tuple) -> tuple:
         chunk, *weights = xs
-        if mask is not None:
-            chunk = spared(chunk, weights[0])
 
         def loss() -> tuple:
             with recording(learner, runs_model=False) as record:
@@ -65,6 +63,9 @@ def gradients_in_chunks(
         return jax.tree.map(add, total, dict(grads)), (value, weight, aux)
 
     def run(chunks: tuple, *weights: Any) -> tuple:
+        if mask is not None:
+            (of_losses,) = (x for x in weights if x is not None)
+            chunks = finite(chunks, of_losses == 0)
         states = parameters.items()
         zero = {path: jax.tree.map(jnp.zeros_like, s.value) for path, s in states}
         return brainstate.transform.scan(one, zero, (chunks, *weights))

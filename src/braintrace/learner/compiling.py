@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..errors import ArgumentError, NotCompiledError, one_of, three_parts
 from ..frontends.brainstate import StateChanged
 from ..frontends.module_states import module_states
-from ..lowering.executor import ETraceGraphExecutor
+from ..graph.executor import ETraceGraphExecutor
 from ..program.data import first_step
 from ..program.step import path_name
 from . import model_states

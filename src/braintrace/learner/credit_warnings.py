@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..analysis.credit import APART, NO_CREDIT, NOT_HIDDEN, Links
-from ..analysis.diagnostics import ParameterGradient
+from ..analysis.credit import APART, NO_CREDIT, NOT_HIDDEN, Links, ParameterGradient
 from ..arrays import bytes_of
 from ..compiled_step import Values
 from ..derivatives import transitions

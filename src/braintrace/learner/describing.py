@@ -11,9 +11,9 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from ..analysis.diagnostics import CUTS
 from ..arrays import bytes_of
 from ..errors import printable
+from ..graph.diagnostics import CUTS
 from ..program import Path
 from ..program.step import path_names
 from ..solver.factors import FactorTrace

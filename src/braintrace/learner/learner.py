@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from brainstate.util import FlattedDict
 
-from ..analysis.graph import ETraceGraph
 from ..errors import ArgumentError, three_parts
 from ..frontends.brainstate import matrices_kept
 from ..frontends.module_states import known_states, module_states
+from ..graph.etrace_graph import ETraceGraph
 from ..program import Path
 from ..program.step import path_name
 from ..rules import Rule

@@ -109,21 +109,6 @@ def window_weights(
     return per_step, per_window
 
 
-def spared(window: tuple, weights: Any) -> tuple:
-    """A window without NaN in the slices of steps that do not count: in the derivative
-    of a user's loss 0 · NaN would be NaN."""
-    if weights is None:
-        return window
-
-    def finite(x: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
-        silent = (weights == 0).reshape(-1, *(1,) * (x.ndim - 1))
-        return jnp.where(silent & jnp.isnan(x), jnp.zeros_like(x), x)
-
-    return jax.tree.map(finite, window)
-
-
 def weights_like(loss: Any, size: int, per_step: Any, per_window: Any) -> Any:
     """The weights of a window's loss: of its steps, or of the window."""
     if jnp.shape(loss) not in ((), (size,)):

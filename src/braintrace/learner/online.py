@@ -14,6 +14,7 @@ import numpy as np
 from ..compiled_step import Values
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver
+from ..solver.masking import Mask, without_nan, zero_at
 from .placement import Placement, pinned
 
 
@@ -34,13 +35,13 @@ def online_step(
     paths from one position of a group to another across time.
     """
     step = solver.step
-    gradient: Callable = solver.block_gradient
-    if exact and isinstance(solver, BlockSolver):
-        windows = solver.windows
-        gradient = partial(windows.gradient, deep=deep, predictor=rule.predictor)
-    elif exact and window and isinstance(solver, InfluenceSolver):
-        # One step alone is read through the whole of it as it is.
-        gradient = solver.window_gradient
+    gradient: Callable
+    if isinstance(solver, InfluenceSolver):
+        gradient = partial(_by_influence, solver, exact and window)
+    elif exact:
+        gradient = partial(solver.windows.gradient, deep=deep, predictor=rule.predictor)
+    else:
+        gradient = solver.block_gradient
     stack = lambda tree: tree if window else jax.tree.map(lambda x: x[None], tree)
     single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
 
@@ -53,7 +54,8 @@ def online_step(
     ) -> tuple[Values, Values, list]:
         given = (parameters, states, traces, stack(inputs))
         if isinstance(solver, InfluenceSolver):
-            values, new, traces = solver.run(*given, rule_state)
+            solved = solver.forward(*given, rule_state)
+            values, new, traces = solved.aux, solved.states, solved.traces
         else:
             values, new, traces = solver.run(*given)
         return single(values), pinned(placement, new), pinned(placement, traces)
@@ -73,15 +75,41 @@ def online_step(
                 # The new states of the last step are those that the call returns.
                 bar = bar.at[-1].add(state_bars[new_to_old[key]])
             cotangents.append(jnp.broadcast_to(bar, (length, *bar.shape[1:])))
+        steps, silent = stack(inputs), Mask.of(cotangents).silent
+        if window or rule.predictor:
+            # Credit passes through steps whose outputs count for nothing.
+            steps = without_nan(steps, silent)
         gradients = gradient(
-            parameters, states, traces, stack(inputs), cotangents, rule_state=rule_state
+            parameters, states, traces, steps, cotangents, rule_state=rule_state
         )
+        if rule.predictor is None:
+            # Nothing counts, so there is nothing, even if it was 0 · inf.
+            gradients = zero_at(gradients, jnp.all(silent))
         rest = (states, traces, inputs, rule_state)
         return gradients, *map(_no_tangent, rest)
 
     found = jax.custom_vjp(run)
     found.defvjp(ahead, back)
     return found
+
+
+def _by_influence(
+    solver: InfluenceSolver,
+    whole: bool,
+    parameters: Values,
+    states: Values,
+    traces: list,
+    inputs: Values,
+    cotangents: list[jax.Array],
+    rule_state: Any,
+) -> Values:
+    """The gradient of a window in one piece (``whole``) or step by step. One step alone
+    is read through the whole of it either way."""
+    if whole:
+        return solver.window_gradient(parameters, states, traces, inputs, cotangents)
+    return solver.solve(
+        parameters, states, traces, inputs, cotangents, rule_state
+    ).gradients
 
 
 def _no_tangent(tree: Any) -> Any:

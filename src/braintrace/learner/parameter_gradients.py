@@ -11,16 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..analysis.analysed import Analysed
-from ..analysis.credit import Links
-from ..analysis.diagnostics import CompilationRecord, ParameterGradient
+from ..analysis.credit import Links, ParameterGradient
 from ..compiled_step import CompiledSite
+from ..graph.diagnostics import CompilationRecord
 from ..lowering.invariants import StepInvariants
 from ..program import Parameter
 from ..program.step import path_names
 from ..rules import Rule
 from ..rules.exactness import ParameterFacts, gradient_of
-from ..solver import InfluenceSolver, JacobianRecursion, SiteFacts, Solver, Traces
-from ..solver.influence import SparseInfluence
+from ..solver import JacobianRecursion, SiteFacts, Solver, Traces
 from ..solver.recursion import Recursion
 from ..source_lines import operation_name, short_source
 from .binding import StepBinding
@@ -151,14 +150,11 @@ class _StepUnderRule:
             affects_output=self.step.reaches_outputs(parameter),
             window=self.credit.in_window(parameter) if self.rule.deep else None,
         )
-        if isinstance(self.solver, InfluenceSolver):
-            influence = self.solver.influence
-            complete = False
-            if isinstance(influence, SparseInfluence):
-                complete = influence.is_complete[parameter.invar]
+        traces = self.solver.traces
+        if traces is None:
+            complete = self.solver.is_complete(parameter.invar)
             return known._replace(complete=complete)
         known = self._with_readouts(parameter, known)
-        traces = self.solver.traces
         mine = self._sites(traces, parameter)
         possible = self._sites(replace(traces, is_traced=lambda tap: True), parameter)
         sites = tuple(self._site(traces, site) for site in mine)

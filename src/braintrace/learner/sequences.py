@@ -15,6 +15,7 @@ from ..program import Path
 from ..rules import Rule
 from ..solver import BlockSolver, InfluenceSolver, Solved, Solver
 from ..solver.block import length_of
+from ..solver.masking import finite
 from .binding import StepBinding, bind_model
 from .parameter_gradients import without_gradient
 from .placement import Placement
@@ -72,11 +73,14 @@ class SequenceOptions:
         masked: bool,
     ) -> Solved:
         """A sequence forward with carried traces, or with a carried influence."""
-        given = (parameters, states, traces, inputs, weights)
         if isinstance(solver, InfluenceSolver):
-            return solver.one_pass(*given, rule_state, masked)
+            return solver.solve(
+                parameters, states, traces, inputs, [weights], rule_state, masked
+            )
         block = self.block_length(solver, len(weights), carried=True)
-        return solver.one_pass(*given, block, rule_state, masked)
+        return solver.one_pass(
+            parameters, states, traces, inputs, weights, block, rule_state, masked
+        )
 
     def runs_twice(self, solver: Any, steps: int) -> bool:
         """Whether to keep states and run in two passes, without traces."""
@@ -106,6 +110,8 @@ def gradient_program(
         masked: bool = True,
     ) -> Solved:
         length = len(weights)
+        if masked:
+            inputs = finite(inputs, weights == 0)
         carried = solver.init_traces() if fresh else traces
         once = (parameters, states, carried, inputs, weights)
         if isinstance(solver, InfluenceSolver):
@@ -152,11 +158,12 @@ def evolution_program(
     def evolve(
         parameters: Values, states: Values, traces: list, inputs: Values
     ) -> Solved:
-        given = (parameters, states, traces, inputs)
         if isinstance(solver, InfluenceSolver):
-            return options.pinned(solver.evolve(*given))
+            solved = solver.forward(parameters, states, traces, inputs)
+            outputs = solved.aux.pick(solver.step.aux)
+            return options.pinned(solved._replace(aux=outputs))
         block = options.block_length(solver, length_of(inputs), carried=True)
-        return options.pinned(solver.evolve(*given, block))
+        return options.pinned(solver.evolve(parameters, states, traces, inputs, block))
 
     return evolve
 

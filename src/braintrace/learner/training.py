@@ -130,8 +130,9 @@ def etrace_grad(
     traces continue from the last call.
 
     ``mask`` (T,): a weight for the loss of each step. The mean divides by max(Σ mask,
-    1). A step with weight 0 contributes nothing, even if its loss or its inputs are
-    NaN.
+    1). A step with weight 0 contributes nothing, even if its loss is not finite. NaN
+    and infinity in its inputs count as 0, also in its loss, its auxiliary values and
+    the states after it.
 
     ``weights``: which parameters get a gradient: a list of paths or states, or a
     mapping to states, whose keys the gradients then have.
@@ -181,7 +182,8 @@ def etrace_evolve(
     """Advance states and traces along a sequence without a loss.
 
     ``step_fn(*slices)`` calls the learner. By default, the learner is called on all
-    slices. With ``return_outputs``, the results are returned, stacked over time.
+    slices. With ``return_outputs``, the results are returned, stacked over time. They
+    are those of the inputs as they are; in traces, NaN in an input counts as 0.
     ``chunk_size=k``: ``step_fn`` gets windows of k steps, as in :meth:`etrace_grad`,
     and results are stacked over windows.
     """
@@ -232,8 +234,9 @@ def etrace_online(
     ``optimizer``: an optimiser of braintools or optax. It gets the sum of the gradients
     since the last update. Its state is kept from call to call.
 
-    A masked step does not contribute to the gradient, but states and traces advance. If
-    all steps since the last update are masked, there is no update.
+    A masked step does not contribute to the gradient, but states and traces advance,
+    with 0 in place of NaN and infinity in its inputs. If all steps since the last
+    update are masked, there is no update.
 
     Returns the loss of every step. With ``has_aux``, ``step_fn`` returns ``(loss,
     aux)``, and the auxiliary values are returned as well, stacked over time.

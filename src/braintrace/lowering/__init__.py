@@ -13,7 +13,6 @@ replay       known results with the derivatives of their computation
 effects      which elements of a tap's result act on more than one group
 readouts     linear read-outs, the products that lead to them, what leaky ones remember
 invariants   what of a step decides how near a rule is to BPTT
-executor     compiles a module's graph; Jacobians of one step for users
 """
 
 from .lower import lower

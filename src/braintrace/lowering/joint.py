@@ -10,12 +10,10 @@ step's own ∂h/∂δ.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..analysis.groups import HiddenGroup
 from ..arrays import known_value
 from ..compat import Var, is_var, values_of
 from ..compiled_step import Components, Feedback, Values
@@ -38,9 +36,18 @@ def joint(
     groups, env = stages.analysed.groups, constants | values
     fixed = Values((v, x) for v, x in env.items() if v not in stages.differentiated)
     known = {v: env[v] for v in (*stages.new_states, *stages.anchors) if v in env}
-    shift = Values()
-    for group, mine in zip(groups, delta, strict=True):
-        shift |= _of_states(group, group.hidden_outvars, mine)
+    shift, direct = Values(), Values()
+    for group, moved, read in zip(groups, delta, old, strict=True):
+        now = group.old_components(env)
+        if moved:
+            zeros = map(jnp.zeros_like, now)
+            parts = [moved.get(i, zero) for i, zero in enumerate(zeros)]
+            owners = dict.fromkeys(group.hidden_outvars[group.owners[i]] for i in moved)
+            shift |= group.new_states(parts).pick(owners)
+        if read:
+            parts = [read.get(j, x) for j, x in enumerate(now)]
+            owners = dict.fromkeys(group.hidden_invars[group.owners[j]] for j in read)
+            direct |= group.old_states(parts).pick(owners)
 
     def run(indices: Iterable[int], seen: Values) -> None:
         for i in indices:
@@ -56,44 +63,23 @@ def joint(
 
     # Old states are constants on the way to new ones: these paths are in D.
     after = stages.needed(stages.targets, {*fixed, *stages.new_states})
-    read = {v for i in after for v in stages.equations[i].invars if is_var(v)}
-    read |= {v for v in stages.targets if is_var(v)}
-    before = stages.needed(stages.new_states & read, fixed)
+    atoms = [*stages.targets, *(v for i in after for v in stages.equations[i].invars)]
+    new = [v for v in atoms if is_var(v) and v in stages.new_states]
+    before = stages.needed(new, fixed)
     run(before, fixed)
-    # Equations after the new states that read an old one directly run with it varying,
-    # and all that follows from them; what else was run before is not run again.
-    direct = Values()
-    for group, mine in zip(groups, old, strict=True):
-        direct |= _of_states(group, group.hidden_invars, mine, env)
-    seen, moved, done = fixed | direct, set(direct), set(before)
-    again = []
+    # What reads an old state beside all new ones runs with it varying. Other results
+    # are those from before.
+    varying, again = set(direct), []
     for i in after:
-        if any(is_var(v) and v in moved for v in stages.equations[i].invars):
-            moved.update(stages.equations[i].outvars)
+        eqn = stages.equations[i]
+        varies = any(is_var(v) and v in varying for v in eqn.invars)
+        if varies:
+            varying.update(eqn.outvars)
+        if varies or i not in before:
             again.append(i)
-        elif i not in done:
-            again.append(i)
+    seen = fixed | direct
     run(again, seen)
     return [seen[v] if is_var(v) else v.val for v in stages.targets]
-
-
-def _of_states(
-    group: HiddenGroup, variables: Sequence[Var], given: Components, like: Any = None
-) -> Values:
-    """States of which some components are given; the others are those of ``like``, or
-    zero."""
-    owners = {group.owners[i] for i in given}
-    if not owners:
-        return Values()
-    if like is not None:
-        rest = group.old_components(like)
-    else:
-        one = next(iter(given.values()))
-        rest = [jnp.zeros_like(one)] * group.num_state
-    states = group.from_components(
-        [given.get(i, rest[i]) for i in range(group.num_state)]
-    )
-    return Values((variables[k], states[k]) for k in sorted(owners))
 
 
 def signalled_components(stages: Stages, local: LocalProgram) -> frozenset[int]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ..analysis.cuts import Positions
-from ..analysis.groups import HiddenGroup
+from ..analysis.groups import Group
 from ..arrays import jacobian_rows, known_value
 from ..compat import Equation, Var, is_var, values_of
 from ..compiled_step import Jacobian, Values
@@ -41,7 +41,7 @@ class LocalProgram:
         self,
         equations: Sequence[Equation],
         tap_results: Sequence[Var],
-        group: HiddenGroup,
+        group: Group,
         positions: Positions,
     ):
         self.equations, self.group, self.positions = equations, group, positions

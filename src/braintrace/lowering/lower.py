@@ -14,6 +14,7 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 
+from ..analysis.pattern import reached_elements
 from ..compat import Var, has_reverse_only
 from ..compiled_step import CompiledGroup, CompiledStep, Components, Memory, Values
 from . import run
@@ -32,6 +33,7 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
     rest = {*parameters, *program.inputs}
     states = [v for v in program.closed.jaxpr.invars if v not in rest]
     effects = cache(lambda group: effects_beyond(stages, stages.locals[group]))
+    new = dict(stages.carried)
     step = CompiledStep(
         parameters={v: _struct(v) for v in parameters},
         names={p.invar: p.name for p in program.parameters},
@@ -61,7 +63,9 @@ def lower(stages: Stages, is_loss: bool = True) -> CompiledStep:
         extend=lambda kappa, to_readouts: _extended(stages, step, kappa, to_readouts),
         run=partial(run.run_whole, stages),
         run_deep=partial(run.run_deep, stages),
-        run_open=partial(run.run_open, stages),
+        find_pattern=lambda states: reached_elements(
+            program.closed, [new[v] for v in states], [*parameters, *states]
+        ),
         other_effects=lambda group, result: effect_box(effects(group), result),
         has_forward_mode=not any(map(has_reverse_only, stages.equations)),
         find_readouts=lambda: stages.readouts.products,

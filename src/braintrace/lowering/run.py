@@ -5,7 +5,6 @@ whole   nothing is cut: BPTT and RTRL
 deep    an old state reaches new states of its own group only through the local step:
         paths from one position of a group to another across time are cut, all others
         are kept
-open    every choice and gate lets changes pass: which states can a parameter reach?
 """
 
 from __future__ import annotations
@@ -17,16 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from ..analysis.dependence import of
-from ..compat import (
-    Atom,
-    Var,
-    has_own_derivative,
-    is_differentiable,
-    is_var,
-    values_of,
-)
+from ..arrays import without_gradient
+from ..compat import Atom, Var, is_differentiable, is_var, values_of
 from ..compiled_step import Values
-from ..operations import operation_of, run_equation
+from ..operations import run_equation
 from ..operations.computed_once import computed_once
 from .local_step import new_components
 from .stages import Run, Stages
@@ -197,87 +190,8 @@ def _silenced(stages: Stages, silent: jax.Array | None) -> Run:
         if silent is not None and i not in core:
             pairs = zip(eqn.invars, operands, strict=True)
             operands = [
-                _without_gradient(silent, x) if enters(v) else x for v, x in pairs
+                without_gradient(silent, x) if enters(v) else x for v, x in pairs
             ]
         return run_equation(eqn, operands)
 
     return run
-
-
-@jax.custom_vjp
-def _without_gradient(silent: jax.Array, x: jax.Array) -> jax.Array:
-    return x
-
-
-def _back(silent: jax.Array, bar: jax.Array) -> tuple[None, jax.Array]:
-    return None, jnp.where(silent, jnp.zeros_like(bar), bar)
-
-
-_without_gradient.defvjp(lambda silent, x: (x, silent), _back)
-
-
-# ---------------------------------------------------------------- every gate open
-
-
-def run_open(
-    stages: Stages, parameters: Values, states: Values, inputs: Values
-) -> Values:
-    """New states, with a derivative wherever any value of its variables gives one.
-
-    A surrogate that is zero far from its threshold, a rectifier, a choice or a gate
-    closes paths at most values; here each passes changes on at its element. What a
-    constant closes stays closed.
-    """
-    varying = _varying(stages)
-
-    def run(i: int, operands: list[Any]) -> list[Any]:
-        eqn, operation = stages.equations[i], operation_of(stages.equations[i])
-        results = run_equation(eqn, operands)
-        varies = [is_var(v) and v in varying for v in eqn.invars]
-        if operation is None:
-            passes = varies if has_own_derivative(eqn) else []
-        elif operation.opens is None:
-            passes = []
-        else:
-            opened = enumerate(operation.opens(eqn, varies))
-            passes = [p and operation.differentiates(eqn, k) for k, p in opened]
-        pairs = zip(operands, passes, strict=False)
-        taken = [x for x, p in pairs if p and _is_inexact(x)]
-        if not taken or any(
-            x.shape not in ((), r.shape) for x in taken for r in results
-        ):
-            return results
-        return [
-            _changing(r, taken, keep=operation is None) if _is_inexact(r) else r
-            for r in results
-        ]
-
-    given = _closed_over(stages) | parameters | states | inputs
-    env = stages.compute(stages.next_states, given, run)
-    return states | _next_states(stages, values_of(stages.next_states, env))
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _varying(stages: Stages) -> set[Var]:
-    """What depends on anything but constants."""
-    found = set(stages.program.closed.jaxpr.invars)
-    for eqn in stages.equations:
-        if any(is_var(v) and v in found for v in eqn.invars):
-            found.update(eqn.outvars)
-    return found
-
-
-def _changing(result: jax.Array, taken: Sequence[jax.Array], keep: bool) -> jax.Array:
-    """A result that is not zero and changes with all that was taken; ``keep`` its own
-    derivative."""
-    if not keep:
-        result = jax.lax.stop_gradient(jnp.nan_to_num(result))
-    for x in taken:
-        if jnp.iscomplexobj(x) and not jnp.iscomplexobj(result):
-            x = jnp.real(x) + jnp.imag(x)
-        # Any factor will do that rounds to no simple sum with others.
-        result = result + 0.7321 * x.astype(result.dtype)
-    return result

@@ -60,7 +60,6 @@ def lowered_tap(stages: Stages, i: int, tap: TapEquation) -> Tap:
             p for p in dependence.program.parameters if grads & dependence.bit[p.invar]
         )
     made = [stages.equations[j] for j in stages.needed(weights)]
-    operation = operation_of(equation)
     # The equation as paths into each group see it.
     cut = [cut_inside(i, equation, local.positions.cuts) for local in stages.locals]
     return Tap(
@@ -79,7 +78,6 @@ def lowered_tap(stages: Stages, i: int, tap: TapEquation) -> Tap:
         operation=equation.primitive.name,
         source=source_line(equation),
         marked=any(MARK in scope(e) for e in (equation, *made)),
-        multiplies=operation is not None and operation.multiplies,
         by_sample=_is_by_sample(stages, tap),
     )
 

@@ -7,7 +7,7 @@
     weight_use        uses of weights; whole_traces, traces solved in one piece
     sparse            products of brainevent; sparse_product, how equations hold them
     sparse_weights    their gradients and traces; synapses, the products as primitives
-    kernels           kernels for CPUs, and which file holds which
+    kernels           which operation runs by a kernel; kernels.cpu, those of CPUs
     computed_once     constants that XLA must not compute again
 
 A primitive of your own is treated like JAX's once it is registered with such a record:

@@ -7,6 +7,7 @@ filters.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from ..arrays import cast, factors_for, padded, sum_type
 from ..compat import Equation
 from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
+from . import kernels
 from .labels import Const, Labels, only, project, shape_of, windows
 from .record import Operation, register
 from .weight_use import BaseUse, bind
@@ -174,21 +176,19 @@ class ConvolutionTrace(WholeTrace):
         plainly = lambda trace, data, *rest: super(ConvolutionTrace, self).solve(
             trace, fixed, data, *rest
         )
-        return jax.lax.platform_dependent(*given, cpu=self._by_kernel, default=plainly)
+        return kernels.run('span_visit', *given, plain=plainly, by=self._by_kernel)
 
     def _by_kernel(
         self,
+        span_visit: Callable[..., tuple[Components, jax.Array]],
         trace: Components,
         steps: Operands,
         rows: Components,
         product: Jacobian,
         credit: Components,
     ) -> tuple[Components, jax.Array]:
-        # llvmlite is optional.
-        from .kernels.span_visit import visit_after_span
-
         use, here = self.use, lambda x: self.use.rows(self.at_result(x))[:, 0]
-        new, total = visit_after_span(
+        new, total = span_visit(
             {s: e[:, 0] for s, e in trace.items()},
             jax.vmap(use.patches)(steps[0])[:, :, 0],
             {s: jax.vmap(use.rows)(row)[:, :, 0] for s, row in rows.items()},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import string
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 from ..arrays import box_of, factors_for, picked, sum_type, summed_by
 from ..compiled_step import Box, Components, Jacobian, Operands
 from ..split import Split, current_split, runs_on_mesh, spec_of, summed_over
+from . import kernels
 from .whole_traces import WholeTrace, has_kernel
 
 if TYPE_CHECKING:
@@ -111,8 +113,9 @@ class DenseTrace:
         credit = {s: self._here(g) for s, g in credit.items()}
         block = _Block(trace, xs, rows, product, credit)
         if self._fits_kernel(len(xs)) and has_kernel(self.shape, (block, y_bars)):
-            return jax.lax.platform_dependent(
-                block, y_bars, cpu=self._by_kernel, default=self._at_once
+            name = 'dense_visit' if len(xs) == 1 else 'span_visit'
+            return kernels.run(
+                name, block, y_bars, plain=self._at_once, by=self._by_kernel
             )
         new, total = self._by_sample_or_device(block)
         if y_bars is not None:
@@ -174,21 +177,20 @@ class DenseTrace:
         return length == 1 or inputs_first
 
     def _by_kernel(
-        self, block: _Block, y_bars: jax.Array | None
+        self, visit: Callable[..., Any], block: _Block, y_bars: jax.Array | None
     ) -> tuple[Components, jax.Array]:
         """One visit by a kernel: the trace, and γ · ε in the shape of w."""
-        new, total = self._visit(block, y_bars)
+        new, total = self._visit(visit, block, y_bars)
         return new, self._as_weight(total, self.use.axes.weight)
 
     def _visit(
-        self, block: _Block, y_bars: jax.Array | None = None
+        self,
+        visit: Callable[..., Any],
+        block: _Block,
+        y_bars: jax.Array | None = None,
     ) -> tuple[Components, jax.Array]:
         """The same, with γ · ε of the part of w that the trace has. Kernels take one axis
         each for samples, inputs and outputs."""
-        # llvmlite is optional.
-        from .kernels.dense_visit import visit
-        from .kernels.span_visit import visit_after_span
-
         assert self._parts is not None
         samples, inputs, free = self._parts
         own = self.use.axes
@@ -213,7 +215,7 @@ class DenseTrace:
             y_bar = None if y_bars is None else of_result(y_bars)[0]
             new, total = visit(old, xs[0], rows, factors, credits, first, y_bar)
         else:
-            new, total = visit_after_span(old, xs, rows, factors, credits)
+            new, total = visit(old, xs, rows, factors, credits)
         total = total.reshape([sizes[c] for c in own.weight])
         return {s: e.reshape(stored) for s, e in new.items()}, total
 
@@ -261,8 +263,9 @@ class DenseTrace:
             by_kernel = self._fits_kernel(len(block.xs)) and has_kernel(stored, block)
             run = self._by_sample
             if by_kernel and axes[1:] == self.use.axes.weight:
+                name = 'dense_visit' if len(block.xs) == 1 else 'span_visit'
                 run = functools.partial(
-                    jax.lax.platform_dependent, cpu=self._visit, default=run
+                    kernels.run, name, plain=self._by_sample, by=self._visit
                 )
             new, total = run(block)
             return new, summed_over(total, samples)

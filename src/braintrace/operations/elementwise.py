@@ -41,23 +41,6 @@ def _barrier_labels(eqn: Equation, outs: list[Labels], const: Const) -> list[Lab
     return outs
 
 
-# ---------------------------------------------- what stays open when all gates are open
-
-
-def _opens(eqn: Equation, varies: list[bool]) -> list[bool]:
-    return varies
-
-
-def _opens_product(eqn: Equation, varies: list[bool]) -> list[bool]:
-    # What is multiplied by a constant zero stays closed.
-    return [all(varies)] * len(varies)
-
-
-def _opens_choice(eqn: Equation, varies: list[bool]) -> list[bool]:
-    # A constant choice closes what it does not choose.
-    return [False, *(v and varies[0] for v in varies[1:])]
-
-
 def _has_literal_factor(eqn: Equation) -> bool:
     return any(not is_var(v) for v in eqn.invars)
 
@@ -73,10 +56,10 @@ def _record(**facts: Any) -> Operation:
 
 
 # A function that is not known is taken for a costly one.
-ELEMENTWISE = _record(costly=True, opens=_opens)
+ELEMENTWISE = _record(costly=True)
 FAMILIES['elementwise'] = ELEMENTWISE
 register(
-    _record(opens=_opens),
+    _record(),
     'abs and bitcast_convert_type clamp clz complex conj device_put eq ge gt imag '
     'integer_pow is_finite le lt max min name ne not or population_count real '
     'reduce_precision rem rsqrt shift_left shift_right_arithmetic '
@@ -89,12 +72,10 @@ register(
     'lgamma log log1p logistic polygamma pow random_gamma_grad '
     'regularized_incomplete_beta sin sinh tan tanh zeta',
 )
-register(_record(linear=True, opens=_opens), 'sub neg convert_element_type copy copy_p')
-register(_record(linear=True, sum=True, use=_sum_use, opens=_opens), 'add add_any')
-register(_record(linear=_has_literal_divisor, opens=_opens), 'div')
-register(
-    _record(linear=_has_literal_factor, multiplies=True, opens=_opens_product), 'mul'
-)
+register(_record(linear=True), 'sub neg convert_element_type copy copy_p')
+register(_record(linear=True, sum=True, use=_sum_use), 'add add_any')
+register(_record(linear=_has_literal_divisor), 'div')
+register(_record(linear=_has_literal_factor, multiplies=True), 'mul')
 register(
     _record(constant_operands=None), 'sign floor ceil round nextafter stop_gradient'
 )
@@ -102,7 +83,7 @@ register(
     _record(constant_operands=lambda eqn: (0,) if is_whole_cut(eqn) else ()), 'cut'
 )
 # The surrogate spike of braintools.
-register(_record(constant_operands=(1,), opens=_opens), 'heaviside_surrogate_gradient')
-register(_record(constant_operands=(0,), opens=_opens), 'random_gamma')
-register(_record(labels=_select_labels, opens=_opens_choice), 'select_n')
+register(_record(constant_operands=(1,)), 'heaviside_surrogate_gradient')
+register(_record(constant_operands=(0,)), 'random_gamma')
+register(_record(labels=_select_labels), 'select_n')
 register(Operation('elementwise', _barrier_labels, use=_use), 'optimization_barrier')

@@ -64,8 +64,6 @@ class Operation:
     - ``multiplies``: the result is the product of the operands.
     - ``costly``: an element of the result takes many times as long as a sum.
     - ``use``: trace layout, weight gradient and factors of a weight among the operands.
-    - ``opens``: the operands through which a change passes at its own element if every
-      choice and gate is open; None if the derivative shows this.
     - ``kernel``: a faster way to run the equation with this operand as a weight, or
       None.
     - ``split``: for an equation whose data operand was computed by the equation
@@ -86,7 +84,6 @@ class Operation:
     multiplies: bool = False
     costly: bool = False
     use: UseRule | None = None
-    opens: Callable[[Equation, list[bool]], list[bool]] | None = None
     kernel: Callable[[Equation, int], Kernel | None] | None = None
     split: (
         Callable[[Equation, int, Equation], Callable[..., list[Any]] | None] | None

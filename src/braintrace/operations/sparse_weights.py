@@ -3,7 +3,6 @@ or one a neuron where all synapses share a weight."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,23 +17,19 @@ from jax.sharding import PartitionSpec as P
 from ..arrays import cast, factors_for, padded, sum_type
 from ..compiled_step import Box, Components, Jacobian, Operands, TraceLayout
 from ..split import current_split, runs_on_mesh, summed_over
+from . import kernels
 from .kernels import TYPES
 from .sparse_product import SparseProduct, multiply
 from .synapses import (
     ByColumn,
     at_synapses,
     has_kernels,
-    neurons_last,
-    samples_last,
-    side_by_side,
 )
 from .weight_use import BaseUse
 from .whole_traces import FullTrace, WholeTrace
 
 MANY_SAMPLES = 16
 """From so many samples on, those of a neuron fill a line of the cache."""
-FEW_SAMPLES = 8
-"""With fewer, traces are visited in the order of the matrix."""
 
 
 def _by_neuron(values: jax.Array) -> jax.Array:
@@ -42,10 +37,13 @@ def _by_neuron(values: jax.Array) -> jax.Array:
 
     Over several devices samples come first, so that they can still be split.
     """
+    joined = lambda moved: moved.reshape(len(moved), -1)
     if runs_on_mesh():
-        moved = jnp.moveaxis(values, 0, -1)
-        return moved.reshape(len(moved), -1)
-    return side_by_side(values)
+        return joined(jnp.moveaxis(values, 0, -1))
+    plain = lambda values: joined(jnp.moveaxis(values, 1, 0))
+    if not kernels.fit(values.dtype):
+        return plain(values)
+    return kernels.run('by_neuron', values, plain=plain)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,11 +222,9 @@ class SynapseTrace(WholeTrace):
         return self.use.as_weight(found)
 
     def sums_steps(self, dtype: Any, length: int) -> bool:
-        """Where kernels visit the trace in the order of ``post``."""
+        """Where kernels visit the trace."""
         del length
-        return not self._is_visited_by_row and has_kernels(
-            dtype, self.use.result.dtype, self.use.weight.dtype
-        )
+        return has_kernels(dtype, self.use.result.dtype, self.use.weight.dtype)
 
     def solve(
         self,
@@ -249,7 +245,7 @@ class SynapseTrace(WholeTrace):
         dtypes = [x.dtype for x in jax.tree.leaves([trace, *read])]
         if not has_kernels(*dtypes):
             return self._plain(*given)
-        return jax.lax.platform_dependent(*given, cpu=self._visit, default=self._plain)
+        return kernels.run('synapse_visit', *given, plain=self._plain, by=self._visit)
 
     def _plain(
         self,
@@ -269,6 +265,7 @@ class SynapseTrace(WholeTrace):
 
     def _visit(
         self,
+        visit: Callable[..., tuple[Components, jax.Array]],
         trace: Components,
         fixed: Operands,
         steps: Operands,
@@ -279,100 +276,35 @@ class SynapseTrace(WholeTrace):
     ) -> tuple[Components, jax.Array]:
         """One visit of the trace by every device, for its own samples and synapses."""
         use, at_post = self.use, self.at_result
-        given = (
-            trace,
-            steps[use.product.x],
-            rows,
-            y_bars,
-            {k: at_post(v) for k, v in product.items()},
-            {s: at_post(v) for s, v in credit.items()},
-        )
+        x = steps[use.product.x]
+        factors = {k: at_post(v) for k, v in product.items()}
+        credits = {s: at_post(v) for s, v in credit.items()}
         split = current_split()
-        if self._is_visited_by_row:
-            structure = use.product.kept_structure(fixed, steps)
-            new, gradient = self._visit_by_row(*given, *structure)
-            return new, use.as_weight(gradient)
         if split is None:
-            new, gradient = self._visit_own((), *given, *use.by_post(1))
+            matrix = (*use.product.kept_structure(fixed, steps), use.to_columns)
+            pre, (starts,), order = use.by_post(1)
+            new, gradient = visit(
+                trace, x, rows, factors, credits, y_bars, matrix, (pre, starts, order)
+            )
             return new, use.as_weight(gradient)
         count, *sizes = self.shape
         synapses = split.of_neurons(count)
         samples = split.of_samples(sizes[0]) if sizes else ()
+
+        def own(*given: Any) -> tuple[Components, jax.Array]:
+            *arrays, (pre, (starts,), order) = given
+            new, gradient = visit(*arrays, None, (pre, starts, order))
+            return new, summed_over(gradient, samples)
+
         spec = lambda *first: P(*first, *(samples,) * bool(sizes))
-        ends = [spec(None, None)] * 3 + [spec(None)] * 2
-        specs = (spec(synapses), *ends, *[P(synapses)] * 3)
-        own = functools.partial(self._visit_own, samples)
+        of_steps, of_block = spec(None, None), spec(None)
+        ends = [of_steps, of_steps, of_block, of_block, of_steps]
+        specs = (spec(synapses), *ends, P(synapses))
         run = split.on_each_device(own, specs, (spec(synapses), P(synapses)))
         devices = math.prod(split.mesh.shape[axis] for axis in synapses)
-        new, gradient = run(*given, *use.by_post(devices))
+        by_post = use.by_post(devices)
+        new, gradient = run(trace, x, rows, factors, credits, y_bars, by_post)
         return new, use.as_weight(gradient)
-
-    @property
-    def _is_visited_by_row(self) -> bool:
-        return not runs_on_mesh() and math.prod(self.shape[1:]) < FEW_SAMPLES
-
-    def _visit_by_row(
-        self,
-        trace: Components,
-        x: jax.Array,
-        rows: Components,
-        y_bars: jax.Array | None,
-        factors: Jacobian,
-        credit: Components,
-        indices: jax.Array,
-        starts: jax.Array,
-    ) -> tuple[Components, jax.Array]:
-        """The visit for few samples; gradients of steps are summed elsewhere."""
-        # llvmlite is optional.
-        from .kernels.row_visit import visit_by_row
-
-        shape = next(iter(trace.values())).shape
-        samples = math.prod(shape[1:])
-        beside = lambda v: samples_last(v.reshape(-1, samples))
-        new, gradient = visit_by_row(
-            {s: e.reshape(-1, samples) for s, e in trace.items()},
-            side_by_side(x),
-            {s: side_by_side(v) for s, v in rows.items()},
-            {k: beside(v) for k, v in factors.items()},
-            {s: beside(v) for s, v in credit.items()},
-            self.use.to_columns,
-            indices,
-            starts,
-        )
-        return {s: e.reshape(shape) for s, e in new.items()}, gradient
-
-    def _visit_own(
-        self,
-        sample_axes: tuple[str, ...],
-        trace: Components,
-        x: jax.Array,
-        rows: Components,
-        y_bars: jax.Array | None,
-        factors: Jacobian,
-        credit: Components,
-        pre: jax.Array,
-        starts: jax.Array,
-        order: jax.Array | None,
-    ) -> tuple[Components, jax.Array]:
-        """The visit on one device; the gradient has the order of the synapses."""
-        # llvmlite is optional.
-        from .kernels.sparse_visit import visit
-
-        shape = next(iter(trace.values())).shape
-        new, gradient = visit(
-            {s: e.reshape(len(e), -1) for s, e in trace.items()},
-            neurons_last(x, 1),
-            {s: neurons_last(v, 1) for s, v in rows.items()},
-            {k: neurons_last(v, 0) for k, v in factors.items()},
-            {s: neurons_last(v, 0) for s, v in credit.items()},
-            None if y_bars is None else neurons_last(y_bars, 1),
-            len(x),
-            pre,
-            starts[0],
-            order,
-        )
-        arrays = {s: e.reshape(shape) for s, e in new.items()}
-        return arrays, summed_over(gradient, sample_axes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,12 +5,11 @@
     at_synapses     g[e] = Σ_k rows[r, k] columns[c, k] at synapse e = (r, c)
 
 Each is linear in both factors and the transposes are again among the three, so that
-they have derivatives of any order. Arrays of neurons have shape (neurons, samples). On
-CPUs they run by the loops of ``kernels.products``; programs that are exported for other
-platforms hold gathers and sums by index. A model that runs elsewhere keeps the
-operations it is written with. Large products to rows run by ``kernels.row_product``, and those
-to columns as well where the matrix is known when the program is made: its synapses are
-then sorted by column.
+they have derivatives of any order. Arrays of neurons have shape (neurons, samples). They
+run by ``kernels``; programs that are exported for other platforms hold gathers and sums
+by index. A model that runs elsewhere keeps the operations it is written with. If a matrix
+is known when the program is made, its synapses are sorted by column for large products
+to columns.
 
 Over several devices (``split``) each has its own samples and its own synapses, as
 stretches of their order, and what the synapses of one neuron add up to is summed.
@@ -32,63 +31,15 @@ from ..own_primitives import kernel_primitive
 from ..split import Split, current_split, runs_on_mesh, summed_over
 from . import kernels
 
-LARGE = 2**20
-"""Bytes of arrays that leave a core's own caches."""
-LEAST_SAMPLES = 8
-"""Samples from which on large arrays are read as bits and turned in tiles."""
-
 
 def has_kernels(*dtypes: Any) -> bool:
     """Whether products of these types run by the kernels: on one CPU, or on several
     with arrays split in a way that is known."""
-    is_known = not runs_on_mesh() or current_split() is not None
-    return is_known and kernels.fit(*dtypes)
+    return _fits(current_split(), *dtypes)
 
 
-def own_starts(starts: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
-    """Starts of rows among the ``count`` synapses of this device."""
-    if not axes:
-        return starts
-    first = jax.lax.axis_index(axes).astype(starts.dtype) * count
-    return jnp.clip(starts - first, 0, count)
-
-
-def samples_last(x: jax.Array) -> jax.Array:
-    """The same (neurons, samples), laid out in that order in memory.
-
-    Models have samples first, so that x is a transposed array. XLA would join that with
-    the arithmetic around it, which then walks through large arrays number by number.
-    """
-    return _transposed(x.T) if x.nbytes > LARGE else x
-
-
-def samples_first(y: jax.Array) -> jax.Array:
-    """The same (neurons, samples) as an array that XLA transposes back: models have
-    samples first."""
-    return _transposed(y).T if y.nbytes > LARGE else y
-
-
-def side_by_side(values: jax.Array) -> jax.Array:
-    """(t, neurons, samples...) as (neurons, steps and samples): what a synapse reads of
-    a neuron lies in one place."""
-    if values.nbytes <= LARGE:
-        moved = jnp.moveaxis(values, 1, 0)
-        return moved.reshape(len(moved), -1)
-    # Undoes the transposed copies that models with samples first hold.
-    return _transposed(neurons_last(values, 1))
-
-
-def neurons_last(values: jax.Array, axis: int) -> jax.Array:
-    """Values with an axis of neurons as (all else, neurons), which is how models with
-    samples first hold them."""
-    moved = jnp.moveaxis(values, axis, -1)
-    return moved.reshape(-1, moved.shape[-1])
-
-
-def _transposed(x: jax.Array) -> jax.Array:
-    from .kernels.transpose import transposed
-
-    return transposed(x)
+def _fits(split: Split | None, *dtypes: Any) -> bool:
+    return (split is not None or not runs_on_mesh()) and kernels.fit(*dtypes)
 
 
 def rows_of(indices: jax.Array, starts: jax.Array) -> jax.Array:
@@ -174,48 +125,53 @@ def _many_products(
     return multiply(weights, indices, starts, x).reshape(size, cases, samples), 1
 
 
-def _columns_portable(
-    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, **params: Any
-) -> Any:
+def _on_each_device(
+    run: Callable[..., jax.Array],
+    split: Split | None,
+    indices: Any,
+    starts: Any,
+    *values: Any,
+) -> jax.Array:
+    """``run(indices, starts, *values)``, on each of several devices for its own samples
+    and synapses. Values are weights and x (neurons, samples), with a sum for each
+    neuron, or two such arrays, with a sum for each synapse."""
+    if split is None:
+        return run(indices, starts, *values)
+    count = indices.shape[0]
+    synapses, samples = split.of_neurons(count), split.of_samples(values[1].shape[1])
+    at_neurons, at_synapses = PartitionSpec(None, samples), PartitionSpec(synapses)
+    is_product = values[0].ndim == 1
+    first_values = at_neurons
+    if is_product:
+        first_values = at_synapses if values[0].size == count else PartitionSpec()
+
+    def own(indices: Any, starts: Any, *values: Any) -> jax.Array:
+        if synapses:
+            # Starts of rows among the synapses of this device.
+            count = indices.shape[0]
+            first = jax.lax.axis_index(synapses).astype(starts.dtype) * count
+            starts = jnp.clip(starts - first, 0, count)
+        found = run(indices, starts, *values)
+        return summed_over(found, synapses if is_product else samples)
+
+    specs = (at_synapses, PartitionSpec(), first_values, at_neurons)
+    result = at_neurons if is_product else at_synapses
+    return split.on_each_device(own, specs, result)(indices, starts, *values)
+
+
+def _columns_plain(indices: Any, starts: Any, weights: Any, x: Any, size: int) -> Any:
     values = weights[:, None] * x[rows_of(indices, starts)]
     return jnp.zeros((size, x.shape[1]), x.dtype).at[indices].add(values)
 
 
-def _rows_portable(
-    weights: Any, indices: Any, starts: Any, x: Any, *, size: int, **params: Any
-) -> Any:
+def _rows_plain(indices: Any, starts: Any, weights: Any, x: Any, size: int) -> Any:
     values = weights[:, None] * x[indices]
     rows = rows_of(indices, starts)
     return jnp.zeros((size, x.shape[1]), x.dtype).at[rows].add(values)
 
 
-def _is_turned(x: Any) -> bool:
-    """Whether products of x (neurons, samples) are gathered by ``kernels.row_product``."""
-    return x.size * x.dtype.itemsize > LARGE and x.shape[1] >= LEAST_SAMPLES
-
-
-def _rows_of_samples(weights: Any, indices: Any, starts: Any, x: Any) -> jax.Array:
-    from .kernels.row_product import to_rows
-
-    return to_rows(weights, indices, starts, x.T).T
-
-
-def _product_kernel(
-    name: str, portable: Callable[..., Any]
-) -> Callable[..., jax.Array]:
+def _product(name: str, plain: Callable[..., Any]) -> Callable[..., jax.Array]:
     """A product by the kernel of a name, or by JAX code where there is none."""
-
-    def one_device(
-        weights: Any, indices: Any, starts: Any, x: Any, size: int
-    ) -> jax.Array:
-        if name == 'to_rows' and _is_turned(x):
-            return _rows_of_samples(weights, indices, starts, x)
-        # llvmlite is optional.
-        from .kernels.products import call
-
-        shape = (size, x.shape[1])
-        given = (indices, starts, weights, samples_last(x))
-        return samples_first(call(name, shape, *given))
 
     def run(
         weights: Any,
@@ -227,29 +183,15 @@ def _product_kernel(
         split: Split | None,
         by_column: ByColumn | None = None,
     ) -> jax.Array:
-        is_known = split is not None or not runs_on_mesh()
-        if not (is_known and kernels.fit(weights.dtype, x.dtype)):
-            return portable(weights, indices, starts, x, size=size)
-        if split is None and by_column is not None:
-            # XLA sorts the weights once, before the loop over steps.
-            if weights.size > 1:
-                weights = weights[by_column.order]
-            return _rows_of_samples(weights, by_column.rows, by_column.starts, x)
-        if split is None:
-            return one_device(weights, indices, starts, x, size)
-        samples = split.of_samples(x.shape[1])
-        synapses = split.of_neurons(indices.shape[0])
-
-        def own(weights: Any, indices: Any, starts: Any, x: Any) -> jax.Array:
-            starts = own_starts(starts, indices.shape[0], synapses)
-            y = one_device(weights, indices, starts, x, size)
-            return summed_over(y, synapses)
-
-        by_synapse, by_sample = PartitionSpec(synapses), PartitionSpec(None, samples)
-        own_weights = by_synapse if weights.size == indices.size else PartitionSpec()
-        given = (own_weights, by_synapse, PartitionSpec(), by_sample)
-        run_split = split.on_each_device(own, given, by_sample)
-        return run_split(weights, indices, starts, x)
+        if not _fits(split, weights.dtype, x.dtype):
+            return plain(indices, starts, weights, x, size)
+        own = functools.partial(
+            kernels.run,
+            name,
+            plain=lambda *given: plain(*given, size),
+            by=lambda kernel, *given: kernel(*given, size, by_column),
+        )
+        return _on_each_device(own, split, indices, starts, weights, x)
 
     return run
 
@@ -257,8 +199,7 @@ def _product_kernel(
 to_columns_p: Any = kernel_primitive(
     'to_columns',
     shape=_product_shape,
-    portable=_columns_portable,
-    kernel=_product_kernel('to_columns', _columns_portable),
+    run=_product('to_columns', _columns_plain),
     transposes={
         0: lambda bar, weights, indices, starts, x, **params: at_synapses(
             indices, starts, x, bar
@@ -272,8 +213,7 @@ to_columns_p: Any = kernel_primitive(
 to_rows_p: Any = kernel_primitive(
     'to_rows',
     shape=_product_shape,
-    portable=_rows_portable,
-    kernel=_product_kernel('to_rows', _rows_portable),
+    run=_product('to_rows', _rows_plain),
     transposes={
         0: lambda bar, weights, indices, starts, x, **params: at_synapses(
             indices, starts, bar, x
@@ -294,7 +234,7 @@ def to_columns(weights: Any, indices: Any, starts: Any, x: Any, size: int) -> ja
     given: dict[str, Any] = {'size': size, 'split': current_split()}
     is_known = not any(isinstance(v, jax.core.Tracer) for v in (indices, starts))
     has_kernel = not runs_on_mesh() and kernels.fit(weights.dtype, x.dtype)
-    if is_known and has_kernel and _is_turned(x):
+    if is_known and has_kernel and kernels.is_gathered(x):
         given['by_column'] = _by_column(Same((indices, starts)), size)
     return to_columns_p.bind(weights, indices, starts, x, **given)
 
@@ -308,9 +248,7 @@ def to_rows(weights: Any, indices: Any, starts: Any, x: Any) -> jax.Array:
 # ---------------------------------------------------------------- gradients of weights
 
 
-def _synapses_portable(
-    indices: Any, starts: Any, rows: Any, columns: Any, *, split: Any = None
-) -> Any:
+def _synapses_plain(indices: Any, starts: Any, rows: Any, columns: Any) -> Any:
     row = rows_of(indices, starts)
 
     def one(total: Any, pair: Any) -> tuple[Any, None]:
@@ -322,39 +260,19 @@ def _synapses_portable(
     return jax.lax.scan(one, start, (rows.T, columns.T))[0]
 
 
-def _synapses_kernel(
+def _at_synapses(
     indices: Any, starts: Any, rows: Any, columns: Any, *, split: Split | None
 ) -> jax.Array:
-    is_known = split is not None or not runs_on_mesh()
-    if not (is_known and kernels.fit(rows.dtype, columns.dtype)):
-        return _synapses_portable(indices, starts, rows, columns)
-
-    def one_device(indices: Any, starts: Any, rows: Any, columns: Any) -> jax.Array:
-        # llvmlite is optional.
-        from .kernels.products import call
-
-        return call('at_synapses', indices.shape, indices, starts, rows, columns)
-
-    if split is None:
-        return one_device(indices, starts, rows, columns)
-    samples = split.of_samples(rows.shape[1])
-    synapses = split.of_neurons(indices.shape[0])
-
-    def own(indices: Any, starts: Any, rows: Any, columns: Any) -> jax.Array:
-        starts = own_starts(starts, indices.shape[0], synapses)
-        return summed_over(one_device(indices, starts, rows, columns), samples)
-
-    by_synapse, by_sample = PartitionSpec(synapses), PartitionSpec(None, samples)
-    given = (by_synapse, PartitionSpec(), by_sample, by_sample)
-    run_split = split.on_each_device(own, given, by_synapse)
-    return run_split(indices, starts, rows, columns)
+    if not _fits(split, rows.dtype, columns.dtype):
+        return _synapses_plain(indices, starts, rows, columns)
+    run = functools.partial(kernels.run, 'at_synapses', plain=_synapses_plain)
+    return _on_each_device(run, split, indices, starts, rows, columns)
 
 
 at_synapses_p = kernel_primitive(
     'at_synapses',
     shape=lambda indices, starts, rows, columns, *, split: (indices.shape, rows.dtype),
-    portable=_synapses_portable,
-    kernel=_synapses_kernel,
+    run=_at_synapses,
     transposes={
         2: lambda bar, indices, starts, rows, columns, *, split: to_rows(
             bar, indices, starts, columns

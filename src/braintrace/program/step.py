@@ -32,12 +32,17 @@ class Hidden:
     varshape: tuple[int, ...]
 
     @property
+    def has_trailing_axis(self) -> bool:
+        """Whether its last axis has several states of one position."""
+        return self.invar.aval.shape != self.varshape
+
+    @property
     def positions(self) -> np.ndarray:
         """Position of every element: states kept on a trailing axis share theirs."""
         numbers = np.arange(int(np.prod(self.varshape)), dtype=np.int32).reshape(
             self.varshape
         )
-        if self.invar.aval.shape == self.varshape:
+        if not self.has_trailing_axis:
             return numbers
         return np.broadcast_to(numbers[..., None], self.invar.aval.shape)
 

@@ -10,8 +10,8 @@ import jax
 
 from ..compat import Var
 from ..errors import NotSupportedError, three_parts
+from ..graph.executor import ETraceGraphExecutor
 from ..learner.arguments import check_choice
-from ..lowering.executor import ETraceGraphExecutor
 from .policy import ControlFlowPolicy
 from .records import full_jacobian
 

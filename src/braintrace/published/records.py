@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from ..analysis.groups import HiddenGroup
-from ..analysis.sites import HiddenParamOpRelation
 from ..compat import Var, evaluate
+from ..graph.hidden_group import HiddenGroup
+from ..graph.relations import HiddenParamOpRelation
 from .policy import ControlFlowPolicy
 
 # ---------------------------------------------------------------- hidden groups

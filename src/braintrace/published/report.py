@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any, TextIO
 
-from ..analysis.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
-from ..analysis.graph import ETraceGraph
+from ..graph.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from ..graph.etrace_graph import ETraceGraph
 from ..program import Path
 from ..report import report
 from .parts import OfEitherKind

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..analysis.groups import HiddenGroup
-from ..analysis.sites import HiddenParamOpRelation, Site, adds
 from ..compat import evaluate
 from ..errors import three_parts
+from ..graph.hidden_group import HiddenGroup
+from ..graph.relations import HiddenParamOpRelation, Site, adds
 from ..learner.weights import named_arrays, path_of_parameter
 from ..program import Path
 from ..solver.factors import FactorTrace
@@ -254,7 +254,7 @@ def projection(learner: Any) -> tuple[dict[int, Any], dict[tuple[int, Path], Any
     parameters that reach it."""
     _, solver = learner.step_solver()
     (trace,) = (state.value for state in learner.traces.values())
-    by_state, by_parameter = solver.influence._factors(trace)
+    by_state, by_parameter = solver.influence.factors(trace)
     groups = learner.graph.hidden_groups
     sides = zip(groups, solver.step.groups, strict=True)
     states = {

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..analysis.dependence import Bits, StepDependence, flow, of, union
-from ..analysis.diagnostics import CompilationRecord, DiagnosticKind
-from ..analysis.groups import HiddenGroup
-from ..analysis.sites import Site, adds, weight_operands
+from ..analysis.sites import weight_operands
 from ..compat import Atom, Equation, Var, is_differentiable, is_var
+from ..graph.diagnostics import CompilationRecord, DiagnosticKind
+from ..graph.hidden_group import HiddenGroup
+from ..graph.relations import Site, adds
 from ..program import Parameter, Path, StepProgram
 from ..program.step import path_name
 from ..source_lines import library_line, source_line, use_name

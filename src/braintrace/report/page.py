@@ -15,7 +15,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from ..analysis.diagnostics import (
+from ..graph.diagnostics import (
     LEVELS,
     RELATIONS,
     CompilationRecord,

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, TextIO
 
-from ..analysis.diagnostics import (
+from ..analysis.credit import ParameterGradient
+from ..errors import one_of, printable, three_parts
+from ..files import write_whole
+from ..graph.diagnostics import (
     RELATIONS,
     CompilationRecord,
     DiagnosticKind,
     DiagnosticLevel,
-    ParameterGradient,
 )
-from ..analysis.groups import HiddenGroup
-from ..analysis.sites import Site
-from ..errors import one_of, printable, three_parts
-from ..files import write_whole
+from ..graph.hidden_group import HiddenGroup
+from ..graph.relations import Site
 from ..program import Path, StepProgram
 from ..program.step import path_name
 from ..source_lines import short_source

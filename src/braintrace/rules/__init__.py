@@ -7,9 +7,8 @@ from .config import PARTS, ETraceConfig
 from .parts import FixedRandomFeedback, GradExpon, KappaFilter, SyntheticGradient
 from .registry import PRESETS, Preset, named, register
 from .rule import Rule
-from .traces import (
+from .trace_kinds import (
     Coupled,
-    CoupledWithin,
     Factorised,
     PerParameter,
     RandomProjection,
@@ -25,7 +24,6 @@ __all__ = [
     'PARTS',
     'PRESETS',
     'Coupled',
-    'CoupledWithin',
     'ETraceConfig',
     'Factorised',
     'FixedRandomFeedback',

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .numbers import as_count
 from .registry import register
 from .rule import Rule
-from .traces import Window
+from .trace_kinds import Window
 
 
 @register('BPTT')

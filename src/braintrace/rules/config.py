@@ -20,9 +20,8 @@ from ..solver import (
 from .numbers import as_count, as_decay, as_decays, set_fields
 from .parts import FixedRandomFeedback, SyntheticGradient
 from .rule import Rule
-from .traces import (
+from .trace_kinds import (
     Coupled,
-    CoupledWithin,
     Factorised,
     PerParameter,
     RandomProjection,
@@ -282,7 +281,7 @@ class ETraceConfig:
         if self.recurrence_scope == 'coupled':
             return Coupled()
         if self.recurrence_scope == 'sparse_n':
-            return CoupledWithin(as_count('sparse_n', self.sparse_n))
+            return Coupled(as_count('sparse_n', self.sparse_n))
         return PerParameter()
 
     @property

@@ -9,7 +9,7 @@ from .numbers import as_count
 from .parts import SyntheticGradient
 from .registry import register
 from .rule import Rule
-from .traces import Window
+from .trace_kinds import Window
 
 
 @register('DNI', check={'window': 2}, vjp_method='multi-step')

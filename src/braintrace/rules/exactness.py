@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..analysis.credit import NO_CREDIT, WindowCredit
-from ..analysis.diagnostics import ParameterGradient
+from ..analysis.credit import NO_CREDIT, ParameterGradient, WindowCredit
 from ..solver import SiteFacts
 from .rule import Rule
 

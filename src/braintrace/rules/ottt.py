@@ -7,7 +7,7 @@ from ..solver import ScalarLeak
 from .numbers import as_decay
 from .registry import register
 from .rule import Rule
-from .traces import Factorised
+from .trace_kinds import Factorised
 
 
 @register('OTTT')

@@ -7,7 +7,7 @@ from typing import Any
 from .numbers import as_decays
 from .registry import register
 from .rule import Rule
-from .traces import Factorised
+from .trace_kinds import Factorised
 
 
 @register('pp_prop', 'ES_D_RTRL')

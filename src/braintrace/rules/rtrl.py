@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .registry import register
 from .rule import Rule
-from .traces import Coupled
+from .trace_kinds import Coupled
 
 
 @register('RTRL')

@@ -31,7 +31,7 @@ from ..solver import (
     Symmetric,
 )
 from .parts import SyntheticGradient
-from .traces import PerParameter, TracePart, Window
+from .trace_kinds import PerParameter, TracePart, Window
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,10 @@ class Rule:
         known.
         """
         # Parts that keep something are never combined: see their `refuses`.
-        kept = (part.init_state(groups) for part in (self.trace, self.signal))
-        return next((state for state in kept if state is not None), None)
+        state = self.trace.init_state(groups)
+        return self.signal.init_state() if state is None else state
 
     def next_state(self, state: Any, solved: Solved | None) -> Any:
         """The rule's state after a gradient; ``solved``: what a sequence gave, if it
         was one."""
-        return self.signal.next_state(self.trace.next_state(state, solved), solved)
+        return self.signal.next_state(self.trace.next_state(state, solved))

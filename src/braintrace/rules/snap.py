@@ -6,7 +6,7 @@ from __future__ import annotations
 from .numbers import as_count
 from .registry import register
 from .rule import Rule
-from .traces import CoupledWithin
+from .trace_kinds import Coupled
 
 
 @register('SnAp')
@@ -19,7 +19,7 @@ def snap(n: int = 2) -> Rule:
     n = as_count('n', n)
     return Rule(
         f'SnAp({n})',
-        CoupledWithin(n),
+        Coupled(n),
         exact_when='no parameter reaches more states than it does within `n` steps',
         cost=('B·I·H·S·(states within n steps)', 'T·B·H³·I'),
         use='small or sparse networks with recurrent connections',

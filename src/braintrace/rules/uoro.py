@@ -7,7 +7,7 @@ from typing import Any
 from .numbers import as_seed
 from .registry import register
 from .rule import Rule
-from .traces import RandomProjection
+from .trace_kinds import RandomProjection
 
 
 @register('UORO', vjp_method='multi-step')

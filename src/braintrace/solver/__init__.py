@@ -7,7 +7,7 @@ order in which to read:
                      with traces, two passes without
     block            K steps: forward, derivatives, gradients of weights; the loop over
                      blocks
-    rule_part        what a part of a rule says of itself
+    site_facts       what is known of one use of a parameter
     signals          what traces are multiplied by
     recursion        how the trace of a position continues from step to step, and
                      credit in reverse
@@ -15,21 +15,19 @@ order in which to read:
     traces           which traces a step has, and how they are stored
     visits           how a block advances the traces, and the gradient they give
     factors          traces held as an input part and a state part
-    masking          steps that contribute nothing, whatever values they hold
+    masking          steps whose losses have weight 0, and NaN in their inputs
     solved           sums of gradients by weight, those of parameters, the result
     window           reverse mode through consecutive steps
     window_solver    sequences of windows, traces or a predictor across them
     influence        RTRL, SnAp and UORO: parameters on states, nothing cut
-    influence_solver sequences solved by an influence
     forward          the true derivative along a direction, for certificates
 """
 
-from .influence import RankOneInfluence, SparseInfluence, WholeInfluence
-from .influence_solver import InfluenceSolver
+from .influence import InfluenceColumns, InfluenceSolver, RankOneInfluence
 from .recursion import JacobianRecursion, RecursionPart, ScalarLeak
-from .rule_part import RulePart, SiteFacts
 from .sequence import BlockSolver
 from .signals import Modulated, RandomFeedback, SignalPart, Symmetric
+from .site_facts import SiteFacts
 from .solved import Solved
 from .traces import Traces
 from .window_solver import Predictor
@@ -39,6 +37,7 @@ Solver = BlockSolver | InfluenceSolver
 
 __all__ = [
     'BlockSolver',
+    'InfluenceColumns',
     'InfluenceSolver',
     'JacobianRecursion',
     'Modulated',
@@ -46,14 +45,11 @@ __all__ = [
     'RandomFeedback',
     'RankOneInfluence',
     'RecursionPart',
-    'RulePart',
     'ScalarLeak',
     'SignalPart',
     'SiteFacts',
     'Solved',
     'Solver',
-    'SparseInfluence',
     'Symmetric',
     'Traces',
-    'WholeInfluence',
 ]

@@ -28,7 +28,7 @@ from ..compiled_step import (
     Values,
 )
 from ..derivatives import pull_back
-from .masking import FILL, Mask, finite, without_nan, zero_at
+from .masking import FILL, Mask, finite, zero_at
 from .solved import plus
 
 
@@ -67,13 +67,11 @@ def with_new_states(step: CompiledStep, steps: Values, last: Values) -> Values:
 
 
 class Block(NamedTuple):
-    """The completed steps of a block, with t first: values as they are, values that
-    derivatives may read, and the mask."""
+    """The completed steps of a block, with t first, and their mask, if there is one."""
 
     step: CompiledStep
     constants: Values
     values: Values
-    safe: Values
     mask: Mask | None
 
     @classmethod
@@ -83,17 +81,15 @@ class Block(NamedTuple):
         constants: Values,
         steps: Values,
         last: Values,
-        mask: Mask | None,
+        mask: Mask | None = None,
     ) -> Block:
-        """Steps with everything that derivative programs read; these read a copy in
-        which NaN is replaced at silent steps.
+        """Steps with everything that derivative programs read.
 
         ``steps``: inputs and what :func:`forward` left; ``last``: the states after them.
         """
         steps = with_new_states(step, steps, last)
         values = jax.vmap(step.complete, (None, 0))(constants, steps)
-        safe = values if mask is None else without_nan(values, mask.silent)
-        return cls(step, constants, values, safe, mask)
+        return cls(step, constants, values, mask)
 
     @property
     def length(self) -> int:
@@ -104,13 +100,13 @@ class Block(NamedTuple):
     def first(self) -> Block:
         """The first step alone, as it is."""
         start = jax.tree.map(lambda x: x[:1], self.values)
-        return self._replace(values=start, safe=start, mask=None)
+        return self._replace(values=start, mask=None)
 
     def at_each_step(self, function: Callable[..., Any], *given: Any) -> Any:
         """``function(constants, values, *given)`` of every step; ``given`` has t
         first."""
         axes = (None, *(0,) * (1 + len(given)))
-        return jax.vmap(function, axes)(self.constants, self.safe, *given)
+        return jax.vmap(function, axes)(self.constants, self.values, *given)
 
     def pull(self, credit: Sequence[Components]) -> list[Values]:
         """(∂h_t/∂y)ᵀ γ_t of every group, step and tap result y that reaches a component
@@ -122,7 +118,7 @@ class Block(NamedTuple):
         silent ones."""
         fixed, data = tap.operands(self.constants, self.values)
         if self.mask is not None:
-            data = finite(data, self.mask.silent, 0.0 if tap.multiplies else FILL)
+            data = finite(data, self.mask.silent, FILL)
         return fixed, data
 
     def zero_if_dead(self, tree: Any) -> Any:

@@ -8,15 +8,12 @@ taps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
-from ..arrays import all_zero
 from ..compiled_step import Box, Components, Key, Slopes, Values
 from ..derivatives import Derivatives, joint_signals, local_matrices
 from .block import Block, split_loss
-from .masking import zero_at
 from .recursion import Recursion
 from .traces import Traces
 
@@ -31,44 +28,34 @@ def derivatives_of(
     ``cotangents[i][t]`` is the cotangent of target i at step t; None where no loss is
     read.
     """
-    step, constants, masked = block.step, block.constants, block.mask is not None
+    step, constants = block.step, block.constants
+    none: list[Components] = [{} for _ in step.groups]
 
-    def one(values: Values, safe: Values, cotangents: Any) -> Derivatives:
+    def one(values: Values, bars: list[jax.Array] | None) -> Derivatives:
         slopes: list[list[Slopes]] = [[] for _ in step.groups]
         if step.memory_slopes is not None:
-            slopes = step.memory_slopes(constants, safe)
+            slopes = step.memory_slopes(constants, values)
         matrices, inner = [], []
         for g, recursion in enumerate(recursions):
-            jacobian, between = local_matrices(step, g, constants, safe)
+            jacobian, between = local_matrices(step, g, constants, values)
             matrices.append(recursion.transition(jacobian, slopes[g]))
             inner.append(between)
-        if cotangents is None:
-            none: list[Components] = [{} for _ in step.groups]
-            return Derivatives(
-                None, Values(), Values(), none, none, matrices, inner, slopes
-            )
+        moved = (matrices, inner, slopes)
+        if bars is None:
+            return Derivatives(None, Values(), Values(), none, none, *moved)
         targets, results, signals, reads = joint_signals(
-            step, constants, safe, cotangents, inner, slopes
+            step, constants, values, bars, inner, slopes
         )
-        outputs = step.outputs(constants, values)
-        if masked:
-            # A step without a loss contributes exactly nothing, whatever it holds.
-            results, signals, reads = zero_at(
-                (results, signals, reads), all_zero(cotangents)
-            )
-            # Derivatives were taken at other values; the losses are those of the model
-            # itself.
-            targets = [outputs[key] for key in step.targets]
         losses = targets[0] if targets else None
-        aux = outputs.pick(step.aux)
-        return Derivatives(
-            losses, aux, results, signals, reads, matrices, inner, slopes
-        )
+        aux = step.outputs(constants, values).pick(step.aux)
+        return Derivatives(losses, aux, results, signals, reads, *moved)
 
     bars = None if cotangents is None else list(cotangents)
-    length = block.length
-    found = jax.vmap(one, axis_size=length)(block.values, block.safe, bars)
-    if cotangents is not None and (terms := split_loss(step)):
+    found = jax.vmap(one, axis_size=block.length)(block.values, bars)
+    # A step without a loss contributes exactly nothing, whatever it holds.
+    results, signals, reads = block.zero_if_silent(found[2:5])
+    found = found._replace(results=results, signals=signals, reads=reads)
+    if bars is not None and (terms := split_loss(step)):
         of_step = lambda values: terms.of_step(constants, values)
         found = found._replace(losses=jax.vmap(of_step)(block.values))
     return found

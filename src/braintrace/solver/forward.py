@@ -50,8 +50,7 @@ def derivatives_along(
     A loss of weight 0 contributes nothing, even if it is NaN.
     """
     fixed = states.pick(v for v in states if v not in step.written)
-    is_moving = lambda v: jnp.issubdtype(step.states[v].dtype, jnp.inexact)
-    moving = [v for v in step.written if is_moving(v)]
+    moving = step.moving
     count = len(next(iter(directions.values())))
     dtype = sum_type(weights.dtype)
 

@@ -1,21 +1,22 @@
-"""The influence of all parameters on all states, carried forward in time.
-
-    WholeInfluence    RTRL    every parameter on every state
-    SparseInfluence   SnAp-n  only on states that a parameter reaches within n steps
-    RankOneInfluence  UORO    s̃ ⊗ θ̃, whose mean over random signs is G
+"""The influence G = ∂s/∂θ of all parameters on all states, carried forward in time.
 
     G_t = J_t G_{t-1} + ∂s_t/∂θ
+    gradient = Σ_t ∂ℓ_t/∂θ + ∂ℓ_t/∂s_{t-1} · G_{t-1}
 
-The gradient of a step is ∂ℓ_t/∂θ + ∂ℓ_t/∂s_{t-1} · G_{t-1}, both by reverse mode of the
-whole step: nothing is cut. Letters: n numbers that parameters are made of, m numbers
-that states are.
+Both lines are derivatives of the whole step, of which nothing is cut: forward mode
+advances G, reverse mode reads it.
+
+    InfluenceColumns  RTRL: every parameter on every state; SnAp-n: only on the states
+                      that a parameter reaches within n steps
+    RankOneInfluence  UORO: s̃ ⊗ θ̃, whose mean over random signs is G
+    InfluenceSolver   sequences, by either of the two
+
+Letters: t steps, n numbers that parameters are made of, m numbers that states are.
 """
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,33 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from ..arrays import is_complex
+from ..arrays import all_zero, is_complex, sum_type
 from ..compiled_step import CompiledStep, Key, Values
+from .forward import linearised
+from .masking import without_nan, zero_at
+from .solved import Solved
+from .window import run_window
 
 _COLUMNS = 256
 """Parameters whose influence advances together; more would need more memory at once."""
-_DRAWS = 64
-"""Random values at which the reach of a parameter is looked for."""
 
-
-class StepPoint(NamedTuple):
-    """A step where its derivative is taken; ``advance(parameters, states)`` gives the
-    next states. ``has_forward_mode``: whether it can be differentiated forward."""
-
-    advance: Callable[[Values, Values], Values]
-    parameters: Values
-    states: Values
-    has_forward_mode: bool
-
-    def pushed(self, *tangents: Values) -> tuple[Values, Values]:
-        """The next states and their forward derivative; the reverse one transposed
-        where that is all there is."""
-        primals = (self.parameters, self.states)
-        if self.has_forward_mode:
-            return jax.jvp(self.advance, primals, tangents)
-        new, pull = jax.vjp(self.advance, *primals)
-        (moved,) = jax.linear_transpose(pull, new)(tangents)
-        return new, moved
+Advance = Callable[[Values, Values], Values]
+"""(parameters, old states): the new states, of all states that carry a derivative."""
 
 
 class InfluenceTrace(NamedTuple):
@@ -61,56 +47,82 @@ class InfluenceTrace(NamedTuple):
     steps: jax.Array
 
 
+# ---------------------------------------------------------------- how it is held
+
+
 @dataclass(frozen=True)
-class Influence(ABC):
-    """How the influence of parameters on states is held."""
+class InfluenceColumns:
+    """(n, m): a row of G for each number of a parameter.
+
+    ``reach``: rows hold only the states that the parameter reaches within so many
+    steps, (n, width) in the order of ``reached``; None for all states.
+    """
 
     step: CompiledStep
+    reach: int | None = None
 
-    @abstractmethod
-    def init(self) -> Any:
-        """The influence at the start: none."""
+    def init(self) -> jax.Array:
+        """No influence."""
+        shape = (
+            (self._count, self._places) if self.reach is None else self.reached.shape
+        )
+        return jnp.zeros(shape, self._dtype)
 
-    @abstractmethod
-    def advance(self, point: StepPoint, trace: InfluenceTrace, seed: Any) -> Any:
-        """The influence after a step; ``seed`` differs from call to call."""
+    def advance(
+        self,
+        advance: Advance,
+        parameters: Values,
+        states: Values,
+        trace: InfluenceTrace,
+        seed: Any,
+    ) -> jax.Array:
+        """J G + ∂s/∂θ, one row for each parameter."""
+        flat, to_states = ravel_pytree(states)
+        run = lambda parameters, states: (advance(parameters, states), None)
+        push, _ = linearised(self.step.has_forward_mode, run, parameters, states)
 
-    @abstractmethod
+        def row(at: tuple[jax.Array, jax.Array]) -> jax.Array:
+            k, held = at
+            unit = jnp.zeros(self._count, jnp.finfo(self._dtype).dtype).at[k].set(1)
+            if self.reach is None:
+                old = held
+            else:
+                # One place more than there are states, for the padding of ``reached``.
+                where = jnp.asarray(self.reached)[k]
+                old = jnp.zeros(self._places + 1, held.dtype).at[where].set(held)[:-1]
+            new = push(self._as_parameters(unit), to_states(old.astype(flat.dtype)))
+            new = ravel_pytree(new)[0].astype(self._dtype)
+            return new if self.reach is None else jnp.append(new, 0)[where]
+
+        rows = (jnp.arange(self._count), trace.value)
+        return jax.lax.map(row, rows, batch_size=min(_COLUMNS, self._count))
+
     def gradient(self, trace: InfluenceTrace, bar: Values) -> Values:
         """∂ℓ/∂s · G in the shape of the parameters."""
+        flat, _ = ravel_pytree(bar)
+        if self.reach is None:
+            found = trace.value @ flat.astype(self._dtype)
+        else:
+            read = jnp.append(flat, 0)[jnp.asarray(self.reached)]
+            found = jnp.sum(trace.value * read, axis=1)
+        return jax.tree.map(jnp.conj, self._as_parameters(jnp.real(found)))
 
     # ------------------------------------------------------------ numbers
 
     @cached_property
-    def moving(self) -> tuple[Key, ...]:
-        """States that carry a derivative."""
+    def _count(self) -> int:
+        return sum(_numbers(x) for x in self.step.parameters.values())
+
+    @cached_property
+    def _places(self) -> int:
+        return sum(self.step.states[key].size for key in self.step.moving)
+
+    @cached_property
+    def _dtype(self) -> Any:
         states = self.step.states
-        return tuple(
-            key
-            for key in self.step.written
-            if jnp.issubdtype(states[key].dtype, jnp.inexact)
-        )
+        return jnp.result_type(*(states[key].dtype for key in self.step.moving))
 
-    @cached_property
-    def count(self) -> int:
-        """Real numbers that the parameters are made of."""
-        return sum(self._numbers(x) for x in self.step.parameters.values())
-
-    @staticmethod
-    def _numbers(x: jax.ShapeDtypeStruct) -> int:
-        return x.size * (2 if is_complex(x.dtype) else 1)
-
-    @cached_property
-    def places(self) -> int:
-        """Numbers that the states are made of."""
-        return sum(self.step.states[key].size for key in self.moving)
-
-    @cached_property
-    def dtype(self) -> Any:
-        """Type of the influence."""
-        return jnp.result_type(*(self.step.states[key].dtype for key in self.moving))
-
-    def as_parameters(self, flat: jax.Array) -> Values:
+    def _as_parameters(self, flat: jax.Array) -> Values:
         """Parameters from real numbers; of a complex one all real parts come first."""
         found, start = Values(), 0
         for key, like in self.step.parameters.items():
@@ -122,242 +134,276 @@ class Influence(ABC):
             start = end
         return found
 
-
-@dataclass(frozen=True)
-class WholeInfluence(Influence):
-    """(n, m): every parameter, every state."""
-
-    def init(self) -> jax.Array:
-        return jnp.zeros((self.count, self.places), self.dtype)
-
-    def advance(self, point: StepPoint, trace: InfluenceTrace, seed: Any) -> jax.Array:
-        moved = _moved_columns(self, point)
-        return _by_parameter(moved, self.count, trace.value)
-
-    def gradient(self, trace: InfluenceTrace, bar: Values) -> Values:
-        flat, _ = ravel_pytree(bar)
-        return _gradient_of(self, trace.value @ flat.astype(self.dtype))
-
-
-@dataclass(frozen=True)
-class SparseInfluence(Influence):
-    """(n, width): for every parameter the states that it reaches within ``reach``
-    steps."""
-
-    reach: int
-
-    def init(self) -> jax.Array:
-        return jnp.zeros(self.reached.shape, self.dtype)
-
-    def advance(self, point: StepPoint, trace: InfluenceTrace, seed: Any) -> jax.Array:
-        moved = _moved_columns(self, point)
-        reached = jnp.asarray(self.reached)
-
-        def one(k: jax.Array, held: jax.Array) -> jax.Array:
-            # One place more than there are states, for the padding of ``reached``.
-            column = jnp.zeros(self.places + 1, held.dtype).at[reached[k]].set(held)
-            return jnp.append(moved(k, column[:-1]), 0)[reached[k]]
-
-        return _by_parameter(one, self.count, trace.value)
-
-    def gradient(self, trace: InfluenceTrace, bar: Values) -> Values:
-        flat, _ = ravel_pytree(bar)
-        read = jnp.append(flat, 0)[jnp.asarray(self.reached)]
-        return _gradient_of(self, jnp.sum(trace.value * read, axis=1))
+    # ------------------------------------------------------------ the pattern of SnAp
 
     @cached_property
-    def _paths(self) -> tuple[np.ndarray, np.ndarray]:
-        """(n, m) and (m, m): whether each parameter, and each state, moves each state
-        in one step.
-
-        Found at random parameters, states and inputs with every gate open: whatever
-        moves at any of them is reached. An element that never acts, such as the row of
-        an embedding whose index was not drawn, counts as the others of its column.
-        """
-        rng = np.random.default_rng(0)
-        parts = (self.step.parameters, self.step.states, self.step.inputs)
-        with jax.ensure_compile_time_eval():
-            moves = jax.jit(self._moves)
-            patterns = []
-            for scale in np.geomspace(0.1, 3.0, _DRAWS):
-                draw = [
-                    Values(
-                        (key, _drawn(like, rng, scale)) for key, like in part.items()
-                    )
-                    for part in parts
-                ]
-                patterns.append(np.asarray(moves(*draw)))
-        pattern = functools.reduce(np.logical_or, patterns)
-        return self._by_column(pattern[:, : self.count].T), pattern[:, self.count :].T
-
-    @cached_property
-    def _within_reach(self) -> np.ndarray:
-        """(n, m): whether each parameter reaches each state within ``reach`` steps."""
-        direct, onward = self._paths
-        found = direct
-        for _ in range(self.reach - 1):
-            found = direct | _one_step_on(found, onward)
-        return found
+    def _within_reach(self) -> tuple[np.ndarray, np.ndarray]:
+        """(n, m): whether each parameter reaches each state within ``reach`` steps; and
+        whether it does within one more."""
+        assert self.reach is not None
+        pattern = self.step.find_pattern(self.step.moving)
+        direct = np.concatenate(
+            [
+                np.tile(pattern[key], (2 if is_complex(x.dtype) else 1, 1))
+                for key, x in self.step.parameters.items()
+            ]
+        )
+        onward = np.concatenate([pattern[key] for key in self.step.moving])
+        within, further = direct, direct
+        for _ in range(self.reach):
+            # float32 products run by BLAS; counts below 2^24 are exact in it.
+            moved = further.astype(np.float32) @ onward.astype(np.float32) > 0
+            within, further = further, direct | moved
+        return within, further
 
     @cached_property
     def reached(self) -> np.ndarray:
         """(n, width): the states that each parameter reaches within ``reach`` steps,
         then padding."""
-        found = self._within_reach
-        width = max(int(found.sum(axis=1).max()), 1)
-        order = np.argsort(~found, axis=1, kind='stable')[:, :width]
-        return np.where(np.take_along_axis(found, order, axis=1), order, self.places)
+        within, _ = self._within_reach
+        width = max(int(within.sum(axis=1).max()), 1)
+        order = np.argsort(~within, axis=1, kind='stable')[:, :width]
+        return np.where(np.take_along_axis(within, order, axis=1), order, self._places)
 
     @cached_property
     def is_complete(self) -> dict[Key, bool]:
         """For each parameter whether it never reaches more states than within ``reach``
         steps."""
-        further = _one_step_on(self._within_reach, self._paths[1]) & ~self._within_reach
-        found, start = {}, 0
-        for key, like in self.step.parameters.items():
-            end = start + self._numbers(like)
-            found[key] = not further[start:end].any()
-            start = end
-        return found
-
-    def _by_column(self, direct: np.ndarray) -> np.ndarray:
-        """What each parameter reaches at once; if nothing, what those with the same
-        last index do."""
-        parts, start = [], 0
-        for like in self.step.parameters.values():
-            size = self._numbers(like)
-            last = like.shape[-1] if like.shape else 1
-            part = direct[start : start + size].reshape(-1, last, self.places)
-            part = np.where(
-                part.any(-1, keepdims=True), part, part.any(0, keepdims=True)
-            )
-            parts.append(part.reshape(size, self.places))
-            start += size
-        return np.concatenate(parts)
-
-    def _moves(self, parameters: Values, states: Values, inputs: Values) -> jax.Array:
-        """(m, n + m): where the derivative of a step by parameters and states is not
-        zero."""
-        flat, to_states = ravel_pytree(states.pick(self.moving))
-
-        def moved(
-            changes: jax.Array, real: jax.Array, imaginary: jax.Array
-        ) -> jax.Array:
-            changed = jax.tree.map(jnp.add, parameters, self.as_parameters(changes))
-            tangent = (
-                jax.lax.complex(real, imaginary) if jnp.iscomplexobj(flat) else real
-            )
-            old = states | to_states(flat + tangent.astype(flat.dtype))
-            new = self.step.run_open(changed, old, inputs)
-            numbers, _ = ravel_pytree(new.pick(self.moving))
-            return jnp.stack([jnp.real(numbers), jnp.imag(numbers)])
-
-        zeros = lambda n: jnp.zeros(n, jnp.finfo(flat.dtype).dtype)
-        given = (zeros(self.count), zeros(self.places), zeros(self.places))
-        jacobians = jax.jacrev(moved, (0, 1, 2))(*given)
-        by_parameter, real, imaginary = (jnp.any(x != 0, axis=0) for x in jacobians)
-        return jnp.concatenate([by_parameter, real | imaginary], axis=1)
+        if self.reach is None:
+            return dict.fromkeys(self.step.parameters, True)
+        within, further = self._within_reach
+        more = (further & ~within).any(axis=1)
+        sizes = [_numbers(x) for x in self.step.parameters.values()]
+        parts = np.split(more, np.cumsum(sizes)[:-1])
+        return {
+            key: not part.any()
+            for key, part in zip(self.step.parameters, parts, strict=True)
+        }
 
 
-def _one_step_on(places: np.ndarray, onward: np.ndarray) -> np.ndarray:
-    """The states that are moved one step after these."""
-    return places.astype(np.int64) @ onward.astype(np.int64) > 0
-
-
-def _moved_columns(
-    influence: Influence, point: StepPoint
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A function of the number of a parameter and its influence (m,) on the old states:
-    that on the new states."""
-    flat, to_states = ravel_pytree(point.states)
-
-    def moved(k: jax.Array, column: jax.Array) -> jax.Array:
-        unit = jnp.zeros(influence.count, jnp.finfo(influence.dtype).dtype)
-        parameter = influence.as_parameters(unit.at[k].set(1))
-        _, new = point.pushed(parameter, to_states(column.astype(flat.dtype)))
-        return ravel_pytree(new)[0].astype(influence.dtype)
-
-    return moved
-
-
-def _by_parameter(one: Callable, count: int, held: jax.Array) -> jax.Array:
-    """``one`` of every parameter's number and influence, some of them together."""
-    numbered = (jnp.arange(count), held)
-    return jax.lax.map(lambda at: one(*at), numbered, batch_size=min(_COLUMNS, count))
-
-
-def _gradient_of(influence: Influence, found: jax.Array) -> Values:
-    """(n,) ∂ℓ/∂s · G in the shape of the parameters."""
-    return jax.tree.map(jnp.conj, influence.as_parameters(jnp.real(found)))
+def _numbers(x: jax.ShapeDtypeStruct) -> int:
+    """Real numbers that an array is made of."""
+    return x.size * (2 if is_complex(x.dtype) else 1)
 
 
 @dataclass(frozen=True)
-class RankOneInfluence(Influence):
+class RankOneInfluence:
     """s̃ and θ̃: one random direction stands for the influence on all states."""
 
+    step: CompiledStep
     seed: int = 0
 
     def init(self) -> tuple[list, list]:
+        """No influence."""
         zeros = lambda shapes: [jnp.zeros(x.shape, x.dtype) for x in shapes]
-        states = [self.step.states[key] for key in self.moving]
+        states = [self.step.states[key] for key in self.step.moving]
         return zeros(states), zeros(self.step.parameters.values())
 
-    def _factors(self, trace: InfluenceTrace) -> tuple[Values, Values]:
-        states, parameters = trace.value
-        by_state = zip(self.moving, states, strict=True)
-        return Values(by_state), Values(
-            zip(self.step.parameters, parameters, strict=True)
+    def factors(self, trace: InfluenceTrace) -> tuple[Values, Values]:
+        """s̃ by state and θ̃ by parameter."""
+        # Held without keys, since each step that is compiled has keys of its own.
+        s, theta = trace.value
+        return (
+            Values(zip(self.step.moving, s, strict=True)),
+            Values(zip(self.step.parameters, theta, strict=True)),
         )
 
     def advance(
-        self, point: StepPoint, trace: InfluenceTrace, seed: Any
+        self,
+        advance: Advance,
+        parameters: Values,
+        states: Values,
+        trace: InfluenceTrace,
+        seed: Any,
     ) -> tuple[list, list]:
-        """Both factors after a step, balanced so that neither grows more than the
-        other."""
-        s, theta = self._factors(trace)
+        """ρ₀ J s̃ + ρ₁ ν and θ̃ / ρ₀ + νᵀ ∂s/∂θ / ρ₁, for random signs ν; the numbers ρ
+        balance both factors, so that neither grows more than the other."""
+        s, theta = self.factors(trace)
+        run = lambda parameters, states: (advance(parameters, states), None)
+        push, _ = linearised(self.step.has_forward_mode, run, parameters, states)
+        pushed = push(jax.tree.map(jnp.zeros_like, parameters), s)
         key = jax.random.fold_in(jax.random.key(self.seed), seed)
-        key = jax.random.fold_in(key, trace.steps)
-        still = jax.tree.map(jnp.zeros_like, point.parameters)
-        new, pushed = point.pushed(still, s)
-        leaves, structure = jax.tree.flatten(new)
-        keys = jax.random.split(key, len(leaves))
-        signs = [_signs(k, x) for k, x in zip(keys, leaves, strict=True)]
-        nu = jax.tree.unflatten(structure, signs)
-        by_parameters = lambda p: point.advance(p, point.states)
-        _, pull = jax.vjp(by_parameters, point.parameters)
+        keys = jax.random.split(jax.random.fold_in(key, trace.steps), len(s))
+        nu = Values()
+        for own, (name, like) in zip(keys, states.items(), strict=True):
+            if jnp.iscomplexobj(like):  # signs of the real and of the imaginary part
+                dtype = jnp.real(like).dtype
+                parts = jax.random.rademacher(own, (2, *like.shape), dtype)
+                nu[name] = jax.lax.complex(*parts)
+            else:
+                nu[name] = jax.random.rademacher(own, like.shape, like.dtype)
+        _, pull = jax.vjp(lambda p: advance(p, states), parameters)
         (pulled,) = pull(jax.tree.map(jnp.conj, nu))
-        tiny = float(jnp.finfo(self.dtype).tiny) ** 0.5
+        tiny = float(jnp.finfo(jnp.result_type(*s.values())).tiny) ** 0.5
         past = jnp.sqrt((_norm(theta) + tiny) / (_norm(pushed) + tiny))
         now = jnp.sqrt((_norm(pulled) + tiny) / (_norm(nu) + tiny))
         s = jax.tree.map(lambda a, b: (past * a + now * b).astype(a.dtype), pushed, nu)
         theta = jax.tree.map(
             lambda a, b: (a / past + b / now).astype(a.dtype), theta, pulled
         )
-        return list(s.pick(self.moving).values()), list(theta.values())
+        return list(s.values()), list(theta.values())
+
+    @property
+    def is_complete(self) -> dict[Key, bool]:
+        """No direction stands for one parameter alone."""
+        return dict.fromkeys(self.step.parameters, False)
 
     def gradient(self, trace: InfluenceTrace, bar: Values) -> Values:
-        s, theta = self._factors(trace)
+        """(∂ℓ/∂s · s̃) θ̃."""
+        s, theta = self.factors(trace)
         factor = jnp.real(sum(jnp.sum(a * s[key]) for key, a in bar.items()))
         return jax.tree.map(lambda x: (factor * x).astype(x.dtype), theta)
 
 
-def _signs(key: jax.Array, like: jax.Array) -> jax.Array:
-    """Random signs, of real and imaginary part apart."""
-    if not jnp.iscomplexobj(like):
-        return jax.random.rademacher(key, like.shape, like.dtype)
-    parts = jax.random.rademacher(key, (2, *like.shape), jnp.real(like).dtype)
-    return jax.lax.complex(*parts)
-
-
-def _drawn(
-    like: jax.ShapeDtypeStruct, rng: np.random.Generator, scale: float
-) -> jax.Array:
-    if jnp.issubdtype(like.dtype, jnp.inexact):
-        return jnp.asarray(rng.normal(size=like.shape, scale=scale), like.dtype)
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0), like.shape)
-    return jnp.asarray(rng.integers(0, 2, like.shape), like.dtype)
-
-
 def _norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in jax.tree.leaves(tree)))
+
+
+# ---------------------------------------------------------------- sequences
+
+
+@dataclass(frozen=True, eq=False)
+class InfluenceSolver:
+    """Solves sequences of one step by carrying an influence forward. Pure, as a
+    BlockSolver is."""
+
+    step: CompiledStep
+    influence: InfluenceColumns | RankOneInfluence
+
+    traces = None
+    """No traces of positions."""
+    owner = (0,)
+    """Its one trace shares nothing."""
+    kept_bytes = 1
+    """Nothing is kept of a step."""
+
+    @property
+    def trace_names(self) -> list[tuple]:
+        """The one influence: of all parameters, on all states."""
+        paths = [path for group in self.step.groups for path in group.name]
+        return [(tuple(self.step.names.values()), 'influence', tuple(paths))]
+
+    def is_complete(self, key: Key) -> bool:
+        """Whether a parameter never reaches a state that is left out."""
+        return self.influence.is_complete[key]
+
+    def init_traces(self) -> list[InfluenceTrace]:
+        """The influence at the start: none."""
+        return [InfluenceTrace(self.influence.init(), jnp.zeros((), jnp.int32))]
+
+    @cached_property
+    def trace_shapes(self) -> list[InfluenceTrace]:
+        """Shapes and types of the influence."""
+        return jax.eval_shape(self.init_traces)
+
+    def forward(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        rule_state: Any = 0,
+    ) -> Solved:
+        """A sequence without gradients; ``aux`` of the result holds targets too."""
+
+        def one(carry: tuple, xs: Values) -> tuple[tuple, Values]:
+            states, trace = carry
+            # No loss reads these steps, so NaN in them must not enter the influence.
+            clean = without_nan(xs)
+            return self._advance(parameters, states, trace, xs, clean, rule_state)
+
+        (states, trace), values = jax.lax.scan(one, (states, traces[0]), inputs)
+        return Solved(Values(), jnp.zeros(0), values, states, [trace])
+
+    def solve(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any = 0,
+        masked: bool = True,
+    ) -> Solved:
+        """A sequence step by step, for cotangents (t, ...) of its targets; those of a
+        loss are its weights. ``masked``: some of them may be zero."""
+
+        def one(carry: tuple, at: tuple) -> tuple[tuple, Values]:
+            states, trace, total = carry
+            xs, bars = at
+            run = lambda parameters, states: self.step.run(parameters, states, xs)
+            gradient = self._gradient(run, parameters, states, trace, bars)
+            if masked:
+                gradient = zero_at(gradient, all_zero(bars))
+            carry, values = self._advance(parameters, states, trace, xs, xs, rule_state)
+            return (*carry, jax.tree.map(jnp.add, total, gradient)), values
+
+        zero = lambda x: jnp.zeros_like(x, sum_type(x.dtype))
+        start = (states, traces[0], jax.tree.map(zero, parameters))
+        (states, trace, total), values = jax.lax.scan(
+            one, start, (inputs, list(cotangents))
+        )
+        in_type = lambda x, like: x.astype(like.dtype)
+        gradients = jax.tree.map(in_type, total, parameters)
+        losses = values[self.step.targets[0]] if self.step.is_loss else jnp.zeros(0)
+        return Solved(gradients, losses, values.pick(self.step.aux), states, [trace])
+
+    def window_gradient(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+    ) -> Values:
+        """Gradient of a window for cotangents (t, ...) of its targets: reverse mode
+        inside, and the credit of the states at its start times their influence."""
+        run = lambda parameters, states: run_window(
+            self.step, parameters, states, inputs
+        )
+        return self._gradient(run, parameters, states, traces[0], cotangents)
+
+    def _gradient(
+        self,
+        run: Callable[[Values, Values], tuple[Values, list[jax.Array], Values]],
+        parameters: Values,
+        states: Values,
+        trace: InfluenceTrace,
+        bars: Sequence[jax.Array],
+    ) -> Values:
+        """∂ℓ/∂θ + ∂ℓ/∂s · G of what ``run`` does from these states on."""
+
+        def targets(parameters: Values, moving: Values) -> list[jax.Array]:
+            return run(parameters, states | moving)[1]
+
+        moving = states.pick(self.step.moving)
+        values, pull = jax.vjp(targets, parameters, moving)
+        pairs = zip(bars, values, strict=True)
+        own, past = pull([jnp.asarray(bar).astype(x.dtype) for bar, x in pairs])
+        return jax.tree.map(jnp.add, own, self.influence.gradient(trace, past))
+
+    def _advance(
+        self,
+        parameters: Values,
+        states: Values,
+        trace: InfluenceTrace,
+        inputs: Values,
+        inputs_of_trace: Values,
+        rule_state: Any,
+    ) -> tuple[tuple[Values, InfluenceTrace], Values]:
+        """States and influence after a step; its targets and auxiliary values.
+
+        ``inputs_of_trace``: those at which the influence advances.
+        """
+        new, targets, aux = self.step.run(parameters, states, inputs)
+        values = Values(zip(self.step.targets, targets, strict=True)) | aux
+        moving = self.step.moving
+
+        def advance(parameters: Values, old: Values) -> Values:
+            found = self.step.run(parameters, states | old, inputs_of_trace)
+            return found[0].pick(moving)
+
+        value = self.influence.advance(
+            advance, parameters, states.pick(moving), trace, rule_state
+        )
+        return (new, InfluenceTrace(value, trace.steps + 1)), values

@@ -1,17 +1,14 @@
-"""Steps that contribute nothing, whatever they hold.
+"""Steps whose losses have weight 0 contribute nothing, whatever their inputs hold.
 
-A masked step has cotangents of zero only, so its part of a gradient is zero. Computed,
-it is 0 · x, and NaN where x is NaN or infinite. So values are replaced before they are
-multiplied:
+Inputs of such steps that are not finite are replaced by 0 where sequences enter a
+program (:func:`finite`), so all values of a masked step are those of finite inputs. A
+model may still divide by one of these, and 0 · inf would be NaN. So what the loss of a
+step gives is set to zero by ``silent``, and what credit gives by ``dead``:
 
-    silent   no loss of the step counts. Its states may still pass credit from later
-             steps to earlier ones, so only NaN is replaced, which no later loss can
-             have read
-    dead     silent, and so are all later steps: no credit arrives, and every product
-             with it is set to zero
+    silent   the loss of the step has weight 0; credit of later steps may pass through
+    dead     silent, and so are all later steps: no credit arrives
 
-An input of a product with weights that is not finite counts as 0 at silent steps.
-Letters: t steps of a block.
+Letters: t steps.
 """
 
 from __future__ import annotations
@@ -21,49 +18,49 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 FILL = 0.5
 """Where log, sqrt, 1/x, arcsin and the like all have a derivative."""
 
 
 class Mask(NamedTuple):
-    """Which steps (t,) of a block are silent, and which are dead."""
+    """Which steps (t,) are silent, and which are dead."""
 
     silent: jax.Array
     dead: jax.Array
 
     @classmethod
-    def of(cls, cotangents: Sequence[jax.Array], later: Any = True) -> Mask:
-        """From cotangents (t, ...) of all targets; ``later``: whether all steps that
-        follow are dead."""
+    def of(cls, cotangents: Sequence[jax.Array]) -> Mask:
+        """From cotangents (t, ...) of all targets; no credit comes from later steps."""
         zero = [jnp.all(c.reshape(len(c), -1) == 0, axis=1) for c in cotangents]
         silent = jnp.all(jnp.stack(zero), axis=0)
-        until_end = jax.lax.cummin(silent.astype(jnp.int32), reverse=True).astype(bool)
-        return cls(silent, until_end & later)
-
-    @classmethod
-    def of_silence(cls, length: int, dead: Any) -> Mask:
-        """All steps are silent, and all are dead or none."""
-        return cls(jnp.ones(length, bool), jnp.broadcast_to(dead, length))
+        until_end = jax.lax.cummin(silent.astype(jnp.int32), reverse=True)
+        return cls(silent, until_end.astype(bool))
 
 
-def without_nan(tree: Any, silent: jax.Array | np.ndarray) -> Any:
-    """Values with NaN replaced where a step is silent; one step, or t first."""
-    return _replaced(tree, silent, jnp.isnan, FILL)
+def finite(tree: Any, silent: jax.Array, fill: float = 0.0) -> Any:
+    """Arrays with t first, NaN and infinity replaced at silent steps."""
+    return _replaced(tree, lambda x: ~jnp.isfinite(x) & _beside(silent, x), fill)
 
 
-def finite(tree: Any, steps: jax.Array | np.ndarray, fill: float = FILL) -> Any:
-    """Values with NaN and infinity replaced at some steps; one step, or t first."""
-    return _replaced(tree, steps, lambda x: ~jnp.isfinite(x), fill)
+def without_nan(tree: Any, silent: jax.Array | None = None) -> Any:
+    """Arrays with 0 in place of NaN, at silent steps alone if these are given.
+
+    For calls without a mask, whose values are those of the inputs as they are: NaN was
+    read by no loss that counts. Infinity may have been read (-inf in a softmax), so it
+    stays.
+    """
+    is_bad = lambda x: (
+        jnp.isnan(x) if silent is None else jnp.isnan(x) & _beside(silent, x)
+    )
+    return _replaced(tree, is_bad, 0.0)
 
 
-def _replaced(tree: Any, steps: Any, is_bad: Any, fill: float) -> Any:
+def _replaced(tree: Any, is_bad: Any, fill: float) -> Any:
     def replace(x: Any) -> Any:
-        x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        return jnp.where(is_bad(x) & _beside(steps, x), jnp.asarray(fill, x.dtype), x)
+        return jnp.where(is_bad(x), jnp.asarray(fill, x.dtype), x)
 
     return jax.tree.map(replace, tree)
 
@@ -75,11 +72,6 @@ def zero_at(tree: Any, steps: jax.Array) -> Any:
     )
 
 
-def _beside(steps: jax.Array | np.ndarray, x: jax.Array) -> Any:
+def _beside(steps: jax.Array, x: jax.Array) -> jax.Array:
     """A flag of one step or of each, broadcast against an array with t first."""
     return steps.reshape((*steps.shape, *(1,) * (x.ndim - steps.ndim)))
-
-
-def all_finite(tree: Any) -> jax.Array:
-    """Whether every number is finite."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))

@@ -41,14 +41,19 @@ from ..compiled_step import (
 from ..derivatives import Derivatives
 from .block import Block
 from .masking import zero_at
-from .rule_part import RulePart, SiteFacts, same_decay
+from .site_facts import SiteFacts, same_decay
 
 
-class RecursionPart(RulePart, ABC):
+class RecursionPart(ABC):
     """How traces continue from step to step."""
 
     is_exact: ClassVar[bool] = False
     """Traces follow D, the derivative of each position's own states."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`, those by default left out."""
+        return {}
 
     @abstractmethod
     def replaces(self, site: SiteFacts) -> str | None:

@@ -31,7 +31,7 @@ from .block import (
     with_new_states,
 )
 from .block_credit import as_read, derivatives_of, less_factorised, local_gradients
-from .masking import Mask
+from .masking import Mask, without_nan
 from .recursion import backward_credit, no_credit
 from .signals import SignalInputs, SignalPart, Symmetric
 from .solved import Solved, WeightSums, add
@@ -73,7 +73,7 @@ class _SolvedSpan(NamedTuple):
     credit: list[Components]
     products: list[Jacobian]
     total: Values
-    dead: jax.Array
+    dead: jax.Array | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +103,11 @@ class BlockSolver:
     def kept_bytes(self) -> int:
         """Bytes that a block keeps of one step."""
         return self.step.kept_bytes
+
+    def is_complete(self, key: Key) -> bool:
+        """Whether a parameter never reaches a state that is left out: traces hold those
+        of a position only."""
+        return False
 
     def init_traces(self) -> Trace:
         """Traces at the start of a sequence."""
@@ -277,32 +282,31 @@ class BlockSolver:
             ends[key] = jnp.concatenate([kept[key][block::block], last[key][None]])
 
         def back(carry: tuple, number: Any, at: tuple) -> tuple[tuple, tuple]:
-            credit, products, total, dead = carry
-            steps, weights = at
+            credit, products, total = carry
+            steps, weights, mask = at
             end = jax.tree.map(lambda x: x[number], ends)
-            # Steps after this block may carry credit back into silent steps of it.
-            mask = Mask.of([weights], dead) if masked else None
             now = Block.of(step, constants, steps, end, mask)
             # γ continues from the block after this one, which was solved before it.
             solved = self._in_reverse(now, [weights], rule_state, credit, total)
-            dead = dead if mask is None else mask.dead[0]
             driven: list[Driven] = []
             if drives:
                 # P continues in the same way, because the traces are advanced once,
                 # after the span.
                 driven, products = drive(self.traces, now, solved.used, products)
-            carry = (solved.credit, products, solved.total, dead)
+            carry = (solved.credit, products, solved.total)
             return carry, (solved.found.losses, solved.found.aux, driven)
 
         units: list[Jacobian] = []
         if drives:
             units = [recursion.unit_product() for recursion in self.traces.recursions]
         zero = no_credit(self.traces.recursions)
-        start = (zero, units, total, jnp.asarray(True))
-        given = (inputs | kept, weights)
-        (credit, products, total, dead), (losses, aux, driven) = over_blocks(
+        # Of all blocks: later blocks may carry credit back into silent steps of one.
+        mask = Mask.of([weights]) if masked else None
+        start, given = (zero, units, total), (inputs | kept, weights, mask)
+        (credit, products, total), (losses, aux, driven) = over_blocks(
             back, start, given, block, reverse=True
         )
+        dead = None if mask is None else mask.dead[0]
         return _SolvedSpan(losses, aux, driven, last, credit, products, total, dead)
 
     def one_pass(
@@ -343,7 +347,7 @@ class BlockSolver:
                 span.products,
                 span.total,
                 span.credit,
-                span.dead if masked else None,
+                span.dead,
             )
             return (span.states, traces, total), (span.losses, span.aux)
 
@@ -385,8 +389,7 @@ class BlockSolver:
             last, kept = forward(step, constants, states, inputs)
             steps = inputs | kept
             if traces:
-                mask = Mask.of_silence(length_of(inputs), True)
-                now = Block.of(step, constants, steps, last, mask)
+                now = Block.of(step, constants, *without_nan((steps, last)))
                 traces, _ = advance_silently(self.traces, now, traces, self.sums.zero())
             steps = with_new_states(step, steps, last)
             aux = jax.vmap(
@@ -413,8 +416,7 @@ class BlockSolver:
         values = Values(zip(self.step.targets, targets, strict=True)) | aux
         if traces:
             constants = self.step.constants(parameters, states)
-            given = (constants, states, inputs, traces, self.sums.zero())
-            traces, _ = self.windows.across(*given)
+            traces, _ = self.windows.across(constants, states, inputs, traces)
         return values, new, traces
 
     def block_gradient(
@@ -428,7 +430,16 @@ class BlockSolver:
     ) -> Values:
         """Online gradient of a few steps for cotangents (t, ...) of their targets."""
         constants = self.step.constants(parameters, states)
-        start = (states.pick(self.step.written), traces, self.sums.zero())
-        carry, _ = self.solve_block(constants, *start, inputs, cotangents, rule_state)
+        old = states.pick(self.step.written)
+        carry, _ = self.solve_block(
+            constants,
+            old,
+            traces,
+            self.sums.zero(),
+            inputs,
+            cotangents,
+            rule_state,
+            masked=length_of(inputs) > 1,
+        )
         _, _, total = carry
         return self.sums.of_parameters(parameters, states, total)

@@ -17,13 +17,11 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import all_zero
 from ..compiled_step import CompiledStep, Components, Jacobian, Slopes, Values
 from ..derivatives import Derivatives, joint_signals
 from ..errors import CompilationError, three_parts
 from .block import Block
-from .masking import zero_at
-from .rule_part import RulePart, SiteFacts
+from .site_facts import SiteFacts
 from .traces import Traces
 
 Signals = tuple[list[Components], list[Components]]
@@ -43,7 +41,7 @@ class SignalInputs(NamedTuple):
     rule_state: Any
 
 
-class SignalPart(RulePart, ABC):
+class SignalPart(ABC):
     """What traces are multiplied by."""
 
     is_exact: ClassVar[bool] = False
@@ -52,6 +50,11 @@ class SignalPart(RulePart, ABC):
     """It does not depend on the loss."""
     has_feedback_weights: ClassVar[bool] = False
     """Errors come back from read-outs by other weights than theirs."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`, those by default left out."""
+        return {}
 
     @abstractmethod
     def __call__(self, given: SignalInputs) -> Signals:
@@ -65,6 +68,14 @@ class SignalPart(RulePart, ABC):
     def check(self, step: CompiledStep) -> None:
         """Raise if it does not fit the read-outs of a model."""
         return
+
+    def init_state(self) -> Any:
+        """What it keeps from call to call, at first; None for nothing."""
+        return None
+
+    def next_state(self, state: Any) -> Any:
+        """The state after a gradient."""
+        return state
 
 
 @dataclass(frozen=True)
@@ -100,11 +111,6 @@ class RandomFeedback(SignalPart):
         """Its options of an :class:`ETraceConfig`."""
         return {'learning_signal': 'random_feedback'}
 
-    @property
-    def counts(self) -> bool:
-        """Weights that follow those of the read-out do so at every gradient."""
-        return self.align is not None
-
     def replaces(self, site: SiteFacts) -> str | None:
         """The weights of the read-out, if the loss passes one."""
         if not site.feedback:
@@ -133,10 +139,12 @@ class RandomFeedback(SignalPart):
             _, _, signals, reads = joint_signals(
                 step, constants, values, bars, inner, slopes, feedback
             )
-            return zero_at((signals, reads), all_zero(bars))
+            return signals, reads
 
         cotangents = list(given.cotangents)
-        return block.at_each_step(one, cotangents, found.inner, found.slopes)
+        return block.zero_if_silent(
+            block.at_each_step(one, cotangents, found.inner, found.slopes)
+        )
 
     def _back(self, weights: Sequence[Any], rule_state: Any) -> list[jax.Array]:
         """What is in place of each of the weights now."""
@@ -148,6 +156,14 @@ class RandomFeedback(SignalPart):
                 fixed = (1 - left) * weight + left * fixed
             found.append(fixed.astype(weight.dtype))
         return found
+
+    def init_state(self) -> jax.Array | None:
+        """The number of gradients, for weights that follow those of the read-out."""
+        return None if self.align is None else jnp.zeros((), jnp.int32)
+
+    def next_state(self, state: Any) -> Any:
+        """One gradient more."""
+        return state if self.align is None else state + 1
 
     def check(self, step: CompiledStep) -> None:
         """Raise unless there is a read-out and weights for each."""
@@ -185,7 +201,7 @@ class Modulated(SignalPart):
         """All of it."""
         return 'a modulator replaces the gradient of the loss'
 
-    def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
+    def init_state(self) -> jax.Array:
         """The modulator, 1 until another is set."""
         return jnp.ones(())
 

@@ -34,7 +34,7 @@ from ..derivatives import Derivatives, slopes_at_positions
 from .block import Block
 from .block_credit import derivatives_of
 from .factors import FactorLayout, FactorTrace
-from .masking import finite, zero_at
+from .masking import zero_at
 from .solved import add
 from .traces import Trace, TracedSite, Traces
 
@@ -231,8 +231,7 @@ def _advance_factors(
     for n, layout in layouts.items():
         new[n] = last[n]
         for y_bar, x in zip(all_y_bars[owner[n]], all_xs[n], strict=True):
-            if block.mask is not None:
-                y_bar, x = block.zero_if_silent(y_bar), finite(x, block.mask.silent)
+            y_bar = block.zero_if_silent(y_bar)
             gradient = layout.gradient(*operands[n], y_bar, x)
             total = _add_gradient(total, sites[n].site, gradient)
     return new, total
@@ -245,9 +244,9 @@ def advance_silently(
     total: Values,
     credit: Sequence[Components] | None = None,
 ) -> tuple[Trace, Values]:
-    """Traces after a block without a loss, all of whose steps are silent.
+    """Traces after a block whose losses are not read.
 
-    ``credit``: γ_0 of the reverse pass through a window; ignored if the block is dead.
+    ``credit``: γ_0 of the reverse pass through a window.
     """
     found = derivatives_of(traces_of.recursions, block, None)
     credit = [{} for _ in block.step.groups] if credit is None else credit
@@ -260,7 +259,6 @@ def add_factor_gradients(
     traces: Trace,
     total: Values,
     credit: Sequence[Components],
-    dead: jax.Array,
 ) -> Values:
     """Add γ_0 · ε_0 of factorised traces at the start of a window."""
     for n, layout in traces_of.factorised.items():
@@ -269,7 +267,7 @@ def add_factor_gradients(
         y_bar = layout.result_gradient(trace, layout.here(credit[traced.site.group]))
         operands = _operands(traced, block.first)
         gradient = layout.gradient(*operands, y_bar[None], trace.x[None])
-        total = _add_gradient(total, traced.site, zero_at(gradient, dead))
+        total = _add_gradient(total, traced.site, gradient)
     return total
 
 

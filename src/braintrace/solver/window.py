@@ -11,9 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import known_value
+from ..arrays import without_gradient
 from ..compiled_step import CompiledStep, Components, Values
-from .masking import Mask, finite, without_nan
+from .masking import Mask
 
 
 class SolvedWindow(NamedTuple):
@@ -39,9 +39,8 @@ def run_window(
     all.
 
     ``deep``: paths from one position of a group to another across time are cut. At
-    silent steps of the mask, equations that only targets need send no gradient back,
-    and derivatives are taken at values without NaN; all values are those of the step
-    itself.
+    silent steps of the mask, equations that only targets need send no gradient back;
+    dead steps send none.
     """
     run = step.run_deep if deep else step.run
     fixed = states.pick(v for v in states if v not in step.written)
@@ -49,28 +48,16 @@ def run_window(
     def one(old: Values, at: tuple) -> tuple[Values, tuple]:
         xs, mask = at
         if mask is None:
-            found = run(parameters, fixed | old, xs)
+            new, targets, aux = run(parameters, fixed | old, xs)
         else:
-            found = masked(old, xs, mask)
-        new, targets, aux = found
+
+            def unless_dead(x: jax.Array) -> jax.Array:
+                inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+                return without_gradient(mask.dead, x) if inexact else x
+
+            here, before = jax.tree.map(unless_dead, (parameters, old))
+            new, targets, aux = run(here, fixed | before, xs, mask.silent)
         return new.pick(step.written), (targets, aux)
-
-    def masked(old: Values, xs: Values, mask: Mask) -> tuple:
-        safe_old, safe_xs = finite(without_nan((old, xs), mask.silent), mask.dead)
-        found = run(parameters, fixed | safe_old, safe_xs, mask.silent)
-        held = jax.tree.map(jax.lax.stop_gradient, (parameters, fixed | old, xs, found))
-
-        def as_it_is() -> tuple:
-            same_type = lambda x, like: jnp.asarray(x, like.dtype)
-            return jax.tree.map(same_type, step.run(*held[:3]), held[3])
-
-        raw = jax.lax.cond(mask.silent, as_it_is, lambda: held[3])
-
-        def known(value: jax.Array, computed: jax.Array) -> jax.Array:
-            inexact = jnp.issubdtype(computed.dtype, jnp.inexact)
-            return known_value(value, computed) if inexact else value
-
-        return jax.tree.map(known, raw, found)
 
     last, (targets, aux) = jax.lax.scan(one, states.pick(step.written), (inputs, mask))
     return states | last, targets, aux
@@ -91,7 +78,7 @@ def window_gradient(
     ``credit_after(states)``: the credit that the states at its end get from what
     follows. ``masked``: the cotangents of some steps may be zero.
     """
-    mask = _mask(step, cotangents) if masked else None
+    mask = _mask(step, cotangents, credit_after is None) if masked else None
     parts = lambda states: [group.components(states) for group in step.groups]
 
     def window(parameters: Values, old: list[list[jax.Array]]) -> tuple[tuple, tuple]:
@@ -116,13 +103,15 @@ def window_gradient(
     return SolvedWindow(gradients, [dict(enumerate(mine)) for mine in credit], *found)
 
 
-def _mask(step: CompiledStep, cotangents: Sequence[jax.Array]) -> Mask | None:
-    """Silent: nothing but new states has a cotangent; dead: neither has any later
-    step."""
+def _mask(
+    step: CompiledStep, cotangents: Sequence[jax.Array], is_last: bool
+) -> Mask | None:
+    """Silent: nothing but new states has a cotangent; dead: neither has any later step,
+    if the window ``is_last``."""
     new = {key for _, key in step.carried}
     outputs = [
         c for key, c in zip(step.targets, cotangents, strict=True) if key not in new
     ]
     if not outputs:
         return None
-    return Mask(Mask.of(outputs).silent, Mask.of(cotangents).dead)
+    return Mask(Mask.of(outputs).silent, Mask.of(cotangents).dead & is_last)

@@ -16,7 +16,7 @@ from ..arrays import sum_type
 from ..compiled_step import CompiledStep, Components, Values
 from .block import Block, forward, length_of, over_blocks
 from .block_credit import credit_at_start
-from .masking import Mask, all_finite, finite, zero_at
+from .masking import without_nan, zero_at
 from .solved import Solved, WeightSums, add
 from .traces import Trace, Traces
 from .visits import add_factor_gradients, advance_silently
@@ -93,7 +93,7 @@ class WindowSolver:
 
                 def credit_after(end: list[Components]) -> list[Components]:
                     scale = lambda x: follows.astype(x.dtype) * x
-                    return jax.tree.map(scale, _predicted(predictor, rule_state, end))
+                    return jax.tree.map(scale, predictor(rule_state, end))
 
             found = window_gradient(
                 step, parameters, states, inputs, [weights], deep, credit_after, masked
@@ -107,17 +107,18 @@ class WindowSolver:
                 target = jax.tree.map(
                     lambda x: (x / unit).astype(x.dtype), found.credit
                 )
-                counts = jnp.where(fresh & (number == 0), 0.0, 1.0) * all_finite(start)
-                start = finite(start, jnp.asarray(True))
+                counts = jnp.where(fresh & (number == 0), 0.0, 1.0)
                 distance, change = predictor.error_and_change(rule_state, start, target)
                 pairs = zip(learned, change, strict=True)
                 learned = [a + counts.astype(b.dtype) * b for a, b in pairs]
                 error = error + counts * distance
             if traces:
-                dead = jnp.all(weights == 0) & (predictor is None)
-                traces, through = self.across(
-                    constants, states, inputs, traces, through, found.credit, dead
+                traces, past = self.across(
+                    constants, states, inputs, traces, found.credit
                 )
+                if masked and predictor is None:
+                    past = zero_at(past, jnp.all(weights == 0))
+                through = add(through, past)
             total = add(total, found.gradients)
             carry = (found.states, traces, total, through, learned, error)
             return carry, (found.targets[0], found.aux)
@@ -151,20 +152,15 @@ class WindowSolver:
         """
         credit_after = None
         if predictor:
-            credit_after = lambda end: _predicted(predictor, rule_state, end)
+            credit_after = lambda end: predictor(rule_state, end)
         found = window_gradient(
             self.step, parameters, states, inputs, cotangents, deep, credit_after
         )
         if not traces:
             return found.gradients
         constants = self.step.constants(parameters, states)
-        dead = Mask.of(cotangents, predictor is None).dead[0]
-        _, through = self.across(
-            constants, states, inputs, traces, self.sums.zero(), found.credit, dead
-        )
-        return add(
-            found.gradients, self.sums.of_parameters(parameters, states, through)
-        )
+        _, past = self.across(constants, states, inputs, traces, found.credit)
+        return add(found.gradients, self.sums.of_parameters(parameters, states, past))
 
     def across(
         self,
@@ -172,30 +168,17 @@ class WindowSolver:
         states: Values,
         inputs: Values,
         traces: Trace,
-        total: Values,
         credit: Sequence[Components] | None = None,
-        dead: jax.Array | bool = True,
     ) -> tuple[Trace, Values]:
-        """The traces after a window, and the gradient with γ_0 · ε_0 added.
+        """The traces after a window, and γ_0 · ε_0 by weight.
 
         The losses of the window give their credit by reverse mode, so the traces only
-        advance. ``credit``: γ_0, None for none. ``dead``: the window has no loss
-        and its end gets no credit, so γ_0 is zero.
+        advance. ``credit``: γ_0, None for none.
         """
-        step, traces_of, dead = self.step, self.traces, jnp.asarray(dead)
+        step, traces_of, past = self.step, self.traces, self.sums.zero()
         last, kept = forward(step, constants, states.pick(step.written), inputs)
-        mask = Mask.of_silence(length_of(inputs), dead)
-        block = Block.of(step, constants, inputs | kept, last, mask)
+        block = Block.of(step, constants, *without_nan((inputs | kept, last)))
         if credit is not None:
             credit = credit_at_start(traces_of.recursions, block, credit)
-            total = add_factor_gradients(traces_of, block, traces, total, credit, dead)
-        return advance_silently(traces_of, block, traces, total, credit)
-
-
-def _predicted(
-    predictor: Predictor, weights: Sequence[jax.Array], states: list[Components]
-) -> list[Components]:
-    """Predicted credit; none for states that are not finite, as after the end of a
-    padded sequence."""
-    found = predictor(weights, finite(states, jnp.asarray(True)))
-    return zero_at(found, ~all_finite(states))
+            past = add_factor_gradients(traces_of, block, traces, past, credit)
+        return advance_silently(traces_of, block, traces, past, credit)

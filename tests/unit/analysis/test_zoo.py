@@ -2,7 +2,7 @@
 
 import pytest
 
-from braintrace.analysis.graph import compile_etrace_graph
+from braintrace.graph.etrace_graph import compile_etrace_graph
 from oracle import precision
 from zoo import CASES
 

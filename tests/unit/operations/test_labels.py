@@ -942,8 +942,5 @@ def test_register_primitive(table):
 
     register_primitive(bump_p, mixing_labels, constant_operands=(0,))
     assert not positions_of(lambda h: bump(h) + h, H)[0].found
-    with pytest.raises(
-        ValueError,
-        match=r"'diagonal'(.|\n)*Why: (.|\n)*Fix: one of 'elementwise'",
-    ):
+    with pytest.raises(ValueError, match="'diagonal'"):
         register_primitive(bump_p, 'diagonal')

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import braintrace
-from braintrace.analysis.diagnostics import DiagnosticKind
+from braintrace.graph.diagnostics import DiagnosticKind
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / 'scripts'))
 from operations import OPAQUE, coverage, primitives, treatment

@@ -150,7 +150,6 @@ class HandWritten:
             extend=lambda kappa, to_readouts: None,  # no memories here
             run=run,
             run_deep=run,
-            run_open=lambda *given: run(*given)[0],
             other_effects=lambda group, result: None,
         )
 

@@ -21,7 +21,7 @@ class DiagnosticKind(enum.StrEnum):
     CONSTANT_STATE = 'constant_state'
 
     # The same findings by the names of the published package:
-    # `analysis/relation_records.py`.
+    # `graph/relation_records.py`.
     RELATION_INCLUDED = 'relation_included'
     RELATION_EXCLUDED_NON_TEMPORAL = 'relation_excluded_non_temporal'
     RELATION_EXCLUDED_WEIGHT_TO_WEIGHT = 'relation_excluded_weight_to_weight'
@@ -118,17 +118,6 @@ LEVELS = {
     'instantaneous': DiagnosticLevel.NOTICE,
 }
 """How much it matters that a parameter gets this; all other kinds are information."""
-
-
-class ParameterGradient(NamedTuple):
-    """The gradient that a parameter gets, and why. ``kind`` is a credit class, or the
-    gradient that a learning rule gives.
-
-    A rule gives 'equal to BPTT', 'local', 'approximate', 'one step' or 'none'.
-    """
-
-    kind: str
-    reason: str
 
 
 class CompilationRecord(NamedTuple):

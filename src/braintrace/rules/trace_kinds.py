@@ -3,8 +3,8 @@
     PerParameter      a trace for each parameter and position
     Factorised        an input part and a state part for each use of a parameter
     Window            nothing; exact reverse mode inside windows
-    Coupled           the influence of every parameter on every state
-    CoupledWithin     the same on the states that a parameter reaches within n steps
+    Coupled           the influence of every parameter on every state, or on the states
+                      that it reaches within n steps
     RandomProjection  one random direction in place of it
 
 A new kind of trace is a subclass of :class:`TracePart` in a file of its own.
@@ -12,35 +12,33 @@ A new kind of trace is a subclass of :class:`TracePart` in a file of its own.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax.numpy as jnp
+
 from ..compiled_step import CompiledStep, Tap
 from ..solver import (
     BlockSolver,
+    InfluenceColumns,
     InfluenceSolver,
     RankOneInfluence,
     RecursionPart,
-    RulePart,
     SignalPart,
     SiteFacts,
     Solved,
     Solver,
-    SparseInfluence,
     Traces,
-    WholeInfluence,
 )
-from ..solver.influence import Influence
-from ..solver.rule_part import same_decay
+from ..solver.site_facts import same_decay
 from .parts import SyntheticGradient
 
 if TYPE_CHECKING:
     from .exactness import ParameterFacts
 
 
-class TracePart(RulePart):
+class TracePart:
     """What a rule carries, and the solver that carries it."""
 
     is_local: ClassVar[bool] = True
@@ -53,6 +51,11 @@ class TracePart(RulePart):
     """A fresh sequence can be solved in reverse without it."""
     decay: tuple[float, float] | None = None
     """The decays (x, f) of factors."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`, those by default left out."""
+        return {}
 
     @property
     def window(self) -> Window | None:
@@ -91,6 +94,17 @@ class TracePart(RulePart):
         """Solves sequences of a step, see :meth:`Rule.solver`."""
         traces = Traces(step, recursion, self.decay, is_traced, dtype, every_component)
         return BlockSolver(step, traces, signal)
+
+    def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
+        """What it keeps besides, from call to call, at first; None for nothing.
+        ``groups``: states per position, shape and type of every group, once they are
+        known."""
+        return None
+
+    def next_state(self, state: Any, solved: Solved | None) -> Any:
+        """The state after a gradient; ``solved``: what a sequence gave, if it was
+        one."""
+        return state
 
 
 # ---------------------------------------------------------------- of a position
@@ -236,29 +250,60 @@ class Window(TracePart):
 # ---------------------------------------------------------------- influences
 
 
-class _OnAllStates(TracePart, ABC):
-    """An influence on states at all positions; nothing is cut inside a step."""
+def _only_exact(
+    recursion: RecursionPart, signal: SignalPart
+) -> Iterator[tuple[str, str]]:
+    """Other recursions and signals belong to traces of positions."""
+    if not recursion.is_exact:
+        yield (
+            'states that feed each other do so by their Jacobian',
+            "temporal_recursion='jacobian'",
+        )
+    if not signal.is_exact:
+        yield (
+            'an influence on all states is read by the derivative of the loss',
+            "learning_signal='symmetric'",
+        )
+
+
+@dataclass(frozen=True)
+class Coupled(TracePart):
+    """The influence of every parameter on every state, or on those that it reaches
+    within n steps. Nothing is cut inside a step."""
+
+    n: int | None = None
 
     is_local = False
 
-    @abstractmethod
-    def influence(self, step: CompiledStep) -> Influence:
-        """How it is held for a step."""
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`."""
+        if self.n is None:
+            return {'recurrence_scope': 'coupled'}
+        return {'recurrence_scope': 'sparse_n', 'sparse_n': self.n}
+
+    @property
+    def _within(self) -> str:
+        return f'{self.n} step{"s" * (self.n != 1)}'
+
+    @property
+    def exact_because(self) -> str:
+        """That no state is left out."""
+        if self.n is None:
+            return 'its influence on every state is carried'
+        return f'every state it ever reaches, it reaches within {self._within}'
+
+    def replaces(self, facts: ParameterFacts) -> str | None:
+        """The states that are left out."""
+        if self.n is None or facts.complete or not facts.temporal:
+            return None
+        return f'states that it reaches after more than {self._within} are left out'
 
     def refuses(
         self, recursion: RecursionPart, signal: SignalPart
     ) -> Iterator[tuple[str, str]]:
-        """Other recursions and signals belong to traces of positions."""
-        if not recursion.is_exact:
-            yield (
-                'states that feed each other do so by their Jacobian',
-                "temporal_recursion='jacobian'",
-            )
-        if not signal.is_exact:
-            yield (
-                'an influence on all states is read by the derivative of the loss',
-                "learning_signal='symmetric'",
-            )
+        """All but the exact ones."""
+        return _only_exact(recursion, signal)
 
     def solver(
         self,
@@ -270,64 +315,16 @@ class _OnAllStates(TracePart, ABC):
         every_component: bool,
     ) -> Solver:
         """Carries the influence; the options of traces have no meaning here."""
-        return InfluenceSolver(step, self.influence(step))
+        return InfluenceSolver(step, InfluenceColumns(step, self.n))
 
 
 @dataclass(frozen=True)
-class Coupled(_OnAllStates):
-    """The influence of every parameter on every state."""
-
-    @property
-    def exact_because(self) -> str:
-        """That no state is left out."""
-        return 'its influence on every state is carried'
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Its options of an :class:`ETraceConfig`."""
-        return {'recurrence_scope': 'coupled'}
-
-    def influence(self, step: CompiledStep) -> WholeInfluence:
-        """How it is held for a step."""
-        return WholeInfluence(step)
-
-
-@dataclass(frozen=True)
-class CoupledWithin(_OnAllStates):
-    """The influence of every parameter on the states that it reaches within n steps."""
-
-    n: int
-
-    @property
-    def _steps(self) -> str:
-        return f'{self.n} step{"s" * (self.n != 1)}'
-
-    @property
-    def exact_because(self) -> str:
-        """That no state is left out."""
-        return f'every state it ever reaches, it reaches within {self._steps}'
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Its options of an :class:`ETraceConfig`."""
-        return {'recurrence_scope': 'sparse_n', 'sparse_n': self.n}
-
-    def replaces(self, facts: ParameterFacts) -> str | None:
-        """The states that are left out."""
-        if facts.complete or not facts.temporal:
-            return None
-        return f'states that it reaches after more than {self._steps} are left out'
-
-    def influence(self, step: CompiledStep) -> SparseInfluence:
-        """How it is held for a step."""
-        return SparseInfluence(step, self.n)
-
-
-@dataclass(frozen=True)
-class RandomProjection(_OnAllStates):
+class RandomProjection(TracePart):
     """One random direction in place of the influence on all states."""
 
     seed: int = 0
+
+    is_local = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -336,11 +333,6 @@ class RandomProjection(_OnAllStates):
             'trace_factorization': 'random_projection',
             'recurrence_scope': 'coupled',
         }
-
-    @property
-    def counts(self) -> bool:
-        """Signs differ from gradient to gradient."""
-        return True
 
     def replaces(self, facts: ParameterFacts) -> str | None:
         """The influence on all states."""
@@ -351,6 +343,28 @@ class RandomProjection(_OnAllStates):
             'mean, but noisy'
         )
 
-    def influence(self, step: CompiledStep) -> RankOneInfluence:
-        """How it is held for a step."""
-        return RankOneInfluence(step, self.seed)
+    def refuses(
+        self, recursion: RecursionPart, signal: SignalPart
+    ) -> Iterator[tuple[str, str]]:
+        """All but the exact ones."""
+        return _only_exact(recursion, signal)
+
+    def solver(
+        self,
+        step: CompiledStep,
+        recursion: RecursionPart,
+        signal: SignalPart,
+        is_traced: Callable[[Tap], bool],
+        dtype: Any,
+        every_component: bool,
+    ) -> Solver:
+        """Carries the direction; the options of traces have no meaning here."""
+        return InfluenceSolver(step, RankOneInfluence(step, self.seed))
+
+    def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
+        """The number of gradients: signs differ from one to the next."""
+        return jnp.zeros((), jnp.int32)
+
+    def next_state(self, state: Any, solved: Solved | None) -> Any:
+        """One gradient more."""
+        return state + 1

@@ -5,34 +5,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..analysis.analysed import Analysed, analyse, check_hidden, check_parameters
-from ..analysis.graph import ETraceGraph, compiling, graph_of
-from ..analysis.groups import HiddenGroup
-from ..analysis.sites import HiddenParamOpRelation
-from ..compat import Jaxpr, Var, evaluate, is_differentiable, is_var
+from ..compat import Var, evaluate, is_differentiable, is_var
 from ..compiled_step import Values
 from ..derivatives import joint_signals, transitions
 from ..errors import printable, three_parts
 from ..frontends import class_as_model
-from ..frontends.brainstate import (
-    ModuleInfo,
-    extract_module_info,
-    is_module,
-    trace_step,
-)
+from ..frontends.brainstate import TracedStep, check_arguments, is_module, trace_step
+from ..lowering import Stages, lower
 from ..operations.labels import CONFLICT, Labels
 from ..program import Path
 from ..program.data import first_step
 from ..program.step import path_name
-from .lower import lower
-from .stages import Stages
+from .etrace_graph import ETraceGraph, compiling, graph_of
+from .module_info import module_info
 
 
 class SiteJacobian(NamedTuple):
@@ -84,12 +76,6 @@ def shared_jacobian(
         # As a pull-back has it: ∂h/∂Re y - i ∂h/∂Im y.
         return slopes - 1j * along(1j * ones)[0]
     return slopes
-
-
-def _along(
-    group: HiddenGroup, path: Jaxpr, constants: Sequence[Any], y: jax.Array
-) -> jax.Array:
-    return group.concat_hidden(evaluate(path, constants, y))
 
 
 def path_jacobian(
@@ -149,7 +135,7 @@ class ETraceGraphExecutor:
         self.call = model if call is None else call
         self.trained = trained
         self.vjp_method = vjp_method
-        self._step: tuple[ModuleInfo, Analysed] | None = None
+        self._step: tuple[TracedStep, Analysed] | None = None
         self._graph: ETraceGraph | None = None
 
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
@@ -161,13 +147,12 @@ class ETraceGraphExecutor:
         args, kwargs = first_step((args, kwargs))
         with compiling():
             if self.call is self.model:
-                info = extract_module_info(cast(Any, self.model), *args, **kwargs)
-            else:
-                info = trace_step(self.call, self.model, args, kwargs)
-            check_hidden(info.program)
+                check_arguments(self.model, args, kwargs)
+            traced = trace_step(self.call, self.model, args, kwargs)
+            check_hidden(traced.program)
             if self.trained:
-                check_parameters(info.program)
-            step = info, analyse(info.program)
+                check_parameters(traced.program)
+            step = traced, analyse(traced.program)
         with _writing:
             self._step, self._graph = step, None
 
@@ -177,7 +162,7 @@ class ETraceGraphExecutor:
         return self._step is not None
 
     @property
-    def step(self) -> tuple[ModuleInfo, Analysed]:
+    def step(self) -> tuple[TracedStep, Analysed]:
         """The step as it was traced, and what was found in it."""
         if self._step is None:
             raise ValueError(
@@ -195,7 +180,8 @@ class ETraceGraphExecutor:
         written when it is first read."""
         with _writing:
             if self._graph is None:
-                self._graph = graph_of(*self.step)
+                traced, analysed = self.step
+                self._graph = graph_of(module_info(traced), analysed)
             return self._graph
 
     @property
@@ -269,27 +255,6 @@ class ETraceGraphExecutor:
         out, hidden, others, _ = info.arrange(results)
         return (out, hidden, others), env, flat
 
-    def _site_jacobian(
-        self, relation: HiddenParamOpRelation, env: dict[Var, Any]
-    ) -> SiteJacobian:
-        program = relation.sites[0].weight_jaxpr
-        constants = [env[v] for v in program.constvars]
-        (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
-        jacobians: dict[int, Any] = {}
-        site, y = relation.sites[-1], env[relation.y_var]
-        for group, path, positions, sources in zip(
-            relation.hidden_groups,
-            relation.y_to_hidden_group_jaxprs,
-            site.y_positions,
-            site.y_sources,
-            strict=True,
-        ):
-            constants = [env[v] for v in path.constvars]
-            to_hidden = partial(_along, group, path, constants)
-            jacobians[group.index] = path_jacobian(to_hidden, y, positions, sources)
-        x = None if relation.x_var is None else env[relation.x_var]
-        return SiteJacobian(x, weight, jacobians)
-
     def solve_h2w_h2h_jacobian(self, *args: Any, **kwargs: Any) -> tuple:
         """Run one step and return outputs, new hidden values, other states, ∂h/∂θ of
         every relation, and D_t of every group.
@@ -302,17 +267,35 @@ class ETraceGraphExecutor:
     def _jacobians(
         self, env: dict[Var, Any]
     ) -> tuple[list[SiteJacobian], list[jax.Array]]:
-        graph = self.graph
-        h2w = [
-            self._site_jacobian(relation, env)
-            for relation in graph.hidden_param_op_relations
-        ]
+        h2w = []
+        for relation in self.graph.hidden_param_op_relations:
+            program = relation.sites[0].weight_jaxpr
+            constants = [env[v] for v in program.constvars]
+            (weight,) = evaluate(program, constants, *(env[v] for v in program.invars))
+            jacobians: dict[int, Any] = {}
+            site = relation.sites[-1]
+            for group, path, positions, sources in zip(
+                relation.hidden_groups,
+                relation.y_to_hidden_group_jaxprs,
+                site.y_positions,
+                site.y_sources,
+                strict=True,
+            ):
+                constants = [env[v] for v in path.constvars]
+                to_hidden = lambda y, group=group, path=path, constants=constants: (
+                    group.concat_hidden(evaluate(path, constants, y))
+                )
+                jacobians[group.index] = path_jacobian(
+                    to_hidden, env[relation.y_var], positions, sources
+                )
+            x = None if relation.x_var is None else env[relation.x_var]
+            h2w.append(SiteJacobian(x, weight, jacobians))
         h2h = [
             group.diagonal_jacobian(
                 [env[v] for v in group.hidden_invars],
                 [env[v] for v in group.transition_jaxpr_constvars],
             )
-            for group in graph.hidden_groups
+            for group in self.graph.hidden_groups
         ]
         return h2w, h2h
 
@@ -323,7 +306,7 @@ class ETraceGraphExecutor:
         group, each of shape ``(*varshape, num_state)``.
         """
         results, env, flat = self._run(args, kwargs)
-        info, analysed = self.step
+        info, (_, analysed) = self.graph.module_info, self.step
         program = analysed.dependence.program
         differentiated = lambda v: is_var(v) and is_differentiable(v)
         targets = [v for v in program.outputs if differentiated(v)]

@@ -1,18 +1,12 @@
-"""What a part of a rule says of itself, and the facts by which it is judged.
+"""The facts about one use of a parameter by which the parts of a rule are judged.
 
-A rule consists of a trace, a recursion and a signal: ``rules/traces.py``,
-``recursion.py`` and ``signals.py``. Letters: t steps, h positions, y results of taps, x
-what weights are multiplied by.
+Letters: t steps, h positions, y results of taps, x what weights are multiplied by.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
-
-import jax.numpy as jnp
-
-from .solved import Solved
+from typing import NamedTuple
 
 
 class SiteFacts(NamedTuple):
@@ -40,30 +34,6 @@ class SiteFacts(NamedTuple):
     filtered: bool = True
     stored: str | None = None
     without_factors: str | None = None
-
-
-class RulePart:
-    """A part of a rule: what it is called, and what it keeps from call to call."""
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Its options of an :class:`ETraceConfig`, those by default left out."""
-        return {}
-
-    @property
-    def counts(self) -> bool:
-        """Whether the number of gradients so far matters."""
-        return False
-
-    def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
-        """What it keeps at first; None for nothing. ``groups``: states per position,
-        shape and type of every group, once they are known."""
-        return jnp.zeros((), jnp.int32) if self.counts else None
-
-    def next_state(self, state: Any, solved: Solved | None) -> Any:
-        """The state after a gradient; ``solved``: what a sequence gave, if it was
-        one."""
-        return state + 1 if self.counts else state
 
 
 def same_decay(a: float | None, b: float) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from ..compat import ClosedJaxpr, Var, add_equation, changed, evaluate, new_var
 from ..errors import three_parts
 from ..program import Path, StepProgram
+from ..program.bare import program_of_jaxpr
 from ..program.step import path_names
-from .groups import HiddenGroup
+from .hidden_group import HiddenGroup
+from .module_info import extract
 
 
 class HiddenPerturbation(NamedTuple):
@@ -92,4 +94,38 @@ def add_perturbation(program: StepProgram) -> HiddenPerturbation:
         [h.path for h in program.hidden],
         [h.state for h in program.hidden],
         changed(program.closed, invars=invars, equations=equations),
+    )
+
+
+def add_hidden_perturbation_from_minfo(minfo: Any) -> HiddenPerturbation:
+    """The perturbed program of a traced module."""
+    return add_perturbation(minfo.program)
+
+
+def add_hidden_perturbation_in_module(
+    model: Any, *model_args: Any, **model_kwargs: Any
+) -> HiddenPerturbation:
+    """The perturbed program of a module."""
+    return add_perturbation(extract(model, *model_args, **model_kwargs).program)
+
+
+def add_hidden_perturbation_in_jaxpr(
+    closed_jaxpr: ClosedJaxpr,
+    hidden_outvar_to_invar: Mapping[Var, Var],
+    weight_invars: Iterable[Var],
+    invar_to_hidden_path: Mapping[Var, Path],
+    outvar_to_hidden_path: Mapping[Var, Path],
+    path_to_state: Mapping[Path, Any],
+) -> HiddenPerturbation:
+    """The perturbed form of a jaxpr. Arguments are those of
+    :func:`find_hidden_groups_from_jaxpr`."""
+    return add_perturbation(
+        program_of_jaxpr(
+            closed_jaxpr,
+            hidden_outvar_to_invar,
+            weight_invars,
+            invar_to_hidden_path,
+            outvar_to_hidden_path,
+            path_to_state,
+        )
     )

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..compat import ClosedJaxpr, Jaxpr, Var
+from ..analysis.analysed import Analysed, analyse, check_hidden
+from ..compat import Var
 from ..errors import three_parts
-from ..frontends import extract
 from ..program import Path, StepProgram
-from ..program.bare import program_of_jaxpr
-from .analysed import Analysed, GroupsByPath, analyse, check_hidden
 from .diagnostics import CompilationRecord, DiagnosticKind
 from .findings import findings
-from .groups import HiddenGroup
-from .perturbation import HiddenPerturbation, add_perturbation
+from .hidden_group import GroupsByPath, HiddenGroup, by_path, hidden_groups
+from .hidden_perturbation import HiddenPerturbation, add_perturbation
+from .module_info import extract
 from .relation_records import relation_records
-from .sites import HiddenParamOpRelation
+from .relations import HiddenParamOpRelation, by_operation, find_sites
 
 if TYPE_CHECKING:
     from ..report import CompilationReport
-
-Groups = tuple[list[HiddenGroup], GroupsByPath]
 
 
 class ETraceGraph(NamedTuple):
@@ -178,135 +175,25 @@ def graph_of(
 ) -> ETraceGraph:
     """The graph of a step that was traced and analysed."""
     program: StepProgram = info.program
-    relations = analysed.relations
-    found = tuple(findings(analysed))
-    return ETraceGraph(
-        module_info=info.add_jaxpr_outs(
-            _extra_outputs(program, analysed.groups, relations)
-        ),
-        hidden_groups=list(analysed.groups),
-        hid_path_to_group=analysed.by_path,
-        hidden_param_op_relations=relations,
-        hidden_perturb=add_perturbation(program) if include_hidden_perturb else None,
-        diagnostics=(
-            *found,
-            *relation_records(program, analysed.groups, relations, found),
-        ),
-    )
-
-
-def _extra_outputs(
-    program: StepProgram,
-    groups: Sequence[HiddenGroup],
-    relations: Sequence[HiddenParamOpRelation],
-) -> list[Var]:
-    """Every relation's x, the inputs of every y→hidden program and of every transition;
-    no duplicates."""
+    groups = hidden_groups(analysed)
+    sites = find_sites(analysed, groups)
+    relations = by_operation(analysed.dependence, sites)
+    records = tuple(findings(analysed, sites))
+    # The step also returns every relation's x, and the inputs of every y→hidden program
+    # and of every transition; no duplicates.
     wanted = [r.x_var for r in relations if r.x_var is not None]
-    wanted += [
-        v
-        for r in relations
-        for part in r.y_to_hidden_group_jaxprs
-        for v in (*part.invars, *part.constvars)
-    ]
+    for relation in relations:
+        for part in relation.y_to_hidden_group_jaxprs:
+            wanted += [*part.invars, *part.constvars]
     wanted += [v for group in groups for v in group.transition_jaxpr_constvars]
     returned = {v for v in program.closed.jaxpr.outvars if isinstance(v, Var)}
-    return [v for v in dict.fromkeys(wanted) if v not in returned]
-
-
-def find_hidden_groups_from_minfo(minfo: Any) -> Groups:
-    """Hidden groups of a traced module, and the group of each path."""
-    analysed = analyse(minfo.program)
-    return list(analysed.groups), analysed.by_path
-
-
-def find_hidden_groups_from_module(
-    model: Any, *model_args: Any, **model_kwargs: Any
-) -> Groups:
-    """Hidden groups of a module, and the group of each path."""
-    return find_hidden_groups_from_minfo(extract(model, *model_args, **model_kwargs))
-
-
-def find_hidden_groups_from_jaxpr(
-    jaxpr: Jaxpr | ClosedJaxpr,
-    hidden_outvar_to_invar: Mapping[Var, Var],
-    weight_invars: Iterable[Var],
-    invar_to_hidden_path: Mapping[Var, Path],
-    outvar_to_hidden_path: Mapping[Var, Path],
-    path_to_state: Mapping[Path, Any],
-) -> Groups:
-    """Hidden groups of a jaxpr, and the group of each path, in the order of
-    ``path_to_state``.
-
-    The mappings are those of :class:`ModuleInfo`. ``path_to_state`` may also contain
-    other states. The constants of an open jaxpr have no known values, so pass a closed
-    jaxpr if indices are constants.
-    """
-    program = program_of_jaxpr(
-        jaxpr,
-        hidden_outvar_to_invar,
-        weight_invars,
-        invar_to_hidden_path,
-        outvar_to_hidden_path,
-        path_to_state,
-    )
-    analysed = analyse(program)
-    return list(analysed.groups), analysed.by_path
-
-
-def find_hidden_param_op_relations_from_minfo(
-    minfo: Any, hid_path_to_group: GroupsByPath | None = None
-) -> list[HiddenParamOpRelation]:
-    """Relations of a traced module. With ``hid_path_to_group``, only relations into
-    these groups."""
-    relations = analyse(minfo.program).relations
-    if hid_path_to_group is None:
-        return relations
-    return [
-        r
-        for r in relations
-        if any(p in hid_path_to_group for p in r.connected_hidden_paths)
-    ]
-
-
-def find_hidden_param_op_relations_from_module(
-    model: Any, *model_args: Any, **model_kwargs: Any
-) -> list[HiddenParamOpRelation]:
-    """Relations of a module."""
-    return find_hidden_param_op_relations_from_minfo(
-        extract(model, *model_args, **model_kwargs)
-    )
-
-
-def add_hidden_perturbation_from_minfo(minfo: Any) -> HiddenPerturbation:
-    """The perturbed program of a traced module."""
-    return add_perturbation(minfo.program)
-
-
-def add_hidden_perturbation_in_module(
-    model: Any, *model_args: Any, **model_kwargs: Any
-) -> HiddenPerturbation:
-    """The perturbed program of a module."""
-    return add_perturbation(extract(model, *model_args, **model_kwargs).program)
-
-
-def add_hidden_perturbation_in_jaxpr(
-    closed_jaxpr: ClosedJaxpr,
-    hidden_outvar_to_invar: Mapping[Var, Var],
-    weight_invars: Iterable[Var],
-    invar_to_hidden_path: Mapping[Var, Path],
-    outvar_to_hidden_path: Mapping[Var, Path],
-    path_to_state: Mapping[Path, Any],
-) -> HiddenPerturbation:
-    """The perturbed form of a jaxpr. Arguments are those of
-    :func:`find_hidden_groups_from_jaxpr`."""
-    return add_perturbation(
-        program_of_jaxpr(
-            closed_jaxpr,
-            hidden_outvar_to_invar,
-            weight_invars,
-            invar_to_hidden_path,
-            outvar_to_hidden_path,
-            path_to_state,
-        )
+    return ETraceGraph(
+        module_info=info.add_jaxpr_outs(
+            [v for v in dict.fromkeys(wanted) if v not in returned]
+        ),
+        hidden_groups=groups,
+        hid_path_to_group=by_path(groups),
+        hidden_param_op_relations=relations,
+        hidden_perturb=add_perturbation(program) if include_hidden_perturb else None,
+        diagnostics=(*records, *relation_records(program, groups, relations, records)),
     )

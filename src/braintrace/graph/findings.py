@@ -3,8 +3,11 @@ credit classes, as records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from ..analysis.analysed import Analysed
+from ..analysis.credit import APART, CreditClass
+from ..analysis.dependence import of
 from ..compat import Equation, open_jaxpr, sub_programs
 from ..program import Path, StepProgram
 from ..program.step import path_name, path_names
@@ -15,14 +18,11 @@ from ..source_lines import (
     source_line,
     source_text,
 )
-from .analysed import Analysed
-from .credit import APART, CreditClass
-from .cuts import Cut
-from .dependence import of
 from .diagnostics import LEVELS, CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .relations import Site
 
 
-def findings(analysed: Analysed) -> Iterator[CompilationRecord]:
+def findings(analysed: Analysed, sites: Sequence[Site]) -> Iterator[CompilationRecord]:
     """All findings, in program order within each kind."""
     program = analysed.dependence.program
     places = _places(program)
@@ -45,7 +45,7 @@ def findings(analysed: Analysed) -> Iterator[CompilationRecord]:
             'constant, and has no trace',
             context={'state': path},
         )
-    yield from _credit_records(analysed)
+    yield from _credit_records(analysed, sites)
 
 
 def _places(program: StepProgram) -> dict[int, int]:
@@ -69,13 +69,11 @@ def _cut_records(
 ) -> Iterator[CompilationRecord]:
     found: dict[tuple, CompilationRecord] = {}
     dependence = analysed.dependence
-    for group, members, positions in zip(
-        analysed.groups, analysed.members, analysed.positions, strict=True
-    ):
-        hidden = tuple(group.hidden_paths)
+    for group, positions in zip(analysed.groups, analysed.positions, strict=True):
+        hidden, old = group.hidden_paths, dependence.old(group.hidden)
         for cut in reversed(positions.found):
             bits = cut.bits.grads
-            paths: list[Path | None] = [None] if bits & dependence.old(members) else []
+            paths: list[Path | None] = [None] if bits & old else []
             paths += dict.fromkeys(
                 p.path
                 for p in dependence.program.parameters
@@ -86,34 +84,28 @@ def _cut_records(
             for path in paths:
                 key = (hidden, path, cut.reason, name, line)
                 if key not in found:
-                    found[key] = _cut_record(cut, hidden, path, line)
+                    what = path_names(hidden) if path is None else path_name(path)
+                    where = f'{path_names(hidden)} cut at {described(cut.eqn)}'
+                    found[key] = CompilationRecord(
+                        DiagnosticKind.CUT,
+                        DiagnosticLevel.NOTICE,
+                        f'{what} → {where}: {cut.reason}',
+                        name,
+                        path,
+                        hidden,
+                        {
+                            'source': line,
+                            'library': library_line(cut.eqn),
+                            'operand': cut.operand,
+                            'elements': cut.elements,
+                            'equations': [],
+                        },
+                    )
                 equations = found[key].context['equations']
                 equation = places.get(id(cut.eqn))
                 if equation is not None and equation not in equations:
                     equations.append(equation)
     yield from found.values()
-
-
-def _cut_record(
-    cut: Cut, hidden: tuple[Path, ...], path: Path | None, line: str
-) -> CompilationRecord:
-    what = path_names(hidden) if path is None else path_name(path)
-    where = f'{path_names(hidden)} cut at {described(cut.eqn)}'
-    return CompilationRecord(
-        DiagnosticKind.CUT,
-        DiagnosticLevel.NOTICE,
-        f'{what} → {where}: {cut.reason}',
-        cut.eqn.primitive.name,
-        path,
-        hidden,
-        {
-            'source': line,
-            'library': library_line(cut.eqn),
-            'operand': cut.operand,
-            'elements': cut.elements,
-            'equations': [],
-        },
-    )
 
 
 def _crossing_records(
@@ -134,7 +126,7 @@ def _crossing_records(
                 f'{described(eqn)}: another group' + (f' {APART}' if apart else ''),
                 eqn.primitive.name,
                 None,
-                tuple(group.hidden_paths),
+                group.hidden_paths,
                 {'source': source_line(eqn), 'equations': [places[id(eqn)]]},
             )
 
@@ -161,7 +153,7 @@ def _gap_records(analysed: Analysed) -> Iterator[CompilationRecord]:
                 f'braintrace.register_primitive({name!r}, ...)',
                 name,
                 None,
-                tuple(group.hidden_paths),
+                group.hidden_paths,
                 {'source': line},
             )
 
@@ -201,10 +193,12 @@ def _other_records(analysed: Analysed) -> Iterator[CompilationRecord]:
         )
 
 
-def _credit_records(analysed: Analysed) -> Iterator[CompilationRecord]:
+def _credit_records(
+    analysed: Analysed, sites: Sequence[Site]
+) -> Iterator[CompilationRecord]:
     for parameter, found in analysed.credit.classes.items():
-        sites = (s for s in analysed.sites if parameter in s.parameters)
-        hidden = dict.fromkeys(p for s in sites for p in s.connected_hidden_paths)
+        own = (s for s in sites if parameter in s.parameters)
+        hidden = dict.fromkeys(p for s in own for p in s.connected_hidden_paths)
         yield _credit_record(parameter.path, parameter.name, found, tuple(hidden))
     never_read = CreditClass('none', 'the step never reads it', False)
     for path in analysed.dependence.program.untouched_parameters:
