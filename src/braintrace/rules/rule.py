@@ -22,6 +22,7 @@ from typing import Any
 from ..compiled_step import CompiledStep, Tap
 from ..errors import ArgumentError, three_parts
 from ..solver import (
+    ExactWindows,
     JacobianRecursion,
     RecursionPart,
     SignalPart,
@@ -165,9 +166,25 @@ class Rule:
         return self.multi_step or not self.has_trace
 
     @property
+    def windows(self) -> ExactWindows | None:
+        """How sequences are solved in exact windows, by rules that are."""
+        if self.multi_step and self.has_trace:
+            return ExactWindows()
+        if self.window is None and not self.deep:
+            return None
+        return ExactWindows(self.deep, self.predictor)
+
+    def window_length(self, steps: int) -> int:
+        """Steps of each of these windows in a sequence. With a trace and multi-step,
+        every step is a window, and traces carry credit across windows."""
+        if self.multi_step and self.has_trace:
+            return 1
+        return (self.window and self.window.steps) or steps
+
+    @property
     def runs_in_two_passes(self) -> bool:
         """Whether a fresh sequence can be solved in reverse, without any trace."""
-        return self.trace.has_two_passes
+        return self.trace.has_two_passes and self.windows is None
 
     # ------------------------------------------------------------ what it does
 

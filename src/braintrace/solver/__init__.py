@@ -3,6 +3,7 @@
 It reads a :class:`CompiledStep` and knows nothing of where that comes from. In the
 order in which to read:
 
+    interface        what every solver offers
     sequence         one block, all of its parts in order; whole sequences: one pass
                      with traces, two passes without
     block            K steps: forward, derivatives, gradients of weights; the loop over
@@ -24,19 +25,17 @@ order in which to read:
 """
 
 from .influence import InfluenceColumns, InfluenceSolver, RankOneInfluence
+from .interface import ExactWindows, Predictor, SequencePlan, Solver
 from .recursion import JacobianRecursion, RecursionPart, ScalarLeak
 from .sequence import BlockSolver
 from .signals import Modulated, RandomFeedback, SignalPart, Symmetric
 from .site_facts import SiteFacts
 from .solved import Solved
 from .traces import Traces
-from .window_solver import Predictor
-
-Solver = BlockSolver | InfluenceSolver
-"""What solves sequences of a step by a rule."""
 
 __all__ = [
     'BlockSolver',
+    'ExactWindows',
     'InfluenceColumns',
     'InfluenceSolver',
     'JacobianRecursion',
@@ -46,6 +45,7 @@ __all__ = [
     'RankOneInfluence',
     'RecursionPart',
     'ScalarLeak',
+    'SequencePlan',
     'SignalPart',
     'SiteFacts',
     'Solved',

@@ -31,6 +31,7 @@ from .block import (
     with_new_states,
 )
 from .block_credit import as_read, derivatives_of, less_factorised, local_gradients
+from .interface import ExactWindows, SequencePlan
 from .masking import Mask, without_nan
 from .recursion import backward_credit, no_credit
 from .signals import SignalInputs, SignalPart, Symmetric
@@ -231,6 +232,43 @@ class BlockSolver:
 
     # ------------------------------------------------------------ whole sequences
 
+    def solve(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        weights: jax.Array,
+        plan: SequencePlan,
+        unit: Any = 1.0,
+        rule_state: Any = None,
+        masked: bool = True,
+    ) -> Solved:
+        """A sequence with weights (t,) of its losses, in windows or in blocks; see
+        :class:`Solver`."""
+        if plan.windows is not None:
+            return self.windows.solve(
+                parameters,
+                states,
+                traces,
+                inputs,
+                weights,
+                plan.block,
+                plan.windows.deep,
+                plan.windows.predictor,
+                plan.fresh,
+                unit,
+                rule_state,
+                masked,
+            )
+        if plan.two_passes:
+            return self.two_pass(
+                parameters, states, inputs, weights, plan.block, rule_state, masked
+            )
+        return self.one_pass(
+            parameters, states, traces, inputs, weights, plan.block, rule_state, masked
+        )
+
     def two_pass(
         self,
         parameters: Values,
@@ -401,7 +439,7 @@ class BlockSolver:
         (last, traces), aux = over_blocks(one, start, inputs, block)
         return Solved(Values(), jnp.zeros(0), aux, states | last, traces)
 
-    # ------------------------------------------------------------ a few steps
+    # ------------------------------------------------------------ one call
 
     def run(
         self,
@@ -409,8 +447,9 @@ class BlockSolver:
         states: Values,
         traces: Trace,
         inputs: Values,
+        rule_state: Any = None,
     ) -> tuple[Values, Values, Trace]:
-        """A few steps: targets and auxiliary values of each, next states, next
+        """A call: targets and auxiliary values of each step, next states, next
         traces."""
         new, targets, aux = run_window(self.step, parameters, states, inputs)
         values = Values(zip(self.step.targets, targets, strict=True)) | aux
@@ -419,16 +458,29 @@ class BlockSolver:
             traces, _ = self.windows.across(constants, states, inputs, traces)
         return values, new, traces
 
-    def block_gradient(
+    def gradient(
         self,
         parameters: Values,
         states: Values,
         traces: Trace,
         inputs: Values,
         cotangents: Sequence[jax.Array],
+        windows: ExactWindows | None = None,
         rule_state: Any = None,
     ) -> Values:
-        """Online gradient of a few steps for cotangents (t, ...) of their targets."""
+        """Of a call, for cotangents (t, ...) of its targets, as one window or as one
+        block."""
+        if windows is not None:
+            return self.windows.gradient(
+                parameters,
+                states,
+                traces,
+                inputs,
+                cotangents,
+                windows.deep,
+                windows.predictor,
+                rule_state,
+            )
         constants = self.step.constants(parameters, states)
         old = states.pick(self.step.written)
         carry, _ = self.solve_block(
