@@ -175,11 +175,13 @@ RandomProjectionVjpAlgorithm = _base('uoro', 'RandomProjectionVjpAlgorithm')
 
 def family(rule: Rule) -> type[Learner]:
     """The class of learners that have such traces."""
-    return {
+    families: dict[str, type[Learner]] = {
+        'per_param': ParamDimVjpAlgorithm,
         'io_factorized': IODimVjpAlgorithm,
         'random_projection': RandomProjectionVjpAlgorithm,
         'none': Learner,
-    }.get(rule.trace.config.get('trace_factorization', ''), ParamDimVjpAlgorithm)
+    }
+    return families[rule.trace.config.get('trace_factorization', 'per_param')]
 
 
 @functools.cache
