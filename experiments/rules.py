@@ -19,8 +19,14 @@ import numpy as np
 
 import braintrace
 from braintrace.learner import learner_class
-from braintrace.rules import PRESETS, Coupled, CoupledWithin, RandomProjection, Rule
-from braintrace.solver import Factorised, PerParameter, RandomFeedback
+from braintrace.rules import (
+    PRESETS,
+    Coupled,
+    Factorised,
+    PerParameter,
+    RandomProjection,
+    Rule,
+)
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / 'docs' / 'rules.md'
@@ -141,7 +147,6 @@ TRACES: dict[type, str] = {
     Factorised: 'two factors',
     RandomProjection: 'rank one',
     Coupled: 'influence on all states',
-    CoupledWithin: 'influence within n steps',
 }
 
 
@@ -149,6 +154,8 @@ def described(rule: Rule) -> str:
     """The row of a rule."""
     label = rule.name.partition('(')[0]
     trace = TRACES.get(type(rule.trace), 'none')
+    if 'sparse_n' in rule.trace.config:
+        trace = 'influence within n steps'
     if rule.window is not None and rule.window.steps is not None:
         trace = f'windows of {rule.window.steps}'
     needs = ''
@@ -156,7 +163,7 @@ def described(rule: Rule) -> str:
         needs = 'a modulator'
     elif rule.predictor is not None:
         needs = 'a predictor, trained at the same time'
-    elif isinstance(rule.signal, RandomFeedback):
+    elif rule.signal.has_feedback_weights:
         needs = 'fixed random weights'
     memory, time = rule.cost
     name = f'[`{label}`](rules/{label.lower()}.md)'

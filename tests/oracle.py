@@ -21,7 +21,6 @@ from braintrace.program import Cuts, with_cuts
 from braintrace.solver import (
     BlockSolver,
     JacobianRecursion,
-    PerParameter,
     ScalarLeak,
     Traces,
 )
@@ -106,7 +105,7 @@ class Problem:
         """The solver of the compiled step under the same rule."""
         kind = JacobianRecursion() if self.leak is None else ScalarLeak(self.leak)
         step = self.compiled.extend(self.kappa, False)
-        return BlockSolver(step, Traces(step, PerParameter(), kind))
+        return BlockSolver(step, Traces(step, kind))
 
     def flat(self, parameters, states, inputs):
         return [

@@ -4,9 +4,9 @@ import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
-from braintrace.lowering.executor import shared_jacobian
 
 import braintrace
+from braintrace.graph.executor import shared_jacobian
 from gradients.cases import B, H, I, drawn
 
 

@@ -189,9 +189,19 @@ def test_no_private_jax_by_other_means():
 ONE_STEP = {
     'Certificate': 'CertificateRow',
     'Configured': 'Learner',
+    'Coupled': 'TracePart',
     'EquinoxModel': 'PureModel',
+    'Factorised': 'TracePart',
     'FlaxModel': 'PureModel',
     'FunctionModel': 'PureModel',
+    'JacobianRecursion': 'RecursionPart',
+    'Modulated': 'SignalPart',
+    'PerParameter': 'TracePart',
+    'RandomFeedback': 'SignalPart',
+    'RandomProjection': 'TracePart',
+    'ScalarLeak': 'RecursionPart',
+    'Symmetric': 'SignalPart',
+    'Window': 'TracePart',
 }
 """Classes of these folders that derive from another of the package, and from which."""
 

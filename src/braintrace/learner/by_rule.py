@@ -16,18 +16,8 @@ import jax.numpy as jnp
 
 from ..errors import ArgumentError, one_of, three_parts
 from ..program.data import first_step
-from ..rules import (
-    PRESETS,
-    CoupledWithin,
-    ETraceConfig,
-    NoTrace,
-    Preset,
-    RandomProjection,
-    Rule,
-    named,
-)
+from ..rules import PRESETS, ETraceConfig, Preset, Rule, named
 from ..rules.feedback import feedback_signal
-from ..solver import Factorised, RandomFeedback
 from .arguments import length_of
 from .batch import check_batch
 from .credit_warnings import warn_of_credit
@@ -103,13 +93,11 @@ def _take_rule(preset: Preset, options: dict[str, Any]) -> Rule:
     if config is not None:
         _check_config(preset, config, given)
     rule = preset.make(**given) if config is None else config.rule
-    if (
-        isinstance(rule.trace, CoupledWithin)
-        and options.pop('trace_dtype', None) is not None
-    ):
+    is_sparse = 'sparse_n' in rule.trace.config
+    if is_sparse and options.pop('trace_dtype', None) is not None:
         text = f'trace_dtype is ignored: {rule.name} holds one influence in the type of'
         warnings.warn(f'{text} the states', stacklevel=3)
-    if feedback_key is not None and isinstance(rule.signal, RandomFeedback):
+    if feedback_key is not None and rule.signal.has_feedback_weights:
         rule = replace(rule, signal=feedback_signal('random', feedback_key))
     return rule
 
@@ -187,13 +175,13 @@ RandomProjectionVjpAlgorithm = _base('uoro', 'RandomProjectionVjpAlgorithm')
 
 def family(rule: Rule) -> type[Learner]:
     """The class of learners that have such traces."""
-    if isinstance(rule.trace, Factorised):
-        return IODimVjpAlgorithm
-    if isinstance(rule.trace, RandomProjection):
-        return RandomProjectionVjpAlgorithm
-    if isinstance(rule.trace, NoTrace) and rule.predictor is None:
-        return Learner
-    return ParamDimVjpAlgorithm
+    families: dict[str, type[Learner]] = {
+        'per_param': ParamDimVjpAlgorithm,
+        'io_factorized': IODimVjpAlgorithm,
+        'random_projection': RandomProjectionVjpAlgorithm,
+        'none': Learner,
+    }
+    return families[rule.trace.config.get('trace_factorization', 'per_param')]
 
 
 @functools.cache

@@ -368,7 +368,7 @@ def set_predictor(learner: Learner, predictor: Any) -> None:
                 "rule 'dni'",
             )
         )
-    learner.rule = replace(learner.rule, window=replace(window, predictor=predictor))
+    learner.rule = replace(learner.rule, trace=replace(window, predictor=predictor))
     learner.rule_state = new_rule_state(learner)
 
 

@@ -104,8 +104,7 @@ def _one_step(rule: str, reasons: dict[str, str]) -> str:
 
 def _leaves_out_layers(rule: Rule) -> bool:
     """Whether a rule leaves out credit that passes from group to group."""
-    local = rule.is_local and rule.window is None
-    return local and not rule.is_modulated and not rule.deep
+    return rule.cuts and not rule.is_modulated and not rule.deep
 
 
 def _between_layers(
@@ -181,7 +180,7 @@ def _behind_memories(
 ) -> Iterator[str]:
     """About parameters whose credit all passes other groups than those of their traces,
     if these groups keep most of their value from step to step."""
-    if not (rule.is_local and rule.has_trace) or rule.is_modulated or rule.deep:
+    if not _leaves_out_layers(rule):
         return
     credit, step = binding.analysed.credit, solver.step
     carried: Links = frozenset()

@@ -16,7 +16,6 @@ from ..errors import printable
 from ..graph.diagnostics import CUTS
 from ..program import Path
 from ..program.step import path_names
-from ..solver import Factorised
 from ..solver.factors import FactorTrace
 from ..text import size_text
 from .batch import batch_of
@@ -83,7 +82,7 @@ def traces_of(learner: Learner, weight: Path | str | brainstate.State) -> Any:
     learner.check_compiled()
     path = path_of_parameter(weight, learner.param_states)
     found = learner._carried.of_parameter(path)
-    if not isinstance(learner.rule.trace, Factorised):
+    if learner.rule.decay is None:
         return found
     # Sites that cannot be factorised have a whole trace.
     factors = {k: t for k, t in found.items() if isinstance(t, FactorTrace)}

@@ -100,7 +100,7 @@ def plan_memory(
     exact = PRESETS['bptt'].default
     ways = [program(solver, rule, 1, traces)]
     ways.append(program(exact.solver(solver.step), exact, 1, []))
-    if rule.runs_in_two_passes and not (rule.multi_step or rule.deep):
+    if rule.runs_in_two_passes:
         ways.append(program(solver, rule, 2, []))
     once, whole, *twice = _needed(*ways)
     sizes = {}

@@ -4,7 +4,6 @@ learning rule."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,13 +12,13 @@ import numpy as np
 
 from ..compiled_step import Values
 from ..rules import Rule
-from ..solver import BlockSolver, InfluenceSolver
+from ..solver import ExactWindows, Solver
 from ..solver.masking import Mask, without_nan, zero_at
 from .placement import Placement, pinned, trace_axes
 
 
 def online_step(
-    solver: BlockSolver | InfluenceSolver,
+    solver: Solver,
     rule: Rule,
     window: bool,
     exact: bool,
@@ -35,13 +34,7 @@ def online_step(
     paths from one position of a group to another across time.
     """
     step = solver.step
-    gradient: Callable
-    if isinstance(solver, InfluenceSolver):
-        gradient = partial(_by_influence, solver, exact and window)
-    elif exact:
-        gradient = partial(solver.windows.gradient, deep=deep, predictor=rule.predictor)
-    else:
-        gradient = solver.block_gradient
+    windows = ExactWindows(deep, rule.predictor) if exact else None
     stack = lambda tree: tree if window else jax.tree.map(lambda x: x[None], tree)
     single = lambda tree: tree if window else jax.tree.map(lambda x: x[0], tree)
 
@@ -52,12 +45,9 @@ def online_step(
         inputs: Values,
         rule_state: Any,
     ) -> tuple[Values, Values, list]:
-        given = (parameters, states, traces, stack(inputs))
-        if isinstance(solver, InfluenceSolver):
-            solved = solver.forward(*given, rule_state)
-            values, new, traces = solved.aux, solved.states, solved.traces
-        else:
-            values, new, traces = solver.run(*given)
+        values, new, traces = solver.run(
+            parameters, states, traces, stack(inputs), rule_state
+        )
         traces = pinned(placement, traces, trace_axes(solver))
         return single(values), pinned(placement, new), traces
 
@@ -80,8 +70,8 @@ def online_step(
         if window or rule.predictor:
             # Credit passes through steps whose outputs count for nothing.
             steps = without_nan(steps, silent)
-        gradients = gradient(
-            parameters, states, traces, steps, cotangents, rule_state=rule_state
+        gradients = solver.gradient(
+            parameters, states, traces, steps, cotangents, windows, rule_state
         )
         if rule.predictor is None:
             # Nothing counts, so there is nothing, even if it was 0 · inf.
@@ -92,25 +82,6 @@ def online_step(
     found = jax.custom_vjp(run)
     found.defvjp(ahead, back)
     return found
-
-
-def _by_influence(
-    solver: InfluenceSolver,
-    whole: bool,
-    parameters: Values,
-    states: Values,
-    traces: list,
-    inputs: Values,
-    cotangents: list[jax.Array],
-    rule_state: Any,
-) -> Values:
-    """The gradient of a window in one piece (``whole``) or step by step. One step alone
-    is read through the whole of it either way."""
-    if whole:
-        return solver.window_gradient(parameters, states, traces, inputs, cotangents)
-    return solver.solve(
-        parameters, states, traces, inputs, cotangents, rule_state
-    ).gradients
 
 
 def _no_tangent(tree: Any) -> Any:

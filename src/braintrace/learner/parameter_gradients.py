@@ -18,16 +18,8 @@ from ..lowering.invariants import StepInvariants
 from ..program import Parameter
 from ..program.step import path_names
 from ..rules import Rule
-from ..rules.exactness import ParameterFacts, SiteFacts, gradient_of
-from ..solver import (
-    BlockSolver,
-    InfluenceColumns,
-    InfluenceSolver,
-    JacobianRecursion,
-    Solver,
-    Traces,
-)
-from ..solver.factors import FactorLayout
+from ..rules.exactness import ParameterFacts, gradient_of
+from ..solver import JacobianRecursion, SiteFacts, Solver, Traces
 from ..solver.recursion import Recursion
 from ..source_lines import operation_name, short_source
 from .binding import StepBinding
@@ -158,14 +150,11 @@ class _StepUnderRule:
             affects_output=self.step.reaches_outputs(parameter),
             window=self.credit.in_window(parameter) if self.rule.deep else None,
         )
-        if isinstance(self.solver, InfluenceSolver):
-            influence = self.solver.influence
-            complete = False
-            if isinstance(influence, InfluenceColumns) and influence.reach is not None:
-                complete = influence.is_complete[parameter.invar]
+        traces = self.solver.traces
+        if traces is None:
+            complete = self.solver.is_complete(parameter.invar)
             return known._replace(complete=complete)
         known = self._with_readouts(parameter, known)
-        traces = self.solver.traces
         mine = self._sites(traces, parameter)
         possible = self._sites(replace(traces, is_traced=lambda tap: True), parameter)
         sites = tuple(self._site(traces, site) for site in mine)
@@ -181,20 +170,21 @@ class _StepUnderRule:
         return found
 
     def _site(self, traces: Traces, site: CompiledSite) -> SiteFacts:
-        layout = next((t.layout for t in traces.sites if t.site is site), None)
-        factors = layout if isinstance(layout, FactorLayout) else None
+        traced = (n for n, t in enumerate(traces.sites) if t.site is site)
+        n = next(traced, None)
+        factors = None if n is None else traces.factorised.get(n)
         steady = factors is not None and (
             factors.shares_state_part or factors.keeps_slopes
         )
-        stored = traces.dtype is not None and layout is not None and factors is None
+        stored = traces.dtype is not None and n is not None and factors is None
         narrow = (
             stored
             and jnp.finfo(traces.dtype).bits < jnp.finfo(site.use.result.dtype).bits
         )
-        own_recursion = self.rule.recursion != JacobianRecursion()
+        has_own_trace = not self.rule.recursion.is_exact or factors is not None
         return SiteFacts(
             factorised=factors is not None,
-            leak=self._leak(site) if own_recursion or factors else None,
+            leak=self._leak(traces, site) if has_own_trace else None,
             steady_path=steady and self.step.path_is_steady(site.group, site.result),
             steady_input=factors is not None
             and site.use.input is None
@@ -232,14 +222,13 @@ class _StepUnderRule:
             else f'{operation_name(tap.operation)} ({short_source(tap.source)})'
         )
 
-    def _leak(self, site: CompiledSite) -> float | None:
+    def _leak(self, traces: Traces, site: CompiledSite) -> float | None:
         """λ where D is λ times the identity for the site; 0 without memory."""
-        assert isinstance(self.solver, BlockSolver)
-        group = self.solver.step.groups[site.group]
+        group = traces.step.groups[site.group]
         if not Recursion(group, JacobianRecursion()).carried(site.result):
             return 0.0
         decay_f = (self.rule.decay or (0, 0))[1]
-        if self.rule.recursion == JacobianRecursion() and decay_f != 0:
+        if self.rule.recursion.is_exact and decay_f != 0:
             return (
                 None  # a state part that decays besides D is exact without memory only
             )

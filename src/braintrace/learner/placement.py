@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..errors import three_parts
 from ..frontends.module_states import module_states
-from ..solver import BlockSolver, Solver
+from ..solver import Solver
 from ..split import Split, splitting
 from .arguments import check_choice
 
@@ -275,7 +275,7 @@ def pinned(placement: Placement | None, tree: Any, axes: Any = None) -> Any:
 
 def trace_axes(solver: Solver) -> Any:
     """The axis of samples of each array of all traces; None for an influence."""
-    return solver.traces.sample_axes if isinstance(solver, BlockSolver) else None
+    return None if solver.traces is None else solver.traces.sample_axes
 
 
 def _names(axes: Any) -> tuple:

@@ -13,7 +13,7 @@ import jax
 from ..compiled_step import Tap, Values
 from ..program import Path
 from ..rules import Rule
-from ..solver import BlockSolver, InfluenceSolver, Solved, Solver
+from ..solver import SequencePlan, Solved, Solver
 from ..solver.block import length_of
 from ..solver.masking import finite
 from .binding import StepBinding, bind_model
@@ -56,35 +56,14 @@ class SequenceOptions:
             ),
         )
 
-    def block_length(self, solver: BlockSolver, steps: int, carried: bool) -> int:
+    def block_length(self, solver: Solver, steps: int, carried: bool) -> int:
         """Steps to solve together."""
         if self.block:
             return min(self.block, steps)
         devices = 1 if self.placement is None else self.placement.device_count
         return solver.block_length(steps, carried, devices)
 
-    def one_pass(
-        self,
-        solver: Solver,
-        parameters: Values,
-        states: Values,
-        traces: list,
-        inputs: Values,
-        weights: jax.Array,
-        rule_state: Any,
-        masked: bool,
-    ) -> Solved:
-        """A sequence forward with carried traces, or with a carried influence."""
-        if isinstance(solver, InfluenceSolver):
-            return solver.solve(
-                parameters, states, traces, inputs, [weights], rule_state, masked
-            )
-        block = self.block_length(solver, len(weights), carried=True)
-        return solver.one_pass(
-            parameters, states, traces, inputs, weights, block, rule_state, masked
-        )
-
-    def runs_twice(self, solver: Any, steps: int) -> bool:
+    def runs_twice(self, solver: Solver, steps: int) -> bool:
         """Whether to keep states and run in two passes, without traces."""
         if self.passes is not None:
             return self.passes == 2
@@ -114,36 +93,19 @@ def gradient_program(
         length = len(weights)
         if masked:
             inputs = finite(inputs, weights == 0)
-        carried = solver.init_traces() if fresh else traces
-        once = (parameters, states, carried, inputs, weights)
-        if isinstance(solver, InfluenceSolver):
-            return options.one_pass(solver, *once, rule_state, masked)
-        if rule.multi_step and rule.has_trace:
-            # Every step is an exact window, and traces carry credit across windows.
-            return solver.windows.solve(*once, length=1, masked=masked)
-        if rule.window is not None or rule.deep:
-            # A deep rule takes the call as one window, so a fresh one needs no traces.
-            steps = rule.window.steps if rule.window else None
-            return solver.windows.solve(
-                parameters,
-                states,
-                traces,
-                inputs,
-                weights,
-                steps or length,
-                rule.deep,
-                rule.predictor,
-                fresh,
-                unit,
-                rule_state,
-                masked,
-            )
-        if fresh and rule.runs_in_two_passes and options.runs_twice(solver, length):
-            block = options.block_length(solver, length, carried=False)
-            return solver.two_pass(
-                parameters, states, inputs, weights, block, rule_state, masked
-            )
-        return options.one_pass(solver, *once, rule_state, masked)
+        may_run_twice = fresh and rule.runs_in_two_passes
+        two_passes = may_run_twice and options.runs_twice(solver, length)
+        if rule.windows is None:
+            block = options.block_length(solver, length, carried=not two_passes)
+        else:
+            block = rule.window_length(length)
+        # A deep rule takes the call as one window, so a fresh one needs no traces.
+        if fresh and rule.has_trace and not rule.deep:
+            traces = solver.init_traces()
+        plan = SequencePlan(block, fresh, two_passes, rule.windows)
+        return solver.solve(
+            parameters, states, traces, inputs, weights, plan, unit, rule_state, masked
+        )
 
     def solve(*given: Any, masked: bool = True) -> Solved:
         return options.pinned(solver, run(*given, masked=masked))
@@ -160,10 +122,6 @@ def evolution_program(
     def evolve(
         parameters: Values, states: Values, traces: list, inputs: Values
     ) -> Solved:
-        if isinstance(solver, InfluenceSolver):
-            solved = solver.forward(parameters, states, traces, inputs)
-            outputs = solved.aux.pick(solver.step.aux)
-            return options.pinned(solver, solved._replace(aux=outputs))
         block = options.block_length(solver, length_of(inputs), carried=True)
         solved = solver.evolve(parameters, states, traces, inputs, block)
         return options.pinned(solver, solved)

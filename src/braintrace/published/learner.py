@@ -11,15 +11,7 @@ import jax
 
 from ..errors import three_parts
 from ..learner.carried import EligibilityTrace, make_traces
-from ..rules import (
-    Coupled,
-    CoupledWithin,
-    ETraceConfig,
-    NoTrace,
-    RandomProjection,
-    Rule,
-)
-from ..solver import Factorised, Modulated, RandomFeedback, ScalarLeak
+from ..rules import ETraceConfig, RandomProjection, Rule
 from . import traces
 
 
@@ -32,41 +24,20 @@ def init_etrace_state(learner: Any, *args: Any, **kwargs: Any) -> None:
 
 def config_of(rule: Rule) -> ETraceConfig:
     """The parts of a rule by their names."""
-    trace = rule.trace
-    parts: dict[str, Any] = {}
-    if isinstance(trace, Factorised):
-        parts = {'trace_factorization': 'io_factorized', 'decay': trace.decay}
-    elif isinstance(trace, RandomProjection):
-        parts = {
-            'trace_factorization': 'random_projection',
-            'recurrence_scope': 'coupled',
-        }
-    elif isinstance(trace, Coupled):
-        parts = {'recurrence_scope': 'coupled'}
-    elif isinstance(trace, CoupledWithin):
-        parts = {'recurrence_scope': 'sparse_n', 'sparse_n': trace.n}
-    elif isinstance(trace, NoTrace) and rule.predictor is None:
-        parts = {'trace_factorization': 'none', 'update_schedule': 'sequence_end'}
-        if rule.window is not None and rule.window.steps is not None:
-            parts['update_schedule'] = 'window'
-            parts['window_size'] = rule.window.steps
-    if isinstance(rule.recursion, ScalarLeak):
-        parts['temporal_recursion'] = 'scalar_leak'
-        parts.setdefault('decay', rule.recursion.decay)
+    parts = rule.recursion.config | rule.trace.config | rule.signal.config
     if rule.filter is not None:
         parts |= {'trace_filter': 'kappa', 'kappa': rule.filter}
-    if isinstance(rule.signal, RandomFeedback):
-        parts['learning_signal'] = 'random_feedback'
-    elif isinstance(rule.signal, Modulated):
-        parts['learning_signal'] = 'modulatory'
-    elif rule.predictor is not None:
-        parts['learning_signal'] = 'bootstrapped'
     return ETraceConfig(**parts)
 
 
 def _absent(learner: Any, what: str) -> AttributeError:
     """The error of a member that such a learner does not have; for `hasattr` a no."""
     return AttributeError(f'{type(learner).__name__!r} object has no {what}')
+
+
+def _kind(learner: Any) -> str | None:
+    """How its traces are factorised."""
+    return learner.rule.trace.config.get('trace_factorization')
 
 
 def _decay(side: int | None) -> Callable[[Any], float]:
@@ -109,7 +80,7 @@ def _of_projection(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A member that only a learner by a random projection has."""
 
     def of(learner: Any) -> Any:
-        if not isinstance(learner.rule.trace, RandomProjection):
+        if _kind(learner) != 'random_projection':
             raise _absent(learner, 'projection')
         return value(learner.rule.trace)
 
@@ -134,9 +105,9 @@ def _of_executor(name: str) -> Callable[[Any], Any]:
 def _states_of_traces(learner: Any) -> dict[tuple, EligibilityTrace]:
     """Traces for each weight, in states by the keys of operation and group."""
     _check_has_traces(learner)
-    if isinstance(learner.rule.trace, (Factorised, RandomProjection)):
+    if _kind(learner) in ('io_factorized', 'random_projection'):
         raise _absent(learner, 'etrace_bwg: its traces are factors')
-    if isinstance(learner.rule.trace, (Coupled, CoupledWithin)):
+    if not learner.rule.is_local:
         return dict(learner.traces)  # one influence of all parameters
     if not learner.rule.has_trace:
         return {}
@@ -158,7 +129,7 @@ def _factors(side: int) -> Callable[[Any], dict[Any, EligibilityTrace]]:
 
     def of(learner: Any) -> dict[Any, EligibilityTrace]:
         _check_has_traces(learner)
-        if not isinstance(learner.rule.trace, Factorised):
+        if learner.rule.decay is None:
             raise _absent(learner, 'factors: traces are whole')
         return _in_states(traces.factors(learner)[side])
 
@@ -183,15 +154,13 @@ def _projection_step(learner: Any) -> brainstate.State:
 
 
 def _feedback(learner: Any) -> str:
-    is_random = isinstance(learner.rule.signal, RandomFeedback)
-    return 'random' if is_random else 'symmetric'
+    return 'random' if learner.rule.signal.has_feedback_weights else 'symmetric'
 
 
 def _sparse_n(learner: Any) -> int:
-    trace = learner.rule.trace
-    if not isinstance(trace, CoupledWithin):
+    if 'sparse_n' not in learner.rule.trace.config:
         raise _absent(learner, 'n')
-    return trace.n
+    return learner.rule.trace.config['sparse_n']
 
 
 # ---------------------------------------------------------------- synthetic gradients

@@ -29,7 +29,6 @@ from ..graph.hidden_group import HiddenGroup
 from ..graph.relations import HiddenParamOpRelation, Site, adds
 from ..learner.weights import named_arrays, path_of_parameter
 from ..program import Path
-from ..solver import Factorised
 from ..solver.factors import FactorTrace
 from ..solver.influence import InfluenceTrace
 
@@ -300,7 +299,7 @@ def get_etrace_of(learner: Any, weight: Any) -> Any:
     if any(isinstance(trace, InfluenceTrace) for trace in values.values()):
         return _of_influence(learner, path, held)
     own = {id(relation.y_var) for relation in relations}
-    if isinstance(learner.rule.trace, Factorised):
+    if learner.rule.decay is not None:
         inputs, states = factors(learner)
         read = {id(relation.x_var) for relation in relations}
         return (

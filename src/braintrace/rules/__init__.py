@@ -6,7 +6,15 @@ import pkgutil
 from .config import PARTS, ETraceConfig
 from .parts import FixedRandomFeedback, GradExpon, KappaFilter, SyntheticGradient
 from .registry import PRESETS, Preset, named, register
-from .rule import Coupled, CoupledWithin, NoTrace, RandomProjection, Rule, Window
+from .rule import Rule
+from .trace_kinds import (
+    Coupled,
+    Factorised,
+    PerParameter,
+    RandomProjection,
+    TracePart,
+    Window,
+)
 
 # Every file of this folder that makes a rule registers it.
 for _file in pkgutil.iter_modules(__path__):
@@ -16,16 +24,17 @@ __all__ = [
     'PARTS',
     'PRESETS',
     'Coupled',
-    'CoupledWithin',
     'ETraceConfig',
+    'Factorised',
     'FixedRandomFeedback',
     'GradExpon',
     'KappaFilter',
-    'NoTrace',
+    'PerParameter',
     'Preset',
     'RandomProjection',
     'Rule',
     'SyntheticGradient',
+    'TracePart',
     'Window',
     'named',
     'register',

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .numbers import as_count
 from .registry import register
-from .rule import NoTrace, Rule, Window
+from .rule import Rule
+from .trace_kinds import Window
 
 
 @register('BPTT')
@@ -13,8 +14,7 @@ def bptt() -> Rule:
     ``learner(x)`` is a window of one step."""
     return Rule(
         'BPTT',
-        NoTrace(),
-        window=Window(),
+        Window(),
         exact_when='always',
         cost=('T·B·H·S', 'T·B·I·H'),
         use='the baseline for comparisons; it is not online',
@@ -28,8 +28,7 @@ def tbptt(k: int = 20) -> Rule:
     k = as_count('k', k)
     return Rule(
         f'TBPTT({k})',
-        NoTrace(),
-        window=Window(k),
+        Window(k),
         exact_when='no credit crosses a window',
         cost=('k·B·H·S', 'T·B·I·H'),
         use='a baseline with bounded memory',

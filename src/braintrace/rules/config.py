@@ -9,22 +9,22 @@ from typing import Any
 
 from ..errors import ArgumentError, one_of, three_parts
 from ..solver import (
-    Factorised,
     JacobianRecursion,
     Modulated,
-    PerParameter,
     RandomFeedback,
+    RecursionPart,
     ScalarLeak,
+    SignalPart,
     Symmetric,
 )
 from .numbers import as_count, as_decay, as_decays, set_fields
 from .parts import FixedRandomFeedback, SyntheticGradient
-from .rule import (
+from .rule import Rule
+from .trace_kinds import (
     Coupled,
-    CoupledWithin,
-    NoTrace,
+    Factorised,
+    PerParameter,
     RandomProjection,
-    Rule,
     TracePart,
     Window,
 )
@@ -83,6 +83,17 @@ class ETraceConfig:
         set_fields(self, **self._one_spelling())
         # Making the rule refuses parts that do not fit together, and wrong numbers.
         _ = self.rule
+        has_windows = self.update_schedule != 'per_step' or self._is_bootstrapped
+        if self._has_no_trace != has_windows:
+            raise ArgumentError(
+                three_parts(
+                    self.name,
+                    'exact windows need no trace, and without a trace there are only '
+                    'windows',
+                    "trace_factorization='none' with update_schedule='window' or "
+                    "'sequence_end'",
+                )
+            )
 
     def _check_sides(self, pair: Any) -> None:
         if self.trace_factorization != 'io_factorized' or len(pair) != 2:
@@ -242,7 +253,6 @@ class ETraceConfig:
             self._recursion(),
             kappa,
             self._signal(),
-            self._window(),
             exact_when='as its parts are',
             reach=self._reach(),
         )
@@ -261,19 +271,29 @@ class ETraceConfig:
             return Factorised((self.decay_x, self.decay_f))
         if self.trace_factorization == 'random_projection':
             return RandomProjection()
-        if self.trace_factorization == 'none' or self._is_bootstrapped:
-            return NoTrace()
+        if self._has_no_trace:
+            if self.update_schedule == 'sequence_end':
+                return Window()
+            # A predictor is at the end of a window; the usual one is that of DNI.
+            usual = 10 if self.window_size is None else self.window_size
+            size = as_count('window_size', usual)
+            return Window(size, SyntheticGradient() if self._is_bootstrapped else None)
         if self.recurrence_scope == 'coupled':
             return Coupled()
         if self.recurrence_scope == 'sparse_n':
-            return CoupledWithin(as_count('sparse_n', self.sparse_n))
+            return Coupled(as_count('sparse_n', self.sparse_n))
         return PerParameter()
 
     @property
     def _is_bootstrapped(self) -> bool:
         return self.learning_signal == 'bootstrapped'
 
-    def _recursion(self) -> JacobianRecursion | ScalarLeak:
+    @property
+    def _has_no_trace(self) -> bool:
+        whole = self.trace_factorization == 'per_param'
+        return self.trace_factorization == 'none' or (whole and self._is_bootstrapped)
+
+    def _recursion(self) -> RecursionPart:
         factors = self.is_factorized
         recursion = self.recursion_f if factors else self.temporal_recursion
         if recursion == 'jacobian':
@@ -283,7 +303,7 @@ class ETraceConfig:
         # Factors have a decay of their own, which takes the place of D.
         return ScalarLeak(1.0 if factors else as_decay('decay', self.decay))
 
-    def _signal(self) -> Symmetric | RandomFeedback | Modulated:
+    def _signal(self) -> SignalPart:
         if self.learning_signal == 'random_feedback':
             return RandomFeedback(FixedRandomFeedback())
         return Modulated() if self.learning_signal == 'modulatory' else Symmetric()
@@ -292,16 +312,6 @@ class ETraceConfig:
         if self.trace_filter == 'kappa' and self.learning_signal == 'modulatory':
             return 'local'
         return 'local' if self.trace_filter == 'none' else 'readout'
-
-    def _window(self) -> Window | None:
-        if self.update_schedule == 'sequence_end':
-            return Window()
-        if self.window_size is None and not self._is_bootstrapped:
-            return None
-        # A predictor stands at the end of a window; the usual one is that of DNI.
-        usual = 10 if self.window_size is None else self.window_size
-        size = as_count('window_size', usual)
-        return Window(size, SyntheticGradient() if self._is_bootstrapped else None)
 
 
 def _is_given(decay: Any, leaks: bool) -> bool:

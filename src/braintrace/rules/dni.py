@@ -8,7 +8,8 @@ from ..errors import three_parts
 from .numbers import as_count
 from .parts import SyntheticGradient
 from .registry import register
-from .rule import NoTrace, Rule, Window
+from .rule import Rule
+from .trace_kinds import Window
 
 
 @register('DNI', check={'window': 2}, vjp_method='multi-step')
@@ -37,8 +38,7 @@ def dni(synthesizer: Any = None, *, window: int = 10, predictor: Any = None) -> 
         )
     return Rule(
         f'DNI({window})',
-        NoTrace(),
-        window=Window(window, predictor),
+        Window(window, predictor),
         exact_when='the predictor is right',
         cost=('window·B·H·S', 'T·B·I·H'),
         use='an estimate of later credit at the end of each window',

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..errors import three_parts
-from ..solver import Symmetric
 from .feedback import FeedbackOption, feedback_signal
 from .parts import KappaFilter, as_filter
 from .registry import register
@@ -59,7 +58,7 @@ def eprop(
     when = 'no position feeds another across time, leaky linear read-outs excepted'
     if is_off:
         when = 'no position feeds another across time'
-    is_plain = filter_ is None and signal == Symmetric()
+    is_plain = filter_ is None and signal.is_exact
     return Rule(
         'EProp',
         filter=filter_,

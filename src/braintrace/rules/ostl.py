@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..solver import Factorised, ScalarLeak
+from ..solver import ScalarLeak
 from .numbers import as_decays
 from .registry import register
 from .rule import Rule
+from .trace_kinds import Factorised
 
 
 @register('OSTLRecurrent')

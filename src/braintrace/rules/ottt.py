@@ -3,10 +3,11 @@ itself."""
 
 from __future__ import annotations
 
-from ..solver import Factorised, ScalarLeak
+from ..solver import ScalarLeak
 from .numbers import as_decay
 from .registry import register
 from .rule import Rule
+from .trace_kinds import Factorised
 
 
 @register('OTTT')

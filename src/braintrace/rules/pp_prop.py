@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..solver import Factorised
 from .numbers import as_decays
 from .registry import register
 from .rule import Rule
+from .trace_kinds import Factorised
 
 
 @register('pp_prop', 'ES_D_RTRL')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..solver import ScalarLeak, Symmetric
+from ..solver import ScalarLeak
 from .feedback import FeedbackOption, feedback_signal
 from .numbers import as_decay
 from .registry import register
@@ -28,6 +28,6 @@ def rflo(
         'RFLO',
         recursion=ScalarLeak(as_decay('leak', leak)),
         signal=signal,
-        exact_when=when if signal == Symmetric() else f'{when}, symmetric feedback',
+        exact_when=when if signal.is_exact else f'{when}, symmetric feedback',
         use='leaky rate units; comparisons',
     )

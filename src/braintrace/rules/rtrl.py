@@ -4,7 +4,8 @@ state."""
 from __future__ import annotations
 
 from .registry import register
-from .rule import Coupled, Rule
+from .rule import Rule
+from .trace_kinds import Coupled
 
 
 @register('RTRL')

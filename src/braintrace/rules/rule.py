@@ -1,105 +1,38 @@
 """A learning rule as an object made of parts.
 
     trace      what is carried: a trace a parameter, factors, an influence on all
-               states, or nothing
+               states, or nothing, with exact reverse mode inside windows
     recursion  how it continues: by D, or by a number
     reach      what credit passes beside a position's own states: nothing, or the memory
                of leaky read-outs
     filter     κ in place of the read-outs' decays; modulators read ε low-passed by κ
     signal     what it is multiplied by: the derivative of the loss, random feedback, or
                a modulator
-    window     how far exact reverse mode reaches: not at all, k steps, a whole sequence
 
-Parts that cannot be combined are refused where they meet, in
-:meth:`Rule.__post_init__`.
+Every part says what it replaces of the exact gradient, which other parts it refuses and
+what it keeps from call to call; the rule puts this together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import jax.numpy as jnp
 
 from ..compiled_step import CompiledStep, Tap
 from ..errors import ArgumentError, three_parts
 from ..solver import (
-    BlockSolver,
-    Factorised,
-    InfluenceColumns,
-    InfluenceSolver,
+    ExactWindows,
     JacobianRecursion,
-    Modulated,
-    PerParameter,
-    RandomFeedback,
-    RankOneInfluence,
-    ScalarLeak,
+    RecursionPart,
+    SignalPart,
+    SiteFacts,
     Solved,
+    Solver,
     Symmetric,
-    Traces,
 )
 from .parts import SyntheticGradient
-
-# ------------------------------------------------------------- traces beyond a position
-
-
-@dataclass(frozen=True)
-class NoTrace:
-    """Nothing is carried from window to window."""
-
-
-@dataclass(frozen=True)
-class Coupled:
-    """The influence of every parameter on every state."""
-
-    def influence(self, step: CompiledStep) -> InfluenceColumns:
-        """How it is held for a step."""
-        return InfluenceColumns(step)
-
-
-@dataclass(frozen=True)
-class CoupledWithin:
-    """The influence of every parameter on the states that it reaches within n steps."""
-
-    n: int
-
-    def influence(self, step: CompiledStep) -> InfluenceColumns:
-        """How it is held for a step."""
-        return InfluenceColumns(step, self.n)
-
-
-@dataclass(frozen=True)
-class RandomProjection:
-    """One random direction in place of the influence on all states."""
-
-    seed: int = 0
-
-    def influence(self, step: CompiledStep) -> RankOneInfluence:
-        """How it is held for a step."""
-        return RankOneInfluence(step, self.seed)
-
-
-TracePart = (
-    PerParameter | Factorised | NoTrace | Coupled | CoupledWithin | RandomProjection
-)
-RecursionPart = JacobianRecursion | ScalarLeak
-SignalPart = Symmetric | RandomFeedback | Modulated
-
-
-@dataclass(frozen=True)
-class Window:
-    """Exact reverse mode inside windows of ``steps``; None for one over the whole
-    sequence.
-
-    ``predictor``: of the credit that the end of a window gets from what follows it.
-    """
-
-    steps: int | None = None
-    predictor: SyntheticGradient | None = None
-
-
-# ---------------------------------------------------------------- the rule
+from .trace_kinds import PerParameter, TracePart, Window
 
 
 @dataclass(frozen=True)
@@ -118,7 +51,6 @@ class Rule:
     recursion: RecursionPart = JacobianRecursion()  # noqa: RUF009 - immutable
     filter: float | None = None
     signal: SignalPart = Symmetric()  # noqa: RUF009 - immutable
-    window: Window | None = None
     exact_when: str = 'no position feeds another across time'
     cost: tuple[str, str] = ('B·I·H·S', 'T·B·I·H')
     use: str = ''
@@ -127,68 +59,49 @@ class Rule:
     multi_step: bool = False
 
     def __post_init__(self) -> None:
-        for is_wrong, why, fix in self._contradictions():
-            if is_wrong:
-                raise ArgumentError(three_parts(self.name, why, fix))
+        for why, fix in self._contradictions():
+            raise ArgumentError(three_parts(self.name, why, fix))
 
-    def _contradictions(self) -> list[tuple[bool, str, str]]:
-        """(whether parts contradict each other, why, the fix)."""
-        windows = isinstance(self.trace, NoTrace)
-        own_recursion = self.recursion != JacobianRecursion()
-        own_signal = not isinstance(self.signal, Symmetric)
-        per_parameter = "trace_factorization='per_param', recurrence_scope='diagonal'"
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        """Why parts contradict each other, and the fix."""
         to_readouts = self.reach == 'readout'
-        return [
-            (
-                to_readouts and not isinstance(self.trace, PerParameter),
-                'the memory of a read-out is kept beside one trace for each '
-                'parameter and '
-                'position',
+        if to_readouts and not self.trace.holds_memories:
+            yield (
+                'the memory of a read-out is kept beside one trace for each parameter '
+                'and position',
                 "reach='local', or rule 'd_rtrl', 'ostlrecurrent' or 'eprop'",
-            ),
-            (
-                to_readouts and self.is_modulated,
+            )
+        if to_readouts and self.is_modulated:
+            yield (
                 'a modulator replaces what the read-out sends back',
                 "reach='local', or rule 'eprop'",
-            ),
-            (
-                self.filter is not None and not (to_readouts or self.is_modulated),
+            )
+        if self.filter is not None and not (to_readouts or self.is_modulated):
+            yield (
                 'the filter is the memory of a read-out',
                 "reach='readout', or no filter",
-            ),
-            (
-                self.filter is not None and not isinstance(self.trace, PerParameter),
+            )
+        if self.filter is not None and not self.trace.holds_memories:
+            yield (
                 'the filter acts on one trace for each parameter and position',
-                per_parameter,
-            ),
-            (
-                not self.is_local and own_recursion,
-                'states that feed each other do so by their Jacobian',
-                "temporal_recursion='jacobian'",
-            ),
-            (
-                not self.is_local and own_signal,
-                'an influence on all states is read by the derivative of the loss',
-                "learning_signal='symmetric'",
-            ),
-            (
-                windows != (self.window is not None),
-                'exact windows need no trace, and without a trace there are only '
-                'windows',
-                "trace_factorization='none' with update_schedule='window' or "
-                "'sequence_end'",
-            ),
-            (
-                windows and own_recursion,
-                'without a trace nothing continues from step to step',
-                "temporal_recursion='jacobian'",
-            ),
-            (
-                windows and own_signal,
-                'that signal multiplies a trace',
-                "trace_factorization='per_param'",
-            ),
-        ]
+                "trace_factorization='per_param', recurrence_scope='diagonal'",
+            )
+        yield from self.trace.refuses(self.recursion, self.signal)
+
+    def replaces(self, site: SiteFacts) -> Iterator[str]:
+        """What a local rule has in place of the exact trace and of the loss's own
+        signal for one use of a parameter; nothing where it has both."""
+        kappa = self.filter
+        filtered = kappa is not None and (self.is_modulated or site.filtered)
+        stored = site.stored is not None
+        every = (
+            self.trace.replaces_at(site, self.recursion),
+            self.recursion.replaces(site),
+            f'the trace is low-pass filtered (κ = {kappa:g})' if filtered else None,
+            self.signal.replaces(site),
+            f'the trace is stored in {site.stored}' if stored else None,
+        )
+        return (reason for reason in every if reason is not None)
 
     # ------------------------------------------------------------ what it is
 
@@ -196,17 +109,17 @@ class Rule:
     def is_local(self) -> bool:
         """Whether traces belong to positions; otherwise one influence on all states is
         kept."""
-        return not isinstance(self.trace, Coupled | CoupledWithin | RandomProjection)
+        return self.trace.is_local
 
     @property
     def can_reach_readouts(self) -> bool:
         """Whether ``reach='readout'`` is possible."""
-        return isinstance(self.trace, PerParameter) and not self.is_modulated
+        return self.trace.holds_memories and not self.is_modulated
 
     @property
     def has_trace(self) -> bool:
         """Whether anything is carried from call to call."""
-        return not isinstance(self.trace, NoTrace)
+        return self.trace.is_carried
 
     @property
     def cuts(self) -> bool:
@@ -217,8 +130,8 @@ class Rule:
     def is_plain(self) -> bool:
         """Whether local traces follow D and are multiplied by the derivative of the
         loss."""
-        exact = self.recursion == JacobianRecursion() and self.filter is None
-        return self.is_local and exact and isinstance(self.signal, Symmetric)
+        exact = self.recursion.is_exact and self.signal.is_exact
+        return self.is_local and exact and self.filter is None
 
     @property
     def has_own_signal(self) -> bool:
@@ -229,7 +142,12 @@ class Rule:
     @property
     def is_modulated(self) -> bool:
         """Whether a modulator takes the place of the derivative of the loss."""
-        return isinstance(self.signal, Modulated)
+        return self.signal.is_modulator
+
+    @property
+    def window(self) -> Window | None:
+        """How far exact reverse mode reaches, for a rule without a trace."""
+        return self.trace.window
 
     @property
     def predictor(self) -> SyntheticGradient | None:
@@ -239,7 +157,7 @@ class Rule:
     @property
     def decay(self) -> tuple[float, float] | None:
         """The decays (x, f) of factors."""
-        return self.trace.decay if isinstance(self.trace, Factorised) else None
+        return self.trace.decay
 
     @property
     def has_exact_windows(self) -> bool:
@@ -248,9 +166,25 @@ class Rule:
         return self.multi_step or not self.has_trace
 
     @property
+    def windows(self) -> ExactWindows | None:
+        """How sequences are solved in exact windows, by rules that are."""
+        if self.multi_step and self.has_trace:
+            return ExactWindows()
+        if self.window is None and not self.deep:
+            return None
+        return ExactWindows(self.deep, self.predictor)
+
+    def window_length(self, steps: int) -> int:
+        """Steps of each of these windows in a sequence. With a trace and multi-step,
+        every step is a window, and traces carry credit across windows."""
+        if self.multi_step and self.has_trace:
+            return 1
+        return (self.window and self.window.steps) or steps
+
+    @property
     def runs_in_two_passes(self) -> bool:
         """Whether a fresh sequence can be solved in reverse, without any trace."""
-        return isinstance(self.trace, PerParameter) and self.window is None
+        return self.trace.has_two_passes and self.windows is None
 
     # ------------------------------------------------------------ what it does
 
@@ -261,7 +195,7 @@ class Rule:
         dtype: Any = None,
         every_component: bool = False,
         has_readouts: bool = True,
-    ) -> BlockSolver | InfluenceSolver:
+    ) -> Solver:
         """Solves sequences of a step by this rule.
 
         ``is_traced``: whether the parameters of a tap are traced. ``dtype``: of stored
@@ -269,20 +203,19 @@ class Rule:
         ``has_readouts``: False for a model without any leaky read-out; κ then filters
         all that signals read.
         """
-        trace = self.trace
-        if isinstance(trace, Coupled | CoupledWithin | RandomProjection):
-            return InfluenceSolver(step, trace.influence(step))
-        storage = trace if isinstance(trace, Factorised) else PerParameter()
         to_readouts = self.reach == 'readout' and (has_readouts or self.filter is None)
-        step = step.extend(self.filter, to_readouts)
-        given = (self.recursion, is_traced, dtype, every_component)
-        traces = Traces(step, storage, *given)
-        return BlockSolver(step, traces, self.signal)
+        return self.trace.solver(
+            step.extend(self.filter, to_readouts),
+            self.recursion,
+            self.signal,
+            is_traced,
+            dtype,
+            every_component,
+        )
 
     def check_readouts(self, step: CompiledStep) -> None:
         """Raise if the rule's feedback weights do not fit the read-outs of a model."""
-        if isinstance(self.signal, RandomFeedback):
-            self.signal.check(step)
+        self.signal.check(step)
 
     def init_state(self, groups: list[tuple[int, tuple[int, ...], Any]] | None) -> Any:
         """What the rule keeps for itself at first: a modulator, a count, or a
@@ -291,25 +224,11 @@ class Rule:
         ``groups``: states per position, shape and type of every group, once they are
         known.
         """
-        if self.predictor is not None:
-            return None if groups is None else self.predictor.init(groups)
-        if self.is_modulated:
-            return jnp.ones(())
-        return jnp.zeros((), jnp.int32) if self._counts else None
-
-    @property
-    def _counts(self) -> bool:
-        """Whether the number of gradients so far matters: to random signs, or aligned
-        feedback."""
-        if isinstance(self.trace, RandomProjection):
-            return True
-        return isinstance(self.signal, RandomFeedback) and self.signal.align is not None
+        # Parts that keep something are never combined: see their `refuses`.
+        state = self.trace.init_state(groups)
+        return self.signal.init_state() if state is None else state
 
     def next_state(self, state: Any, solved: Solved | None) -> Any:
         """The rule's state after a gradient; ``solved``: what a sequence gave, if it
         was one."""
-        if self.predictor is not None:
-            if solved is None:
-                return state
-            return [w + c for w, c in zip(state, solved.predictor_update, strict=True)]
-        return state + 1 if self._counts else state
+        return self.signal.next_state(self.trace.next_state(state, solved))

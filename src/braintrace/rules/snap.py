@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from .numbers import as_count
 from .registry import register
-from .rule import CoupledWithin, Rule
+from .rule import Rule
+from .trace_kinds import Coupled
 
 
 @register('SnAp')
@@ -18,7 +19,7 @@ def snap(n: int = 2) -> Rule:
     n = as_count('n', n)
     return Rule(
         f'SnAp({n})',
-        CoupledWithin(n),
+        Coupled(n),
         exact_when='no parameter reaches more states than it does within `n` steps',
         cost=('B·I·H·S·(states within n steps)', 'T·B·H³·I'),
         use='small or sparse networks with recurrent connections',

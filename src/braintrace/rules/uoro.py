@@ -6,7 +6,8 @@ from typing import Any
 
 from .numbers import as_seed
 from .registry import register
-from .rule import RandomProjection, Rule
+from .rule import Rule
+from .trace_kinds import RandomProjection
 
 
 @register('UORO', vjp_method='multi-step')

@@ -3,10 +3,12 @@
 It reads a :class:`CompiledStep` and knows nothing of where that comes from. In the
 order in which to read:
 
+    interface        what every solver offers
     sequence         one block, all of its parts in order; whole sequences: one pass
                      with traces, two passes without
     block            K steps: forward, derivatives, gradients of weights; the loop over
                      blocks
+    site_facts       what is known of one use of a parameter
     signals          what traces are multiplied by
     recursion        how the trace of a position continues from step to step, and
                      credit in reverse
@@ -23,28 +25,29 @@ order in which to read:
 """
 
 from .influence import InfluenceColumns, InfluenceSolver, RankOneInfluence
-from .recursion import JacobianRecursion, ScalarLeak
+from .interface import ExactWindows, Predictor, SequencePlan, Solver
+from .recursion import JacobianRecursion, RecursionPart, ScalarLeak
 from .sequence import BlockSolver
-from .signals import Modulated, RandomFeedback, Symmetric
+from .signals import Modulated, RandomFeedback, SignalPart, Symmetric
+from .site_facts import SiteFacts
 from .solved import Solved
-from .traces import Factorised, PerParameter, Traces
-from .window_solver import Predictor
-
-Solver = BlockSolver | InfluenceSolver
-"""What solves sequences of a step by a rule."""
+from .traces import Traces
 
 __all__ = [
     'BlockSolver',
-    'Factorised',
+    'ExactWindows',
     'InfluenceColumns',
     'InfluenceSolver',
     'JacobianRecursion',
     'Modulated',
-    'PerParameter',
     'Predictor',
     'RandomFeedback',
     'RankOneInfluence',
+    'RecursionPart',
     'ScalarLeak',
+    'SequencePlan',
+    'SignalPart',
+    'SiteFacts',
     'Solved',
     'Solver',
     'Symmetric',

@@ -28,7 +28,9 @@ from jax.flatten_util import ravel_pytree
 
 from ..arrays import all_zero, is_complex, sum_type
 from ..compiled_step import CompiledStep, Key, Values
+from .block import length_of
 from .forward import linearised
+from .interface import ExactWindows, SequencePlan
 from .masking import without_nan, zero_at
 from .solved import Solved
 from .window import run_window
@@ -169,6 +171,8 @@ class InfluenceColumns:
     def is_complete(self) -> dict[Key, bool]:
         """For each parameter whether it never reaches more states than within ``reach``
         steps."""
+        if self.reach is None:
+            return dict.fromkeys(self.step.parameters, True)
         within, further = self._within_reach
         more = (further & ~within).any(axis=1)
         sizes = [_numbers(x) for x in self.step.parameters.values()]
@@ -241,6 +245,11 @@ class RankOneInfluence:
         )
         return list(s.values()), list(theta.values())
 
+    @property
+    def is_complete(self) -> dict[Key, bool]:
+        """No direction stands for one parameter alone."""
+        return dict.fromkeys(self.step.parameters, False)
+
     def gradient(self, trace: InfluenceTrace, bar: Values) -> Values:
         """(∂ℓ/∂s · s̃) θ̃."""
         s, theta = self.factors(trace)
@@ -263,6 +272,8 @@ class InfluenceSolver:
     step: CompiledStep
     influence: InfluenceColumns | RankOneInfluence
 
+    traces = None
+    """No traces of positions."""
     owner = (0,)
     """Its one trace shares nothing."""
     kept_bytes = 1
@@ -274,6 +285,10 @@ class InfluenceSolver:
         paths = [path for group in self.step.groups for path in group.name]
         return [(tuple(self.step.names.values()), 'influence', tuple(paths))]
 
+    def is_complete(self, key: Key) -> bool:
+        """Whether a parameter never reaches a state that is left out."""
+        return self.influence.is_complete[key]
+
     def init_traces(self) -> list[InfluenceTrace]:
         """The influence at the start: none."""
         return [InfluenceTrace(self.influence.init(), jnp.zeros((), jnp.int32))]
@@ -283,15 +298,20 @@ class InfluenceSolver:
         """Shapes and types of the influence."""
         return jax.eval_shape(self.init_traces)
 
-    def forward(
+    def block_length(self, steps: int, carried: bool, devices: int = 1) -> int:
+        """One: the influence advances at every step."""
+        return 1
+
+    def run(
         self,
         parameters: Values,
         states: Values,
         traces: list,
         inputs: Values,
         rule_state: Any = 0,
-    ) -> Solved:
-        """A sequence without gradients; ``aux`` of the result holds targets too."""
+    ) -> tuple[Values, Values, list]:
+        """A call: targets and auxiliary values of each step, next states, next
+        influence."""
 
         def one(carry: tuple, xs: Values) -> tuple[tuple, Values]:
             states, trace = carry
@@ -300,7 +320,43 @@ class InfluenceSolver:
             return self._advance(parameters, states, trace, xs, clean, rule_state)
 
         (states, trace), values = jax.lax.scan(one, (states, traces[0]), inputs)
-        return Solved(Values(), jnp.zeros(0), values, states, [trace])
+        return values, states, [trace]
+
+    def gradient(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        windows: ExactWindows | None = None,
+        rule_state: Any = 0,
+    ) -> Values:
+        """Of a call, for cotangents (t, ...) of its targets. As one window: reverse mode
+        inside, and the credit of the states at its start times their influence."""
+        # One step alone is read through the whole of it either way.
+        if windows is None or length_of(inputs) == 1:
+            solved = self._step_by_step(
+                parameters, states, traces, inputs, cotangents, rule_state, masked=True
+            )
+            return solved.gradients
+        run = lambda parameters, states: run_window(
+            self.step, parameters, states, inputs
+        )
+        return self._gradient(run, parameters, states, traces[0], cotangents)
+
+    def evolve(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        block: int = 1,
+    ) -> Solved:
+        """A sequence without a loss."""
+        values, states, traces = self.run(parameters, states, traces, inputs)
+        aux = values.pick(self.step.aux)
+        return Solved(Values(), jnp.zeros(0), aux, states, traces)
 
     def solve(
         self,
@@ -308,12 +364,30 @@ class InfluenceSolver:
         states: Values,
         traces: list,
         inputs: Values,
-        cotangents: Sequence[jax.Array],
+        weights: jax.Array,
+        plan: SequencePlan,
+        unit: Any = 1.0,
         rule_state: Any = 0,
         masked: bool = True,
     ) -> Solved:
-        """A sequence step by step, for cotangents (t, ...) of its targets; those of a
-        loss are its weights. ``masked``: some of them may be zero."""
+        """A sequence step by step, with weights (t,) of its losses; see
+        :class:`Solver`."""
+        return self._step_by_step(
+            parameters, states, traces, inputs, [weights], rule_state, masked
+        )
+
+    def _step_by_step(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: list,
+        inputs: Values,
+        cotangents: Sequence[jax.Array],
+        rule_state: Any,
+        masked: bool,
+    ) -> Solved:
+        """For cotangents (t, ...) of targets; those of a loss are its weights.
+        ``masked``: some of them may be zero."""
 
         def one(carry: tuple, at: tuple) -> tuple[tuple, Values]:
             states, trace, total = carry
@@ -334,21 +408,6 @@ class InfluenceSolver:
         gradients = jax.tree.map(in_type, total, parameters)
         losses = values[self.step.targets[0]] if self.step.is_loss else jnp.zeros(0)
         return Solved(gradients, losses, values.pick(self.step.aux), states, [trace])
-
-    def window_gradient(
-        self,
-        parameters: Values,
-        states: Values,
-        traces: list,
-        inputs: Values,
-        cotangents: Sequence[jax.Array],
-    ) -> Values:
-        """Gradient of a window for cotangents (t, ...) of its targets: reverse mode
-        inside, and the credit of the states at its start times their influence."""
-        run = lambda parameters, states: run_window(
-            self.step, parameters, states, inputs
-        )
-        return self._gradient(run, parameters, states, traces[0], cotangents)
 
     def _gradient(
         self,

@@ -21,9 +21,11 @@ of taps.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +41,41 @@ from ..compiled_step import (
 from ..derivatives import Derivatives
 from .block import Block
 from .masking import zero_at
+from .site_facts import SiteFacts, same_decay
+
+
+class RecursionPart(ABC):
+    """How traces continue from step to step."""
+
+    is_exact: ClassVar[bool] = False
+    """Traces follow D, the derivative of each position's own states."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`, those by default left out."""
+        return {}
+
+    @abstractmethod
+    def replaces(self, site: SiteFacts) -> str | None:
+        """What it has in place of D for one use of a parameter."""
+
+    @abstractmethod
+    def pattern(self, group: CompiledGroup) -> frozenset[tuple[int, int]]:
+        """(i, j) where the new component i depends on the old component j."""
+
+    @abstractmethod
+    def transition(self, jacobian: Jacobian, group: CompiledGroup) -> Jacobian:
+        """The matrix in place of D."""
 
 
 @dataclass(frozen=True)
-class JacobianRecursion:
+class JacobianRecursion(RecursionPart):
     """The trace follows D, the derivative of each position's own states."""
+
+    is_exact = True
+
+    def replaces(self, site: SiteFacts) -> None:
+        """Nothing."""
 
     def pattern(self, group: CompiledGroup) -> frozenset[tuple[int, int]]:
         """(i, j) where the new component i depends on the old component j."""
@@ -55,10 +87,23 @@ class JacobianRecursion:
 
 
 @dataclass(frozen=True)
-class ScalarLeak:
+class ScalarLeak(RecursionPart):
     """The trace decays by a number, whatever the states do; 0 keeps nothing."""
 
     decay: float
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`."""
+        return {'temporal_recursion': 'scalar_leak', 'decay': self.decay}
+
+    def replaces(self, site: SiteFacts) -> str | None:
+        """The number, unless D is this number; factors have decays of their own."""
+        if site.factorised or same_decay(site.leak, self.decay):
+            return None
+        return (
+            f'the trace decays by {self.decay:g} in place of the Jacobian of the states'
+        )
 
     def pattern(self, group: CompiledGroup) -> frozenset[tuple[int, int]]:
         """Every component depends on itself."""
@@ -81,7 +126,7 @@ class Recursion:
     """
 
     group: CompiledGroup
-    kind: JacobianRecursion | ScalarLeak
+    kind: RecursionPart
     every_component: bool = False
 
     def _read(self, i: int) -> int:

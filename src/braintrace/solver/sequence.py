@@ -31,9 +31,10 @@ from .block import (
     with_new_states,
 )
 from .block_credit import as_read, derivatives_of, less_factorised, local_gradients
+from .interface import ExactWindows, SequencePlan
 from .masking import Mask, without_nan
 from .recursion import backward_credit, no_credit
-from .signals import Modulated, RandomFeedback, SignalInputs, Symmetric
+from .signals import SignalInputs, SignalPart, Symmetric
 from .solved import Solved, WeightSums, add
 from .traces import Trace, Traces
 from .visits import (
@@ -87,7 +88,7 @@ class BlockSolver:
 
     step: CompiledStep
     traces: Traces
-    signal: Symmetric | RandomFeedback | Modulated = Symmetric()  # noqa: RUF009
+    signal: SignalPart = Symmetric()  # noqa: RUF009 - immutable
 
     @cached_property
     def sums(self) -> WeightSums:
@@ -103,6 +104,11 @@ class BlockSolver:
     def kept_bytes(self) -> int:
         """Bytes that a block keeps of one step."""
         return self.step.kept_bytes
+
+    def is_complete(self, key: Key) -> bool:
+        """Whether a parameter never reaches a state that is left out: traces hold those
+        of a position only."""
+        return False
 
     def init_traces(self) -> Trace:
         """Traces at the start of a sequence."""
@@ -159,7 +165,7 @@ class BlockSolver:
     def is_plain(self) -> bool:
         """Whether the true signal reads the traces of the states themselves."""
         filtered = any(group.filtered for group in self.step.groups)
-        return not filtered and isinstance(self.signal, Symmetric)
+        return not filtered and self.signal.is_exact
 
     def solve_block(
         self,
@@ -225,6 +231,43 @@ class BlockSolver:
         return _SolvedBlock(found, used, first, total, y_bars)
 
     # ------------------------------------------------------------ whole sequences
+
+    def solve(
+        self,
+        parameters: Values,
+        states: Values,
+        traces: Trace,
+        inputs: Values,
+        weights: jax.Array,
+        plan: SequencePlan,
+        unit: Any = 1.0,
+        rule_state: Any = None,
+        masked: bool = True,
+    ) -> Solved:
+        """A sequence with weights (t,) of its losses, in windows or in blocks; see
+        :class:`Solver`."""
+        if plan.windows is not None:
+            return self.windows.solve(
+                parameters,
+                states,
+                traces,
+                inputs,
+                weights,
+                plan.block,
+                plan.windows.deep,
+                plan.windows.predictor,
+                plan.fresh,
+                unit,
+                rule_state,
+                masked,
+            )
+        if plan.two_passes:
+            return self.two_pass(
+                parameters, states, inputs, weights, plan.block, rule_state, masked
+            )
+        return self.one_pass(
+            parameters, states, traces, inputs, weights, plan.block, rule_state, masked
+        )
 
     def two_pass(
         self,
@@ -396,7 +439,7 @@ class BlockSolver:
         (last, traces), aux = over_blocks(one, start, inputs, block)
         return Solved(Values(), jnp.zeros(0), aux, states | last, traces)
 
-    # ------------------------------------------------------------ a few steps
+    # ------------------------------------------------------------ one call
 
     def run(
         self,
@@ -404,8 +447,9 @@ class BlockSolver:
         states: Values,
         traces: Trace,
         inputs: Values,
+        rule_state: Any = None,
     ) -> tuple[Values, Values, Trace]:
-        """A few steps: targets and auxiliary values of each, next states, next
+        """A call: targets and auxiliary values of each step, next states, next
         traces."""
         new, targets, aux = run_window(self.step, parameters, states, inputs)
         values = Values(zip(self.step.targets, targets, strict=True)) | aux
@@ -414,16 +458,29 @@ class BlockSolver:
             traces, _ = self.windows.across(constants, states, inputs, traces)
         return values, new, traces
 
-    def block_gradient(
+    def gradient(
         self,
         parameters: Values,
         states: Values,
         traces: Trace,
         inputs: Values,
         cotangents: Sequence[jax.Array],
+        windows: ExactWindows | None = None,
         rule_state: Any = None,
     ) -> Values:
-        """Online gradient of a few steps for cotangents (t, ...) of their targets."""
+        """Of a call, for cotangents (t, ...) of its targets, as one window or as one
+        block."""
+        if windows is not None:
+            return self.windows.gradient(
+                parameters,
+                states,
+                traces,
+                inputs,
+                cotangents,
+                windows.deep,
+                windows.predictor,
+                rule_state,
+            )
         constants = self.step.constants(parameters, states)
         old = states.pick(self.step.written)
         carry, _ = self.solve_block(

@@ -9,9 +9,10 @@ Letters: t steps of the block.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from ..compiled_step import CompiledStep, Components, Jacobian, Slopes, Values
 from ..derivatives import Derivatives, joint_signals
 from ..errors import CompilationError, three_parts
 from .block import Block
+from .site_facts import SiteFacts
 from .traces import Traces
 
 Signals = tuple[list[Components], list[Components]]
@@ -39,9 +41,51 @@ class SignalInputs(NamedTuple):
     rule_state: Any
 
 
+class SignalPart(ABC):
+    """What traces are multiplied by."""
+
+    is_exact: ClassVar[bool] = False
+    """It is the derivative of the loss."""
+    is_modulator: ClassVar[bool] = False
+    """It does not depend on the loss."""
+    has_feedback_weights: ClassVar[bool] = False
+    """Errors come back from read-outs by other weights than theirs."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`, those by default left out."""
+        return {}
+
+    @abstractmethod
+    def __call__(self, given: SignalInputs) -> Signals:
+        """What takes the place of L and R of a block."""
+
+    @abstractmethod
+    def replaces(self, site: SiteFacts) -> str | None:
+        """What it has in place of the derivative of the loss for one use of a
+        parameter."""
+
+    def check(self, step: CompiledStep) -> None:
+        """Raise if it does not fit the read-outs of a model."""
+        return
+
+    def init_state(self) -> Any:
+        """What it keeps from call to call, at first; None for nothing."""
+        return None
+
+    def next_state(self, state: Any) -> Any:
+        """The state after a gradient."""
+        return state
+
+
 @dataclass(frozen=True)
-class Symmetric:
+class Symmetric(SignalPart):
     """The derivative of the loss."""
+
+    is_exact = True
+
+    def replaces(self, site: SiteFacts) -> None:
+        """Nothing."""
 
     def __call__(self, given: SignalInputs) -> Signals:
         """L and R of a block."""
@@ -49,7 +93,7 @@ class Symmetric:
 
 
 @dataclass(frozen=True)
-class RandomFeedback:
+class RandomFeedback(SignalPart):
     """The derivative of the loss, sent back from read-outs by other weights.
 
     ``weights(n, shape, dtype)`` gives those of read-out n. ``align``: what one update
@@ -59,6 +103,24 @@ class RandomFeedback:
 
     weights: Callable[[int, tuple[int, ...], Any], jax.Array]
     align: float | None = None
+
+    has_feedback_weights = True
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`."""
+        return {'learning_signal': 'random_feedback'}
+
+    def replaces(self, site: SiteFacts) -> str | None:
+        """The weights of the read-out, if the loss passes one."""
+        if not site.feedback:
+            return None
+        weights = (
+            'fixed random weights'
+            if self.align is None
+            else 'random weights that approach those of the read-out'
+        )
+        return f'errors come back through {weights}, not through the read-out'
 
     def __call__(self, given: SignalInputs) -> Signals:
         """L and R of a block, with other weights back from every read-out."""
@@ -95,6 +157,14 @@ class RandomFeedback:
             found.append(fixed.astype(weight.dtype))
         return found
 
+    def init_state(self) -> jax.Array | None:
+        """The number of gradients, for weights that follow those of the read-out."""
+        return None if self.align is None else jnp.zeros((), jnp.int32)
+
+    def next_state(self, state: Any) -> Any:
+        """One gradient more."""
+        return state if self.align is None else state + 1
+
     def check(self, step: CompiledStep) -> None:
         """Raise unless there is a read-out and weights for each."""
         if not step.readouts:
@@ -116,9 +186,24 @@ class RandomFeedback:
 
 
 @dataclass(frozen=True)
-class Modulated:
+class Modulated(SignalPart):
     """A modulator in place of the derivative of the loss: ``rule_state``, or the step's
     own."""
+
+    is_modulator = True
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its options of an :class:`ETraceConfig`."""
+        return {'learning_signal': 'modulatory'}
+
+    def replaces(self, site: SiteFacts) -> str:
+        """All of it."""
+        return 'a modulator replaces the gradient of the loss'
+
+    def init_state(self) -> jax.Array:
+        """The modulator, 1 until another is set."""
+        return jnp.ones(())
 
     def __call__(self, given: SignalInputs) -> Signals:
         """The modulator at all states of a block; direct reads have none."""

@@ -24,26 +24,10 @@ from ..compiled_step import (
     TraceLayout,
 )
 from .factors import FactorLayout, FactorTrace
-from .recursion import JacobianRecursion, Recursion, ScalarLeak
+from .recursion import Recursion, RecursionPart
 
 Trace = list[Any]
 """One entry a site: components of ε, or a :class:`FactorTrace`."""
-
-
-@dataclass(frozen=True)
-class PerParameter:
-    """One trace for each weight and position it reaches."""
-
-
-@dataclass(frozen=True)
-class Factorised:
-    """An input part and a state part for each site, with decays (x, f); memory linear
-    in units.
-
-    A site that does not factorise keeps a trace for each weight.
-    """
-
-    decay: tuple[float, float]
 
 
 class TracedSite(NamedTuple):
@@ -65,6 +49,8 @@ class TracedSite(NamedTuple):
 class Traces:
     """All traces of a step under one rule.
 
+    ``decay``: (x, f) of an input part and a state part in place of one trace for each
+    weight, wherever a site factorises; None for no factors.
     ``is_traced(tap)``: whether the parameters of a tap are traced; the others keep
     their one-step gradient. ``dtype``: how traces are stored, if not in the precision
     of the results. ``every_component``: credit may come back to every old state, even
@@ -72,8 +58,8 @@ class Traces:
     """
 
     step: CompiledStep
-    storage: PerParameter | Factorised
-    kind: JacobianRecursion | ScalarLeak
+    kind: RecursionPart
+    decay: tuple[float, float] | None = None
     is_traced: Callable[[Tap], bool] = lambda tap: True
     dtype: Any = None
     every_component: bool = False
@@ -114,8 +100,8 @@ class Traces:
 
     def _layout(self, site: CompiledSite) -> TraceLayout | FactorLayout:
         """How the trace of a site is stored."""
-        if isinstance(self.storage, Factorised) and site.factorises:
-            return FactorLayout(site, self.storage.decay)
+        if self.decay is not None and site.factorises:
+            return FactorLayout(site, self.decay)
         return site.use.layout(site.positions, self.step.groups[site.group].shape)
 
     def _same_path(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,31 +16,12 @@ from ..arrays import sum_type
 from ..compiled_step import CompiledStep, Components, Values
 from .block import Block, forward, length_of, over_blocks
 from .block_credit import credit_at_start
+from .interface import Predictor
 from .masking import without_nan, zero_at
 from .solved import Solved, WeightSums, add
 from .traces import Trace, Traces
 from .visits import add_factor_gradients, advance_silently
 from .window import window_gradient
-
-
-class Predictor(Protocol):
-    """Predicts the credit that states get from what follows, by group and component."""
-
-    def __call__(
-        self, weights: Sequence[jax.Array], states: list[Components]
-    ) -> list[Components]:
-        """The predicted credit."""
-        ...
-
-    def error_and_change(
-        self,
-        weights: Sequence[jax.Array],
-        states: list[Components],
-        target: list[Components],
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """The distance of the prediction from a target, and the change of weights it
-        calls for."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from braintrace import FixedRandomFeedback
-from braintrace.rules import PRESETS, named
-from braintrace.rules.exactness import SiteFacts, replacements
+from braintrace.rules import PRESETS, Factorised, named
 from braintrace.rules.feedback import feedback_signal
 from braintrace.rules.numbers import as_decays
-from braintrace.solver import Factorised, JacobianRecursion, ScalarLeak, Symmetric
+from braintrace.solver import JacobianRecursion, ScalarLeak, SiteFacts, Symmetric
 
 
 @pytest.mark.parametrize('name', ['D_RTRL', 'd-rtrl', 'drtrl', 'D_rtrl'])
@@ -77,7 +76,7 @@ def test_factors_that_are_called_exact_are_the_trace_of_the_leak():
         rule = replace(rule, trace=Factorised(decays), recursion=kind)
         facts = {'steady_path': steady_f, 'steady_input': steady_x}
         site = SiteFacts(factorised=True, leak=leak, **facts)
-        if any('factorised' in w or 'decays' in w for w in replacements(rule, site)):
+        if any('factorised' in w or 'decays' in w for w in rule.replaces(site)):
             continue
         f, x = rng.normal(size=(2, steps))
         f, x = (f[0] + 0 * f if steady_f else f), (x[0] + 0 * x if steady_x else x)

@@ -23,9 +23,7 @@ from braintrace.operations.dense import DenseUse
 from braintrace.operations.weight_use import ElementwiseUse
 from braintrace.solver import (
     BlockSolver,
-    Factorised,
     JacobianRecursion,
-    PerParameter,
     ScalarLeak,
     Traces,
 )
@@ -241,10 +239,8 @@ def problem(name):
     return written, Values(written.parameters), states, inputs, weights
 
 
-def solver(step, storage=None, kind=None):
-    return BlockSolver(
-        step, Traces(step, storage or PerParameter(), kind or JacobianRecursion())
-    )
+def solver(step, decay=None, kind=None):
+    return BlockSolver(step, Traces(step, kind or JacobianRecursion(), decay))
 
 
 @pytest.mark.parametrize('block', [1, 3, 7])
@@ -326,7 +322,7 @@ def test_factors_follow_their_recursion():
     """pp_prop's formulas, written out step by step."""
     written, parameters, states, inputs, weights = problem('leaky')
     decay_x, decay_f = 0.7, 0.8
-    engine = solver(written.step(), Factorised((decay_x, decay_f)))
+    engine = solver(written.step(), (decay_x, decay_f))
     found = engine.one_pass(
         parameters, states, engine.init_traces(), inputs, weights, 3
     ).gradients
