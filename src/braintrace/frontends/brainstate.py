@@ -154,8 +154,11 @@ def trace_step(
     """Trace a function that advances a module by one step, and sort its variables by
     role; errors call the function ``what``."""
     found = dict(module_states(model))
+    # A frame of this folder between the tools that trace and the user's own code:
+    # source lines begin behind it.
+    called = lambda *args, **kwargs: function(*args, **kwargs)
     stateful: Any = brainstate.transform.StatefulFunction(
-        function, return_only_write=False, name=type(model).__name__
+        called, return_only_write=False, name=type(model).__name__
     )
     with _states_kept(found), inputs_kept(model), matrices_kept(model):
         try:

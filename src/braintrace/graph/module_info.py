@@ -187,9 +187,7 @@ def extract_module_info(
             )
         )
     check_arguments(model, model_args, model_kwargs)
-    return module_info(
-        trace_step(lambda *a, **k: model(*a, **k), model, model_args, model_kwargs)
-    )
+    return module_info(trace_step(model, model, model_args, model_kwargs))
 
 
 def extract(model: Any, *args: Any, **kwargs: Any) -> ModuleInfo | FunctionInfo:
