@@ -50,6 +50,27 @@ TAIL = """
 
 The last run, with seeds 0 to 99, had 10,000 programs and no failure.
 
+`make mutants` puts single faults into the solver, the lowering, the operations and the
+rules: a sign, an index, a comparison, a dropped term. It runs the daily tests that evaluate
+the changed expression, for each fault up to a time limit of 30 to 400 seconds. The last run
+was on 2026-11-18 (`scripts/mutants.py --record`, then
+`--resume --seconds 40 --without influence masking kernels link`, and `--again --seconds 400`
+for half of what was left). Some tests of the learner, the budgets and the texts were not
+recorded and so not run. It ran 274 of 334 faults:
+those of the kernels, masks, influences and links were left out, because their code was
+being replaced. **Not found**: the tests that were run passed. **Not reached**: no recorded
+test evaluates the expression.
+
+| folder | changes | run | found | equivalent | not found | not reached |
+| --- | --- | --- | --- | --- | --- | --- |
+| solver | 75 | 58 | 45 | 1 | 12 | 0 |
+| lowering | 73 | 60 | 47 | 1 | 12 | 0 |
+| operations | 134 | 104 | 77 | 4 | 18 | 5 |
+| rules | 52 | 52 | 49 | 0 | 3 | 0 |
+| all | 334 | 274 | 218 | 6 | 45 | 5 |
+
+Of the 268 faults that were run and are not equivalent, 19 % were not found. The goal is 3 %.
+
 ## What must hold
 
 Each case above checks one of these:

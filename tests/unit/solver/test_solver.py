@@ -377,15 +377,3 @@ def test_a_single_step_has_no_products_with_a_unit_matrix():
         np.testing.assert_array_equal(x, ends.get(at, jnp.zeros_like(x)))
     for at, x in wanted.items():
         np.testing.assert_allclose(x, product.get(at, jnp.zeros_like(x)), rtol=1e-6)
-
-
-def test_the_product_of_a_single_step_is_its_own_derivative():
-    """Terms 0 · D would be NaN where D is infinite."""
-    recursion = solver(adaptive().step()).traces.recursions[0]
-    entry = lambda at: jnp.full((1, B, H), jnp.inf if at == (1, 0) else 0.5)
-    transition = {at: entry(at) for at in adaptive().pattern}
-    to_end, first = recursion.products(transition, None, 1)
-    for at, d in transition.items():
-        np.testing.assert_array_equal(first[at], d[0])
-    for i in (0, 1):
-        np.testing.assert_array_equal(to_end[i, i], np.ones((1, B, H)))
