@@ -6,13 +6,7 @@ import braintrace
 from braintrace.analysis.analysed import analyse
 from braintrace.arrays import bytes_of
 from braintrace.lowering import Stages, lower
-from braintrace.solver import (
-    BlockSolver,
-    Factorised,
-    JacobianRecursion,
-    PerParameter,
-    Traces,
-)
+from braintrace.solver import BlockSolver, JacobianRecursion, Traces
 from graph.test_executor import Weighted
 
 PRIME = 10007
@@ -24,15 +18,15 @@ class Leaky(Weighted):
         return jnp.sum(self.h.value**2)
 
 
-def solver_of(samples, inputs, units, kind):
+def solver_of(samples, inputs, units, decay):
     model = Leaky({'w': (inputs, units)}, {'h': (samples, units)})
     info = braintrace.extract_module_info(model, jnp.zeros((samples, inputs)))
     step = lower(Stages(analyse(info.program), info.program.outputs[:1]))
-    return BlockSolver(step, Traces(step, kind, JacobianRecursion()))
+    return BlockSolver(step, Traces(step, JacobianRecursion(), decay))
 
 
 def test_a_block_keeps_what_fits_the_cache():
-    solver = solver_of(4, 1024, 128, Factorised((0.9, 0.9)))
+    solver = solver_of(4, 1024, 128, (0.9, 0.9))
     kept = solver.kept_bytes
     traces = 4 * 4 * (1024 + 128)
     assert traces <= bytes_of(solver.trace_shapes) < traces + 100  # and a count
@@ -45,7 +39,7 @@ def test_a_block_keeps_what_fits_the_cache():
 
 
 def test_a_span_keeps_no_more_than_the_traces_take():
-    solver = solver_of(2, 64, 128, PerParameter())
+    solver = solver_of(2, 64, 128, None)
     traces = 4 * 2 * 64 * 128
     assert bytes_of(solver.trace_shapes) == traces
     driven = 4 * 2 * (128 + 64)
@@ -54,12 +48,12 @@ def test_a_span_keeps_no_more_than_the_traces_take():
     assert solver.span_length(200 * (most // 2), 2) == 2 * (most // 2)
     assert solver.span_length(1000, 50) == 50  # never less than a block
     assert solver.block_length(PRIME, carried=True) == 50
-    by_factors = solver_of(2, 64, 128, Factorised((0.9, 0.9)))
+    by_factors = solver_of(2, 64, 128, (0.9, 0.9))
     assert by_factors.span_length(1000, 10) == 10
 
 
 def test_arrays_of_many_samples_leave_a_cache():
     for samples, is_large in [(16, False), (512, True)]:
-        solver = solver_of(samples, 2, 1024, Factorised((0.9, 0.9)))
+        solver = solver_of(samples, 2, 1024, (0.9, 0.9))
         (site,) = solver.traces.sites
         assert site.layout.is_large == is_large  # more than a MiB
