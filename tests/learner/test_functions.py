@@ -92,7 +92,11 @@ DRAWN = {  # groups; credit of each parameter; sites into the groups
         {'in.w': 'exact', 'decay': 'exact', 'unused': 'none'},
         {('in', 'w'): {0}, ('decay',): {0}},
     ),
-    'stack': ([(('0',),), (('1',),)], {'0': 'local', '1': 'exact'}, {(0,): {0}, (1,): {1}}),
+    'stack': (
+        [(('0',),), (('1',),)],
+        {'0': 'local', '1': 'exact'},
+        {(0,): {0}, (1,): {1}},
+    ),
 }
 
 
