@@ -58,7 +58,8 @@ was on 2026-11-18 (`scripts/mutants.py --record`, then
 for half of what was left). Some tests of the learner, the budgets and the texts were not
 recorded and so not run. It ran 274 of 334 faults,
 on the code before read-outs, signals and uses of weights were written anew: those of the
-kernels, masks, influences and links were left out, because their code was being replaced. **Not found**: the tests that were run passed. **Not reached**: no recorded
+kernels, masks, influences and links were left out, because their code was being replaced.
+**Not found**: the tests that were run passed. **Not reached**: no recorded
 test evaluates the expression.
 
 | folder | changes | run | found | equivalent | not found | not reached |
